@@ -1,0 +1,166 @@
+"""Every private name of torch that meshcomm uses, each behind a function of its own.
+
+A new torch that moves one of them fails ``tests/test_torch_private.py`` and this file is where it is mended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as functorch_active
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "allgather_base",
+    "dual_level_open",
+    "forward_ad_shared",
+    "forward_ad_state",
+    "functional",
+    "functorch_active",
+    "new_group",
+    "path_text",
+    "reduce_scatter_base",
+    "set_forward_ad_state",
+    "tree_flatten",
+    "tree_leaves_with_path",
+    "tree_unflatten",
+]
+
+
+# --------------------------------------------------------------------------------------------------- process groups
+
+
+def allgather_base(group: dist.ProcessGroup, out: Tensor, x: Tensor) -> dist.Work:
+    """Gather into one buffer; the public ``all_gather_into_tensor`` costs some µs more of Python."""
+    return group._allgather_base(out, x)
+
+
+def reduce_scatter_base(
+    group: dist.ProcessGroup, out: Tensor, x: Tensor, options: dist.ReduceScatterOptions
+) -> dist.Work:
+    """Reduce and scatter from one buffer to one buffer."""
+    return group._reduce_scatter_base(out, x, options)
+
+
+def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group of ``ranks`` in the order given; only its members call.
+
+    The public ``dist.new_group`` either needs every rank of the world, or derives the group's name from the number of groups
+    that this rank has made before, which differs between ranks once groups are made when first used.
+    """
+    world = distributed_c10d._world
+    default = distributed_c10d._get_default_group()
+    backend, store = world.pg_map[default]
+    bound = default.bound_device_id
+    if (
+        bound is not None
+    ):  # a bound device makes NCCL split the default communicator, which waits for every rank of the world
+        default.bound_device_id = None
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            name,  # type: ignore[arg-type]  # a NewType of str in some versions
+            timeout=timeout,
+            group_desc=name,
+        )
+    finally:
+        if bound is not None:
+            default.bound_device_id = bound
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group  # type: ignore[no-any-return]
+
+
+functional: Any = torch.ops._c10d_functional
+"""The collectives that trace in one graph and that inductor buckets and overlaps."""
+
+
+# ------------------------------------------------------------------------------------------------------- autograd
+
+
+def dual_level_open() -> bool:
+    """Whether a forward-mode level is open: a dual tensor has ``requires_grad=False`` and would lose its tangent."""
+    return forward_ad._current_level >= 0
+
+
+def forward_ad_state() -> tuple[int, int]:
+    """The forward-mode bookkeeping that torch keeps per process and not per thread."""
+    return forward_ad._current_level, eager_transforms.JVP_NESTING
+
+
+def set_forward_ad_state(state: tuple[int, int]) -> None:
+    """Put back what :func:`forward_ad_state` gave."""
+    forward_ad._current_level, eager_transforms.JVP_NESTING = state
+
+
+@contextlib.contextmanager
+def forward_ad_shared() -> Iterator[None]:
+    """Let several threads, of which one runs at a time, each hold forward-mode level 0 open.
+
+    The level itself is one per process, and closing it wipes every tangent in it. So the first thread to enter opens it and the
+    last one to leave closes it; what a thread sees as its current level is exchanged by :func:`set_forward_ad_state`.
+    """
+    enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    holders = 0
+
+    def enter_shared() -> int:
+        nonlocal holders
+        if forward_ad._current_level >= 0:
+            return enter()  # nested in this thread: torch's own error
+        holders += 1
+        if holders == 1:
+            return enter()
+        forward_ad._current_level = 0
+        return 0
+
+    def leave_shared(*, level: int | None = None) -> None:
+        nonlocal holders
+        if holders > 1 and forward_ad._current_level == 0 and level in (None, 0):
+            forward_ad._current_level = -1
+        else:
+            leave(level=level)
+        holders -= 1
+
+    before = forward_ad_state()
+    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter_shared, leave_shared
+    try:
+        yield
+    finally:
+        forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
+        set_forward_ad_state(before)
+
+
+# --------------------------------------------------------------------------------------------------------- pytrees
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a pytree (``None`` is a leaf) and what is needed to build it again."""
+    return pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The pytree with these leaves."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def tree_leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves with the text of the path to each, such as ``['layers'][0]``."""
+    return [(path_text(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """``['w'][0]`` for a path of keys."""
+    keystr: Callable[[tuple[Any, ...]], str] = pytree.keystr
+    return keystr(path)

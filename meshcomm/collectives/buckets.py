@@ -1,0 +1,101 @@
+"""Pytrees of tensors: the leaves of one dtype and device go together in flat buckets, one collective each.
+
+Flattening and splitting are torch's own differentiable operations, so that all a single tensor can do a tree can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.collectives import check
+from meshcomm.errors import MeshError
+from meshcomm.mesh import Axis
+
+__all__ = ["Check", "checked_size", "elementwise", "leaves_of", "rebuild", "rows"]
+
+Check = Callable[[Tensor, str], None]
+"""Raises for a leaf, given with its path, that the collective cannot take."""
+
+
+def leaves_of(where: str, tree: Any, axis: Axis, accept: Check | None = None) -> tuple[list[Tensor], Any]:
+    """The leaves of a tree, every one a tensor that ``accept`` lets through, and the structure."""
+    leaves, spec = _torch.tree_flatten(tree)
+
+    def examine(leaf: Any, path: str) -> None:
+        check.tensor(where, leaf, axis, path)
+        if accept is not None:
+            accept(leaf, path)
+
+    for at, leaf in enumerate(leaves):
+        try:
+            examine(leaf, "")
+        except MeshError:  # the path is looked up only now: it costs more than the call
+            examine(leaf, _torch.tree_leaves_with_path(tree)[at][0])
+            raise
+    return leaves, spec
+
+
+rebuild = _torch.tree_unflatten
+
+
+def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:
+    """A bucket has a positive size."""
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
+        check.explain(where, f"bucket_mb={bucket_mb!r} is not a positive number.", axis, fix="a size in MiB such as 25")
+
+
+def _buckets(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis) -> list[list[int]]:
+    """Positions of the leaves that go together, at most ``bucket_mb`` MiB unless one leaf alone is larger."""
+    checked_size(where, bucket_mb, axis)
+    limit = bucket_mb * 2**20
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for at, leaf in enumerate(leaves):
+        kind, size = (leaf.dtype, leaf.device), leaf.numel() * leaf.element_size()
+        bucket, filled = filling.get(kind, ([], 0))
+        if bucket and filled + size > limit:
+            bucket, filled = [], 0
+        if not bucket:
+            full.append(bucket)
+        bucket.append(at)
+        filling[kind] = bucket, filled + size
+    return full
+
+
+def elementwise(
+    where: str, leaves: Sequence[Tensor], axis: Axis, bucket_mb: float, run: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Apply what works element by element to flat buckets."""
+    return rows(
+        where,
+        leaves,
+        axis,
+        bucket_mb,
+        run,
+        lambda leaf: leaf.reshape(1, leaf.numel()),
+        lambda part, leaf: part.view(leaf.shape),
+    )
+
+
+def rows(
+    where: str,
+    leaves: Sequence[Tensor],
+    axis: Axis,
+    bucket_mb: float,
+    run: Callable[[Tensor], Tensor],
+    to_rows: Callable[[Tensor], Tensor],
+    from_rows: Callable[[Tensor, Tensor], Tensor],
+) -> list[Tensor]:
+    """Apply what works on dim 0 to buckets: ``to_rows(leaf)`` is ``[rows, k]``, ``from_rows(part, leaf)`` undoes it."""
+    results: dict[int, Tensor] = {}
+    for bucket in _buckets(where, leaves, bucket_mb, axis):
+        parts = [to_rows(leaves[at]) for at in bucket]
+        done = run(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        for at, part in zip(bucket, done.split([part.shape[1] for part in parts], 1), strict=True):
+            results[at] = from_rows(part, leaves[at])
+    return [results[at] for at in range(len(leaves))]

@@ -1,0 +1,251 @@
+"""What can be wrong with the arguments of a collective, said before anything is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from meshcomm.errors import fail, names, shape_text
+from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
+
+__all__ = [
+    "axis_of", "checked_dim", "checked_index", "checked_perm", "checked_sizes", "even", "explain", "mesh_of", "no_gradient", "own",
+    "reducible", "slices", "tensor", "total", "whole_number",
+]  # fmt: skip
+
+_INTS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex64, torch.complex128)
+_DTYPES = {
+    "sum": (*_INTS, *_FLOATS, *_COMPLEX),
+    "mean": (*_FLOATS, *_COMPLEX),
+    "max": (*_INTS, *_FLOATS, torch.bool),
+    "min": (*_INTS, *_FLOATS, torch.bool),
+    "product": (*_INTS, *_FLOATS, *_COMPLEX),
+    "band": (*_INTS, torch.bool),
+    "bor": (*_INTS, torch.bool),
+    "bxor": (*_INTS, torch.bool),
+}
+_ALLOWED = frozenset((op, dtype) for op, dtypes in _DTYPES.items() for dtype in dtypes)
+
+
+def explain(where: str, what: str, axis: Axis, *, x: Tensor | None = None, got: str = "", fix: str = "") -> NoReturn:
+    """Fail with the tensor, the mesh and this rank's place on it."""
+    parts = [got] if got else []
+    if x is not None:
+        parts.append(f"x {shape_text(x.dtype, x.shape)}")
+    at = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
+    parts += [f"mesh {axis.mesh.shape}", f"at {at}"]
+    fail(where, what, got="; ".join(parts), fix=fix)
+
+
+def mesh_of(where: str, name: AxisName, mesh: Mesh | None) -> Mesh:
+    """``mesh``, or the current mesh."""
+    if mesh is None:
+        mesh = current_mesh()
+        if mesh is None:
+            fail(
+                where,
+                "there is no mesh.",
+                got=f"axis {name!r}",
+                fix="pass mesh=, or call inside `with mc.use_mesh(mesh):`",
+            )
+    elif not isinstance(mesh, Mesh):
+        fail(
+            where,
+            f"mesh= is a {type(mesh).__name__}.",
+            fix="pass a mesh made by mc.make_mesh or mc.Mesh.from_device_mesh",
+        )
+    return mesh
+
+
+def axis_of(where: str, name: AxisName, mesh: Mesh | None) -> Axis:
+    """The axis called ``name`` of ``mesh`` or of the current mesh."""
+    return mesh_of(where, name, mesh).axis(name, where)
+
+
+def tensor(where: str, x: object, axis: Axis, path: str = "") -> None:
+    """``x`` is a dense tensor on a device that this mesh moves."""
+    kind = type(x)
+    if kind is not Tensor and kind is not Parameter:
+        _odd_tensor(where, x, axis, path)
+    assert isinstance(x, Tensor)
+    if torch.compiler.is_compiling():
+        return
+    if x.layout is not torch.strided:
+        explain(where, f"x{path} is a {x.layout} tensor.", axis, x=x, fix="call .to_dense() first")
+    if x.device not in axis.devices:
+        why = axis.link.check_device(x.device)
+        if why is not None:
+            explain(
+                where,
+                f"x{path} is on the wrong device, {x.device}.",
+                axis,
+                x=x,
+                fix=f"{why}; move it to {axis.mesh.device}",
+            )
+        axis.devices.add(x.device)
+
+
+def _odd_tensor(where: str, x: object, axis: Axis, path: str) -> None:
+    if not isinstance(x, Tensor):
+        explain(
+            where, f"x{path} is not a tensor but {type(x).__name__}.", axis, fix="pass a tensor or a pytree of tensors"
+        )
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
+        fix = "pass .to_local()" if hasattr(x, "to_local") else "pass a plain tensor"
+        explain(where, f"x{path} is a {type(x).__name__}, whose data is not one dense tensor.", axis, fix=fix)
+
+
+def reducible(where: str, x: Tensor, op: str, axis: Axis, path: str = "") -> None:
+    """``op`` exists and can reduce the dtype of ``x``."""
+    try:
+        if (op, x.dtype) in _ALLOWED:
+            return
+    except TypeError:
+        pass
+    if not isinstance(op, str) or op not in _DTYPES:
+        explain(where, f"no reduce op {op!r}.", axis, x=x, fix=f"one of {names(_DTYPES)}")
+    explain(
+        where, f"op {op!r} is not defined for {x.dtype}{path and f' (x{path})'}.", axis, x=x, fix=_cast(op, x.dtype)
+    )
+
+
+def _cast(op: str, dtype: torch.dtype) -> str:
+    if op in ("band", "bor", "bxor"):
+        return "bitwise ops take integers and bool"
+    if dtype == torch.bool:
+        return "cast with x.int(), or use op='max' (any) or 'min' (all)"
+    if dtype.is_complex:
+        return "complex numbers have no order: reduce x.abs() or torch.view_as_real(x)"
+    return "cast with x.float() first"
+
+
+def whole_number(value: object) -> bool:
+    """An int, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def checked_dim(where: str, x: Tensor, dim: int, axis: Axis, name: str = "dim") -> int:
+    """``dim`` counted from the front."""
+    if not whole_number(dim) or not -x.ndim <= dim < x.ndim:
+        explain(where, f"{name}={dim!r} is not a dim of x.", axis, x=x, fix=f"an int from {-x.ndim} to {x.ndim - 1}")
+    return dim % x.ndim
+
+
+def checked_index(where: str, value: int, axis: Axis, name: str) -> int:
+    """An index along the axis."""
+    if not whole_number(value) or not 0 <= value < axis.size:
+        explain(
+            where,
+            f"{name}={value!r} is not an index along axis {axis.name!r} (size {axis.size}).",
+            axis,
+            fix=f"an int from 0 to {axis.size - 1}; it is an index along the axis, not a global rank",
+        )
+    return value
+
+
+def even(where: str, x: Tensor, dim: int, axis: Axis, extra: str = ", or pass sizes=") -> None:
+    """The axis divides the dim."""
+    length = x.shape[dim]
+    if length % axis.size:
+        explain(
+            where,
+            f"x.shape[{dim}] = {length} is not divisible by axis {axis.name!r} (size {axis.size}).",
+            axis,
+            x=x,
+            fix=f"pad dim {dim} to {-(-length // axis.size) * axis.size}{extra}",
+        )
+
+
+def slices(where: str, x: Tensor, dim: int, sizes: Sequence[int] | None, axis: Axis) -> None:
+    """``dim`` of x can be cut into the ranks' slices."""
+    place = checked_dim(where, x, dim, axis)
+    if sizes is None:
+        even(where, x, place, axis)
+    else:
+        total(where, x, place, sizes, axis)
+
+
+def checked_sizes(where: str, sizes: Sequence[int] | None, axis: Axis, name: str = "sizes") -> tuple[int, ...] | None:
+    """One length per index of the axis."""
+    if sizes is None:
+        return None
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not all(whole_number(s) and s >= 0 for s in sizes):
+        explain(
+            where, f"{name}={sizes!r} is not a list of lengths.", axis, fix="one non-negative int per index of the axis"
+        )
+    if len(sizes) != axis.size:
+        explain(
+            where,
+            f"{name} has {len(sizes)} lengths, axis {axis.name!r} has size {axis.size}.",
+            axis,
+            got=f"{name}={sizes!r}",
+        )
+    return tuple(sizes)
+
+
+def total(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, name: str = "sizes") -> None:
+    """The lengths sum to the dim."""
+    if sum(sizes) != x.shape[dim]:
+        explain(
+            where,
+            f"{name} sum to {sum(sizes)}, x.shape[{dim}] is {x.shape[dim]}.",
+            axis,
+            x=x,
+            got=f"{name}={tuple(sizes)}",
+        )
+
+
+def own(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, name: str = "sizes") -> None:
+    """This rank's length is that of the dim."""
+    if sizes[axis.index] != x.shape[dim]:
+        explain(
+            where,
+            f"{name}[{axis.index}] = {sizes[axis.index]}, but x.shape[{dim}] = {x.shape[dim]} on that index.",
+            axis,
+            x=x,
+            got=f"{name}={tuple(sizes)}",
+        )
+
+
+def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tuple[tuple[int, int], ...]:
+    """Pairs of indices along the axis, with no source and no destination twice."""
+    try:
+        pairs: list[Any] = [tuple(pair) for pair in perm]
+    except TypeError:
+        pairs = [()]
+    fix = "perm is a list of (source, destination) indices along the axis"
+    for pair in pairs:
+        if len(pair) != 2 or not all(whole_number(index) for index in pair):
+            explain(where, f"perm={perm!r} is not made of pairs of ints.", axis, fix=fix)
+        if not all(0 <= index < axis.size for index in pair):
+            explain(
+                where, f"perm pair {pair} is out of range for axis {axis.name!r} (size {axis.size}).", axis, fix=fix
+            )
+    for place, name in enumerate(("source", "destination")):
+        column = [pair[place] for pair in pairs]
+        twice = next((index for index in column if column.count(index) > 1), None)
+        if twice is not None:
+            explain(
+                where, f"{name} {twice} stands twice in perm.", axis, got=f"perm={pairs}", fix=f"name each {name} once"
+            )
+    return tuple(pairs)
+
+
+def no_gradient(where: str, x: Tensor, axis: Axis, instead: str) -> None:
+    """Refuse an input that needs a gradient where some rank has no graph: its peers would wait in backward."""
+    if x.requires_grad and torch.is_grad_enabled():
+        explain(
+            where,
+            "x requires grad, and this function has no backward.",
+            axis,
+            x=x,
+            fix=f"{instead}; or pass x.detach()",
+        )

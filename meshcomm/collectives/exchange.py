@@ -1,0 +1,283 @@
+"""Every rank sends and every rank receives: all_to_all, permute, shift.
+
+n = size of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from meshcomm.collectives import buckets, check
+from meshcomm.collectives.gather import cut_rows
+from meshcomm.collectives.rule import Rule, apply
+from meshcomm.mesh import Axis, AxisName, Mesh
+
+__all__ = ["all_to_all", "permute", "shift"]
+
+Tree = TypeVar("Tree")
+Sizes = tuple[int, ...]
+Perm = tuple[tuple[int, int], ...]
+
+
+# ------------------------------------------------------------------------------------------------------ the rules
+
+
+def _piece(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send: Sizes, recv: Sizes, source: int) -> list[int]:
+    """The shape of what comes from ``source``."""
+    shape = list(x.shape)
+    shape[split_dim] = send[axis.index]
+    shape[concat_dim] = recv[source]
+    return shape
+
+
+def _run_all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send: Sizes, recv: Sizes) -> Tensor:
+    pieces = x.split(list(send), split_dim)
+    shapes = [_piece(x, axis, split_dim, concat_dim, send, recv, source) for source in range(axis.size)]
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    got = axis.link.all_to_all(sent, [piece.numel() for piece in pieces], counts).split(counts)
+    return torch.cat([part.view(shape) for part, shape in zip(got, shapes, strict=True)], concat_dim)
+
+
+def _run_permute(x: Tensor, axis: Axis, perm: Perm) -> Tensor:
+    source = next((src for src, dst in perm if dst == axis.index), None)
+    destination = next((dst for src, dst in perm if src == axis.index), None)
+    return axis.link.permute(x, source, destination)
+
+
+def _transpose_permute(g: Tensor, axis: Axis, perm: Perm) -> Tensor:
+    return apply(_PERMUTE, g, axis, (tuple((dst, src) for src, dst in perm),))
+
+
+_ALL_TO_ALL = Rule(
+    "all_to_all",
+    ("split_dim", "concat_dim", "send_sizes", "recv_sizes"),
+    _run_all_to_all,
+    lambda g, axis, split_dim, concat_dim, send, recv: apply(_ALL_TO_ALL, g, axis, (concat_dim, split_dim, recv, send)),
+    dims=("split_dim", "concat_dim"),
+    own=("send_sizes", "recv_sizes"),
+)
+_PERMUTE = Rule("permute", ("perm",), _run_permute, _transpose_permute)
+
+
+# ------------------------------------------------------------------------------------------- the public functions
+
+
+def all_to_all(
+    x: Tree,
+    axis: AxisName,
+    split_dim: int,
+    concat_dim: int,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+) -> Tree:
+    """Split ``x`` along ``split_dim``, send piece i to rank i, concatenate what comes along ``concat_dim``.
+
+    ::
+
+        rank 0  [a0 a1]      [a0 b0]
+        rank 1  [b0 b1]  ->  [a1 b1]
+
+    Type: varying -> varying.
+
+    Args:
+        x: a tensor of any dtype, or a pytree of tensors.
+        axis: a name, or a tuple of names, of which the first is major.
+        split_dim: the dim to cut into n pieces.
+        concat_dim: the dim to join the pieces along; it may be the same.
+        send_sizes: the length along ``split_dim`` of the piece for each index. They may differ from rank to rank only where
+            ``split_dim == concat_dim``, and must there be what the receivers expect.
+        recv_sizes: the length along ``concat_dim`` of the piece from each index. Needed with send_sizes where the two dims are the
+            same; where they differ the default is that all ranks have as much of ``concat_dim`` as this one.
+        mesh: the current mesh by default.
+        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+
+    Returns: ``x`` with ``split_dim`` divided by n and ``concat_dim`` multiplied by n, or as the sizes say; new storage.
+
+    Backward: all_to_all with the dims and the sizes exchanged.
+
+    Cost: (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1.
+
+    Raises:
+        MeshError: no such axis or dim; a dim that the axis does not divide, unless sizes are given; sizes that do not fit the
+            tensor or each other; not a tensor; a device the mesh cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"ep": 2})
+        >>> mc.launch(lambda: mc.all_to_all(torch.arange(2) + 10 * mesh.rank, "ep", 0, 0, mesh=mesh).tolist(), ranks=2)
+        [[0, 10], [1, 11]]
+
+    Source: MPI_Alltoall(v); ``jax.lax.all_to_all(tiled=True)``; Ulysses; expert parallelism.
+    """
+    where = "all_to_all"
+    ax = check.axis_of(where, axis, mesh)
+    if isinstance(x, Tensor):
+        check.tensor(where, x, ax)
+        params = _exchange_params(where, x, ax, split_dim, concat_dim, send_sizes, recv_sizes)
+        return apply(_ALL_TO_ALL, x, ax, params)  # type: ignore[return-value]
+
+    def params_of(leaf: Tensor, _: str = "") -> tuple[int, int, Sizes, Sizes]:
+        return _exchange_params(where, leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
+
+    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf, path: [params_of(leaf), None][1])
+    if send_sizes is not None or recv_sizes is not None:
+        done = [apply(_ALL_TO_ALL, leaf, ax, params_of(leaf)) for leaf in leaves]
+    else:
+        even = (1,) * ax.size
+        done = buckets.rows(
+            where, leaves, ax, bucket_mb,
+            lambda flat: apply(_ALL_TO_ALL, flat, ax, (0, 0, even, even)),
+            lambda leaf: cut_rows(leaf, split_dim % leaf.ndim, ax.size),
+            lambda part, leaf: _joined(part, leaf, split_dim % leaf.ndim, concat_dim % leaf.ndim, ax.size),
+        )  # fmt: skip
+    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+
+
+def _joined(part: Tensor, leaf: Tensor, split_dim: int, concat_dim: int, size: int) -> Tensor:
+    shape = list(leaf.shape)
+    shape[split_dim] //= size
+    return part.reshape(size, *shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+
+
+def _exchange_params(
+    where: str,
+    x: Tensor,
+    axis: Axis,
+    split_dim: int,
+    concat_dim: int,
+    send_sizes: Sequence[int] | None,
+    recv_sizes: Sequence[int] | None,
+) -> tuple[int, int, Sizes, Sizes]:
+    split = check.checked_dim(where, x, split_dim, axis, "split_dim")
+    concat = check.checked_dim(where, x, concat_dim, axis, "concat_dim")
+    send = check.checked_sizes(where, send_sizes, axis, "send_sizes")
+    recv = check.checked_sizes(where, recv_sizes, axis, "recv_sizes")
+    if split == concat and (send is None) != (recv is None):
+        given, missing = ("recv_sizes", "send_sizes") if send is None else ("send_sizes", "recv_sizes")
+        check.explain(
+            where, f"{given} without {missing} where split_dim and concat_dim are the same.", axis, x=x,
+            fix="give both: what this rank sends to each index, and what it gets from each",
+        )  # fmt: skip
+    if send is None:
+        check.even(where, x, split, axis, ", or pass send_sizes= and recv_sizes=")
+        send = (x.shape[split] // axis.size,) * axis.size
+    else:
+        check.total(where, x, split, send, axis, "send_sizes")
+    if recv is None:
+        recv = send if split == concat else (x.shape[concat],) * axis.size
+    elif split != concat:
+        check.own(where, x, concat, recv, axis, "recv_sizes")
+    elif send[axis.index] != recv[axis.index]:
+        check.explain(
+            where, f"this rank sends {send[axis.index]} to itself and expects {recv[axis.index]}.", axis, x=x,
+            got=f"send_sizes={send}; recv_sizes={recv}", fix=f"make both sizes at index {axis.index} the same",
+        )  # fmt: skip
+    return split, concat, send, recv
+
+
+def permute(
+    x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], *, mesh: Mesh | None = None, bucket_mb: float = 25
+) -> Tree:
+    """Send ``x`` from source to destination for each pair in ``perm``.
+
+    ::
+
+        rank 0  [a]      [0]
+        rank 1  [b]  ->  [a]   perm = [(0, 1), (1, 2)]
+        rank 2  [c]      [b]
+
+    Type: varying -> varying.
+
+    Args:
+        x: a tensor of any shape and dtype, or a pytree of tensors; shapes and dtypes equal on every rank.
+        axis: a name, or a tuple of names, of which the first is major.
+        perm: (source, destination) indices along ``axis``, equal on every rank; no source and no destination twice.
+        mesh: the current mesh by default.
+        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+
+    Returns: the shape of ``x``, new storage; zeros on a rank that is nobody's destination.
+
+    Backward: permute of the gradient by the inverse perm; a source that is sent nowhere gets zeros.
+
+    Cost: the bytes of ``x`` sent by each source.
+
+    Raises:
+        MeshError: no such axis; a pair out of range; a source or destination twice; not a tensor; a device the mesh cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"pp": 3})
+        >>> mc.launch(
+        ...     lambda: mc.permute(torch.tensor(mesh.rank + 1), "pp", [(0, 1), (1, 2)], mesh=mesh).item(), ranks=3
+        ... )
+        [0, 1, 2]
+
+    Source: ``jax.lax.ppermute``.
+    """
+    ax = check.axis_of("permute", axis, mesh)
+    return _permuted("permute", x, ax, check.checked_perm("permute", perm, ax), bucket_mb)
+
+
+def shift(
+    x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, *, mesh: Mesh | None = None, bucket_mb: float = 25
+) -> Tree:
+    """Rank i sends ``x`` to rank i + ``offset``.
+
+    ::
+
+        rank 0  [a]      [c]
+        rank 1  [b]  ->  [a]   offset = 1
+        rank 2  [c]      [b]
+
+    Type: varying -> varying.
+
+    Args:
+        x: a tensor of any shape and dtype, or a pytree of tensors; shapes and dtypes equal on every rank.
+        axis: a name, or a tuple of names, of which the first is major.
+        offset: how far, of either sign.
+        wrap: whether the axis is a ring; else what leaves it at one end is dropped and zeros come in at the other.
+        mesh: the current mesh by default.
+        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+
+    Returns: the shape of ``x``, new storage.
+
+    Backward: shift of the gradient by ``-offset``.
+
+    Cost: the bytes of ``x`` sent per rank; nothing when n == 1.
+
+    Raises:
+        MeshError: no such axis; an offset that is no int; not a tensor; a device the mesh cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"cp": 3})
+        >>> mc.launch(lambda: mc.shift(torch.tensor(mesh.rank), "cp", mesh=mesh).item(), ranks=3)
+        [2, 0, 1]
+
+    Source: MPI_Cart_shift; ring attention; pipeline stages.
+    """
+    ax = check.axis_of("shift", axis, mesh)
+    if not check.whole_number(offset):
+        check.explain("shift", f"offset={offset!r} is not an int.", ax)
+    if not isinstance(wrap, bool):
+        check.explain("shift", f"wrap={wrap!r} is not a bool.", ax)
+    targets = ((i, i + offset) for i in range(ax.size))
+    perm = tuple((i, j % ax.size) for i, j in targets if wrap or 0 <= j < ax.size)
+    return _permuted("shift", x, ax, perm, bucket_mb)
+
+
+def _permuted(where: str, x: Tree, axis: Axis, perm: Perm, bucket_mb: float) -> Tree:
+    if isinstance(x, Tensor):
+        check.tensor(where, x, axis)
+        return apply(_PERMUTE, x, axis, (perm,))  # type: ignore[return-value]
+    leaves, spec = buckets.leaves_of(where, x, axis)
+    done = buckets.elementwise(where, leaves, axis, bucket_mb, lambda flat: apply(_PERMUTE, flat, axis, (perm,)))
+    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]

@@ -1,0 +1,285 @@
+"""Concatenation along an axis and its inverses: all_gather, all_gather_invariant, shard.
+
+n = size of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from meshcomm.collectives import buckets, check
+from meshcomm.collectives.rule import Rule, apply, rule_named
+from meshcomm.mesh import Axis, AxisName, Mesh
+
+__all__ = ["all_gather", "all_gather_invariant", "cut_rows", "gather_over", "join_rows", "shard", "slice_shape"]
+
+Tree = TypeVar("Tree")
+Sizes = tuple[int, ...] | None
+
+
+# ------------------------------------------------------------------------------------------------------ the rules
+
+
+def gather_over(x: Tensor, axis: Axis, dim: int, sizes: Sizes = None) -> Tensor:
+    """all_gather of a checked tensor, for backwards."""
+    return apply(_ALL_GATHER, x, axis, (dim, sizes))
+
+
+def _run_gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
+    if sizes is None or len(set(sizes)) == 1:
+        return axis.link.all_gather(x).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    longest = max(sizes)
+    padded = x.new_zeros((*x.shape[:dim], longest, *x.shape[dim + 1 :]))
+    padded.narrow(dim, 0, sizes[axis.index]).copy_(x)
+    rows = axis.link.all_gather(padded)
+    return torch.cat([row.narrow(dim, 0, length) for row, length in zip(rows, sizes, strict=True)], dim)
+
+
+def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
+    if sizes is None:
+        length = x.shape[dim] // axis.size
+        return x.narrow(dim, axis.index * length, length).clone(memory_format=torch.contiguous_format)
+    start = sum(sizes[: axis.index])
+    return x.narrow(dim, start, sizes[axis.index]).clone(memory_format=torch.contiguous_format)
+
+
+_ALL_GATHER = Rule(
+    "all_gather",
+    ("dim", "sizes"),
+    _run_gather,
+    lambda g, axis, dim, sizes: apply(rule_named("reduce_scatter"), g, axis, (dim, "sum", sizes)),
+    dims=("dim",),
+)
+_ALL_GATHER_INVARIANT = Rule(
+    "all_gather_invariant",
+    ("dim", "sizes"),
+    _run_gather,
+    lambda g, axis, dim, sizes: apply(_SHARD, g, axis, (dim, sizes)),
+    dims=("dim",),
+)
+_SHARD = Rule(
+    "shard",
+    ("dim", "sizes"),
+    _run_shard,
+    lambda g, axis, dim, sizes: apply(_ALL_GATHER_INVARIANT, g, axis, (dim, sizes)),
+    dims=("dim",),
+)
+
+
+# ------------------------------------------------------------------------------------------- the public functions
+
+
+def all_gather(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+) -> Tree:
+    """Concatenate the ranks' ``x`` along ``dim``; each rank goes on with it in its own way.
+
+    ::
+
+        rank 0  [a0 a1]      [a0 a1 b0 b1]
+        rank 1  [b0 b1]  ->  [a0 a1 b0 b1]
+
+    Type: varying -> varying. Where the ranks go on alike, :func:`all_gather_invariant` is meant.
+
+    Args:
+        x: a tensor ``[..., k, ...]`` of any dtype, or a pytree of tensors; all but ``dim`` equal on every rank. A 0-d tensor
+            counts as ``[1]``.
+        axis: a name, or a tuple of names, of which the first is major.
+        dim: the dim to concatenate along.
+        sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
+        mesh: the current mesh by default.
+        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+
+    Returns: ``[..., n*k, ...]`` (``sum(sizes)`` with sizes), new storage.
+
+    Backward: :func:`reduce_scatter` (sum) over ``axis`` along ``dim``.
+
+    Cost: each rank receives (n-1)/n of the result; nothing when n == 1. Unequal sizes are padded to the longest.
+
+    Raises:
+        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> mc.launch(lambda: mc.all_gather(torch.tensor([mesh.rank]), "tp", mesh=mesh).tolist(), ranks=2)
+        [[0, 1], [0, 1]]
+
+    Source: MPI_Allgather; ``jax.lax.all_gather(tiled=True)``.
+    """
+    return _gather("all_gather", _ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb)
+
+
+def all_gather_invariant(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+) -> Tree:
+    """Concatenate the ranks' ``x`` along ``dim`` into one value, which all ranks then use alike.
+
+    ::
+
+        rank 0  [a0 a1]      [a0 a1 b0 b1]
+        rank 1  [b0 b1]  ->  [a0 a1 b0 b1]   (one logical value)
+
+    Type: varying -> invariant. The gradient of the result is the same on every rank, so backward needs no communication. To use
+    the result with what differs between ranks, call :func:`all_gather`, or :func:`pvary` the result.
+
+    Args:
+        x: a tensor ``[..., k, ...]`` of any dtype, or a pytree of tensors; all but ``dim`` equal on every rank. A 0-d tensor
+            counts as ``[1]``.
+        axis: a name, or a tuple of names, of which the first is major.
+        dim: the dim to concatenate along.
+        sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
+        mesh: the current mesh by default.
+        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+
+    Returns: ``[..., n*k, ...]`` (``sum(sizes)`` with sizes), new storage.
+
+    Backward: :func:`shard` of the gradient along ``dim``: the own slice, no communication.
+
+    Cost: each rank receives (n-1)/n of the result; nothing when n == 1. Unequal sizes are padded to the longest.
+
+    Raises:
+        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> mc.launch(lambda: mc.all_gather_invariant(torch.tensor([mesh.rank]), "tp", mesh=mesh).tolist(), ranks=2)
+        [[0, 1], [0, 1]]
+
+    Source: ``jax.lax.all_gather_invariant``; the gather of Megatron's output layer.
+    """
+    return _gather("all_gather_invariant", _ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb)
+
+
+def shard(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+) -> Tree:
+    """This rank's slice along ``dim`` of a value that all ranks have.
+
+    ::
+
+        rank 0  [a b c d]      [a b]
+        rank 1  [a b c d]  ->  [c d]
+
+    Type: invariant -> varying.
+
+    Args:
+        x: a tensor ``[..., n*k, ...]`` of any dtype, or a pytree of tensors, equal on every rank.
+        axis: a name, or a tuple of names, of which the first is major.
+        dim: the dim to cut.
+        sizes: the length of each rank's slice, where they shall differ; equal on every rank.
+        mesh: the current mesh by default.
+        bucket_mb: gradients of the leaves of a pytree are sent together up to this many MiB.
+
+    Returns: ``[..., k, ...]`` (``sizes[i]`` with sizes), new storage.
+
+    Backward: :func:`all_gather_invariant` of the gradient along ``dim``.
+
+    Cost: none forward; backward each rank receives (n-1)/n of the gradient.
+
+    Raises:
+        MeshError: no such axis or dim; a dim that the axis does not divide, unless sizes are given; sizes that do not sum to the
+            dim; not a tensor.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> mc.launch(lambda: mc.shard(torch.arange(4), "tp", mesh=mesh).tolist(), ranks=2)
+        [[0, 1], [2, 3]]
+
+    Source: Megatron's scatter to the tensor parallel region; a slice by ``axis_index`` in JAX.
+    """
+    where = "shard"
+    ax = check.axis_of(where, axis, mesh)
+    lengths = check.checked_sizes(where, sizes, ax)
+    if isinstance(x, Tensor):
+        check.tensor(where, x, ax)
+        check.slices(where, x, dim, lengths, ax)
+        return apply(_SHARD, x, ax, (dim % x.ndim, lengths))  # type: ignore[return-value]
+    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf, _: check.slices(where, leaf, dim, lengths, ax))
+    if lengths is not None:
+        done = [apply(_SHARD, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves]
+    else:
+        done = buckets.rows(
+            where, leaves, ax, bucket_mb,
+            lambda flat: apply(_SHARD, flat, ax, (0, None)),
+            lambda leaf: cut_rows(leaf, dim % leaf.ndim, ax.size),
+            lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, ax.size)),
+        )  # fmt: skip
+    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+
+
+def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
+    """``[n, k]``: row i holds slice i of ``leaf`` along ``dim``."""
+    whole = leaf.unflatten(dim, (size, leaf.shape[dim] // size)).movedim(dim, 0)
+    return whole.reshape(size, leaf.numel() // size)
+
+
+def slice_shape(leaf: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*leaf.shape[:dim], leaf.shape[dim] // size, *leaf.shape[dim + 1 :])
+
+
+def _gather(
+    where: str,
+    rule: Rule,
+    x: Tree,
+    axis: AxisName,
+    dim: int,
+    sizes: Sequence[int] | None,
+    mesh: Mesh | None,
+    bucket_mb: float,
+) -> Tree:
+    ax = check.axis_of(where, axis, mesh)
+    lengths = check.checked_sizes(where, sizes, ax)
+    if isinstance(x, Tensor):
+        check.tensor(where, x, ax)
+        whole, place = _joinable(where, x, dim, lengths, ax)
+        return apply(rule, whole, ax, (place, lengths))  # type: ignore[return-value]
+    leaves, spec = buckets.leaves_of(where, x, ax)
+    leaves = [_joinable(where, leaf, dim, lengths, ax)[0] for leaf in leaves]
+    if lengths is not None:
+        done = [apply(rule, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves]
+    else:
+        done = buckets.rows(
+            where, leaves, ax, bucket_mb,
+            lambda flat: apply(rule, flat, ax, (0, None)),
+            lambda leaf: leaf.reshape(1, leaf.numel()),
+            lambda part, leaf: join_rows(part, leaf, dim % leaf.ndim, ax.size),
+        )  # fmt: skip
+    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+
+
+def _joinable(where: str, x: Tensor, dim: int, sizes: Sizes, axis: Axis) -> tuple[Tensor, int]:
+    x = x.reshape(1) if x.ndim == 0 else x
+    place = check.checked_dim(where, x, dim, axis)
+    if sizes is not None:
+        check.own(where, x, place, sizes, axis)
+    return x, place
+
+
+def join_rows(part: Tensor, leaf: Tensor, dim: int, size: int) -> Tensor:
+    """Concatenate along ``dim`` the rows of ``[n, k]``, each of which holds one rank's ``leaf``."""
+    return part.reshape(size, *leaf.shape).movedim(0, dim).flatten(dim, dim + 1)

@@ -1,0 +1,444 @@
+"""To and from one rank: reduce, gather, scatter, send, recv, exchange. None is differentiable: some ranks hold nothing.
+
+n = size of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm.collectives import check
+from meshcomm.collectives.gather import slice_shape
+from meshcomm.errors import MeshError, shape_text
+from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.protocol import Post, Want
+
+__all__ = ["barrier", "exchange", "gather", "recv", "reduce", "scatter", "send"]
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+)  # fmt: skip
+_MOST_DIMS = 14
+
+
+def _announce(axis: Axis, what: str, **given: object) -> None:
+    if axis.link.watched:
+        axis.link.announce(what, tuple(given.values()), None, axis, tuple(given))
+
+
+def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Mesh | None = None) -> Tensor | None:
+    """Reduce ``x`` elementwise over the ranks of ``axis``, for one of them.
+
+    ::
+
+        rank 0  [a0 a1]      [a0+b0 a1+b1]
+        rank 1  [b0 b1]  ->  None            dst=0
+
+    Type: varying -> one rank.
+
+    Args:
+        x: a tensor; shape and dtype equal on every rank.
+        axis: a name, or a tuple of names, of which the first is major.
+        dst: the index along ``axis`` that gets the result.
+        op: as for :func:`all_reduce`.
+        mesh: the current mesh by default.
+
+    Returns: the shape and dtype of ``x``, new storage, on ``dst``; None elsewhere.
+
+    Backward: none. With grad mode on, an input that requires grad raises: use :func:`all_reduce`.
+
+    Cost: the bytes of ``x`` sent per rank.
+
+    Raises:
+        MeshError: no such axis, index or op; an op that the dtype does not have; an input that requires grad; not a tensor.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> mc.launch(lambda: mc.reduce(torch.tensor([1.0]), "dp", mesh=mesh), ranks=2)
+        [tensor([2.]), None]
+
+    Source: MPI_Reduce.
+    """
+    ax = check.axis_of("reduce", axis, mesh)
+    check.tensor("reduce", x, ax)
+    check.reducible("reduce", x, op, ax)
+    check.checked_index("reduce", dst, ax, "dst")
+    check.no_gradient("reduce", x, ax, "use all_reduce")
+    _announce(ax, "reduce", op=op, dst=dst)
+    y = ax.link.reduce(x, "sum" if op == "mean" else op, dst)
+    return y / ax.size if op == "mean" and y is not None else y
+
+
+def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh | None = None) -> Tensor | None:
+    """Concatenate the ranks' ``x`` along ``dim``, on one of them.
+
+    ::
+
+        rank 0  [a]      [a b]
+        rank 1  [b]  ->  None    dst=0
+
+    Type: varying -> one rank.
+
+    Args:
+        x: a tensor of any dtype; shape equal on every rank. A 0-d tensor counts as ``[1]``.
+        axis: a name, or a tuple of names, of which the first is major.
+        dst: the index along ``axis`` that gets the result.
+        dim: the dim to concatenate along.
+        mesh: the current mesh by default.
+
+    Returns: ``[..., n*k, ...]``, new storage, on ``dst``; None elsewhere.
+
+    Backward: none. With grad mode on, an input that requires grad raises: use :func:`all_gather`.
+
+    Cost: the bytes of ``x`` sent per rank.
+
+    Raises:
+        MeshError: no such axis, index or dim; an input that requires grad; not a tensor; a device the mesh cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> mc.launch(lambda: mc.gather(torch.tensor([mesh.rank]), "dp", mesh=mesh), ranks=2)
+        [tensor([0, 1]), None]
+
+    Source: MPI_Gather.
+    """
+    ax = check.axis_of("gather", axis, mesh)
+    check.tensor("gather", x, ax)
+    check.checked_index("gather", dst, ax, "dst")
+    x = x.reshape(1) if x.ndim == 0 else x
+    place = check.checked_dim("gather", x, dim, ax)
+    check.no_gradient("gather", x, ax, "use all_gather")
+    _announce(ax, "gather", dst=dst, dim=place)
+    rows = ax.link.gather(x, dst)
+    return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
+
+
+def scatter(
+    x: Tensor | None,
+    axis: AxisName,
+    src: int = 0,
+    dim: int = 0,
+    like: Tensor | None = None,
+    *,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """Cut the ``x`` of one rank along ``dim`` and give each rank its slice.
+
+    ::
+
+        rank 0  [a b]      [a]
+        rank 1  None   ->  [b]   src=0
+
+    Type: one rank -> varying.
+
+    Args:
+        x: on ``src`` a tensor ``[..., n*k, ...]`` of any dtype; None elsewhere.
+        axis: a name, or a tuple of names, of which the first is major.
+        src: the index along ``axis`` that has it.
+        dim: the dim to cut.
+        like: a tensor with the shape, dtype and device of the *result*; given on all ranks or on none. Without it ``src`` sends
+            shape and dtype ahead in a small broadcast.
+        mesh: the current mesh by default.
+
+    Returns: ``[..., k, ...]``, new storage, on ``like``'s device, else the mesh's.
+
+    Backward: none. With grad mode on, an input that requires grad raises: use ``shard(broadcast(x))``.
+
+    Cost: (n-1)/n times the bytes of ``x`` sent by ``src``; without ``like`` 128 bytes more and one more step.
+
+    Raises:
+        MeshError: no such axis, index or dim; a dim that the axis does not divide; None on ``src``, a tensor elsewhere; a ``like``
+            that does not fit; an input that requires grad.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> mc.launch(lambda: mc.scatter(None if mesh.rank else torch.arange(4), "dp", mesh=mesh), ranks=2)
+        [tensor([0, 1]), tensor([2, 3])]
+
+    Source: MPI_Scatter.
+    """
+    ax = check.axis_of("scatter", axis, mesh)
+    check.checked_index("scatter", src, ax, "src")
+    problem = _scatter_problem(x, ax, src, dim, like)
+    if like is None:  # a rank that has found an error says so in the header: the others would wait for it
+        like = _scatter_header(None if problem else x, ax, src, dim)
+    if problem is not None:
+        raise problem
+    rows = None
+    if x is not None:
+        place = dim % x.ndim
+        rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
+    _announce(ax, "scatter", src=src)
+    return ax.link.scatter(rows, like, src)
+
+
+def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Tensor | None) -> MeshError | None:
+    """What is wrong with this rank's arguments."""
+    try:
+        if like is not None:
+            check.tensor("scatter", like, axis, " (like)")
+        if axis.index != src:
+            if x is not None:
+                check.explain(
+                    "scatter", f"index {axis.index} gives a tensor, but src is {src}.", axis, fix="pass None there"
+                )
+            return None
+        if x is None:
+            check.explain("scatter", f"x is None on src ({src}).", axis, fix="pass the whole tensor there")
+        check.tensor("scatter", x, axis)
+        check.no_gradient("scatter", x, axis, "use shard(broadcast(x))")
+        place = check.checked_dim("scatter", x, dim, axis)
+        check.even("scatter", x, place, axis, "")
+        result = slice_shape(x, place, axis.size)
+        if like is not None and (like.dtype != x.dtype or tuple(like.shape) != result):
+            check.explain(
+                "scatter",
+                f"like is {shape_text(like.dtype, like.shape)}, the slices are {shape_text(x.dtype, result)}.",
+                axis,
+                x=x,
+            )
+    except MeshError as error:
+        return error
+    return None
+
+
+def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int) -> Tensor:
+    """Shape, dtype and device of the slices, sent by ``src``; raises on every rank when it has none."""
+    home = torch.device("cpu") if axis.link.check_device(torch.device("cpu")) is None else axis.mesh.device
+    header = torch.zeros(_MOST_DIMS + 3, dtype=torch.int64, device=home)
+    if x is not None:
+        shape = slice_shape(x, dim % x.ndim, axis.size)
+        values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
+        header[: len(values)] = torch.tensor(values)
+    _announce(axis, "scatter", src=src)
+    code, elsewhere, ndim, *shape = axis.link.broadcast(header, src).tolist()
+    if axis.index == src and x is not None:
+        return x.new_empty(slice_shape(x, dim % x.ndim, axis.size))
+    if code == 0:
+        if axis.index != src:
+            check.explain("scatter", f"src ({src}) has nothing to scatter; its own error says why.", axis)
+        return torch.empty(0)
+    device = axis.mesh.device if elsewhere else torch.device("cpu")
+    return torch.empty(shape[:ndim], dtype=_DTYPES[code - 1], device=device)
+
+
+def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None) -> None:
+    """Send ``x`` to one rank, which calls :func:`recv`; returns when it has been taken or may be overwritten.
+
+    Type: varying -> one rank.
+
+    Args:
+        x: a tensor of any shape and dtype.
+        axis: a name, or a tuple of names, of which the first is major.
+        dst: the index along ``axis`` to send to.
+        tag: messages between two ranks meet in order per tag.
+        mesh: the current mesh by default.
+
+    Backward: none. With grad mode on, an input that requires grad raises: use :func:`permute` or :func:`shift`.
+
+    Cost: the bytes of ``x``.
+
+    Raises:
+        MeshError: no such axis or index; this rank itself; an input that requires grad; not a tensor.
+        CommError: in-process, when the receiver expects another shape or dtype, or nobody can go on.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"pp": 2})
+        >>> def main():
+        ...     if mesh.rank == 0:
+        ...         return mc.send(torch.ones(2), "pp", dst=1, mesh=mesh)
+        ...     return mc.recv("pp", src=0, shape=(2,), dtype=torch.float32, mesh=mesh)
+        >>> mc.launch(main, ranks=2)
+        [None, tensor([1., 1.])]
+
+    Source: MPI_Send.
+    """
+    ax = check.axis_of("send", axis, mesh)
+    post = _checked_post("send", (x, dst, tag), ax)
+    _not_oneself("send", dst, ax)
+    _announce(ax, "send")
+    ax.link.exchange([post], [])
+
+
+def recv(
+    axis: AxisName,
+    src: int,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tag: int = 0,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """Receive what one rank sends with :func:`send`.
+
+    Type: one rank -> varying.
+
+    Args:
+        axis: a name, or a tuple of names, of which the first is major.
+        src: the index along ``axis`` to receive from.
+        shape: the shape that is sent.
+        dtype: the dtype that is sent.
+        tag: messages between two ranks meet in order per tag.
+        mesh: the current mesh by default.
+
+    Returns: a tensor of that shape and dtype on the mesh's device, new storage.
+
+    Backward: none: use :func:`permute` or :func:`shift`.
+
+    Cost: the bytes received.
+
+    Raises:
+        MeshError: no such axis or index; this rank itself; a shape or dtype that is none.
+        CommError: in-process, when the sender sends another shape or dtype, or nobody can go on.
+
+    Example: see :func:`send`.
+
+    Source: MPI_Recv.
+    """
+    ax = check.axis_of("recv", axis, mesh)
+    want = _checked_want("recv", (src, shape, dtype, tag), ax)
+    _not_oneself("recv", src, ax)
+    _announce(ax, "recv")
+    return ax.link.exchange([], [want])[0]
+
+
+def exchange(
+    sends: Iterable[tuple[Any, ...]], recvs: Iterable[tuple[Any, ...]], axis: AxisName, *, mesh: Mesh | None = None
+) -> list[Tensor]:
+    """Send and receive a batch of messages at once: no order of them can lock.
+
+    Type: varying -> varying.
+
+    Args:
+        sends: ``(x, dst)`` or ``(x, dst, tag)`` each.
+        recvs: ``(src, shape, dtype)`` or ``(src, shape, dtype, tag)`` each.
+        axis: a name, or a tuple of names, of which the first is major.
+        mesh: the current mesh by default.
+
+    Returns: the tensors received, in the order of ``recvs``, on the mesh's device.
+
+    Backward: none. With grad mode on, an input that requires grad raises: use :func:`permute` or :func:`all_to_all`.
+
+    Cost: the bytes sent.
+
+    Raises:
+        MeshError: as :func:`send` and :func:`recv`; a message to oneself that does not meet its other side in the same batch.
+        CommError: in-process, when shapes or dtypes of the two sides differ, or nobody can go on.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"pp": 2})
+        >>> def main():
+        ...     other = 1 - mesh.rank
+        ...     return mc.exchange([(torch.tensor(mesh.rank), other)], [(other, (), torch.int64)], "pp", mesh=mesh)
+        >>> mc.launch(main, ranks=2)
+        [[tensor(1)], [tensor(0)]]
+
+    Source: MPI_Sendrecv; ``torch.distributed.batch_isend_irecv``.
+    """
+    ax = check.axis_of("exchange", axis, mesh)
+    posts = [_checked_post("exchange", entry, ax) for entry in _entries(sends, "sends", ax)]
+    wants = [_checked_want("exchange", entry, ax) for entry in _entries(recvs, "recvs", ax)]
+    kept = _to_oneself(
+        [post for post in posts if post[1] == ax.index], [want for want in wants if want[0] == ax.index], ax
+    )
+    _announce(ax, "exchange")
+    away = [want for want in wants if want[0] != ax.index]
+    got = iter(ax.link.exchange([post for post in posts if post[1] != ax.index], away))
+    return [next(kept if want[0] == ax.index else got) for want in wants]
+
+
+def barrier(axis: AxisName, *, mesh: Mesh | None = None) -> None:
+    """Return when every rank of ``axis`` has called it.
+
+    Args:
+        axis: a name, or a tuple of names.
+        mesh: the current mesh by default.
+
+    Cost: one all_reduce of a number; on an accelerator alone it also waits for the device.
+
+    Raises:
+        MeshError: no such axis.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> mc.launch(lambda: mc.barrier("dp", mesh=mesh), ranks=2)
+        [None, None]
+
+    Source: MPI_Barrier.
+    """
+    ax = check.axis_of("barrier", axis, mesh)
+    _announce(ax, "barrier")
+    ax.link.barrier()
+
+
+# -------------------------------------------------------------------------------------------------------- messages
+
+
+def _entries(entries: object, name: str, axis: Axis) -> list[tuple[Any, ...]]:
+    if not isinstance(entries, Iterable) or isinstance(entries, Tensor):
+        check.explain("exchange", f"{name} is not a list of messages.", axis, got=f"{name} {type(entries).__name__}")
+    return list(entries)
+
+
+def _checked_post(where: str, entry: object, axis: Axis) -> Post:
+    if not isinstance(entry, tuple) or len(entry) not in (2, 3):
+        check.explain(where, f"{entry!r} is not a message to send.", axis, fix="(x, dst) or (x, dst, tag)")
+    x, dst, tag = entry if len(entry) == 3 else (*entry, 0)
+    check.tensor(where, x, axis)
+    check.checked_index(where, dst, axis, "dst")
+    _checked_tag(where, tag, axis)
+    check.no_gradient(where, x, axis, "use permute or shift")
+    return x, dst, tag
+
+
+def _checked_want(where: str, entry: object, axis: Axis) -> Want:
+    if not isinstance(entry, tuple) or len(entry) not in (3, 4):
+        check.explain(where, f"{entry!r} is not a message to receive.", axis, fix="(src, shape, dtype) or (.., tag)")
+    src, shape, dtype, tag = entry if len(entry) == 4 else (*entry, 0)
+    check.checked_index(where, src, axis, "src")
+    if not isinstance(shape, Sequence) or not all(check.whole_number(length) and length >= 0 for length in shape):
+        check.explain(where, f"shape={shape!r} is not a shape.", axis, fix="a tuple of non-negative ints")
+    if not isinstance(dtype, torch.dtype):
+        check.explain(where, f"dtype={dtype!r} is not a torch dtype.", axis)
+    _checked_tag(where, tag, axis)
+    return src, tuple(shape), dtype, tag, axis.mesh.device
+
+
+def _checked_tag(where: str, tag: object, axis: Axis) -> None:
+    if not check.whole_number(tag) or not 0 <= tag < 2**31:  # type: ignore[operator]
+        check.explain(where, f"tag={tag!r} is not a tag.", axis, fix="an int from 0 to 2**31 - 1")
+
+
+def _not_oneself(where: str, index: int, axis: Axis) -> None:
+    if index == axis.index:
+        check.explain(
+            where, f"index {index} is this rank itself, which would wait for itself.", axis, fix="use exchange"
+        )
+
+
+def _to_oneself(posts: list[Post], wants: list[Want], axis: Axis) -> Iterator[Tensor]:
+    """Pair the messages of this rank to itself by tag, in order."""
+    left, got = list(posts), []
+    for _, shape, dtype, tag, device in wants:
+        post = next((post for post in left if post[2] == tag), None)
+        if post is None or tuple(post[0].shape) != shape or post[0].dtype != dtype:
+            sent = "nothing is sent" if post is None else f"{shape_text(post[0].dtype, post[0].shape)} is sent"
+            expected = shape_text(dtype, shape)
+            check.explain("exchange", f"from this rank to itself {sent} with tag {tag}, {expected} expected.", axis)
+        left = [other for other in left if other is not post]
+        got.append(post[0].clone().to(device))
+    if left:
+        check.explain("exchange", f"a message from this rank to itself with tag {left[0][2]} is never received.", axis)
+    return iter(got)

@@ -1,0 +1,399 @@
+"""Reductions over an axis and what they are transposed to: pvary, all_reduce, reduce_scatter, broadcast.
+
+n = size of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from meshcomm._torch import dual_level_open, functorch_active
+from meshcomm.collectives import buckets, check
+from meshcomm.collectives.gather import cut_rows, gather_over, slice_shape
+from meshcomm.collectives.rule import Rule, apply, refuse_in_process
+from meshcomm.mesh import Axis, AxisName, Mesh, axis_with_key
+
+__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter"]
+
+Tree = TypeVar("Tree")
+Sizes = tuple[int, ...] | None
+Saved = tuple[Tensor, Tensor] | None
+
+
+# ------------------------------------------------------------------------------------------------------ the rules
+
+
+def _sum_over(x: Tensor, axis: Axis) -> Tensor:
+    return apply(_ALL_REDUCE, x, axis, ("sum",))
+
+
+def _vary(x: Tensor, axis: Axis) -> Tensor:
+    return apply(_PVARY, x, axis)
+
+
+def _scaled(y: Tensor, axis: Axis, op: str) -> Tensor:
+    return y / axis.size if op == "mean" else y
+
+
+def _transported(op: str) -> str:
+    return "sum" if op == "mean" else op
+
+
+def _curved(op: str) -> bool:
+    """Whether the derivative depends on the value."""
+    return op in ("max", "min", "product")
+
+
+def _local_factor(x: Tensor, y: Tensor, axis: Axis, op: str) -> Tensor:
+    """How ``y``, the reduction of ``x``, changes with this rank's ``x``, elementwise; V and differentiable.
+
+    max and min: the ranks that attain the extreme share it equally. product: the product of the other ranks' values, made of
+    them and not by division, so that zeros are exact in derivatives of every order.
+    """
+    if op == "product":
+        everyone = gather_over(x.unsqueeze(0), axis, 0)
+        mine = torch.arange(axis.size, device=x.device) == axis.index_tensor.to(x.device)
+        return torch.where(mine.view(-1, *[1] * x.ndim), 1, everyone).prod(0)
+    attained = ((x == y) | (x.isnan() & y.isnan())).to(x.dtype).detach()
+    return attained / _sum_over(attained, axis)
+
+
+def _run_all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
+    if op == "sum":  # the most called line of the library
+        return axis.link.all_reduce(x, "sum")
+    return _scaled(axis.link.all_reduce(x, _transported(op)), axis, op)
+
+
+def _transpose_all_reduce(g: Tensor, axis: Axis, op: str, saved: Saved = None) -> Tensor:
+    g = _vary(g, axis)
+    return _scaled(g, axis, op) if saved is None else g * _local_factor(*saved, axis, op).conj()
+
+
+def _tangent_all_reduce(t: Tensor, axis: Axis, op: str, saved: Saved = None) -> Tensor:
+    if saved is None:
+        return apply(_ALL_REDUCE, t, axis, (op,))
+    return _sum_over(t * _local_factor(*saved, axis, op), axis)
+
+
+def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
+    if sizes is None:
+        rows = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
+        return _scaled(axis.link.reduce_scatter(rows, _transported(op)), axis, op)
+    longest = max(sizes)
+    rows = x.new_zeros((axis.size, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
+    for row, piece in zip(rows, x.split(list(sizes), dim), strict=True):
+        row.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    mine = axis.link.reduce_scatter(rows, _transported(op)).narrow(dim, 0, sizes[axis.index])
+    return _scaled(mine.contiguous(), axis, op)
+
+
+def _scatter_factor(saved: tuple[Tensor, Tensor], axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
+    x, y = saved
+    return _local_factor(x, y if op == "product" else gather_over(y, axis, dim, sizes), axis, op)
+
+
+def _transpose_reduce_scatter(g: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes, saved: Saved = None) -> Tensor:
+    g = gather_over(g, axis, dim, sizes)
+    return _scaled(g, axis, op) if saved is None else g * _scatter_factor(saved, axis, dim, op, sizes).conj()
+
+
+def _tangent_reduce_scatter(t: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes, saved: Saved = None) -> Tensor:
+    if saved is None:
+        return apply(_REDUCE_SCATTER, t, axis, (dim, op, sizes))
+    return apply(_REDUCE_SCATTER, t * _scatter_factor(saved, axis, dim, op, sizes), axis, (dim, "sum", sizes))
+
+
+def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
+    # A condition on a tensor, so that all ranks have the same graph.
+    return torch.where(axis.index_tensor.to(g.device) == src, _vary(g, axis), 0)
+
+
+_PVARY = Rule("pvary", (), lambda x, axis: x.view_as(x), _sum_over)
+_ALL_REDUCE = Rule(
+    "all_reduce",
+    ("op",),
+    _run_all_reduce,
+    _transpose_all_reduce,
+    tangent=_tangent_all_reduce,
+    saves=lambda params: _curved(params[0]),
+)
+_REDUCE_SCATTER = Rule(
+    "reduce_scatter",
+    ("dim", "op", "sizes"),
+    _run_reduce_scatter,
+    _transpose_reduce_scatter,
+    tangent=_tangent_reduce_scatter,
+    saves=lambda params: _curved(params[1]),
+    dims=("dim",),
+)
+_BROADCAST = Rule("broadcast", ("src",), lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
+
+
+class _PvaryTree(Function):
+    """pvary of many tensors as one node: nothing is copied, and the gradients are reduced together in buckets."""
+
+    @staticmethod
+    def forward(axis: Axis, bucket_mb: float, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.axis, ctx.bucket_mb = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
+        needed = [i for i in range(len(gs)) if ctx.needs_input_grad[2 + i]]
+        sums = _sum_tree([gs[i] for i in needed], ctx.axis, ctx.bucket_mb)
+        results: list[Tensor | None] = [None] * len(gs)
+        for i, total in zip(needed, sums, strict=True):
+            results[i] = total
+        return None, None, *results
+
+    @staticmethod
+    def jvp(ctx: Any, _axis: None, _bucket_mb: None, *ts: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_vary(t, ctx.axis) for t in ts)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], axis: Axis, bucket_mb: float, *xs: Tensor) -> tuple[Any, Any]:
+        return _vary_tree(list(xs), axis, bucket_mb), in_dims[2:]
+
+
+def _sum_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
+    return buckets.elementwise("pvary", leaves, axis, bucket_mb, lambda flat: _sum_over(flat, axis))
+
+
+def _vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        refuse_in_process("pvary", axis)
+        return tuple(_vary_tree_in_graph(leaves, axis.key, bucket_mb))
+    grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    if grad or functorch_active() or dual_level_open():
+        return _PvaryTree.apply(axis, bucket_mb, *leaves)  # type: ignore[no-any-return]
+    return _PvaryTree.forward(axis, bucket_mb, *leaves)
+
+
+@torch.compiler.allow_in_graph
+def _vary_tree_in_graph(leaves: list[Tensor], key: int, bucket_mb: float) -> tuple[Tensor, ...]:
+    return _PvaryTree.apply(axis_with_key(key).traced(), bucket_mb, *leaves)  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------------------- the public functions
+
+
+def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25) -> Tree:
+    """Declare that what is the same on all ranks is used in a way that differs: the value stays, its gradient is summed.
+
+    ::
+
+        forward                backward
+        rank 0  [a]  ->  [a]   [g0+g1]  <-  [g0]
+        rank 1  [a]  ->  [a]   [g0+g1]  <-  [g1]
+
+    Type: invariant -> varying. What is replicated goes through it before it meets anything that differs between ranks.
+
+    Args:
+        x: a tensor of any shape and dtype, or a pytree of tensors, equal on every rank. Integer leaves pass through.
+        axis: a name, or a tuple of names.
+        mesh: the current mesh by default.
+        bucket_mb: gradients of the leaves of a pytree are reduced together up to this many MiB.
+
+    Returns: the same values. Being no operation, it is the one function here whose result shares its input's storage.
+
+    Backward: :func:`all_reduce` (sum) of the gradient over ``axis``.
+
+    Cost: none forward; backward one all_reduce per tensor or bucket, 2 (n-1)/n times its bytes per rank.
+
+    Raises:
+        MeshError: no such axis; not a tensor; a device the mesh cannot move; a bucket size that is not positive.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> def grad():
+        ...     w = torch.ones((), requires_grad=True)
+        ...     (mc.pvary(w, "dp", mesh=mesh) * (1.0 + mesh.rank)).backward()
+        ...     return w.grad.item()
+        >>> mc.launch(grad, ranks=2)
+        [3.0, 3.0]
+
+    Source: ``jax.lax.pvary``; Megatron's copy to the tensor parallel region.
+    """
+    ax = check.axis_of("pvary", axis, mesh)
+    if isinstance(x, Tensor):
+        check.tensor("pvary", x, ax)
+        return _vary(x, ax)  # type: ignore[return-value]
+    leaves, spec = buckets.leaves_of("pvary", x, ax)
+    buckets.checked_size("pvary", bucket_mb, ax)
+    real = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
+    for i, varied in zip(real, _vary_tree([leaves[i] for i in real], ax, bucket_mb), strict=True):
+        leaves[i] = varied
+    return buckets.rebuild(leaves, spec)  # type: ignore[no-any-return]
+
+
+def all_reduce(x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = None, bucket_mb: float = 25) -> Tree:
+    """Reduce ``x`` elementwise over the ranks of ``axis``.
+
+    ::
+
+        rank 0  [a0 a1]      [a0+b0 a1+b1]
+        rank 1  [b0 b1]  ->  [a0+b0 a1+b1]   (one logical value)
+
+    Type: varying -> invariant.
+
+    Args:
+        x: a tensor of any shape, or a pytree of tensors; shapes and dtypes equal on every rank.
+        axis: a name, or a tuple of names.
+        op: "sum", "mean", "max", "min", "product"; "band", "bor", "bxor" on integers and bool. max and min propagate NaN.
+        mesh: the current mesh by default.
+        bucket_mb: leaves of a pytree are reduced together up to this many MiB.
+
+    Returns: the shape and dtype of ``x``, new storage.
+
+    Backward: sum: ``pvary(g)``, no communication. mean: that over n. max and min: shared equally by the ranks that attain it (one
+    all_reduce). product: times the other ranks' product, exact with zeros (one all_gather). Bitwise ops have none.
+
+    Cost: 2 (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. A product of complex numbers, and bitwise ops on
+    NCCL, are gathered and reduced locally: (n-1) times the bytes.
+
+    Raises:
+        MeshError: no such axis or op; sum or product of bool, mean of integers, order of complex; not a tensor; a device the mesh
+            cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"tp": 4})
+        >>> mc.launch(lambda: mc.all_reduce(torch.tensor(mesh.rank), "tp", mesh=mesh).item(), ranks=4)
+        [6, 6, 6, 6]
+
+    Source: MPI_Allreduce; ``jax.lax.psum``; Megatron's reduce from the tensor parallel region.
+    """
+    ax = check.axis_of("all_reduce", axis, mesh)
+    if isinstance(x, Tensor):
+        check.tensor("all_reduce", x, ax)
+        check.reducible("all_reduce", x, op, ax)
+        return apply(_ALL_REDUCE, x, ax, (op,))  # type: ignore[return-value]
+    leaves, spec = buckets.leaves_of(
+        "all_reduce", x, ax, lambda leaf, path: check.reducible("all_reduce", leaf, op, ax, path)
+    )
+    done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: apply(_ALL_REDUCE, flat, ax, (op,)))
+    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    op: str = "sum",
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+) -> Tree:
+    """Reduce ``x`` over the ranks of ``axis`` and keep this rank's slice of ``dim``.
+
+    ::
+
+        rank 0  [a0 a1]      [a0+b0]
+        rank 1  [b0 b1]  ->  [a1+b1]
+
+    Type: varying -> varying.
+
+    Args:
+        x: a tensor ``[..., n*k, ...]``, or a pytree of tensors; shapes and dtypes equal on every rank.
+        axis: a name, or a tuple of names, of which the first is major.
+        dim: the dim to cut.
+        op: as for :func:`all_reduce`.
+        sizes: the length of each rank's slice, where they shall differ; equal on every rank.
+        mesh: the current mesh by default.
+        bucket_mb: leaves of a pytree go together up to this many MiB.
+
+    Returns: ``[..., k, ...]`` (``sizes[i]`` with sizes), new storage.
+
+    Backward: :func:`all_gather` of the gradient along ``dim``, times the same local factors as for all_reduce.
+
+    Cost: (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. Unequal sizes are padded to the longest.
+
+    Raises:
+        MeshError: no such axis, dim or op; a dim that the axis does not divide, unless sizes are given; sizes that do not sum to
+            the dim; an op that the dtype does not have; not a tensor; a device the mesh cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> mc.launch(lambda: mc.reduce_scatter(torch.arange(4), "tp", mesh=mesh).tolist(), ranks=2)
+        [[0, 2], [4, 6]]
+
+    Source: MPI_Reduce_scatter; ``jax.lax.psum_scatter(tiled=True)``; sequence parallelism in Megatron.
+    """
+    where = "reduce_scatter"
+    ax = check.axis_of(where, axis, mesh)
+    lengths = check.checked_sizes(where, sizes, ax)
+
+    def accept(leaf: Tensor, path: str) -> None:
+        check.reducible(where, leaf, op, ax, path)
+        check.slices(where, leaf, dim, lengths, ax)
+
+    if isinstance(x, Tensor):
+        check.tensor(where, x, ax)
+        accept(x, "")
+        return apply(_REDUCE_SCATTER, x, ax, (dim % x.ndim, op, lengths))  # type: ignore[return-value]
+    leaves, spec = buckets.leaves_of(where, x, ax, accept)
+    if lengths is not None:
+        done = [apply(_REDUCE_SCATTER, leaf, ax, (dim % leaf.ndim, op, lengths)) for leaf in leaves]
+    else:
+        done = buckets.rows(
+            where, leaves, ax, bucket_mb,
+            lambda flat: apply(_REDUCE_SCATTER, flat, ax, (0, op, None)),
+            lambda leaf: cut_rows(leaf, dim % leaf.ndim, ax.size),
+            lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, ax.size)),
+        )  # fmt: skip
+    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+
+
+def broadcast(x: Tree, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None, bucket_mb: float = 25) -> Tree:
+    """The ``x`` of one rank, on all.
+
+    ::
+
+        rank 0  [a]      [a]
+        rank 1  [b]  ->  [a]   (one logical value)   src=0
+
+    Type: varying -> invariant.
+
+    Args:
+        x: a tensor of any shape and dtype, or a pytree of tensors; shapes and dtypes equal on every rank.
+        axis: a name, or a tuple of names, of which the first is major.
+        src: the index along ``axis`` to take it from.
+        mesh: the current mesh by default.
+        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+
+    Returns: the shape and dtype of ``x``, new storage.
+
+    Backward: ``pvary(g)`` on ``src``, zeros elsewhere; no communication.
+
+    Cost: the bytes of ``x`` received per rank; nothing when n == 1.
+
+    Raises:
+        MeshError: no such axis; a src that is no index along it; not a tensor; a device the mesh cannot move.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> mc.launch(lambda: mc.broadcast(torch.tensor(mesh.rank), "dp", src=1, mesh=mesh).item(), ranks=2)
+        [1, 1]
+
+    Source: MPI_Bcast; ``jax.lax.pbroadcast``.
+    """
+    ax = check.axis_of("broadcast", axis, mesh)
+    check.checked_index("broadcast", src, ax, "src")
+    if isinstance(x, Tensor):
+        check.tensor("broadcast", x, ax)
+        return apply(_BROADCAST, x, ax, (src,))  # type: ignore[return-value]
+    leaves, spec = buckets.leaves_of("broadcast", x, ax)
+    done = buckets.elementwise("broadcast", leaves, ax, bucket_mb, lambda flat: apply(_BROADCAST, flat, ax, (src,)))
+    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]

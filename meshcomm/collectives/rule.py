@@ -1,0 +1,167 @@
+"""How a collective is made differentiable, once for all of them.
+
+A :class:`Rule` says what a collective does on plain tensors and what its transpose is, in terms of other rules. From that come
+four ways to run it, chosen per call, the cheapest last: traced into one graph under torch.compile, an autograd.Function that
+knows vmap and jvp under a torch.func transform, one that only knows backward, and the bare call. Since a backward runs rules
+again, derivatives of every order follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from meshcomm._torch import dual_level_open, functorch_active
+from meshcomm.errors import fail
+from meshcomm.mesh import Axis, axis_with_key
+from meshcomm.runtime.inprocess import InProcessLink
+
+__all__ = ["Rule", "apply", "refuse_in_process", "rule_named"]
+
+Params = tuple[Any, ...]
+
+
+class Rule:
+    """One collective on one tensor."""
+
+    def __init__(
+        self,
+        name: str,
+        params: tuple[str, ...],
+        run: Callable[..., Tensor],
+        transpose: Callable[..., Tensor],
+        *,
+        tangent: Callable[..., Tensor] | None = None,
+        saves: Callable[[Params], bool] | None = None,
+        dims: tuple[str, ...] = (),
+        own: tuple[str, ...] = (),
+    ) -> None:
+        """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
+
+        tangent: ``tangent(t, axis, *params)``, by default the rule itself, which is right for what is linear.
+        saves: for which params the derivative depends on the value; then transpose and tangent also get ``saved=(x, y)``.
+        dims: the params that are dims of x, moved along when a batch dim comes in front.
+        own: the params that may differ between ranks; they stand last.
+        """
+        self.name = name
+        self.params = params
+        self.run = run
+        self.transpose = transpose
+        self.tangent = tangent
+        self.saves = saves
+        self.shift = tuple(params.index(dim) for dim in dims)
+        self.agreed = tuple(param for param in params if param not in own)  # these come first
+        self.node = _backward_only(self)
+        self.function = _for_transforms(self)
+        _rules[name] = self
+
+    def batched(self, params: Params) -> Params:
+        """The params for a tensor with one more dim in front."""
+        return tuple(param + 1 if i in self.shift else param for i, param in enumerate(params))
+
+    def announced(self, x: Tensor, axis: Axis, params: Params, needs_grad: bool | None) -> Tensor:
+        """Run it, telling a link that wants to know what is called."""
+        if axis.link.watched:
+            axis.link.announce(self.name, params[: len(self.agreed)], needs_grad, axis, self.agreed)
+        return self.run(x, axis, *params)
+
+
+_rules: dict[str, Rule] = {}
+
+
+def rule_named(name: str) -> Rule:
+    """A rule by name: a transpose may stand in a file that imports this one's."""
+    return _rules[name]
+
+
+def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Tensor:
+    """Run ``rule`` on ``x`` in the way that the moment calls for."""
+    if torch.compiler.is_compiling():
+        return _compiled(rule.name, x, axis, params)
+    if functorch_active() or dual_level_open():
+        return rule.function.apply(x, axis, params)  # type: ignore[no-any-return]
+    if x.requires_grad and torch.is_grad_enabled():
+        return rule.node.apply(x, axis, params)  # type: ignore[no-any-return]
+    if axis.link.watched:
+        return rule.announced(x, axis, params, False)
+    return rule.run(x, axis, *params)
+
+
+def refuse_in_process(name: str, axis: Axis) -> None:
+    """Compiled code runs without the change-overs that in-process ranks need."""
+    if isinstance(axis.link, InProcessLink):
+        fail(
+            name,
+            "torch.compile does not work on in-process ranks.",
+            fix="run the program on processes, or without compile",
+        )
+
+
+def _compiled(name: str, x: Tensor, axis: Axis, params: Params) -> Tensor:
+    refuse_in_process(name, axis)
+    return _in_graph(x, name, axis.key, params)
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(x: Tensor, name: str, key: int, params: Params) -> Tensor:
+    """One node for dynamo; what traces the graph further runs the Function below, transforms and all."""
+    return _rules[name].function.apply(x, axis_with_key(key).traced(), params)  # type: ignore[no-any-return]
+
+
+def _title(rule: Rule) -> str:
+    return "".join(part.title() for part in rule.name.split("_"))
+
+
+def _backward_only(rule: Rule) -> type[Function]:
+    """The cheapest Function: no torch.func."""
+
+    def forward(ctx: Any, x: Tensor, axis: Axis, params: Params) -> Tensor:
+        ctx.axis, ctx.params = axis, params
+        y = rule.announced(x, axis, params, True)
+        if rule.saves is not None and rule.saves(params):
+            ctx.save_for_backward(x, y)
+        return y
+
+    return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": _backward(rule)})
+
+
+def _for_transforms(rule: Rule) -> type[Function]:
+    """A Function with vmap and jvp, for torch.func, forward mode and tracing."""
+
+    def forward(x: Tensor, axis: Axis, params: Params) -> Tensor:
+        return rule.announced(x, axis, params, None)
+
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, Params], y: Tensor) -> None:
+        x, ctx.axis, ctx.params = inputs
+        if rule.saves is not None and rule.saves(ctx.params):
+            ctx.save_for_backward(x, y)
+            ctx.save_for_forward(x, y)
+
+    def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:
+        if rule.tangent is None:
+            return apply(rule, t, ctx.axis, ctx.params)
+        saved = {"saved": ctx.saved_tensors} if rule.saves is not None and rule.saves(ctx.params) else {}
+        return rule.tangent(t, ctx.axis, *ctx.params, **saved)
+
+    def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, axis: Axis, params: Params) -> tuple[Tensor, int]:
+        # The batch goes in front on every rank, wherever each has it: a transport sees one layout.
+        return apply(rule, x.movedim(in_dims[0], 0), axis, rule.batched(params)), 0
+
+    members = {"forward": forward, "setup_context": setup_context, "jvp": jvp, "vmap": vmap}
+    return type(
+        _title(rule),
+        (Function,),
+        {**{name: staticmethod(member) for name, member in members.items()}, "backward": _backward(rule)},
+    )
+
+
+def _backward(rule: Rule) -> Any:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        saved = {"saved": ctx.saved_tensors} if rule.saves is not None and rule.saves(ctx.params) else {}
+        return rule.transpose(g, ctx.axis, *ctx.params, **saved), None, None
+
+    return staticmethod(backward)

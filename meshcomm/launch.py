@@ -1,0 +1,95 @@
+"""Run a function on every rank, wherever the ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from meshcomm.errors import fail
+from meshcomm.runtime import workers, world
+from meshcomm.runtime.scheduler import World, current_rank
+
+__all__ = ["launch"]
+
+T = TypeVar("T")
+
+
+def launch(
+    fn: Callable[..., T],
+    ranks: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    runtime: str = "in-process",
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+) -> list[T]:
+    """Run ``fn(*args, **kwargs)`` on every rank and give what it returns on each.
+
+    In a plain process this starts the ranks. Under a launcher (torchrun, mpiexec, srun) or inside a rank they are there already:
+    ``fn`` runs once, on this rank, and the list holds its one result. So a script that ends in ``mc.launch(main, ranks=4)`` runs
+    unchanged either way.
+
+    Args:
+        fn: the program of one rank.
+        ranks: how many.
+        args: its positional arguments; in-process all ranks get the same objects.
+        kwargs: its keyword arguments.
+        runtime: "in-process": every rank is a thread of this process, one runs at a time, and they change over at collectives
+            only, so that a run is deterministic and a deadlock or mismatch is an error at once. "processes": one process per rank
+            on this machine, on loopback; ``fn``, its arguments and results are pickled.
+        backend: of the processes; gloo or the accelerator's own by default.
+        timeout: in seconds, of the processes: for the whole run, and for each collective within.
+
+    Returns: the results in order of rank; ``[result]`` on a rank.
+
+    Raises:
+        MeshError: ``ranks`` that is no positive int or differs from the launcher's; an unknown runtime; arguments that belong to
+            the other runtime.
+        CommError: a deadlock, different calls on ranks of one axis; a process that failed or took too long.
+        Exception: in-process, whatever a rank raised, with its traceback; the other ranks are ended.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> def main(greeting):
+        ...     return f"{greeting} from {mc.make_mesh({'dp': 2}).coordinate}"
+        >>> mc.launch(main, ranks=2, args=("hello",))
+        ["hello from {'dp': 0}", "hello from {'dp': 1}"]
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        fail("launch", f"ranks={ranks!r} is not a positive int.")
+    if not callable(fn):
+        fail("launch", f"fn is not callable but {type(fn).__name__}.")
+    if runtime not in ("in-process", "processes"):
+        fail("launch", f"no runtime {runtime!r}.", fix="'in-process' or 'processes'")
+    present = _ranks_present()
+    if present is not None:
+        if present != ranks:
+            fail(
+                "launch",
+                f"ranks={ranks}, but {present} ranks are running already.",
+                got="a process started by a launcher, or a rank of a launch",
+                fix=f"ranks={present}, or start {ranks}",
+            )
+        return [fn(*args, **(kwargs or {}))]
+    if runtime == "processes":
+        return workers.run_processes(fn, ranks, tuple(args), dict(kwargs or {}), backend=backend, timeout=timeout)
+    if backend is not None or timeout is not None:
+        fail(
+            "launch",
+            "backend= and timeout= are for runtime='processes'.",
+            fix="leave them out: no rank waits in vain in-process",
+        )
+    return World(ranks).run(lambda: fn(*args, **(kwargs or {})))
+
+
+def _ranks_present() -> int | None:
+    """How many ranks there are, where this process is one of them."""
+    inside = current_rank()
+    if inside is not None:
+        return inside.world.size
+    if not world.under_launcher():
+        return None
+    here = world.ensure()
+    return None if here is None else here.size

@@ -1,0 +1,470 @@
+"""A mesh of ranks with named axes, and what an axis is for the rank that asks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Union
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshcomm.errors import fail, names
+from meshcomm.runtime import processes, world
+from meshcomm.runtime.inprocess import InProcessLink
+from meshcomm.runtime.protocol import Link
+from meshcomm.runtime.scheduler import Rank, carry_over, current_rank
+from meshcomm.runtime.scheduler import local as _ranks
+from meshcomm.runtime.solo import SoloLink
+
+__all__ = ["Axis", "AxisName", "Mesh", "axis_with_key", "current_mesh", "make_mesh", "use_mesh"]
+
+AxisName = Union[str, tuple[str, ...]]
+"""The name of a mesh axis, or several in order, the first one major."""
+
+_keys = itertools.count()
+
+
+class Axis:
+    """One rank's view of an axis (or of several as one): its size, this rank's index on it and the link to the others."""
+
+    def __init__(self, mesh: Mesh, name: AxisName, ranks: tuple[int, ...], index: int, link: Link) -> None:
+        self.mesh = mesh
+        self.name = name
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = index
+        self.link = link
+        self.coordinate = mesh.coordinate
+        self.devices: set[torch.device] = set()  # those that the link is known to move
+        self.key = next(_keys)
+        # A number would be compiled into the graph of this rank, and the ranks' graphs would differ.
+        self.index_tensor: Tensor = torch.tensor(index, device=mesh.device)
+        _axes[self.key] = self
+
+    def traced(self) -> Axis:
+        """The same axis with a link whose operations trace."""
+        if not isinstance(self.link, processes.ProcessLink):
+            return self
+        return Axis(self.mesh, self.name, self.ranks, self.index, processes.TracedLink(self.link))
+
+    def __repr__(self) -> str:
+        at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
+        return f"{self.name!r} ({at})"
+
+
+_axes: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
+
+
+def axis_with_key(key: int) -> Axis:
+    """The axis that a compiled graph speaks of."""
+    try:
+        return _axes[key]
+    except KeyError:
+        fail("mesh", "a compiled function uses a mesh that is gone.", fix="compile it again with the new mesh")
+
+
+class _Processes:
+    """Where the ranks are processes."""
+
+    def rank(self) -> int | None:
+        here = world.current()
+        return None if here is None else here.rank
+
+    def world_size(self) -> int | None:
+        here = world.current()
+        return None if here is None else here.size
+
+    def link(self, ranks: tuple[int, ...]) -> Link:
+        return processes.link_of(ranks)
+
+    def device(self) -> torch.device:
+        here = world.current()
+        return torch.get_default_device() if here is None else here.device
+
+
+class _InProcess:
+    """Where the ranks are threads of this process: who this rank is depends on who asks."""
+
+    def rank(self) -> int | None:
+        here = current_rank()
+        return None if here is None else here.index
+
+    def world_size(self) -> int | None:
+        here = current_rank()
+        return None if here is None else here.world.size
+
+    def link(self, ranks: tuple[int, ...]) -> Link:
+        return InProcessLink(_here(), ranks)
+
+    def device(self) -> torch.device:
+        return torch.get_default_device()
+
+
+class _Solo:
+    """One rank that is alone, with no process group and no launch."""
+
+    def rank(self) -> int | None:
+        return 0
+
+    def world_size(self) -> int | None:
+        return 1
+
+    def link(self, ranks: tuple[int, ...]) -> Link:
+        return SoloLink()
+
+    def device(self) -> torch.device:
+        return torch.get_default_device()
+
+
+_Place = Union[_Processes, _InProcess, _Solo]
+
+
+def _here() -> Rank:
+    here = current_rank()
+    assert here is not None
+    return here
+
+
+class Mesh:
+    """Ranks in an N-dimensional grid whose axes have names. Made by :func:`make_mesh`."""
+
+    def __init__(
+        self,
+        shape: Mapping[str, int],
+        ranks: tuple[int, ...],
+        place: _Place,
+        world_size: int,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        self._shape = dict(shape)
+        self._ranks = ranks
+        self._place = place
+        self._world_size = world_size
+        self._device_mesh = device_mesh
+        self._axes: dict[AxisName, Axis] = {}
+        self._threads = isinstance(place, _InProcess)
+
+    # ------------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names, major first."""
+        return tuple(self._shape)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Name to size."""
+        return dict(self._shape)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self._ranks)
+
+    @property
+    def rank(self) -> int:
+        """This rank's position in the mesh, in row-major order of its axes. Raises MeshError outside the mesh."""
+        mine = self._place.rank()
+        if mine is None:
+            self._outside_a_rank("mesh.rank")
+        if self._place.world_size() != self._world_size:
+            fail(
+                "mesh.rank",
+                f"a mesh made for {self._world_size} ranks is used among {self._place.world_size()}.",
+                got=f"mesh {self._shape}",
+                fix="launch as many ranks as the mesh has, or make the mesh inside the launched function",
+            )
+        if mine not in self._ranks:
+            fail(
+                "mesh.rank",
+                f"rank {mine} is not in the mesh.",
+                got=f"mesh {self._shape} of ranks {list(self._ranks)}",
+                fix="call its collectives on those ranks only",
+            )
+        return self._ranks.index(mine)
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Axis name to this rank's index along it, as Python ints. Raises MeshError outside the mesh."""
+        rest, places = self.rank, {}
+        for name, length in reversed(self._shape.items()):
+            rest, places[name] = divmod(rest, length)
+        return {name: places[name] for name in self._shape}
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        if self._device_mesh is not None and self._device_mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return self._place.device()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's DeviceMesh over the same process groups, for DTensor, DCP, FSDP2 and pipelining.
+
+        Raises MeshError in-process: there are no process groups.
+        """
+        if self._device_mesh is None:
+            if isinstance(self._place, _InProcess):
+                fail(
+                    "mesh.device_mesh",
+                    "ranks in one process have no torch process groups.",
+                    got=f"in-process mesh {self._shape}",
+                    fix="run under torchrun, or mc.launch(..., runtime='processes')",
+                )
+            self._device_mesh = self._make_device_mesh()
+        return self._device_mesh
+
+    def _make_device_mesh(self) -> DeviceMesh:
+        if isinstance(self._place, _Solo):
+            world.solo_process_group()
+        self.rank  # noqa: B018  # a rank outside has no groups: say so
+        groups = [processes.group_of(self._ranks_along((name,))) for name in self._shape]
+        grid = torch.tensor(self._ranks, dtype=torch.int, device="cpu").view(*self._shape.values())
+        only = len(groups) == 1
+        return DeviceMesh.from_group(
+            groups[0] if only else groups,
+            self.device.type,
+            mesh=None if only else grid,
+            mesh_dim_names=self.axis_names,
+        )
+
+    @staticmethod
+    def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+        """The same ranks and names as torch's DeviceMesh, which must have ``mesh_dim_names``. No communication but the set-up
+        of process groups, by the members of each axis together.
+        """
+        where = "Mesh.from_device_mesh"
+        if not isinstance(device_mesh, DeviceMesh):
+            fail(where, f"expected a torch DeviceMesh, got {type(device_mesh).__name__}.")
+        if device_mesh.mesh_dim_names is None:
+            fail(where, "the DeviceMesh has no names.", fix="pass mesh_dim_names= when making it")
+        here = world.ensure()
+        if here is None:
+            fail(where, "there is no torch process group.", fix="call dist.init_process_group or mc.init first")
+        grid = device_mesh.mesh
+        shape = _checked_shape(where, dict(zip(device_mesh.mesh_dim_names, grid.shape, strict=True)))
+        ranks = tuple(int(rank) for rank in grid.flatten().tolist())
+        return _with_links(Mesh(shape, ranks, _Processes(), here.size, device_mesh))
+
+    # ------------------------------------------------------------------------------------------------------ axes
+
+    def axis(self, name: AxisName, where: str = "mesh.axis") -> Axis:
+        """The axis of this name, or of these names as one, for the rank that asks; ``where`` names the caller in errors."""
+        rank = _ranks.rank
+        try:
+            # Outside a launch, and on meshes that are not of one, the axes are the mesh's own.
+            return self._axes[name] if rank is None or not self._threads else rank.axes[self, name]
+        except (KeyError, TypeError):
+            return self._find(name, where)
+
+    def size_of(self, name: AxisName, where: str = "mesh.size_of") -> int:
+        """How many ranks the axis has; needs no rank."""
+        return math.prod(self._shape[part] for part in self._checked_names(name, where))
+
+    def _find(self, name: AxisName, where: str) -> Axis:
+        parts = self._checked_names(name, where)
+        if self._place.rank() is None:
+            self._outside_a_rank(where)
+        ranks = self._ranks_along(parts)
+        link = SoloLink() if len(ranks) == 1 else self._place.link(ranks)
+        found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, ranks.index(self._ranks[self.rank]), link)
+        if self._threads:
+            _here().axes[self, name] = found
+        else:
+            self._axes[name] = found
+        return found
+
+    def _checked_names(self, name: object, where: str) -> tuple[str, ...]:
+        parts = name if isinstance(name, tuple) else (name,)
+        for part in parts:
+            if not isinstance(part, str) or part not in self._shape:
+                what = (
+                    f"no axis {part!r} in the mesh." if isinstance(part, str) else f"an axis is a name, not {part!r}."
+                )
+                fail(
+                    where,
+                    what,
+                    got=f"axis {name!r}; mesh {self._shape}",
+                    fix=f"one of {names(self._shape)}, or a tuple",
+                )
+        if len(set(parts)) != len(parts):
+            fail(where, "an axis is named twice.", got=f"axis {name!r}; mesh {self._shape}", fix="name each axis once")
+        if not parts:
+            fail(where, "no axis is named.", got=f"axis (); mesh {self._shape}", fix=f"one of {names(self._shape)}")
+        return parts
+
+    def _ranks_along(self, parts: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that share this rank's place on all other axes, in the order in which the axes are written."""
+        home = self.coordinate
+        strides = dict(zip(self._shape, _strides(list(self._shape.values())), strict=True))
+        base = sum(home[name] * stride for name, stride in strides.items() if name not in parts)
+        places = itertools.product(*(range(self._shape[name]) for name in parts))
+        return tuple(
+            self._ranks[base + sum(i * strides[name] for i, name in zip(place, parts, strict=True))] for place in places
+        )
+
+    def _outside_a_rank(self, where: str) -> NoReturn:
+        if isinstance(self._place, _InProcess):
+            fail(
+                where,
+                "called outside a rank.",
+                got=f"in-process mesh {self._shape} in a process that is not a rank of it",
+                fix=f"run it inside mc.launch(fn, ranks={self._world_size}), or start with torchrun --nproc-per-node "
+                f"{self._world_size}",
+            )
+        fail(where, "the mesh's process group is gone.", got=f"mesh {self._shape}", fix="make the mesh after mc.init()")
+
+    def __repr__(self) -> str:
+        return f"Mesh({self._shape})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        fail("Mesh", "a mesh belongs to its process and cannot be pickled.", fix="make it inside the launched function")
+
+
+def _strides(lengths: Sequence[int]) -> list[int]:
+    return [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
+
+
+# -------------------------------------------------------------------------------------------------- making a mesh
+
+
+def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None) -> Mesh:
+    """A mesh over all ranks, or over ``ranks``, with these axes, the first one major.
+
+    Under a launcher (torchrun, mpiexec, srun) or with torch.distributed initialised the ranks are processes, and
+    :func:`meshcomm.init` is called when needed. Inside a rank of :func:`meshcomm.launch` they are the ranks of the launch. In a
+    plain process the result is an in-process mesh of any size for ``launch`` to run on; with size 1 it can be used directly.
+
+    Args:
+        axes: name to size; names are identifiers. One size may be -1: as many as there are ranks left (1 in a plain process).
+        ranks: the ranks of the world that the mesh is made of, in row-major order; all of them when None. Every rank of the
+            world may call; the others get a mesh whose ``rank`` and collectives raise.
+
+    Cost: the members of each axis set up a process group together, once per set of ranks; nothing in-process.
+
+    Raises:
+        MeshError: sizes that do not multiply to the number of ranks, bad names or sizes, ranks twice or out of range.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2, "tp": 2})
+        >>> mesh.axis_names, mesh.size
+        (('dp', 'tp'), 4)
+        >>> mc.launch(lambda: mesh.coordinate, ranks=4)[3]
+        {'dp': 1, 'tp': 1}
+    """
+    shape = _checked_shape("make_mesh", axes)
+    inside = current_rank()
+    if inside is not None:
+        return _sized(shape, ranks, _InProcess(), inside.world.size, "mc.launch started")
+    here = world.ensure()
+    if here is not None:
+        return _with_links(_sized(shape, ranks, _Processes(), here.size, "the launcher started"))
+    if ranks is not None and not isinstance(ranks, Sequence):
+        fail("make_mesh", f"ranks is a list of ints, not {ranks!r}.")
+    total = math.prod(abs(length) for length in shape.values()) if ranks is None else len(ranks)
+    if total == 1:
+        return _sized(shape, ranks, _Solo(), 1, "a plain process has")
+    size = total if ranks is None else max([total, *(int(rank) + 1 for rank in ranks)])
+    return _sized(shape, ranks, _InProcess(), size, "there are")
+
+
+def _with_links(mesh: Mesh) -> Mesh:
+    """Set up the axes now, while all ranks are here together."""
+    if mesh._place.rank() in mesh._ranks:
+        for name in mesh.axis_names:
+            mesh.axis(name)
+    return mesh
+
+
+def _checked_shape(where: str, axes: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(axes, Mapping) or not axes:
+        fail(where, "a mesh needs a mapping of axis names to sizes.", got=repr(axes), fix='such as {"dp": 2, "tp": 4}')
+    for name, length in axes.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            fail(where, f"axis name {name!r} is not an identifier.", got=repr(dict(axes)))
+        if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
+            fail(where, f"axis {name!r} has size {length!r}.", got=repr(dict(axes)), fix="a positive int, or one -1")
+    if list(axes.values()).count(-1) > 1:
+        fail(where, "more than one size is -1.", got=repr(dict(axes)), fix="give all sizes but one")
+    return dict(axes)
+
+
+def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: _Place, world_size: int, who: str) -> Mesh:
+    """Fill in -1 and compare with the number of ranks."""
+    chosen = tuple(range(world_size)) if ranks is None else tuple(ranks)
+    if len(set(chosen)) != len(chosen) or not all(isinstance(r, int) and 0 <= r < world_size for r in chosen):
+        fail("make_mesh", "ranks must be different ranks of the world.", got=f"ranks {chosen}; {world_size} ranks")
+    given = math.prod(length for length in shape.values() if length != -1)
+    if -1 in shape.values() and len(chosen) % given == 0:
+        shape = {name: len(chosen) // given if length == -1 else length for name, length in shape.items()}
+    if -1 in shape.values() or math.prod(shape.values()) != len(chosen):
+        count = f"{who} {world_size}" if ranks is None else f"ranks= names {len(chosen)}"
+        fail(
+            "make_mesh",
+            f"the sizes do not agree: the mesh needs {given} ranks{' times a whole number' * (-1 in shape.values())}, {count}.",
+            got=repr(shape),
+            fix="change the sizes or the number of ranks, or name a part of them with ranks=",
+        )
+    return Mesh(shape, chosen, place, world_size)
+
+
+# ---------------------------------------------------------------------------------------------- the current mesh
+
+
+class _Local(threading.local):
+    mesh: Mesh | None = None
+
+
+_local = _Local()
+
+
+class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
+    """``with use_mesh(mesh):`` functions called without ``mesh=`` use this mesh, in this thread and in ranks launched in it.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> with mc.use_mesh(mc.make_mesh({"dp": 1})) as mesh:
+        ...     mc.axis_size("dp"), mc.current_mesh() is mesh
+        (1, True)
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        if not isinstance(mesh, Mesh):
+            fail("use_mesh", f"expected a Mesh, got {type(mesh).__name__}.", fix="mc.make_mesh({...})")
+        self._mesh = mesh
+        self._outer: list[Mesh | None] = []
+
+    def __enter__(self) -> Mesh:
+        self._outer.append(_local.mesh)
+        _local.mesh = self._mesh
+        return self._mesh
+
+    def __exit__(self, *exc: object) -> None:
+        _local.mesh = self._outer.pop()
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the innermost ``with use_mesh(...)`` in this thread, or None."""
+    return _local.mesh
+
+
+def _capture_current() -> Callable[[], None]:
+    mesh = _local.mesh
+
+    def apply() -> None:
+        _local.mesh = mesh
+
+    return apply
+
+
+carry_over(_capture_current)

@@ -1,0 +1,336 @@
+"""Links between the ranks of one process: they meet at each call, and calls that do not agree are an error at once.
+
+n = number of ranks in the group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import CommError, MeshError, shape_text
+from meshcomm.runtime import wire
+from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.protocol import Post, Want
+from meshcomm.runtime.scheduler import Rank, current_rank
+
+__all__ = ["InProcessLink"]
+
+Note = tuple[str, tuple[Any, ...], "bool | None", object, Sequence[str]]
+"""The operation, its arguments that must be equal, whether a gradient is needed, the axis, the names of the arguments."""
+
+Compute = Callable[[list[Any]], Sequence[Any]]
+
+
+class _Call:
+    """What one rank called."""
+
+    __slots__ = ("detail", "key", "note", "rank", "site")
+
+    def __init__(self, rank: Rank, note: Note, key: tuple[Any, ...], detail: Callable[[], str]) -> None:
+        self.rank = rank
+        self.note = note
+        self.key = key  # what must be equal on all ranks
+        self.detail = detail
+        self.site = call_site()
+
+    def agrees(self, other: _Call) -> bool:
+        what, given, needs_grad, *_ = self.note
+        what_too, given_too, needs_grad_too, *_ = other.note
+        if what != what_too or given != given_too or self.key != other.key:
+            return False
+        return needs_grad == needs_grad_too or needs_grad is None or needs_grad_too is None
+
+    def __str__(self) -> str:
+        what, given, needs_grad, axis, names = self.note
+        grad = " that needs a gradient" if needs_grad else ""
+        shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, given, strict=True) if value is not None)
+        return f"{what}({shown}) of {self.detail()}{grad} over {axis} at {self.site}"
+
+
+class _Meeting:
+    """One collective: who has come, with what, and what came of it."""
+
+    __slots__ = ("calls", "error", "inputs", "left", "results")
+
+    def __init__(self, size: int) -> None:
+        self.calls: list[_Call] = []
+        self.inputs: list[Any] = [None] * size
+        self.results: Sequence[Any] | None = None
+        self.error: str | None = None
+        self.left = 0
+
+    def report(self) -> str:
+        """Which ranks called what, equal calls together."""
+        groups: list[tuple[_Call, list[int]]] = []
+        for call in self.calls:
+            same = next((ranks for other, ranks in groups if other.agrees(call)), None)
+            if same is None:
+                groups.append((call, [call.rank.index]))
+            else:
+                same.append(call.rank.index)
+        lines = []
+        for call, ranks in groups:
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+            lines.append(f"  {who} called {call}")
+        return "meshcomm: ranks of one axis made different calls.\n" + "\n".join(lines)
+
+
+@dataclass(eq=False)
+class _Batch:
+    """The messages of one exchange of one rank that have not met their other side."""
+
+    rank: Rank
+    call: _Call
+    open: int
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class _Message:
+    batch: _Batch
+    x: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    got: Tensor | None = None
+
+
+class _Circle:
+    """What the links of one group share."""
+
+    def __init__(self) -> None:
+        self.meetings: dict[int, _Meeting] = {}
+        self.posts: dict[tuple[int, int, int], deque[_Message]] = {}
+        self.wants: dict[tuple[int, int, int], deque[_Message]] = {}
+
+
+class InProcessLink:
+    """One rank's link to the other ranks of its group in this process."""
+
+    watched = True
+
+    def __init__(self, rank: Rank, ranks: tuple[int, ...]) -> None:
+        self.size = len(ranks)
+        self.index = ranks.index(rank.index)
+        self._rank = rank
+        self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle())
+        self._count = 0
+        self._note: Note = ("a collective", (), None, "?", ())
+
+    def announce(
+        self, what: str, given: tuple[Any, ...], needs_grad: bool | None, axis: object, names: Sequence[str]
+    ) -> None:
+        """Name the next call in reports; ``what`` and ``given`` must be equal on all ranks."""
+        self._note = (what, given, needs_grad, axis, names)
+
+    def check_device(self, device: torch.device) -> str | None:
+        """Every device with real memory."""
+        return "tensors on 'meta' hold no values" if device.type == "meta" else None
+
+    # ------------------------------------------------------------------------------------------------ meeting
+
+    def _call(self, key: tuple[Any, ...], detail: Callable[[], str]) -> _Call:
+        if current_rank() is not self._rank:
+            raise MeshError(
+                f"meshcomm.{self._note[0]}: called for rank {self._rank.index} outside of that rank.\n"
+                "  fix: run backward() and every collective inside the function that mc.launch runs"
+            )
+        self._rank.world.check()
+        return _Call(self._rank, self._note, key, detail)
+
+    def _meet(self, key: tuple[Any, ...], detail: Callable[[], str], given: Any, compute: Compute) -> Any:
+        """Wait for all ranks of the group; the last one to come computes everybody's result."""
+        call = self._call(key, detail)
+        seat = self._count
+        self._count = seat + 1
+        meetings = self._circle.meetings
+        meeting = meetings.get(seat)
+        if meeting is None:
+            meeting = meetings[seat] = _Meeting(self.size)
+        try:
+            if meeting.error is None:
+                self._join(meeting, call, given, compute)
+            if meeting.error is not None:
+                raise CommError(meeting.error)
+            assert meeting.results is not None
+            return meeting.results[self.index]
+        finally:
+            meeting.left += 1
+            if meeting.left == self.size:
+                del meetings[seat]
+
+    def _join(self, meeting: _Meeting, call: _Call, given: Any, compute: Compute) -> None:
+        world = self._rank.world
+        calls = meeting.calls
+        calls.append(call)
+        meeting.inputs[self.index] = given
+        if not calls[0].agrees(call):
+            meeting.error = meeting.report()
+        elif len(calls) == self.size:
+            try:
+                with torch.no_grad():
+                    meeting.results = compute(meeting.inputs)
+            except Exception as error:  # every rank of the group is told
+                meeting.error = f"meshcomm.{call.note[0]}: {error}\n{meeting.report()}"
+            meeting.inputs = []
+        else:
+            try:
+                world.wait(self._rank, lambda: f"waits in {call}")
+            except CommError as error:
+                meeting.error = str(error)
+                raise
+            return
+        for other in calls:
+            world.wake(other.rank)
+
+    def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
+        """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
+        return self._meet((x.dtype, x.shape, extra), lambda: shape_text(x.dtype, x.shape), given, compute)
+
+    # --------------------------------------------------------------------------------------------- collectives
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """Folded in order of index, whatever the order of arrival."""
+        result: Tensor = self._same(x, op, x, lambda xs: _copies(wire.fold(op, xs), len(xs)))
+        return result
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Stacked in order of index."""
+        result: Tensor = self._same(x, "", x, lambda xs: _copies(torch.stack(xs), len(xs)))
+        return result
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """Each row folded in order of index."""
+        result: Tensor = self._same(x, op, x, lambda xs: [wire.fold(op, rows) for rows in zip(*xs, strict=True)])
+        return result
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """Runs handed over; what one sends must be what the other expects."""
+
+        def detail() -> str:
+            return f"{shape_text(x.dtype, x.shape)} sending {list(send)} receiving {list(recv)} elements"
+
+        result: Tensor = self._meet((x.dtype,), detail, (x, send, recv), _swap)
+        return result
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """Every rank takes what its source has brought."""
+
+        def compute(given: list[tuple[Tensor, int | None]]) -> list[Tensor]:
+            return [torch.zeros_like(x) if s is None else given[s][0].clone() for x, s in given]
+
+        result: Tensor = self._same(x, "", (x, source), compute)
+        return result
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Copies of what ``src`` has brought."""
+        result: Tensor = self._same(x, f"src={src}", x, lambda xs: _copies(xs[src].clone(), len(xs)))
+        return result
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
+        """As all_reduce, for ``dst``."""
+        result: Tensor | None = self._same(x, f"{op} dst={dst}", x, lambda xs: _only(wire.fold(op, xs), dst, len(xs)))
+        return result
+
+    def gather(self, x: Tensor, dst: int) -> Tensor | None:
+        """As all_gather, for ``dst``."""
+        result: Tensor | None = self._same(x, f"dst={dst}", x, lambda xs: _only(torch.stack(xs), dst, len(xs)))
+        return result
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """Rows of what ``src`` has brought."""
+
+        def compute(xs: list[Tensor | None]) -> list[Tensor]:
+            whole = xs[src]
+            assert whole is not None
+            return [row.clone() for row in whole.unbind()]
+
+        result: Tensor = self._same(like, f"src={src}", x, compute)
+        return result
+
+    def barrier(self) -> None:
+        """Meet for nothing."""
+        self._meet((), lambda: "nothing", None, lambda given: given)
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """Messages meet by (source, destination, tag) in order; a send returns when it has been received."""
+        batch = _Batch(self._rank, self._call((), lambda: _batch_text(posts, wants)), len(posts) + len(wants))
+        for x, dst, tag in posts:
+            self._offer((self.index, dst, tag), _Message(batch, wire.plain(x), tuple(x.shape), x.dtype))
+        messages = [_Message(batch, None, shape, dtype) for _, shape, dtype, _, _ in wants]
+        for message, (src, _, _, tag, _) in zip(messages, wants, strict=True):
+            self._offer((src, self.index, tag), message)
+        try:
+            if batch.open and batch.error is None:
+                self._rank.world.wait(self._rank, lambda: f"waits in {batch.call}")
+            if batch.error is not None:
+                raise CommError(batch.error)
+        except BaseException:
+            self._withdraw(batch)
+            raise
+        return [
+            message.got.to(want[4]) for message, want in zip(messages, wants, strict=True) if message.got is not None
+        ]
+
+    def _offer(self, route: tuple[int, int, int], message: _Message) -> None:
+        """Match a message with its other side, or queue it."""
+        circle = self._circle
+        here, there = (circle.posts, circle.wants) if message.x is not None else (circle.wants, circle.posts)
+        queue = there.get(route)
+        if not queue:
+            here.setdefault(route, deque()).append(message)
+            return
+        other = queue.popleft()
+        post, want = (message, other) if message.x is not None else (other, message)
+        assert post.x is not None
+        if post.shape != want.shape or post.dtype != want.dtype:
+            error = (
+                f"meshcomm: a message from {route[0]} to {route[1]} does not fit.\n"
+                f"  sent {shape_text(post.dtype, post.shape)}: rank {post.batch.rank.index} called {post.batch.call}\n"
+                f"  expected {shape_text(want.dtype, want.shape)}: rank {want.batch.rank.index} called {want.batch.call}"
+            )
+            post.batch.error = want.batch.error = error
+        else:
+            want.got = post.x.clone()
+        for batch in (post.batch, want.batch):
+            batch.open -= 1
+            if batch.open == 0 or batch.error is not None:
+                self._rank.world.wake(batch.rank)
+
+    def _withdraw(self, batch: _Batch) -> None:
+        for queues in (self._circle.posts, self._circle.wants):
+            for route, queue in queues.items():
+                queues[route] = deque(message for message in queue if message.batch is not batch)
+
+
+def _copies(x: Tensor, count: int) -> list[Tensor]:
+    # One tensor object handed to several ranks would share its grad_fn between them.
+    return [x, *(x.clone() for _ in range(count - 1))]
+
+
+def _only(x: Tensor, dst: int, count: int) -> list[Tensor | None]:
+    return [x if index == dst else None for index in range(count)]
+
+
+def _swap(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    runs = [x.split(list(send)) for x, send, _ in given]
+    for source, (_, send, _) in enumerate(given):
+        for target, (_, _, recv) in enumerate(given):
+            if send[target] != recv[source]:
+                raise ValueError(
+                    f"index {source} sends {send[target]} elements to index {target}, which expects {recv[source]}."
+                )
+    return [torch.cat([runs[source][target] for source in range(len(given))]) for target in range(len(given))]
+
+
+def _batch_text(posts: Sequence[Post], wants: Sequence[Want]) -> str:
+    sent = [f"to {dst} (tag {tag}) {shape_text(x.dtype, x.shape)}" for x, dst, tag in posts]
+    got = [f"from {src} (tag {tag}) {shape_text(dtype, shape)}" for src, shape, dtype, tag, _ in wants]
+    return ", ".join(sent + got)

@@ -1,0 +1,74 @@
+"""What everything above the runtime needs of a group of ranks.
+
+n = number of ranks in the group. Tensors are dense; results are always new storage. Indices are positions in the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Link", "Post", "REDUCE_OPS", "Want"]
+
+REDUCE_OPS = ("sum", "max", "min", "product", "band", "bor", "bxor")
+
+Post = tuple[Tensor, int, int]
+"""A message to send: the tensor, the destination, the tag."""
+
+Want = tuple[int, tuple[int, ...], torch.dtype, int, torch.device]
+"""A message to receive: the source, shape, dtype, tag and the device it shall lie on."""
+
+
+class Link(Protocol):
+    """One rank's view of a group: the few primitives that every collective is made of."""
+
+    size: int
+    index: int
+    watched: bool
+    """Whether calls are announced first, so that ranks that disagree are told so."""
+
+    def announce(
+        self, what: str, given: tuple[Any, ...], needs_grad: bool | None, axis: object, names: Sequence[str]
+    ) -> None:
+        """Say what the next primitive belongs to: the operation, those of its arguments (with their names) that must be equal on
+        all ranks, whether a gradient is needed, the axis.
+        """
+
+    def check_device(self, device: torch.device) -> str | None:
+        """Why tensors on ``device`` cannot be moved, or None."""
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """Reduce elementwise with ``op`` of REDUCE_OPS; NaN propagates through max and min."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Stack: ``[*s] -> [n, *s]``."""
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """Reduce and keep the own row: ``[n, *s] -> [*s]``."""
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """Exchange runs of a 1-d tensor: ``[sum(send)] -> [sum(recv)]``."""
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """Send ``x`` to ``destination`` and give what came from ``source``, zeros where there is none."""
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """The ``x`` of ``src``."""
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
+        """As all_reduce, on ``dst`` alone."""
+
+    def gather(self, x: Tensor, dst: int) -> Tensor | None:
+        """As all_gather, on ``dst`` alone."""
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """Row i of the ``[n, *s]`` that ``src`` holds goes to rank i; ``like`` has its shape, dtype and device."""
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """Send and receive a batch of messages; the tensors received, in the order of ``wants``."""
+
+    def barrier(self) -> None:
+        """Return when every rank has come."""

@@ -1,0 +1,85 @@
+"""One random state per in-process rank: torch's on the CPU and the accelerator, numpy's and ``random``'s.
+
+The states are global to the process, so they are exchanged whenever another rank goes on.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["RandomState"]
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(seed: int, rank: int) -> int:
+    """A seed per rank, far apart for seeds and ranks that are close (the finaliser of splitmix64)."""
+    z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _numpy() -> ModuleType | None:
+    """numpy.random if somebody imported it and it can exchange generators (1.24 on)."""
+    module = sys.modules.get("numpy.random")
+    return module if module is not None and hasattr(module, "set_bit_generator") else None
+
+
+@lru_cache(maxsize=None)
+def _accelerator_module() -> ModuleType | None:
+    if not torch.accelerator.is_available():
+        return None
+    module: ModuleType = torch.get_device_module(torch.accelerator.current_accelerator())
+    return module
+
+
+def _accelerator() -> ModuleType | None:
+    """The accelerator's torch module once it is in use."""
+    module = _accelerator_module()
+    return module if module is not None and module.is_initialized() else None
+
+
+class RandomState:
+    """A random state that is put in place by :meth:`load` and taken away by :meth:`save`."""
+
+    def __init__(self, seed: int | None = None, rank: int = 0) -> None:
+        """The states as they are now, or those that start from ``(seed, rank)``."""
+        self._seed = None if seed is None else _mix(seed, rank)
+        self._numpy: Any = None
+        self._device: Any = None
+        if self._seed is None:
+            self.save()
+        else:
+            self._torch = torch.Generator().manual_seed(self._seed).get_state()
+            self._random = random.Random(self._seed).getstate()
+
+    def save(self) -> None:
+        """Keep the global states here."""
+        self._torch = torch.default_generator.get_state()
+        self._random = random.getstate()
+        if (module := _numpy()) is not None:
+            self._numpy = module.get_bit_generator()
+        if (device := _accelerator()) is not None:
+            self._device = device.get_rng_state()
+
+    def load(self) -> None:
+        """Make these states the global ones."""
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._random)
+        if (module := _numpy()) is not None:
+            if self._numpy is None and self._seed is not None:
+                self._numpy = module.MT19937(self._seed)
+            if self._numpy is not None:
+                module.set_bit_generator(self._numpy)
+        if (device := _accelerator()) is not None:
+            if self._device is not None:
+                device.set_rng_state(self._device)
+            elif self._seed is not None:
+                device.manual_seed(self._seed)

@@ -1,0 +1,248 @@
+"""Ranks as cooperative threads of one process: one runs at a time, and they change over only where a rank has to wait.
+
+So a run is deterministic, and when no rank can go on that is known at once and said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from meshcomm import _torch
+from meshcomm.errors import CommError
+from meshcomm.runtime.randomstate import RandomState
+
+__all__ = ["Rank", "World", "carry_over", "current_rank", "local"]
+
+
+class _Local(threading.local):
+    rank: Rank | None = None
+
+
+local = _Local()
+"""``local.rank`` is the in-process rank whose code is running: :func:`current_rank` without the call."""
+
+
+def current_rank() -> Rank | None:
+    """The in-process rank whose code is running, or None outside a launch."""
+    return local.rank
+
+
+_carried: list[Callable[[], Callable[[], None]]] = []
+
+
+def carry_over(capture: Callable[[], Callable[[], None]]) -> None:
+    """Register what ranks take over from the caller: ``capture()`` runs there, what it returns runs in each rank."""
+    _carried.append(capture)
+
+
+class _Cancelled(BaseException):
+    """Ends a rank because another one failed; no Exception, so that user code does not catch it."""
+
+
+class Rank:
+    """One rank of a :class:`World`: its thread's turn, its random state, and what it waits for."""
+
+    def __init__(self, world: World, index: int, seed: int) -> None:
+        self.world = world
+        self.index = index
+        self.turn = threading.Lock()  # held by nobody's thread in particular: released to let this rank run
+        self.turn.acquire()
+        self.random = RandomState(seed, index)
+        self.forward_ad = (-1, 0)
+        self.waits_for: Callable[[], str] | None = None
+        self.fault: str | None = None
+        self.over = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.axes: dict[Any, Any] = {}  # of the meshes that this rank uses
+
+    def save(self) -> None:
+        """Keep what torch and others hold per process but is this rank's own."""
+        self.random.save()
+        self.forward_ad = _torch.forward_ad_state()
+
+    def load(self) -> None:
+        """Put it back."""
+        self.random.load()
+        _torch.set_forward_ad_state(self.forward_ad)
+
+    def describe(self) -> str:
+        """A line for a report."""
+        state = "has returned" if self.over else self.waits_for() if self.waits_for is not None else "is running"
+        return f"  rank {self.index} {state}"
+
+
+class World:
+    """All ranks of one launch."""
+
+    def __init__(self, size: int) -> None:
+        seed = torch.initial_seed()
+        self.size = size
+        self.shared: dict[Any, Any] = {}
+        self.ranks = [Rank(self, index, seed) for index in range(size)]
+        self._ready: deque[Rank] = deque(self.ranks)
+        self._cancelled = False
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    # ------------------------------------------------------------------------------------------- for the caller
+
+    def run(self, body: Callable[[], Any]) -> list[Any]:
+        """Run ``body`` on every rank and give the results in order of rank; the first error of a rank ends all of them."""
+        setups = [_caller_modes()] + [capture() for capture in _carried]
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._live, rank, body, setups),
+                name=f"meshcomm rank {rank.index}",
+                daemon=True,
+            )
+            for rank in self.ranks
+        ]
+        outside = RandomState()
+        with _torch.forward_ad_shared():
+            for thread in threads:
+                thread.start()
+            self._ready.popleft().turn.release()
+            self._await_end()
+        outside.load()
+        for thread in threads:
+            thread.join()
+        failed = next((rank for rank in sorted(self.ranks, key=self._by_failure) if rank.error is not None), None)
+        if failed is not None:
+            raise _named(failed.error, failed, self.size)
+        return [rank.result for rank in self.ranks]
+
+    def _await_end(self) -> None:
+        try:
+            self._ended.acquire()
+        except (
+            BaseException
+        ):  # KeyboardInterrupt: the rank that runs is stopped at its next collective, then the others
+            self._cancelled = True
+            self._ended.acquire()
+            raise
+
+    @staticmethod
+    def _by_failure(rank: Rank) -> tuple[bool, int]:
+        # A deadlock or mismatch is raised on several ranks; what is not a CommError is the likelier cause.
+        return isinstance(rank.error, CommError), rank.index
+
+    # ------------------------------------------------------------------------------------------- for the ranks
+
+    def check(self) -> None:
+        """End this rank if another one has failed."""
+        if self._cancelled:
+            raise _Cancelled
+
+    def wait(self, rank: Rank, waits_for: Callable[[], str]) -> None:
+        """Let others run until :meth:`wake`; raises CommError when none can."""
+        rank.waits_for = waits_for
+        self._hand_over(rank)
+        self.check()
+        if rank.fault is not None:
+            fault, rank.fault = rank.fault, None
+            raise CommError(fault)
+
+    def wake(self, rank: Rank) -> None:
+        """Let a waiting rank go on when its turn comes."""
+        if rank.waits_for is not None:
+            rank.waits_for = None
+            self._ready.append(rank)
+
+    def _hand_over(self, rank: Rank) -> None:
+        after = self._next()
+        if after is rank:
+            return
+        rank.save()
+        assert after is not None
+        after.turn.release()
+        rank.turn.acquire()
+        rank.load()
+
+    def _next(self) -> Rank | None:
+        """Who runs next; when nobody can, everybody who waits is told."""
+        if self._ready and not self._cancelled:
+            return self._ready.popleft()
+        waiting = [rank for rank in self.ranks if rank.waits_for is not None]
+        if not self._cancelled and waiting:
+            report = "\n".join(rank.describe() for rank in self.ranks)
+            for rank in waiting:
+                rank.fault = (
+                    f"meshcomm: deadlock: no rank can go on.\n{report}\n"
+                    "  fix: every rank of an axis must make the same calls on it in the same order"
+                )
+        for rank in waiting:
+            self.wake(rank)
+        return self._ready.popleft() if self._ready else None
+
+    def _live(self, rank: Rank, body: Callable[[], Any], setups: list[Callable[[], Any]]) -> None:
+        """The life of one rank's thread."""
+        rank.turn.acquire()
+        _share_a_core()
+        local.rank = rank
+        rank.load()
+        try:
+            with contextlib.ExitStack() as stack:
+                for setup in setups:
+                    if (context := setup()) is not None:
+                        stack.enter_context(context)
+                self.check()
+                rank.result = body()
+        except _Cancelled:
+            pass
+        except BaseException as error:  # raised again in the caller
+            rank.error = error
+            self._cancelled = True
+        rank.over = True
+        after = self._next()
+        (self._ended if after is None else after.turn).release()
+
+
+def _share_a_core() -> None:
+    """Keep the ranks' threads on one core where torch computes with one thread: only one of them runs at a time, and a turn that
+    goes to another core takes twice as long.
+    """
+    if hasattr(os, "sched_setaffinity") and torch.get_num_threads() == 1:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+
+
+def _named(error: BaseException | None, rank: Rank, size: int) -> BaseException:
+    """The rank's own exception, with its traceback and a note that says whose it is."""
+    assert error is not None
+    if hasattr(error, "add_note"):  # Python 3.11 on
+        error.add_note(f"raised by rank {rank.index} of {size} in meshcomm.launch")
+    return error
+
+
+def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The caller's grad mode, autocast and default device, which torch keeps per thread, for another thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    device = torch.get_default_device()
+    kinds = {"cpu", device.type} - {"meta"}
+    cache = torch.is_autocast_cache_enabled()
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            # Backward of a device runs on one thread of the process otherwise, where ranks would block each other.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if device.type != "cpu":
+                stack.enter_context(device)
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            yield
+
+    return modes

@@ -1,0 +1,117 @@
+"""How a tensor is dressed for a backend that cannot move or reduce it as it is, and the reductions done here.
+
+Gloo does not add 16-bit integers, no backend knows complex maxima, and NaN comes through a maximum on some backends and ranks
+only. Each such case is turned into one that every backend does alike: complex as pairs of reals, narrow integers widened,
+floats under max and min as integers of the same order, in which NaN is the extreme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Dress", "dress", "fold", "from_bytes", "plain", "to_bytes"]
+
+_PLAIN = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_ORDERED = {
+    torch.float16: torch.int32,
+    torch.bfloat16: torch.int32,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+_SIGN = torch.iinfo(torch.int64).min
+
+
+class Dress(NamedTuple):
+    """How to reduce a dtype that is not reduced as it is: ``off(reduce(on(x)))``."""
+
+    on: Callable[[Tensor], Tensor]
+    off: Callable[[Tensor], Tensor]
+
+
+def plain(x: Tensor) -> Tensor:
+    """``x`` dense and with no lazy conjugation or sign, which a backend would not see."""
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.contiguous()
+
+
+def to_bytes(x: Tensor) -> Tensor:
+    """A dense 1-d tensor of a dtype that every backend moves: the elements, or their bytes."""
+    flat = plain(x).reshape(-1)
+    return flat if x.dtype in _PLAIN else flat.view(torch.uint8)
+
+
+def from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo :func:`to_bytes` along the last dim."""
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+@lru_cache(maxsize=None)
+def dress(op: str, dtype: torch.dtype) -> Dress | None:
+    """How ``dtype`` is reduced by ``op``; None if as it is."""
+    if dtype.is_complex:
+        return Dress(lambda x: torch.view_as_real(plain(x)), torch.view_as_complex)
+    if dtype.is_floating_point and op in ("max", "min"):
+        return _ordered(dtype, op)
+    if dtype == torch.bool:
+        return Dress(lambda x: plain(x).view(torch.uint8), lambda x: x.view(torch.bool))
+    if dtype in _WIDER:
+        return Dress(lambda x: x.to(_WIDER[dtype]), lambda x: x.to(dtype))
+    if dtype == torch.uint64:
+        flip = _SIGN if op in ("max", "min") else 0
+        return Dress(lambda x: plain(x).view(torch.int64) ^ flip, lambda x: (x ^ flip).view(torch.uint64))
+    return None
+
+
+def _ordered(dtype: torch.dtype, op: str) -> Dress:
+    """Floats as integers of the same order, NaN beyond the infinities on the side that wins."""
+    ints = _ORDERED[dtype]
+    info = torch.iinfo(ints)
+    floats = torch.float64 if ints == torch.int64 else torch.float32
+    winner = info.max if op == "max" else info.min
+
+    def flip(bits: Tensor) -> Tensor:  # its own inverse
+        return bits ^ ((bits >> (info.bits - 1)) & info.max)
+
+    def on(x: Tensor) -> Tensor:
+        x = plain(x).to(floats)
+        return torch.where(x.isnan(), winner, flip(x.view(ints)))
+
+    def off(bits: Tensor) -> Tensor:
+        return flip(bits).view(floats).to(dtype)
+
+    return Dress(on, off)
+
+
+def fold(op: str, xs: Sequence[Tensor]) -> Tensor:
+    """Reduce here, in order; half precision is accumulated in float32. The result is new storage."""
+    dtype = xs[0].dtype
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        clothes = dress(op, dtype)
+        assert clothes is not None
+        return clothes.off(fold(op, [clothes.on(x) for x in xs]))
+    if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "product"):
+        return fold(op, [x.float() for x in xs]).to(dtype)
+    total = xs[0].clone(memory_format=torch.contiguous_format)
+    for x in xs[1:]:
+        _IN_PLACE[op](total, x)
+    return total
+
+
+_IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "product": Tensor.mul_,
+    "max": lambda total, x: torch.maximum(total, x, out=total),
+    "min": lambda total, x: torch.minimum(total, x, out=total),
+    "band": Tensor.bitwise_and_,
+    "bor": Tensor.bitwise_or_,
+    "bxor": Tensor.bitwise_xor_,
+}
