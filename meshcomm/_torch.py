@@ -54,8 +54,8 @@ def reduce_scatter_base(
 def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
     """Make a process group of ``ranks`` in the order given; only its members call.
 
-    The public ``dist.new_group`` either needs every rank of the world, or derives the group's name from the number of groups
-    that this rank has made before, which differs between ranks once groups are made when first used.
+    The public ``dist.new_group`` either needs every rank of the world, or derives the group's name from the number of
+    groups that this rank has made before, which differs between ranks once groups are made when first used.
     """
     world = distributed_c10d._world
     default = distributed_c10d._get_default_group()
@@ -109,19 +109,22 @@ def set_forward_ad_state(state: tuple[int, int]) -> None:
 def forward_ad_shared() -> Iterator[None]:
     """Let several threads, of which one runs at a time, each hold forward-mode level 0 open.
 
-    The level itself is one per process, and closing it wipes every tangent in it. So the first thread to enter opens it and the
-    last one to leave closes it; what a thread sees as its current level is exchanged by :func:`set_forward_ad_state`.
+    The level itself is one per process, and closing it wipes every tangent in it. So the first thread to enter opens
+    it and the last one to leave closes it; what a thread sees as its current level is exchanged by
+    :func:`set_forward_ad_state`.
     """
+    enter: Any
+    leave: Any
     enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
     holders = 0
 
     def enter_shared() -> int:
         nonlocal holders
         if forward_ad._current_level >= 0:
-            return enter()  # nested in this thread: torch's own error
+            return int(enter())  # nested in this thread: torch's own error
         holders += 1
         if holders == 1:
-            return enter()
+            return int(enter())
         forward_ad._current_level = 0
         return 0
 

@@ -9,7 +9,8 @@ __all__ = ["CommError", "MeshError", "VaryingError", "fail", "names", "shape_tex
 
 
 class MeshError(ValueError):
-    """A call that cannot be right: an unknown axis, a size that does not divide, a wrong dtype, a launch that does not fit.
+    """A call that cannot be right: an unknown axis, a size that does not divide, a wrong dtype, a launch that does
+    not fit.
 
     Raised before any communication, from values that are the same on every rank, so that all ranks raise together.
     """

@@ -27,26 +27,27 @@ def launch(
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on every rank and give what it returns on each.
 
-    In a plain process this starts the ranks. Under a launcher (torchrun, mpiexec, srun) or inside a rank they are there already:
-    ``fn`` runs once, on this rank, and the list holds its one result. So a script that ends in ``mc.launch(main, ranks=4)`` runs
-    unchanged either way.
+    In a plain process this starts the ranks. Under a launcher (torchrun, mpiexec, srun) or inside a rank they are
+    there already: ``fn`` runs once, on this rank, and the list holds its one result. So a script that ends in
+    ``mc.launch(main, ranks=4)`` runs unchanged either way.
 
     Args:
         fn: the program of one rank.
         ranks: how many.
         args: its positional arguments; in-process all ranks get the same objects.
         kwargs: its keyword arguments.
-        runtime: "in-process": every rank is a thread of this process, one runs at a time, and they change over at collectives
-            only, so that a run is deterministic and a deadlock or mismatch is an error at once. "processes": one process per rank
-            on this machine, on loopback; ``fn``, its arguments and results are pickled.
+        runtime: "in-process": every rank is a thread of this process, one runs at a time, and they change over at
+            collectives only, so that a run is deterministic and a deadlock or mismatch is an error at once.
+            "processes": one process per rank on this machine, on loopback; ``fn``, its arguments and results are
+            pickled.
         backend: of the processes; gloo or the accelerator's own by default.
         timeout: in seconds, of the processes: for the whole run, and for each collective within.
 
     Returns: the results in order of rank; ``[result]`` on a rank.
 
     Raises:
-        MeshError: ``ranks`` that is no positive int or differs from the launcher's; an unknown runtime; arguments that belong to
-            the other runtime.
+        MeshError: ``ranks`` that is no positive int or differs from the launcher's; an unknown runtime; arguments
+            that belong to the other runtime.
         CommError: a deadlock, different calls on ranks of one axis; a process that failed or took too long.
         Exception: in-process, whatever a rank raised, with its traceback; the other ranks are ended.
 

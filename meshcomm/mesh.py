@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Union
+from typing import Any, NoReturn, Union, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ _keys = itertools.count()
 
 
 class Axis:
-    """One rank's view of an axis (or of several as one): its size, this rank's index on it and the link to the others."""
+    """One rank's view of an axis (or of several as one): its size, this rank's index on it and the link to the
+    others.
+    """
 
     def __init__(self, mesh: Mesh, name: AxisName, ranks: tuple[int, ...], index: int, link: Link) -> None:
         self.mesh = mesh
@@ -50,7 +52,8 @@ class Axis:
         """The same axis with a link whose operations trace."""
         if not isinstance(self.link, processes.ProcessLink):
             return self
-        return Axis(self.mesh, self.name, self.ranks, self.index, processes.TracedLink(self.link))
+        link = cast(Link, processes.TracedLink(self.link))  # what goes to or from one rank is not traced
+        return Axis(self.mesh, self.name, self.ranks, self.index, link)
 
     def __repr__(self) -> str:
         at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
@@ -236,8 +239,8 @@ class Mesh:
 
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
-        """The same ranks and names as torch's DeviceMesh, which must have ``mesh_dim_names``. No communication but the set-up
-        of process groups, by the members of each axis together.
+        """The same ranks and names as torch's DeviceMesh, which must have ``mesh_dim_names``. No communication but
+        the set-up of process groups, by the members of each axis together.
         """
         where = "Mesh.from_device_mesh"
         if not isinstance(device_mesh, DeviceMesh):
@@ -255,7 +258,9 @@ class Mesh:
     # ------------------------------------------------------------------------------------------------------ axes
 
     def axis(self, name: AxisName, where: str = "mesh.axis") -> Axis:
-        """The axis of this name, or of these names as one, for the rank that asks; ``where`` names the caller in errors."""
+        """The axis of this name, or of these names as one, for the rank that asks; ``where`` names the caller in
+        errors.
+        """
         rank = _ranks.rank
         try:
             # Outside a launch, and on meshes that are not of one, the axes are the mesh's own.
@@ -341,13 +346,15 @@ def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None) ->
     """A mesh over all ranks, or over ``ranks``, with these axes, the first one major.
 
     Under a launcher (torchrun, mpiexec, srun) or with torch.distributed initialised the ranks are processes, and
-    :func:`meshcomm.init` is called when needed. Inside a rank of :func:`meshcomm.launch` they are the ranks of the launch. In a
-    plain process the result is an in-process mesh of any size for ``launch`` to run on; with size 1 it can be used directly.
+    :func:`meshcomm.init` is called when needed. Inside a rank of :func:`meshcomm.launch` they are the ranks of the
+    launch. In a plain process the result is an in-process mesh of any size for ``launch`` to run on; with size 1 it
+    can be used directly.
 
     Args:
-        axes: name to size; names are identifiers. One size may be -1: as many as there are ranks left (1 in a plain process).
-        ranks: the ranks of the world that the mesh is made of, in row-major order; all of them when None. Every rank of the
-            world may call; the others get a mesh whose ``rank`` and collectives raise.
+        axes: name to size; names are identifiers. One size may be -1: as many as there are ranks left (1 in a plain
+            process).
+        ranks: the ranks of the world that the mesh is made of, in row-major order; all of them when None. Every rank
+            of the world may call; the others get a mesh whose ``rank`` and collectives raise.
 
     Cost: the members of each axis set up a process group together, once per set of ranks; nothing in-process.
 
@@ -408,10 +415,11 @@ def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: _Place, wo
     if -1 in shape.values() and len(chosen) % given == 0:
         shape = {name: len(chosen) // given if length == -1 else length for name, length in shape.items()}
     if -1 in shape.values() or math.prod(shape.values()) != len(chosen):
+        needed = f"a multiple of {given} ranks" if -1 in shape.values() else f"{given} ranks"
         count = f"{who} {world_size}" if ranks is None else f"ranks= names {len(chosen)}"
         fail(
             "make_mesh",
-            f"the sizes do not agree: the mesh needs {given} ranks{' times a whole number' * (-1 in shape.values())}, {count}.",
+            f"the sizes do not agree: the mesh needs {needed}, {count}.",
             got=repr(shape),
             fix="change the sizes or the number of ranks, or name a part of them with ranks=",
         )
@@ -429,7 +437,8 @@ _local = _Local()
 
 
 class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
-    """``with use_mesh(mesh):`` functions called without ``mesh=`` use this mesh, in this thread and in ranks launched in it.
+    """``with use_mesh(mesh):`` functions called without ``mesh=`` use this mesh, in this thread and in ranks launched
+    in it.
 
     Example:
         >>> import meshcomm as mc

@@ -18,7 +18,7 @@ from meshcomm.mesh import Axis
 
 __all__ = ["Check", "checked_size", "elementwise", "leaves_of", "rebuild", "rows"]
 
-Check = Callable[[Tensor, str], None]
+Check = Callable[[Tensor, str], object]
 """Raises for a leaf, given with its path, that the collective cannot take."""
 
 

@@ -13,8 +13,8 @@ from meshcomm.errors import fail, names, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 
 __all__ = [
-    "axis_of", "checked_dim", "checked_index", "checked_perm", "checked_sizes", "even", "explain", "mesh_of", "no_gradient", "own",
-    "reducible", "slices", "tensor", "total", "whole_number",
+    "axis_of", "checked_dim", "checked_index", "checked_perm", "checked_sizes", "even", "explain", "mesh_of",
+    "no_gradient", "own", "reducible", "slices", "tensor", "total", "whole_number",
 ]  # fmt: skip
 
 _INTS = (

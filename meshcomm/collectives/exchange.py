@@ -53,7 +53,7 @@ def _transpose_permute(g: Tensor, axis: Axis, perm: Perm) -> Tensor:
     return apply(_PERMUTE, g, axis, (tuple((dst, src) for src, dst in perm),))
 
 
-_ALL_TO_ALL = Rule(
+_ALL_TO_ALL: Rule = Rule(
     "all_to_all",
     ("split_dim", "concat_dim", "send_sizes", "recv_sizes"),
     _run_all_to_all,
@@ -92,10 +92,11 @@ def all_to_all(
         axis: a name, or a tuple of names, of which the first is major.
         split_dim: the dim to cut into n pieces.
         concat_dim: the dim to join the pieces along; it may be the same.
-        send_sizes: the length along ``split_dim`` of the piece for each index. They may differ from rank to rank only where
-            ``split_dim == concat_dim``, and must there be what the receivers expect.
-        recv_sizes: the length along ``concat_dim`` of the piece from each index. Needed with send_sizes where the two dims are the
-            same; where they differ the default is that all ranks have as much of ``concat_dim`` as this one.
+        send_sizes: the length along ``split_dim`` of the piece for each index. They may differ from rank to rank only
+            where ``split_dim == concat_dim``, and must there be what the receivers expect.
+        recv_sizes: the length along ``concat_dim`` of the piece from each index. Needed with send_sizes where the two
+            dims are the same; where they differ the default is that all ranks have as much of ``concat_dim`` as this
+            one.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
 
@@ -106,8 +107,8 @@ def all_to_all(
     Cost: (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1.
 
     Raises:
-        MeshError: no such axis or dim; a dim that the axis does not divide, unless sizes are given; sizes that do not fit the
-            tensor or each other; not a tensor; a device the mesh cannot move.
+        MeshError: no such axis or dim; a dim that the axis does not divide, unless sizes are given; sizes that do not
+            fit the tensor or each other; not a tensor; a device the mesh cannot move.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -124,10 +125,10 @@ def all_to_all(
         params = _exchange_params(where, x, ax, split_dim, concat_dim, send_sizes, recv_sizes)
         return apply(_ALL_TO_ALL, x, ax, params)  # type: ignore[return-value]
 
-    def params_of(leaf: Tensor, _: str = "") -> tuple[int, int, Sizes, Sizes]:
+    def params_of(leaf: Tensor, path: str = "") -> tuple[int, int, Sizes, Sizes]:
         return _exchange_params(where, leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
 
-    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf, path: [params_of(leaf), None][1])
+    leaves, spec = buckets.leaves_of(where, x, ax, params_of)
     if send_sizes is not None or recv_sizes is not None:
         done = [apply(_ALL_TO_ALL, leaf, ax, params_of(leaf)) for leaf in leaves]
     else:
@@ -210,7 +211,8 @@ def permute(
     Cost: the bytes of ``x`` sent by each source.
 
     Raises:
-        MeshError: no such axis; a pair out of range; a source or destination twice; not a tensor; a device the mesh cannot move.
+        MeshError: no such axis; a pair out of range; a source or destination twice; not a tensor; a device the mesh
+        cannot move.
 
     Example:
         >>> import torch, meshcomm as mc

@@ -61,7 +61,7 @@ _ALL_GATHER_INVARIANT = Rule(
     lambda g, axis, dim, sizes: apply(_SHARD, g, axis, (dim, sizes)),
     dims=("dim",),
 )
-_SHARD = Rule(
+_SHARD: Rule = Rule(
     "shard",
     ("dim", "sizes"),
     _run_shard,
@@ -92,8 +92,8 @@ def all_gather(
     Type: varying -> varying. Where the ranks go on alike, :func:`all_gather_invariant` is meant.
 
     Args:
-        x: a tensor ``[..., k, ...]`` of any dtype, or a pytree of tensors; all but ``dim`` equal on every rank. A 0-d tensor
-            counts as ``[1]``.
+        x: a tensor ``[..., k, ...]`` of any dtype, or a pytree of tensors; all but ``dim`` equal on every rank. A 0-d
+            tensor counts as ``[1]``.
         axis: a name, or a tuple of names, of which the first is major.
         dim: the dim to concatenate along.
         sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
@@ -107,7 +107,8 @@ def all_gather(
     Cost: each rank receives (n-1)/n of the result; nothing when n == 1. Unequal sizes are padded to the longest.
 
     Raises:
-        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh cannot move.
+        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh
+        cannot move.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -136,12 +137,13 @@ def all_gather_invariant(
         rank 0  [a0 a1]      [a0 a1 b0 b1]
         rank 1  [b0 b1]  ->  [a0 a1 b0 b1]   (one logical value)
 
-    Type: varying -> invariant. The gradient of the result is the same on every rank, so backward needs no communication. To use
-    the result with what differs between ranks, call :func:`all_gather`, or :func:`pvary` the result.
+    Type: varying -> invariant. The gradient of the result is the same on every rank, so backward needs no
+    communication. To use the result with what differs between ranks, call :func:`all_gather`, or :func:`pvary` the
+    result.
 
     Args:
-        x: a tensor ``[..., k, ...]`` of any dtype, or a pytree of tensors; all but ``dim`` equal on every rank. A 0-d tensor
-            counts as ``[1]``.
+        x: a tensor ``[..., k, ...]`` of any dtype, or a pytree of tensors; all but ``dim`` equal on every rank. A 0-d
+            tensor counts as ``[1]``.
         axis: a name, or a tuple of names, of which the first is major.
         dim: the dim to concatenate along.
         sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
@@ -155,7 +157,8 @@ def all_gather_invariant(
     Cost: each rank receives (n-1)/n of the result; nothing when n == 1. Unequal sizes are padded to the longest.
 
     Raises:
-        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh cannot move.
+        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh
+        cannot move.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -201,8 +204,8 @@ def shard(
     Cost: none forward; backward each rank receives (n-1)/n of the gradient.
 
     Raises:
-        MeshError: no such axis or dim; a dim that the axis does not divide, unless sizes are given; sizes that do not sum to the
-            dim; not a tensor.
+        MeshError: no such axis or dim; a dim that the axis does not divide, unless sizes are given; sizes that do not
+            sum to the dim; not a tensor.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -235,10 +238,12 @@ def shard(
 def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
     """``[n, k]``: row i holds slice i of ``leaf`` along ``dim``."""
     whole = leaf.unflatten(dim, (size, leaf.shape[dim] // size)).movedim(dim, 0)
-    return whole.reshape(size, leaf.numel() // size)
+    rows: Tensor = whole.reshape(size, leaf.numel() // size)
+    return rows
 
 
 def slice_shape(leaf: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    """The shape of one of ``size`` equal slices along ``dim``."""
     return (*leaf.shape[:dim], leaf.shape[dim] // size, *leaf.shape[dim + 1 :])
 
 

@@ -56,7 +56,8 @@ def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Me
     Cost: the bytes of ``x`` sent per rank.
 
     Raises:
-        MeshError: no such axis, index or op; an op that the dtype does not have; an input that requires grad; not a tensor.
+        MeshError: no such axis, index or op; an op that the dtype does not have; an input that requires grad; not a
+        tensor.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -144,8 +145,8 @@ def scatter(
         axis: a name, or a tuple of names, of which the first is major.
         src: the index along ``axis`` that has it.
         dim: the dim to cut.
-        like: a tensor with the shape, dtype and device of the *result*; given on all ranks or on none. Without it ``src`` sends
-            shape and dtype ahead in a small broadcast.
+        like: a tensor with the shape, dtype and device of the *result*; given on all ranks or on none. Without it
+            ``src`` sends shape and dtype ahead in a small broadcast.
         mesh: the current mesh by default.
 
     Returns: ``[..., k, ...]``, new storage, on ``like``'s device, else the mesh's.
@@ -155,8 +156,8 @@ def scatter(
     Cost: (n-1)/n times the bytes of ``x`` sent by ``src``; without ``like`` 128 bytes more and one more step.
 
     Raises:
-        MeshError: no such axis, index or dim; a dim that the axis does not divide; None on ``src``, a tensor elsewhere; a ``like``
-            that does not fit; an input that requires grad.
+        MeshError: no such axis, index or dim; a dim that the axis does not divide; None on ``src``, a tensor
+            elsewhere; a ``like`` that does not fit; an input that requires grad.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -220,7 +221,7 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int) -> Tensor:
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
         header[: len(values)] = torch.tensor(values)
     _announce(axis, "scatter", src=src)
-    code, elsewhere, ndim, *shape = axis.link.broadcast(header, src).tolist()
+    code, elsewhere, ndim, *lengths = axis.link.broadcast(header, src).tolist()
     if axis.index == src and x is not None:
         return x.new_empty(slice_shape(x, dim % x.ndim, axis.size))
     if code == 0:
@@ -228,7 +229,7 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int) -> Tensor:
             check.explain("scatter", f"src ({src}) has nothing to scatter; its own error says why.", axis)
         return torch.empty(0)
     device = axis.mesh.device if elsewhere else torch.device("cpu")
-    return torch.empty(shape[:ndim], dtype=_DTYPES[code - 1], device=device)
+    return torch.empty(lengths[:ndim], dtype=_DTYPES[code - 1], device=device)
 
 
 def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None) -> None:
@@ -332,7 +333,8 @@ def exchange(
     Cost: the bytes sent.
 
     Raises:
-        MeshError: as :func:`send` and :func:`recv`; a message to oneself that does not meet its other side in the same batch.
+        MeshError: as :func:`send` and :func:`recv`; a message to oneself that does not meet its other side in the
+        same batch.
         CommError: in-process, when shapes or dtypes of the two sides differ, or nobody can go on.
 
     Example:

@@ -13,7 +13,8 @@ __all__ = ["axis_index", "axis_size"]
 def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> Tensor:
     """This rank's index along ``axis``, as a tensor.
 
-    Type: varying. A Python int is ``mesh.coordinate[axis]``; it would be compiled into the graph as a constant of this rank.
+    Type: varying. A Python int is ``mesh.coordinate[axis]``; it would be compiled into the graph as a constant of
+    this rank.
 
     Args:
         axis: a name, or a tuple of names, of which the first is major.

@@ -5,7 +5,7 @@ n = size of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -52,8 +52,8 @@ def _curved(op: str) -> bool:
 def _local_factor(x: Tensor, y: Tensor, axis: Axis, op: str) -> Tensor:
     """How ``y``, the reduction of ``x``, changes with this rank's ``x``, elementwise; V and differentiable.
 
-    max and min: the ranks that attain the extreme share it equally. product: the product of the other ranks' values, made of
-    them and not by division, so that zeros are exact in derivatives of every order.
+    max and min: the ranks that attain the extreme share it equally. product: the product of the other ranks' values,
+    made of them and not by division, so that zeros are exact in derivatives of every order.
     """
     if op == "product":
         everyone = gather_over(x.unsqueeze(0), axis, 0)
@@ -163,6 +163,9 @@ class _PvaryTree(Function):
         return _vary_tree(list(xs), axis, bucket_mb), in_dims[2:]
 
 
+_pvary_tree: Callable[..., tuple[Tensor, ...]] = _PvaryTree.apply
+
+
 def _sum_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
     return buckets.elementwise("pvary", leaves, axis, bucket_mb, lambda flat: _sum_over(flat, axis))
 
@@ -173,20 +176,21 @@ def _vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> tuple[Tens
         return tuple(_vary_tree_in_graph(leaves, axis.key, bucket_mb))
     grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     if grad or functorch_active() or dual_level_open():
-        return _PvaryTree.apply(axis, bucket_mb, *leaves)  # type: ignore[no-any-return]
+        return _pvary_tree(axis, bucket_mb, *leaves)
     return _PvaryTree.forward(axis, bucket_mb, *leaves)
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _vary_tree_in_graph(leaves: list[Tensor], key: int, bucket_mb: float) -> tuple[Tensor, ...]:
-    return _PvaryTree.apply(axis_with_key(key).traced(), bucket_mb, *leaves)  # type: ignore[no-any-return]
+    return _pvary_tree(axis_with_key(key).traced(), bucket_mb, *leaves)
 
 
 # ------------------------------------------------------------------------------------------- the public functions
 
 
 def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25) -> Tree:
-    """Declare that what is the same on all ranks is used in a way that differs: the value stays, its gradient is summed.
+    """Declare that what is the same on all ranks is used in a way that differs: the value stays, its gradient is
+    summed.
 
     ::
 
@@ -248,21 +252,23 @@ def all_reduce(x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = 
     Args:
         x: a tensor of any shape, or a pytree of tensors; shapes and dtypes equal on every rank.
         axis: a name, or a tuple of names.
-        op: "sum", "mean", "max", "min", "product"; "band", "bor", "bxor" on integers and bool. max and min propagate NaN.
+        op: "sum", "mean", "max", "min", "product"; "band", "bor", "bxor" on integers and bool. max and min propagate
+            NaN.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are reduced together up to this many MiB.
 
     Returns: the shape and dtype of ``x``, new storage.
 
-    Backward: sum: ``pvary(g)``, no communication. mean: that over n. max and min: shared equally by the ranks that attain it (one
-    all_reduce). product: times the other ranks' product, exact with zeros (one all_gather). Bitwise ops have none.
+    Backward: sum: ``pvary(g)``, no communication. mean: that over n. max and min: shared equally by the ranks that
+    attain it (one all_reduce). product: times the other ranks' product, exact with zeros (one all_gather). Bitwise
+    ops have none.
 
-    Cost: 2 (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. A product of complex numbers, and bitwise ops on
-    NCCL, are gathered and reduced locally: (n-1) times the bytes.
+    Cost: 2 (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. A product of complex numbers, and
+    bitwise ops on NCCL, are gathered and reduced locally: (n-1) times the bytes.
 
     Raises:
-        MeshError: no such axis or op; sum or product of bool, mean of integers, order of complex; not a tensor; a device the mesh
-            cannot move.
+        MeshError: no such axis or op; sum or product of bool, mean of integers, order of complex; not a tensor; a
+            device the mesh cannot move.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -319,8 +325,8 @@ def reduce_scatter(
     Cost: (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. Unequal sizes are padded to the longest.
 
     Raises:
-        MeshError: no such axis, dim or op; a dim that the axis does not divide, unless sizes are given; sizes that do not sum to
-            the dim; an op that the dtype does not have; not a tensor; a device the mesh cannot move.
+        MeshError: no such axis, dim or op; a dim that the axis does not divide, unless sizes are given; sizes that do
+            not sum to the dim; an op that the dtype does not have; not a tensor; a device the mesh cannot move.
 
     Example:
         >>> import torch, meshcomm as mc

@@ -1,9 +1,9 @@
 """How a collective is made differentiable, once for all of them.
 
-A :class:`Rule` says what a collective does on plain tensors and what its transpose is, in terms of other rules. From that come
-four ways to run it, chosen per call, the cheapest last: traced into one graph under torch.compile, an autograd.Function that
-knows vmap and jvp under a torch.func transform, one that only knows backward, and the bare call. Since a backward runs rules
-again, derivatives of every order follow.
+A :class:`Rule` says what a collective does on plain tensors and what its transpose is, in terms of other rules. From
+that come four ways to run it, chosen per call, the cheapest last: traced into one graph under torch.compile, an
+autograd.Function that knows vmap and jvp under a torch.func transform, one that only knows backward, and the bare
+call. Since a backward runs rules again, derivatives of every order follow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Rule:
         """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
 
         tangent: ``tangent(t, axis, *params)``, by default the rule itself, which is right for what is linear.
-        saves: for which params the derivative depends on the value; then transpose and tangent also get ``saved=(x, y)``.
+        saves: for which params the derivative depends on the value; then transpose and tangent also get ``saved=(x,
+            y)``.
         dims: the params that are dims of x, moved along when a batch dim comes in front.
         own: the params that may differ between ranks; they stand last.
         """
@@ -55,8 +56,8 @@ class Rule:
         self.saves = saves
         self.shift = tuple(params.index(dim) for dim in dims)
         self.agreed = tuple(param for param in params if param not in own)  # these come first
-        self.node = _backward_only(self)
-        self.function = _for_transforms(self)
+        self.node: Any = _backward_only(self)
+        self.function: Any = _for_transforms(self)
         _rules[name] = self
 
     def batched(self, params: Params) -> Params:
@@ -103,10 +104,11 @@ def refuse_in_process(name: str, axis: Axis) -> None:
 
 def _compiled(name: str, x: Tensor, axis: Axis, params: Params) -> Tensor:
     refuse_in_process(name, axis)
-    return _in_graph(x, name, axis.key, params)
+    y: Tensor = _in_graph(x, name, axis.key, params)
+    return y
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _in_graph(x: Tensor, name: str, key: int, params: Params) -> Tensor:
     """One node for dynamo; what traces the graph further runs the Function below, transforms and all."""
     return _rules[name].function.apply(x, axis_with_key(key).traced(), params)  # type: ignore[no-any-return]
@@ -116,7 +118,7 @@ def _title(rule: Rule) -> str:
     return "".join(part.title() for part in rule.name.split("_"))
 
 
-def _backward_only(rule: Rule) -> type[Function]:
+def _backward_only(rule: Rule) -> type:
     """The cheapest Function: no torch.func."""
 
     def forward(ctx: Any, x: Tensor, axis: Axis, params: Params) -> Tensor:
@@ -129,7 +131,7 @@ def _backward_only(rule: Rule) -> type[Function]:
     return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": _backward(rule)})
 
 
-def _for_transforms(rule: Rule) -> type[Function]:
+def _for_transforms(rule: Rule) -> type:
     """A Function with vmap and jvp, for torch.func, forward mode and tracing."""
 
     def forward(x: Tensor, axis: Axis, params: Params) -> Tensor:
@@ -151,11 +153,16 @@ def _for_transforms(rule: Rule) -> type[Function]:
         # The batch goes in front on every rank, wherever each has it: a transport sees one layout.
         return apply(rule, x.movedim(in_dims[0], 0), axis, rule.batched(params)), 0
 
-    members = {"forward": forward, "setup_context": setup_context, "jvp": jvp, "vmap": vmap}
     return type(
         _title(rule),
         (Function,),
-        {**{name: staticmethod(member) for name, member in members.items()}, "backward": _backward(rule)},
+        {
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(setup_context),
+            "backward": _backward(rule),
+            "jvp": staticmethod(jvp),
+            "vmap": staticmethod(vmap),
+        },
     )
 
 

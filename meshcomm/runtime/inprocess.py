@@ -22,7 +22,9 @@ from meshcomm.runtime.scheduler import Rank, current_rank
 __all__ = ["InProcessLink"]
 
 Note = tuple[str, tuple[Any, ...], "bool | None", object, Sequence[str]]
-"""The operation, its arguments that must be equal, whether a gradient is needed, the axis, the names of the arguments."""
+"""The operation, its arguments that must be equal, whether a gradient is needed, the axis, the names of the
+arguments.
+"""
 
 Compute = Callable[[list[Any]], Sequence[Any]]
 
@@ -294,7 +296,8 @@ class InProcessLink:
             error = (
                 f"meshcomm: a message from {route[0]} to {route[1]} does not fit.\n"
                 f"  sent {shape_text(post.dtype, post.shape)}: rank {post.batch.rank.index} called {post.batch.call}\n"
-                f"  expected {shape_text(want.dtype, want.shape)}: rank {want.batch.rank.index} called {want.batch.call}"
+                f"  expected {shape_text(want.dtype, want.shape)}: rank {want.batch.rank.index}"
+                f" called {want.batch.call}"
             )
             post.batch.error = want.batch.error = error
         else:

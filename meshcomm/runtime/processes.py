@@ -33,7 +33,9 @@ _BITWISE = ("band", "bor", "bxor")
 
 
 class PacketLink:
-    """The primitives of a link in terms of five raw ones, which work on dense tensors of dtypes that every backend knows."""
+    """The primitives of a link in terms of five raw ones, which work on dense tensors of dtypes that every backend
+    knows.
+    """
 
     size: int
     index: int
@@ -119,7 +121,9 @@ class PacketLink:
 
 
 class ProcessLink(PacketLink):
-    """A torch ProcessGroup, called by its own methods: they cost half of what ``torch.distributed``'s functions cost."""
+    """A torch ProcessGroup, called by its own methods: they cost half of what ``torch.distributed``'s functions
+    cost.
+    """
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int) -> None:
         self.group = group
@@ -199,7 +203,9 @@ class ProcessLink(PacketLink):
         return y
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
-        """The backend's reduce on a copy (it spoils its input on the other ranks), or a gather and a local reduction."""
+        """The backend's reduce on a copy (it spoils its input on the other ranks), or a gather and a local
+        reduction.
+        """
         if self._folds(x, op):
             rows = self.gather(x, dst)
             return None if rows is None else wire.fold(op, rows.unbind())
@@ -249,7 +255,9 @@ class ProcessLink(PacketLink):
         return [wire.from_bytes(buffer, want[2]).view(want[1]) for buffer, want in zip(buffers, wants, strict=True)]
 
     def barrier(self) -> None:
-        """An all_reduce of one element on the CPU where it can be, else on the device: it needs no device of its own."""
+        """An all_reduce of one element on the CPU where it can be, else on the device: it needs no device of its
+        own.
+        """
         kind = "cpu" if not self._kinds or "cpu" in self._kinds else next(iter(self._kinds))
         flag = self._reduce(torch.zeros(1, device=kind), "sum")
         flag.item()  # on an accelerator, wait on the host too

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Link", "Post", "REDUCE_OPS", "Want"]
+__all__ = ["REDUCE_OPS", "Link", "Post", "Want"]
 
 REDUCE_OPS = ("sum", "max", "min", "product", "band", "bor", "bxor")
 
@@ -33,8 +33,8 @@ class Link(Protocol):
     def announce(
         self, what: str, given: tuple[Any, ...], needs_grad: bool | None, axis: object, names: Sequence[str]
     ) -> None:
-        """Say what the next primitive belongs to: the operation, those of its arguments (with their names) that must be equal on
-        all ranks, whether a gradient is needed, the axis.
+        """Say what the next primitive belongs to: the operation, those of its arguments (with their names) that must
+        be equal on all ranks, whether a gradient is needed, the axis.
         """
 
     def check_device(self, device: torch.device) -> str | None:

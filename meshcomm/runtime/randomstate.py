@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +32,7 @@ def _numpy() -> ModuleType | None:
     return module if module is not None and hasattr(module, "set_bit_generator") else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _accelerator_module() -> ModuleType | None:
     if not torch.accelerator.is_available():
         return None

@@ -96,7 +96,9 @@ class World:
     # ------------------------------------------------------------------------------------------- for the caller
 
     def run(self, body: Callable[[], Any]) -> list[Any]:
-        """Run ``body`` on every rank and give the results in order of rank; the first error of a rank ends all of them."""
+        """Run ``body`` on every rank and give the results in order of rank; the first error of a rank ends all of
+        them.
+        """
         setups = [_caller_modes()] + [capture() for capture in _carried]
         threads = [
             threading.Thread(
@@ -208,8 +210,8 @@ class World:
 
 
 def _share_a_core() -> None:
-    """Keep the ranks' threads on one core where torch computes with one thread: only one of them runs at a time, and a turn that
-    goes to another core takes twice as long.
+    """Keep the ranks' threads on one core where torch computes with one thread: only one of them runs at a time, and
+    a turn that goes to another core takes twice as long.
     """
     if hasattr(os, "sched_setaffinity") and torch.get_num_threads() == 1:
         cores = sorted(os.sched_getaffinity(0))

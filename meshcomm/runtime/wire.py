@@ -1,14 +1,14 @@
 """How a tensor is dressed for a backend that cannot move or reduce it as it is, and the reductions done here.
 
-Gloo does not add 16-bit integers, no backend knows complex maxima, and NaN comes through a maximum on some backends and ranks
-only. Each such case is turned into one that every backend does alike: complex as pairs of reals, narrow integers widened,
-floats under max and min as integers of the same order, in which NaN is the extreme.
+Gloo does not add 16-bit integers, no backend knows complex maxima, and NaN comes through a maximum on some backends
+and ranks only. Each such case is turned into one that every backend does alike: complex as pairs of reals, narrow
+integers widened, floats under max and min as integers of the same order, in which NaN is the extreme.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ def from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.view(dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def dress(op: str, dtype: torch.dtype) -> Dress | None:
     """How ``dtype`` is reduced by ``op``; None if as it is."""
     if dtype.is_complex:
