@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Union, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from meshcomm.runtime.solo import SoloLink
 
 __all__ = ["Axis", "AxisName", "Mesh", "axis_with_key", "current_mesh", "make_mesh", "use_mesh"]
 
-AxisName = Union[str, tuple[str, ...]]
+AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or several in order, the first one major."""
 
 _keys = itertools.count()
@@ -61,6 +61,16 @@ class Axis:
 
 
 _axes: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
+
+
+_meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prepare(key: int, name: AxisName, where: str) -> bool:
+    """Set up an axis while a function that uses it is compiled: what that takes does not trace."""
+    _meshes[key]._find(name, where)
+    return True
 
 
 def axis_with_key(key: int) -> Axis:
@@ -124,7 +134,7 @@ class _Solo:
         return torch.get_default_device()
 
 
-_Place = Union[_Processes, _InProcess, _Solo]
+_Place = _Processes | _InProcess | _Solo
 
 
 def _here() -> Rank:
@@ -151,6 +161,8 @@ class Mesh:
         self._device_mesh = device_mesh
         self._axes: dict[AxisName, Axis] = {}
         self._threads = isinstance(place, _InProcess)
+        self._key = next(_keys)
+        _meshes[self._key] = self
 
     # ------------------------------------------------------------------------------------------------- what it is
 
@@ -261,6 +273,8 @@ class Mesh:
         """The axis of this name, or of these names as one, for the rank that asks; ``where`` names the caller in
         errors.
         """
+        if torch.compiler.is_compiling():
+            _prepare(self._key, name, where)
         rank = _ranks.rank
         try:
             # Outside a launch, and on meshes that are not of one, the axes are the mesh's own.
@@ -276,6 +290,8 @@ class Mesh:
         parts = self._checked_names(name, where)
         if self._place.rank() is None:
             self._outside_a_rank(where)
+        if name in self._axes:
+            return self._axes[name]
         ranks = self._ranks_along(parts)
         link = SoloLink() if len(ranks) == 1 else self._place.link(ranks)
         found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, ranks.index(self._ranks[self.rank]), link)

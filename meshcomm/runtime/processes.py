@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, text
+from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime import wire, world
 from meshcomm.runtime.protocol import Post, Want
 
@@ -133,6 +133,12 @@ class ProcessLink(PacketLink):
         self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
         self.bitwise = "nccl" not in backends
         self._options = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Called for what is missing only: the group, once shutdown() has taken it away.
+        if name == "group":
+            fail("mesh", "the mesh belongs to a process group that was shut down.", fix="make the mesh again after mc.init()")
+        raise AttributeError(name)
 
     def check_device(self, device: torch.device) -> str | None:
         """Whether a backend is registered for this kind of device."""
