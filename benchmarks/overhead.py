@@ -1,18 +1,19 @@
 """What a collective costs the host, beside what else there is: one run, ratios, no assertions.
 
     python benchmarks/overhead.py                 # about a minute
-    python benchmarks/overhead.py --quick         # a few seconds, noisier
+    python benchmarks/overhead.py --quick         # some seconds, noisier
     python benchmarks/overhead.py --json out.json
 
-torch's fake backend (8 ranks, of which this process is rank 0) does nothing, which leaves the host's part of a collective alone.
-The candidates take turns in many short samples and each number is the median of its samples, so that a machine that is slow for a
-while is slow for all of them. One thread; the garbage collector is off while the clock runs (timeit sees to that).
+torch's fake backend (8 ranks, of which this process is rank 0) moves nothing, which leaves the host's part of a
+collective alone. The candidates take turns in many short samples and each number is the median of its samples, so that
+a machine that is slow for a while is slow for all of them. One thread; no garbage collection while the clock runs.
 
-Each candidate is measured on an input without grad, on a leaf that requires grad (forward alone), and with the backward of it.
+Each candidate is measured on an input without grad, on a leaf that requires grad (forward alone), and with backward.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -146,7 +147,7 @@ def all_reduce_cases(mesh: mc.Mesh, elements: int) -> dict[str, Case]:
         BASE: Case(clone_and_dist, make, differentiable=False),
         "clone + ProcessGroup (floor)": Case(lambda x: clone_and_group(x, group, options), make, differentiable=False),
         "the same in a bare Function": Case(lambda x: BareFunction.apply(x, group, options), make),
-        FUNCTIONAL: Case(lambda x: funcol.wait_tensor(funcol.all_reduce(x, "sum", group)), make),
+        FUNCTIONAL: Case(lambda x: funcol.all_reduce(x, "sum", group).wait(), make),
         DTENSOR: Case(
             lambda x: x.redistribute(placements=[Replicate()]),
             lambda: DTensor.from_local(make(), mesh.device_mesh, [Partial()]),
@@ -218,37 +219,33 @@ def other_cases(mesh: mc.Mesh) -> dict[str, tuple[Case, Case, str]]:
 # ------------------------------------------------------------------------------------------- in-process and import
 
 
-def in_process(repeats: int, elements: int = 16) -> Times:
-    """One all_reduce of all ranks together, in a plain process: seconds for all of them, by mode."""
+def in_process(repeats: int, elements: int = 16) -> dict[str, float]:
+    """One all_reduce of ranks that are threads of this process: seconds for all of them together, by mode."""
     mesh = mc.make_mesh({"tp": RANKS})
     case = Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), partial(torch.ones, elements))
-    name = f"in-process, {RANKS} ranks, {elements} elements"
 
-    def rank() -> Times:
-        # All ranks take the same number of samples, of the same length.
-        calls = calls_of({name: case})
-        samples: dict[str, list[float]] = {mode: [] for mode in MODES}
+    def rank() -> dict[str, float]:
+        calls = {mode: Timer(call) for (_, mode), call in calls_of({"": case}).items()}
+        samples: dict[str, list[float]] = {mode: [] for mode in calls}
         for _ in range(repeats):
-            for (_, mode), call in calls.items():
+            for mode, timer in calls.items():
                 mc.barrier("tp", mesh=mesh)
-                samples[mode].append(Timer(call).timeit(10) / 10)
-        return {name: {mode: median(taken) for mode, taken in samples.items()}}
+                samples[mode].append(timer.timeit(10) / 10)  # the same count on every rank, or they would not meet
+        return {mode: median(taken) for mode, taken in samples.items()}
 
-    return mc.launch(rank, ranks=RANKS)[0]
+    gc.disable()  # for all ranks at once: it is the process's own
+    try:
+        return mc.launch(rank, ranks=RANKS)[0]
+    finally:
+        gc.enable()
 
 
 def import_time(repeats: int) -> float:
     """Seconds that ``import meshcomm`` takes after ``import torch``, in fresh processes."""
     program = "import time, torch; start = time.perf_counter(); import meshcomm; print(time.perf_counter() - start)"
-    root = os.path.dirname(os.path.dirname(os.path.abspath(mc.__file__)))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    taken = []
-    for _ in range(repeats):
-        run = subprocess.run(
-            [sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE, text=True
-        )
-        taken.append(float(run.stdout))
-    return median(taken)
+    command = [sys.executable, "-c", program]
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(repeats)]
+    return median(float(run.stdout) for run in runs)
 
 
 # --------------------------------------------------------------------------------------------------------- results
@@ -259,7 +256,7 @@ def ratio(times: Times, over: str, modes: tuple[str, str] = (MODES[0], MODES[0])
     return times[OURS][modes[0]] / times[over][modes[1]] if over in times else math.nan
 
 
-def budgets_of(times: Times, inside: Times, import_seconds: float) -> list[Budget]:
+def budgets_of(times: Times, inside: Mapping[str, float], import_seconds: float) -> list[Budget]:
     """The budgets that this program can judge."""
     grad = (MODES[1], MODES[1])
     return [
@@ -268,7 +265,7 @@ def budgets_of(times: Times, inside: Times, import_seconds: float) -> list[Budge
         Budget(f"requires grad, over {FUNCTIONAL}", ratio(times, FUNCTIONAL, grad), 1 / 5, "x"),
         Budget(f"requires grad, over {SPMD_TYPES}", ratio(times, SPMD_TYPES, grad), 1 / 4, "x"),
         Budget(f"requires grad, over {DTENSOR}", ratio(times, DTENSOR, grad), 1 / 8, "x"),
-        *(Budget(name, 1e6 * modes[MODES[0]], 400, "µs") for name, modes in inside.items()),
+        Budget(f"in-process, {RANKS} ranks, 16 elements, no grad", 1e6 * inside[MODES[0]], 400, "µs"),
         Budget("import meshcomm beyond import torch", import_seconds, 0.15, "s"),
     ]
 
@@ -289,8 +286,8 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     print(f"\n{title}\n")
     for row in [head, *rows]:
-        cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
-        print("  " + "   ".join(cells).rstrip())
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  " + "   ".join([row[0].ljust(len(first)), *rest]).rstrip())
 
 
 def print_times(title: str, times: Times, base: float) -> None:
@@ -310,7 +307,9 @@ def print_others(times: Times, pairs: Mapping[str, tuple[Case, Case, str]]) -> N
         ours, other = times[name], times[beside][MODES[0]]
         rows.append([name, f"{1e6 * ours[MODES[0]]:.1f}", beside, f"{1e6 * other:.1f}"])
         rows[-1] += [f"{ours[MODES[0]] / other:.2f}", *(f"{1e6 * ours[mode]:.1f}" for mode in MODES[1:])]
-    print_table("The other collectives, ours beside torch's", ["µs", MODES[0], "beside", MODES[0], "x", *MODES[1:]], rows)
+    print_table(
+        "The other collectives, ours beside torch's", ["µs", MODES[0], "beside", MODES[0], "x", *MODES[1:]], rows
+    )
 
 
 def print_budgets(budgets: Sequence[Budget]) -> None:
@@ -332,13 +331,17 @@ def measure(options: Namespace) -> dict[str, Any]:
     info = machine()
     print(", ".join(f"{key} {value}" for key, value in info.items()))
     inside = in_process(repeats)  # first: this process has no process group yet
+    print_table(
+        f"One in-process all_reduce of 16 elements, {RANKS} ranks",
+        ["µs", *inside],
+        [["all ranks together", *(f"{1e6 * seconds:.0f}" for seconds in inside.values())]],
+    )
     import_seconds = import_time(starts)
-
     dist.init_process_group("fake", rank=0, world_size=RANKS)
     mesh = mc.make_mesh({"tp": RANKS})
     with mc.use_mesh(mesh):
         one = take_turns(calls_of(all_reduce_cases(mesh, 1)), repeats)
-        print_times("One all_reduce of 1 element; x: over clone + dist.all_reduce without grad", one, one[BASE][MODES[0]])
+        print_times(f"One all_reduce of 1 element; x: over {BASE} without grad", one, one[BASE][MODES[0]])
         more = take_turns(calls_of(all_reduce_cases(mesh, 4096)), repeats)
         print_times("The same of 4096 elements", more, more[BASE][MODES[0]])
         pairs = other_cases(mesh)

@@ -67,10 +67,13 @@ _meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _prepare(key: int, name: AxisName, where: str) -> bool:
-    """Set up an axis while a function that uses it is compiled: what that takes does not trace."""
-    _meshes[key]._find(name, where)
-    return True
+def _prepare(key: int, name: AxisName, where: str) -> str:
+    """Set up an axis while a function that uses it is compiled, for that does not trace; an attribute of the mesh holds it."""
+    mesh = _meshes[key]
+    axis = mesh._resolve(name, where)
+    attribute = f"_axis_{'_'.join(name if isinstance(name, tuple) else (name,))}"
+    setattr(mesh, attribute, axis)
+    return attribute
 
 
 def axis_with_key(key: int) -> Axis:
@@ -273,8 +276,6 @@ class Mesh:
         """The axis of this name, or of these names as one, for the rank that asks; ``where`` names the caller in
         errors.
         """
-        if torch.compiler.is_compiling():
-            _prepare(self._key, name, where)
         rank = _ranks.rank
         try:
             # Outside a launch, and on meshes that are not of one, the axes are the mesh's own.
@@ -287,6 +288,12 @@ class Mesh:
         return math.prod(self._shape[part] for part in self._checked_names(name, where))
 
     def _find(self, name: AxisName, where: str) -> Axis:
+        if torch.compiler.is_compiling():
+            found: Axis = getattr(self, _prepare(self._key, name, where))
+            return found
+        return self._resolve(name, where)
+
+    def _resolve(self, name: AxisName, where: str) -> Axis:
         parts = self._checked_names(name, where)
         if self._place.rank() is None:
             self._outside_a_rank(where)

@@ -107,11 +107,6 @@ def crossed(n: int) -> list[tuple[int, int]]:
     return [(0, 0)] if n == 1 else [(i, (i + 1) % n) for i in range(n - 1)][::-1]
 
 
-def columns(n: int, index: int) -> dict[str, Any]:
-    """Rows by what they say, columns by index: split_dim and concat_dim differ, so the sizes are the same everywhere."""
-    return {"send_sizes": uneven(n), "recv_sizes": [2] * n}
-
-
 CASES = [
     Case("pvary", "pvary", same(3, 2), invariant_in=True),
     *(

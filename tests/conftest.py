@@ -7,11 +7,13 @@ import os
 # Before torch is imported: ranks outnumber cores, and each process would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+import meshcomm as mc
 from meshcomm.runtime.workers import WorkerPool
 
 
@@ -29,3 +31,12 @@ def pool4() -> Iterator[WorkerPool]:
     """Four gloo ranks in processes of their own, started by the first test that asks and kept to the end of the run."""
     with WorkerPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(params=["in-process", "processes"])
+def run4(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``run4(fn, *args)`` runs ``fn`` on four ranks of either runtime, and gives what each rank returns."""
+    if request.param == "in-process":
+        return lambda fn, *args: mc.launch(fn, ranks=4, args=args)
+    run: Callable[..., list[Any]] = request.getfixturevalue("pool4").run
+    return run

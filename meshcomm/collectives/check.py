@@ -70,14 +70,11 @@ def axis_of(where: str, name: AxisName, mesh: Mesh | None) -> Axis:
     return mesh_of(where, name, mesh).axis(name, where)
 
 
-def tensor(where: str, x: object, axis: Axis, path: str = "") -> None:
+def tensor(where: str, x: Tensor, axis: Axis, path: str = "") -> None:
     """``x`` is a dense tensor on a device that this mesh moves."""
     kind = type(x)
     if kind is not Tensor and kind is not Parameter:
         _odd_tensor(where, x, axis, path)
-    assert isinstance(x, Tensor)
-    if torch.compiler.is_compiling():
-        return
     if x.layout is not torch.strided:
         explain(where, f"x{path} is a {x.layout} tensor.", axis, x=x, fix="call .to_dense() first")
     if x.device not in axis.devices:

@@ -22,7 +22,6 @@ __all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter"]
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
-Saved = tuple[Tensor, Tensor] | None
 
 
 # ------------------------------------------------------------------------------------------------------ the rules
@@ -44,9 +43,8 @@ def _transported(op: str) -> str:
     return "sum" if op == "mean" else op
 
 
-def _curved(op: str) -> bool:
-    """Whether the derivative depends on the value."""
-    return op in ("max", "min", "product")
+_CURVED = ("max", "min", "product")
+"""The ops whose derivative depends on the value."""
 
 
 def _local_factor(x: Tensor, y: Tensor, axis: Axis, op: str) -> Tensor:
@@ -69,15 +67,12 @@ def _run_all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
     return _scaled(axis.link.all_reduce(x, _transported(op)), axis, op)
 
 
-def _transpose_all_reduce(g: Tensor, axis: Axis, op: str, saved: Saved = None) -> Tensor:
-    g = _vary(g, axis)
-    return _scaled(g, axis, op) if saved is None else g * _local_factor(*saved, axis, op).conj()
+def _scale_all_reduce(g: Tensor, axis: Axis, x: Tensor, y: Tensor, op: str) -> Tensor:
+    return _vary(g, axis) * _local_factor(x, y, axis, op).conj()
 
 
-def _tangent_all_reduce(t: Tensor, axis: Axis, op: str, saved: Saved = None) -> Tensor:
-    if saved is None:
-        return apply(_ALL_REDUCE, t, axis, (op,))
-    return _sum_over(t * _local_factor(*saved, axis, op), axis)
+def _push_all_reduce(t: Tensor, axis: Axis, x: Tensor, y: Tensor, op: str) -> Tensor:
+    return _sum_over(t * _local_factor(x, y, axis, op), axis)
 
 
 def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
@@ -92,20 +87,16 @@ def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) 
     return _scaled(mine.contiguous(), axis, op)
 
 
-def _scatter_factor(saved: tuple[Tensor, Tensor], axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
-    x, y = saved
+def _scatter_factor(x: Tensor, y: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
     return _local_factor(x, y if op == "product" else gather_over(y, axis, dim, sizes), axis, op)
 
 
-def _transpose_reduce_scatter(g: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes, saved: Saved = None) -> Tensor:
-    g = gather_over(g, axis, dim, sizes)
-    return _scaled(g, axis, op) if saved is None else g * _scatter_factor(saved, axis, dim, op, sizes).conj()
+def _scale_reduce_scatter(g: Tensor, axis: Axis, x: Tensor, y: Tensor, dim: int, op: str, sizes: Sizes) -> Tensor:
+    return gather_over(g, axis, dim, sizes) * _scatter_factor(x, y, axis, dim, op, sizes).conj()
 
 
-def _tangent_reduce_scatter(t: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes, saved: Saved = None) -> Tensor:
-    if saved is None:
-        return apply(_REDUCE_SCATTER, t, axis, (dim, op, sizes))
-    return apply(_REDUCE_SCATTER, t * _scatter_factor(saved, axis, dim, op, sizes), axis, (dim, "sum", sizes))
+def _push_reduce_scatter(t: Tensor, axis: Axis, x: Tensor, y: Tensor, dim: int, op: str, sizes: Sizes) -> Tensor:
+    return apply(_REDUCE_SCATTER, t * _scatter_factor(x, y, axis, dim, op, sizes), axis, (dim, "sum", sizes))
 
 
 def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
@@ -118,17 +109,30 @@ _ALL_REDUCE = Rule(
     "all_reduce",
     ("op",),
     _run_all_reduce,
-    _transpose_all_reduce,
-    tangent=_tangent_all_reduce,
-    saves=lambda params: _curved(params[0]),
+    lambda g, axis, op: _scaled(_vary(g, axis), axis, op),
+)
+_ALL_REDUCE_CURVED = Rule(
+    "all_reduce",
+    ("op",),
+    _run_all_reduce,
+    _scale_all_reduce,
+    tangent=_push_all_reduce,
+    saves=True,
 )
 _REDUCE_SCATTER = Rule(
     "reduce_scatter",
     ("dim", "op", "sizes"),
     _run_reduce_scatter,
-    _transpose_reduce_scatter,
-    tangent=_tangent_reduce_scatter,
-    saves=lambda params: _curved(params[1]),
+    lambda g, axis, dim, op, sizes: _scaled(gather_over(g, axis, dim, sizes), axis, op),
+    dims=("dim",),
+)
+_REDUCE_SCATTER_CURVED = Rule(
+    "reduce_scatter",
+    ("dim", "op", "sizes"),
+    _run_reduce_scatter,
+    _scale_reduce_scatter,
+    tangent=_push_reduce_scatter,
+    saves=True,
     dims=("dim",),
 )
 _BROADCAST = Rule("broadcast", ("src",), lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
@@ -282,11 +286,12 @@ def all_reduce(x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = 
     if isinstance(x, Tensor):
         check.tensor("all_reduce", x, ax)
         check.reducible("all_reduce", x, op, ax)
-        return apply(_ALL_REDUCE, x, ax, (op,))  # type: ignore[return-value]
+        return apply(_ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE, x, ax, (op,))  # type: ignore[return-value]
     leaves, spec = buckets.leaves_of(
         "all_reduce", x, ax, lambda leaf, path: check.reducible("all_reduce", leaf, op, ax, path)
     )
-    done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: apply(_ALL_REDUCE, flat, ax, (op,)))
+    rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
+    done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: apply(rule, flat, ax, (op,)))
     return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
 
 
@@ -344,17 +349,18 @@ def reduce_scatter(
         check.reducible(where, leaf, op, ax, path)
         check.slices(where, leaf, dim, lengths, ax)
 
+    rule = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         accept(x, "")
-        return apply(_REDUCE_SCATTER, x, ax, (dim % x.ndim, op, lengths))  # type: ignore[return-value]
+        return apply(rule, x, ax, (dim % x.ndim, op, lengths))  # type: ignore[return-value]
     leaves, spec = buckets.leaves_of(where, x, ax, accept)
     if lengths is not None:
-        done = [apply(_REDUCE_SCATTER, leaf, ax, (dim % leaf.ndim, op, lengths)) for leaf in leaves]
+        done = [apply(rule, leaf, ax, (dim % leaf.ndim, op, lengths)) for leaf in leaves]
     else:
         done = buckets.rows(
             where, leaves, ax, bucket_mb,
-            lambda flat: apply(_REDUCE_SCATTER, flat, ax, (0, op, None)),
+            lambda flat: apply(rule, flat, ax, (0, op, None)),
             lambda leaf: cut_rows(leaf, dim % leaf.ndim, ax.size),
             lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, ax.size)),
         )  # fmt: skip

@@ -36,19 +36,19 @@ class Rule:
         transpose: Callable[..., Tensor],
         *,
         tangent: Callable[..., Tensor] | None = None,
-        saves: Callable[[Params], bool] | None = None,
+        saves: bool = False,
         dims: tuple[str, ...] = (),
         own: tuple[str, ...] = (),
     ) -> None:
         """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
 
         tangent: ``tangent(t, axis, *params)``, by default the rule itself, which is right for what is linear.
-        saves: for which params the derivative depends on the value; then transpose and tangent also get ``saved=(x,
-            y)``.
+        saves: whether the derivative depends on the value; transpose and tangent then get ``x, y`` before the params.
         dims: the params that are dims of x, moved along when a batch dim comes in front.
         own: the params that may differ between ranks; they stand last.
         """
         self.name = name
+        self.key = f"{name}, by value" if saves else name
         self.params = params
         self.run = run
         self.transpose = transpose
@@ -56,9 +56,10 @@ class Rule:
         self.saves = saves
         self.shift = tuple(params.index(dim) for dim in dims)
         self.agreed = tuple(param for param in params if param not in own)  # these come first
-        self.node: Any = _backward_only(self)
-        self.function: Any = _for_transforms(self)
-        _rules[name] = self
+        # Function.apply looks for torch.func first, which `apply` below has done: 3 of 10 µs.
+        self.node: Any = super(Function, _backward_only(self)).apply  # type: ignore[misc]
+        self.function: Any = _for_transforms(self).apply
+        _rules[self.key] = self
 
     def batched(self, params: Params) -> Params:
         """The params for a tensor with one more dim in front."""
@@ -82,11 +83,11 @@ def rule_named(name: str) -> Rule:
 def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Tensor:
     """Run ``rule`` on ``x`` in the way that the moment calls for."""
     if torch.compiler.is_compiling():
-        return _compiled(rule.name, x, axis, params)
+        return _compiled(rule, x, axis, params)
     if functorch_active() or dual_level_open():
-        return rule.function.apply(x, axis, params)  # type: ignore[no-any-return]
+        return rule.function(x, axis, params)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
-        return rule.node.apply(x, axis, params)  # type: ignore[no-any-return]
+        return rule.node(x, axis, params)  # type: ignore[no-any-return]
     if axis.link.watched:
         return rule.announced(x, axis, params, False)
     return rule.run(x, axis, *params)
@@ -102,36 +103,36 @@ def refuse_in_process(name: str, axis: Axis) -> None:
         )
 
 
-def _compiled(name: str, x: Tensor, axis: Axis, params: Params) -> Tensor:
-    refuse_in_process(name, axis)
-    y: Tensor = _in_graph(x, name, axis.key, params)
+def _compiled(rule: Rule, x: Tensor, axis: Axis, params: Params) -> Tensor:
+    refuse_in_process(rule.name, axis)
+    y: Tensor = _in_graph(x, rule.key, axis.key, params)
     return y
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _in_graph(x: Tensor, name: str, key: int, params: Params) -> Tensor:
+def _in_graph(x: Tensor, rule_key: str, axis_key: int, params: Params) -> Tensor:
     """One node for dynamo; what traces the graph further runs the Function below, transforms and all."""
-    return _rules[name].function.apply(x, axis_with_key(key).traced(), params)  # type: ignore[no-any-return]
+    return _rules[rule_key].function(x, axis_with_key(axis_key).traced(), params)  # type: ignore[no-any-return]
 
 
 def _title(rule: Rule) -> str:
     return "".join(part.title() for part in rule.name.split("_"))
 
 
-def _backward_only(rule: Rule) -> type:
+def _backward_only(rule: Rule) -> type[Function]:
     """The cheapest Function: no torch.func."""
 
     def forward(ctx: Any, x: Tensor, axis: Axis, params: Params) -> Tensor:
         ctx.axis, ctx.params = axis, params
-        y = rule.announced(x, axis, params, True)
-        if rule.saves is not None and rule.saves(params):
+        y = rule.announced(x, axis, params, True) if axis.link.watched else rule.run(x, axis, *params)
+        if rule.saves:
             ctx.save_for_backward(x, y)
         return y
 
     return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": _backward(rule)})
 
 
-def _for_transforms(rule: Rule) -> type:
+def _for_transforms(rule: Rule) -> type[Function]:
     """A Function with vmap and jvp, for torch.func, forward mode and tracing."""
 
     def forward(x: Tensor, axis: Axis, params: Params) -> Tensor:
@@ -139,15 +140,14 @@ def _for_transforms(rule: Rule) -> type:
 
     def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, Params], y: Tensor) -> None:
         x, ctx.axis, ctx.params = inputs
-        if rule.saves is not None and rule.saves(ctx.params):
+        if rule.saves:
             ctx.save_for_backward(x, y)
             ctx.save_for_forward(x, y)
 
     def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:
         if rule.tangent is None:
             return apply(rule, t, ctx.axis, ctx.params)
-        saved = {"saved": ctx.saved_tensors} if rule.saves is not None and rule.saves(ctx.params) else {}
-        return rule.tangent(t, ctx.axis, *ctx.params, **saved)
+        return rule.tangent(t, ctx.axis, *ctx.saved_tensors, *ctx.params)
 
     def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, axis: Axis, params: Params) -> tuple[Tensor, int]:
         # The batch goes in front on every rank, wherever each has it: a transport sees one layout.
@@ -168,7 +168,6 @@ def _for_transforms(rule: Rule) -> type:
 
 def _backward(rule: Rule) -> Any:
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        saved = {"saved": ctx.saved_tensors} if rule.saves is not None and rule.saves(ctx.params) else {}
-        return rule.transpose(g, ctx.axis, *ctx.params, **saved), None, None
+        return rule.transpose(g, ctx.axis, *ctx.saved_tensors, *ctx.params), None, None
 
     return staticmethod(backward)

@@ -90,7 +90,11 @@ def choose_backend(requested: str | None) -> tuple[str, str]:
             fix="backend=None chooses",
         )  # fmt: skip
     if requested == "nccl":
-        fail("init", "backend 'nccl' needs a GPU, and none is visible here.", fix="backend='gloo' puts all ranks on the CPU")
+        fail(
+            "init",
+            "backend 'nccl' needs a GPU, and none is visible here.",
+            fix="backend='gloo' puts all ranks on the CPU",
+        )
     return requested, found[0] if found else "cpu"
 
 
@@ -105,7 +109,9 @@ def place(cards: list[Card], rank: int, device_type: str) -> Place:
     nodes = list(dict.fromkeys(card.host for card in cards))
     members = {node: [r for r, card in enumerate(cards) if card.host == node] for node in nodes}
     known = [card.local_rank for card in cards]
-    local = [members[card.host].index(r) if k is None else k for r, (card, k) in enumerate(zip(cards, known, strict=True))]
+    local = [
+        members[card.host].index(r) if k is None else k for r, (card, k) in enumerate(zip(cards, known, strict=True))
+    ]
     mine = members[cards[rank].host]
     device = torch.device("cpu")
     if device_type != "cpu":

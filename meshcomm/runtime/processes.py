@@ -29,6 +29,9 @@ _OPS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
+_DIRECT = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
+"""Dtypes whose sum and product every backend knows."""
+
 _BITWISE = ("band", "bor", "bxor")
 
 
@@ -93,9 +96,10 @@ class PacketLink:
             return wire.fold(op, self.all_to_all(x.reshape(-1), runs, runs).view(self.size, *shape).unbind())
         clothes = wire.dress(op, x.dtype)
         if clothes is None:
-            return self._reduce_scatter(wire.plain(x).reshape(self.size, -1), op).view(shape)
+            return self._reduce_scatter(wire.plain(x).reshape(self.size, shape.numel()), op).view(shape)
         dressed = clothes.on(x).contiguous()
-        return clothes.off(self._reduce_scatter(dressed.view(self.size, -1), op).view(dressed.shape[1:]))
+        shape = dressed.shape[1:]
+        return clothes.off(self._reduce_scatter(dressed.view(self.size, shape.numel()), op).view(shape))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """One all_to_all of the elements, or of their bytes."""
@@ -137,7 +141,11 @@ class ProcessLink(PacketLink):
     def __getattr__(self, name: str) -> NoReturn:
         # Called for what is missing only: the group, once shutdown() has taken it away.
         if name == "group":
-            fail("mesh", "the mesh belongs to a process group that was shut down.", fix="make the mesh again after mc.init()")
+            fail(
+                "mesh",
+                "the mesh belongs to a process group that was shut down.",
+                fix="make the mesh again after mc.init()",
+            )
         raise AttributeError(name)
 
     def check_device(self, device: torch.device) -> str | None:
@@ -148,7 +156,7 @@ class ProcessLink(PacketLink):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base, with a short way for what is reduced as it is."""
-        if wire.dress(op, x.dtype) is None and not self._folds(x, op):
+        if x.dtype in _DIRECT and op in ("sum", "product"):
             return self._reduce(x, op)
         return super().all_reduce(x, op)
 
@@ -172,19 +180,21 @@ class ProcessLink(PacketLink):
         return y
 
     def _gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty((self.size, *x.shape))
+        out = x.new_empty(self.size * x.numel())
         if x.numel():
             try:
                 _torch.allgather_base(self.group, out, x).wait()
             except RuntimeError as error:
                 raise self._error("all_gather", error) from error
-        return out
+        return out.view(self.size, x.numel())
 
     def _reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         out = x.new_empty(x.shape[1:])
         if x.numel():
             try:
-                _torch.reduce_scatter_base(self.group, out, x, _options(dist.ReduceScatterOptions(), _OPS[op])).wait()
+                options = _options(dist.ReduceScatterOptions(), _OPS[op])
+                # Flat: torch's fake backend copies a chunk of the input, with its shape.
+                _torch.reduce_scatter_base(self.group, out, x.view(-1), options).wait()
             except RuntimeError as error:
                 raise self._error("reduce_scatter", error) from error
         return out

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from meshcomm.errors import CommError, MeshError, fail
 
@@ -53,7 +53,12 @@ def file_store(path: str, size: int, timeout: timedelta) -> Store:
     key = f"file://{path}"
     if key not in _stores:
         if not Path(path).parent.is_dir():
-            fail("init", "the folder of init_method's file does not exist.", got=repr(path), fix="make it on every machine")
+            fail(
+                "init",
+                "the folder of init_method's file does not exist.",
+                got=repr(path),
+                fix="make it on every machine",
+            )
         store = FileStore(path, size)
         store.set_timeout(timeout)
         _stores[key] = store

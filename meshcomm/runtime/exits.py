@@ -1,0 +1,67 @@
+"""The end of the interpreter while a process group is alive."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["grace", "watch"]
+
+# For a backend's threads that nothing joins, to let go of their last tensors.
+_GRACE = 0.05
+# For collectives that are under way and may never end, since a peer has failed.
+_PATIENCE = 2.0
+
+
+class _Exit(threading.Thread):
+    """Runs ``prepare`` on the interpreter's thread and then ``end`` on its own, when the interpreter ends.
+
+    Why at all: a backend's thread that is about to let go of a tensor needs the interpreter; when that is gone, C++ calls
+    std::terminate (SIGABRT). Ending the group joins those threads. Why on a thread: the join waits for collectives under
+    way, and a peer that has failed never joins those. It stands ready from the start, because an interpreter that ends starts
+    no new threads.
+    """
+
+    def __init__(self, prepare: Callable[[], object], end: Callable[[], object]) -> None:
+        super().__init__(name="meshcomm-exit", daemon=True)
+        self._prepare, self._end = prepare, end
+        self._pid = os.getpid()
+        self._asked, self._done = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        """Wait to be asked."""
+        self._asked.wait()
+        with contextlib.suppress(Exception):
+            self._end()
+        self._done.set()
+
+    def finish(self) -> None:
+        """At exit."""
+        if os.getpid() != self._pid:  # A forked child: it has the object, but not the threads.
+            return
+        with contextlib.suppress(Exception):
+            self._prepare()
+        self._asked.set()
+        self._done.wait(_PATIENCE)
+
+
+_watched: list[int] = []
+
+
+def watch(prepare: Callable[[], object], end: Callable[[], object]) -> None:
+    """Call ``prepare`` and ``end`` when this process's interpreter ends; asked again in the same process: nothing more."""
+    if os.getpid() in _watched:
+        return
+    _watched.append(os.getpid())
+    waiting = _Exit(prepare, end)
+    waiting.start()
+    atexit.register(waiting.finish)
+
+
+def grace() -> None:
+    """Let other threads run for a moment."""
+    time.sleep(_GRACE)
