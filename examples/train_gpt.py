@@ -39,7 +39,7 @@ CUT = {"qkv": 2, "proj": 0, "up": 1, "down": 0}  # the dim of a weight that is c
 TEXT = "\n\n".join(topics[name] for name in sorted(topics)).encode()
 TOLERANCE = 1e-9  # of --check
 NUMBERS = {  # flag: default, least value, meaning
-    "steps": (600, 1, "train up to this step"),
+    "steps": (500, 1, "train up to this step"),
     "batch": (16, 1, "rows of the whole batch"),
     "context": (64, 1, "bytes that the model sees"),
     "width": (96, 1, "length of the vector of a byte"),

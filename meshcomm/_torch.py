@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,14 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "allgather_base",
+    "at_trace_time",
     "dual_level_open",
     "forward_ad_shared",
     "forward_ad_state",
     "functional",
     "functorch_active",
+    "in_graph",
+    "let_into_graph",
     "new_group",
     "path_text",
     "reduce_scatter_base",
@@ -143,6 +146,33 @@ def forward_ad_shared() -> Iterator[None]:
     finally:
         forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
         set_forward_ad_state(before)
+
+
+# ------------------------------------------------------------------------------------------------------- compiling
+# torch.compiler's own decorators import all of the compiler, a second and more, into programs that never compile.
+
+F = TypeVar("F", bound=Callable[..., Any])
+_waiting: list[Callable[..., Any]] = []
+
+
+def at_trace_time(fn: F) -> F:
+    """Have dynamo call ``fn`` while it traces and take the result as a constant, as ``assume_constant_result`` does."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def in_graph(fn: F) -> F:
+    """Have dynamo make one node of ``fn``, as ``allow_in_graph`` does, once :func:`let_into_graph` was traced."""
+    _waiting.append(fn)
+    return fn
+
+
+@at_trace_time
+def let_into_graph() -> bool:
+    """Call before a function that is decorated with :func:`in_graph`."""
+    while _waiting:
+        torch.compiler.allow_in_graph(_waiting.pop())
+    return True
 
 
 # --------------------------------------------------------------------------------------------------------- pytrees

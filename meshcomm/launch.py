@@ -75,6 +75,8 @@ def launch(
             )
         return [fn(*args, **(kwargs or {}))]
     if runtime == "processes":
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
         return workers.run_processes(fn, ranks, tuple(args), dict(kwargs or {}), backend=backend, timeout=timeout)
     if backend is not None or timeout is not None:
         fail(

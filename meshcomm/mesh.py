@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshcomm import _torch
 from meshcomm.errors import fail, names
 from meshcomm.runtime import processes, world
 from meshcomm.runtime.inprocess import InProcessLink
@@ -66,7 +67,17 @@ _axes: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
 _meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _let_go() -> None:
+    """Drop what refers to process groups: one that outlives its end takes the interpreter down at exit."""
+    for mesh in list(_meshes.values()):
+        mesh._axes.clear()
+        mesh._device_mesh = None
+
+
+world.on_shutdown(_let_go)
+
+
+@_torch.at_trace_time
 def _prepare(key: int, name: AxisName, where: str) -> str:
     """Set up an axis while a function that uses it is compiled, for that does not trace; an attribute of the mesh holds it."""
     mesh = _meshes[key]
@@ -162,6 +173,7 @@ class Mesh:
         self._place = place
         self._world_size = world_size
         self._device_mesh = device_mesh
+        self._on_cpu = device_mesh is not None and device_mesh.device_type == "cpu"
         self._axes: dict[AxisName, Axis] = {}
         self._threads = isinstance(place, _InProcess)
         self._key = next(_keys)
@@ -217,9 +229,7 @@ class Mesh:
     @property
     def device(self) -> torch.device:
         """The device that this rank computes on."""
-        if self._device_mesh is not None and self._device_mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return self._place.device()
+        return torch.device("cpu") if self._on_cpu else self._place.device()
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -6,7 +6,7 @@ n = size of the axis.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,14 @@ def _run_permute(x: Tensor, axis: Axis, perm: Perm) -> Tensor:
     return axis.link.permute(x, source, destination)
 
 
+def _run_shift(x: Tensor, axis: Axis, offset: int, wrap: bool) -> Tensor:
+    source, destination = axis.index - offset, axis.index + offset
+    if wrap:
+        return axis.link.permute(x, source % axis.size, destination % axis.size)
+    inside = range(axis.size)
+    return axis.link.permute(x, source if source in inside else None, destination if destination in inside else None)
+
+
 def _transpose_permute(g: Tensor, axis: Axis, perm: Perm) -> Tensor:
     return apply(_PERMUTE, g, axis, (tuple((dst, src) for src, dst in perm),))
 
@@ -62,6 +70,12 @@ _ALL_TO_ALL: Rule = Rule(
     own=("send_sizes", "recv_sizes"),
 )
 _PERMUTE = Rule("permute", ("perm",), _run_permute, _transpose_permute)
+_SHIFT: Rule = Rule(
+    "shift",
+    ("offset", "wrap"),
+    _run_shift,
+    lambda g, axis, offset, wrap: apply(_SHIFT, g, axis, (-offset, wrap)),
+)
 
 
 # ------------------------------------------------------------------------------------------- the public functions
@@ -225,7 +239,7 @@ def permute(
     Source: ``jax.lax.ppermute``.
     """
     ax = check.axis_of("permute", axis, mesh)
-    return _permuted("permute", x, ax, check.checked_perm("permute", perm, ax), bucket_mb)
+    return _moved(_PERMUTE, x, ax, (check.checked_perm("permute", perm, ax),), bucket_mb)
 
 
 def shift(
@@ -271,15 +285,13 @@ def shift(
         check.explain("shift", f"offset={offset!r} is not an int.", ax)
     if not isinstance(wrap, bool):
         check.explain("shift", f"wrap={wrap!r} is not a bool.", ax)
-    targets = ((i, i + offset) for i in range(ax.size))
-    perm = tuple((i, j % ax.size) for i, j in targets if wrap or 0 <= j < ax.size)
-    return _permuted("shift", x, ax, perm, bucket_mb)
+    return _moved(_SHIFT, x, ax, (offset, wrap), bucket_mb)
 
 
-def _permuted(where: str, x: Tree, axis: Axis, perm: Perm, bucket_mb: float) -> Tree:
+def _moved(rule: Rule, x: Tree, axis: Axis, params: tuple[Any, ...], bucket_mb: float) -> Tree:
     if isinstance(x, Tensor):
-        check.tensor(where, x, axis)
-        return apply(_PERMUTE, x, axis, (perm,))  # type: ignore[return-value]
-    leaves, spec = buckets.leaves_of(where, x, axis)
-    done = buckets.elementwise(where, leaves, axis, bucket_mb, lambda flat: apply(_PERMUTE, flat, axis, (perm,)))
+        check.tensor(rule.name, x, axis)
+        return apply(rule, x, axis, params)  # type: ignore[return-value]
+    leaves, spec = buckets.leaves_of(rule.name, x, axis)
+    done = buckets.elementwise(rule.name, leaves, axis, bucket_mb, lambda flat: apply(rule, flat, axis, params))
     return buckets.rebuild(done, spec)  # type: ignore[no-any-return]

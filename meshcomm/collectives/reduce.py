@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshcomm._torch import dual_level_open, functorch_active
+from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_into_graph
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.gather import cut_rows, gather_over, slice_shape
 from meshcomm.collectives.rule import Rule, apply, refuse_in_process
@@ -177,6 +177,7 @@ def _sum_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor
 def _vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         refuse_in_process("pvary", axis)
+        let_into_graph()
         return tuple(_vary_tree_in_graph(leaves, axis.key, bucket_mb))
     grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     if grad or functorch_active() or dual_level_open():
@@ -184,7 +185,7 @@ def _vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> tuple[Tens
     return _PvaryTree.forward(axis, bucket_mb, *leaves)
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@in_graph
 def _vary_tree_in_graph(leaves: list[Tensor], key: int, bucket_mb: float) -> tuple[Tensor, ...]:
     return _pvary_tree(axis_with_key(key).traced(), bucket_mb, *leaves)
 

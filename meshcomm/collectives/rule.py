@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshcomm._torch import dual_level_open, functorch_active
+from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_into_graph
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.inprocess import InProcessLink
@@ -105,11 +105,11 @@ def refuse_in_process(name: str, axis: Axis) -> None:
 
 def _compiled(rule: Rule, x: Tensor, axis: Axis, params: Params) -> Tensor:
     refuse_in_process(rule.name, axis)
-    y: Tensor = _in_graph(x, rule.key, axis.key, params)
-    return y
+    let_into_graph()
+    return _in_graph(x, rule.key, axis.key, params)
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@in_graph
 def _in_graph(x: Tensor, rule_key: str, axis_key: int, params: Params) -> Tensor:
     """One node for dynamo; what traces the graph further runs the Function below, transforms and all."""
     return _rules[rule_key].function(x, axis_with_key(axis_key).traced(), params)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshcomm.errors import fail
 from meshcomm.runtime.rendezvous import this_host
 
-__all__ = ["Card", "Place", "accelerator", "choose_backend", "place", "types_of"]
+__all__ = ["Card", "Place", "accelerator", "choose_backend", "place", "present", "types_of"]
 
 _CPU_BACKEND = "gloo"
 
@@ -98,6 +98,13 @@ def choose_backend(requested: str | None) -> tuple[str, str]:
     return requested, found[0] if found else "cpu"
 
 
+def present(device_type: str) -> torch.device:
+    """The device of this type that this process uses now."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
 def types_of(config: str) -> list[str]:
     """The accelerator types, with a backend of their own, of torch's backend configuration ``cpu:gloo,cuda:nccl``."""
     pairs = [part.strip().split(":", 1) for part in config.split(",") if ":" in part]
@@ -105,7 +112,7 @@ def types_of(config: str) -> list[str]:
 
 
 def place(cards: list[Card], rank: int, device_type: str) -> Place:
-    """This rank's place, from every rank's card. Raises on all ranks alike when two ranks would share an accelerator."""
+    """This rank's place, from all ranks' cards. Raises on all of them alike when two would share an accelerator."""
     nodes = list(dict.fromkeys(card.host for card in cards))
     members = {node: [r for r, card in enumerate(cards) if card.host == node] for node in nodes}
     known = [card.local_rank for card in cards]

@@ -20,10 +20,10 @@ _PATIENCE = 2.0
 class _Exit(threading.Thread):
     """Runs ``prepare`` on the interpreter's thread and then ``end`` on its own, when the interpreter ends.
 
-    Why at all: a backend's thread that is about to let go of a tensor needs the interpreter; when that is gone, C++ calls
-    std::terminate (SIGABRT). Ending the group joins those threads. Why on a thread: the join waits for collectives under
-    way, and a peer that has failed never joins those. It stands ready from the start, because an interpreter that ends starts
-    no new threads.
+    Why at all: a backend's thread that is about to let go of a tensor needs the interpreter; when that is gone, C++
+    calls std::terminate (SIGABRT). Ending the group joins those threads. Why on a thread: the join waits for
+    collectives under way, and a peer that has failed never joins those. It stands ready from the start, because an
+    interpreter that ends starts no new threads.
     """
 
     def __init__(self, prepare: Callable[[], object], end: Callable[[], object]) -> None:
@@ -53,7 +53,7 @@ _watched: list[int] = []
 
 
 def watch(prepare: Callable[[], object], end: Callable[[], object]) -> None:
-    """Call ``prepare`` and ``end`` when this process's interpreter ends; asked again in the same process: nothing more."""
+    """Call ``prepare`` and ``end`` when this process's interpreter ends; asking again changes nothing."""
     if os.getpid() in _watched:
         return
     _watched.append(os.getpid())

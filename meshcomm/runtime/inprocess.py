@@ -105,7 +105,8 @@ class _Message:
 class _Circle:
     """What the links of one group share."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.counts = [0] * size  # how often each rank has come: here, for two meshes may have links to one group
         self.meetings: dict[int, _Meeting] = {}
         self.posts: dict[tuple[int, int, int], deque[_Message]] = {}
         self.wants: dict[tuple[int, int, int], deque[_Message]] = {}
@@ -120,8 +121,7 @@ class InProcessLink:
         self.size = len(ranks)
         self.index = ranks.index(rank.index)
         self._rank = rank
-        self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle())
-        self._count = 0
+        self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle(self.size))
         self._note: Note = ("a collective", (), None, "?", ())
 
     def announce(
@@ -148,8 +148,8 @@ class InProcessLink:
     def _meet(self, key: tuple[Any, ...], detail: Callable[[], str], given: Any, compute: Compute) -> Any:
         """Wait for all ranks of the group; the last one to come computes everybody's result."""
         call = self._call(key, detail)
-        seat = self._count
-        self._count = seat + 1
+        seat = self._circle.counts[self.index]
+        self._circle.counts[self.index] = seat + 1
         meetings = self._circle.meetings
         meeting = meetings.get(seat)
         if meeting is None:

@@ -166,7 +166,7 @@ def _slurm(environ: Environ) -> Launcher | None:
 
 
 def _first(nodes: list[str], size: int, local_size: int | None) -> str | None:
-    """Rank 0's host: the step's first node (SLURM_LAUNCH_NODE_IPADDR is the host that srun ran on, maybe a login node)."""
+    """Rank 0's host: the step's first node (SLURM_LAUNCH_NODE_IPADDR is srun's own, maybe a login node)."""
     if local_size == size:
         return LOOPBACK
     return nodes[0] if nodes else None
@@ -217,7 +217,8 @@ def _pair(environ: Environ, rank_name: str, size_name: str, *, strict: bool) -> 
             fix=f"set both, or unset {present[0]} for a plain process.",
         )
     rank, size = _integer(environ, rank_name, low=0), _integer(environ, size_name, low=1)
-    assert rank is not None and size is not None
+    assert rank is not None
+    assert size is not None
     _in_range(environ, rank_name, rank, size_name, size)
     return rank, size
 

@@ -1,6 +1,6 @@
-"""How the processes of one launch find each other: a store that all of them reach, and a count that says when all are there.
+"""How the processes of one launch find each other: a store that all reach, and a count that says when all are there.
 
-Nothing here needs a port that is known beforehand, except where the user or the launcher names one (MASTER_PORT, tcp://).
+No port need be known beforehand, except where the user or the launcher names one (MASTER_PORT, tcp://).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _stores: dict[str, Store] = {}
 
 
 def this_host() -> str:
-    """What two processes on the same machine have in common: its name, and where there is one the id of its last boot."""
+    """What processes on one machine have in common: its name, and where there is one the id of its last boot."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return socket.gethostname()
@@ -123,8 +123,8 @@ def local_store(key: str, *, serve: bool, timeout: timedelta) -> Iterator[Store]
     """The store of the launch ``key`` on this machine, for launchers that give no port.
 
     Rank 0 takes a free port of the loopback interface and leaves it in a file that only this user can read; the others
-    read it there. A port computed from the job's number could be taken; a FileStore would outlive a crash and mislead the next
-    program of the launch. This file lasts until all have met, and its number must be answered by the store that wrote it.
+    read it there. A port computed from the job's number could be taken; a FileStore would outlive a crash and mislead
+    the next program of the launch. This file lasts until all have met, and the store must know the file's secret.
     """
     if key in _stores:
         yield _stores[key]
@@ -183,7 +183,7 @@ def launch_key(name: str, job: str, size: int, variable: str) -> str:
 
 
 def _starter(variable: str) -> str:
-    """The process that started the ranks here: the nearest ancestor without the rank's variable (shells between have it)."""
+    """The process that started the ranks here: the nearest ancestor without the rank's variable."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -197,7 +197,7 @@ def _starter(variable: str) -> str:
 
 
 def _field(pid: int, number: int) -> int:
-    """A field of /proc/PID/stat, numbered as in proc(5): 4 is the parent, 22 the start time, which tells reused pids apart."""
+    """A field of /proc/PID/stat by its number in proc(5): 4 is the parent; 22, the start, tells reused pids apart."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[number - 3])
     except (OSError, IndexError, ValueError):
@@ -210,9 +210,9 @@ def _field(pid: int, number: int) -> int:
 def join(store: Store, rank: int, size: int, card: str, timeout: timedelta) -> tuple[Store, list[str]]:
     """Wait until all ``size`` ranks are here.
 
-    Returns the part of the store that belongs to this meeting, and every rank's ``card``. The n-th meeting in one store is told
-    from the next by counting arrivals: nobody leaves a meeting before all have come, so ``init`` may follow ``shutdown``
-    in a store that lives on (torchrun's does).
+    Returns the part of the store that belongs to this meeting, and every rank's ``card``. Meetings in one store are
+    told apart by counting arrivals: nobody leaves before all have come, so ``init`` may follow ``shutdown`` in a
+    store that lives on (torchrun's does).
     """
     meeting = (store.add("meshcomm/arrivals", 1) - 1) // size
     here = PrefixStore(f"meshcomm/{meeting}", store)

@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from meshcomm.errors import fail
 from meshcomm.runtime.launchers import CHOICES, LOOPBACK, Launcher
 
-__all__ = ["Request", "host_port"]
+__all__ = ["Request", "duration", "host_port"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Request:
             _count("world_size", world_size, 1),
             store,
             _count("port", port, 1, 65535),
-            _duration(timeout),
+            duration("init", timeout),
         )
         request._check_together()
         return request
@@ -107,13 +107,14 @@ def _count(name: str, value: int | None, low: int, high: int | None = None) -> i
     return value
 
 
-def _duration(timeout: float | timedelta | None) -> timedelta | None:
+def duration(where: str, timeout: float | timedelta | None) -> timedelta | None:
+    """A time-out as a timedelta, in whichever of its forms it was given."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     good = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not good or not math.isfinite(seconds) or seconds <= 0:
-        fail("init", "timeout must be a positive number of seconds, or a timedelta.", got=repr(timeout))
+        fail(where, "timeout must be a positive number of seconds, or a timedelta.", got=repr(timeout))
     return timedelta(seconds=seconds)
 
 

@@ -60,6 +60,7 @@ class _State:
     """``world`` is None in a plain process; ``solo``: a group of one, made for torch's sake in a plain process."""
 
     request: Request
+    launcher: str | None = None
     world: ProcessWorld | None = None
     group: weakref.ref[dist.ProcessGroup] | None = None
     solo: bool = False
@@ -139,15 +140,16 @@ def init(
 ) -> None:
     """Join the processes of this launch. Everything is found by itself: ``make_mesh`` calls ``init()`` when needed.
 
-    Looked for in this order: explicit arguments (``init_method`` or ``store``); a torch process group that something else has
-    initialised, which is adopted; RANK and WORLD_SIZE (torchrun); Open MPI's or MPICH's variables; a Slurm step of more than one
-    task; nothing, which leaves a plain process: a world of one.
+    Looked for in this order: explicit arguments (``init_method`` or ``store``); a torch process group that something
+    else has initialised, which is adopted; RANK and WORLD_SIZE (torchrun); Open MPI's or MPICH's variables; a step of
+    Slurm with more than one task; nothing, which leaves a plain process: a world of one.
 
     Args:
         launcher: "pytorch", "mpi" or "slurm": take this one's variables, and raise if they are not set.
         backend: torch's name or names of backends. By default gloo for CPU tensors together with the accelerator's own.
             "gloo" puts all ranks on the CPU.
-        init_method: ``tcp://host:port`` or ``file:///path``, with ``rank`` and ``world_size`` unless a launcher gives them.
+        init_method: ``tcp://host:port`` or ``file:///path``, with ``rank`` and ``world_size`` where no launcher gives
+            them.
         rank: this process's number in the world. Differs per process; every other argument is equal in all.
         world_size: number of processes.
         store: a torch store that all ranks reach, with ``rank`` and ``world_size``.
@@ -204,7 +206,8 @@ def _same_or_fail(state: _State, request: Request) -> None:
     shown: dict[str, Any] = {}
     if state.world is not None:
         here = state.world
-        facts = {"rank": here.rank, "world_size": here.size, "timeout": here.timeout, "backend": here.backend, **facts}
+        made = {"rank": here.rank, "world_size": here.size, "timeout": here.timeout, "backend": here.backend}
+        facts = {**made, "launcher": state.launcher, **facts}
     for name, value in request.given().items():
         same = value is facts.get(name) if name == "store" else value == facts.get(name)
         if not same and not (name == "backend" and state.world is not None and value == state.world.backend):
@@ -227,10 +230,10 @@ def _start(who: Launcher, request: Request) -> None:
     global _state
     backend, device_type = devices.choose_backend(request.backend)
     timeout = request.timeout or DEFAULT_TIMEOUT
-    state = _State(request)
+    state = _State(request, {"openmpi": "mpi", "mpich": "mpi"}.get(who.name, who.name))
     with contextlib.ExitStack() as meeting, _undone(state):
         if backend == "fake":
-            place = devices.Place(who.local_rank or 0, who.local_world_size or 1, 0, torch.device("cpu"))
+            place = devices.Place(who.rank, who.world_size, 0, devices.present(device_type))
             _make_group(state, backend, who, timeout, None)
         else:
             store = meeting.enter_context(_meeting_place(who, request, timeout))
@@ -352,7 +355,7 @@ def _adopt(request: Request) -> _State:
         found.node_rank or 0, device, config, dist.distributed_c10d.default_pg_timeout, adopted=True,
     )  # fmt: skip
     exits.watch(_run_callbacks, _end_group)
-    return _State(request, here, weakref.ref(_whole_group()))
+    return _State(request, None, here, weakref.ref(_whole_group()))
 
 
 def _matching_launcher(rank: int, size: int) -> Launcher:
@@ -378,10 +381,8 @@ def solo_process_group() -> dist.ProcessGroup:
                 who, timeout = Launcher("explicit", 0, 1), request.timeout or DEFAULT_TIMEOUT
                 _use_loopback(state, True)
                 _make_group(state, backend, who, timeout, HashStore())
-                device = torch.device("cpu")
-                if device_type != "cpu":
-                    device = torch.device(device_type, torch.accelerator.current_device_index())
-                state.world = ProcessWorld(0, 1, 0, 1, 0, device, backend, timeout, adopted=False)
+                here = devices.present(device_type)
+                state.world = ProcessWorld(0, 1, 0, 1, 0, here, backend, timeout, adopted=False)
                 _state = state
         return _whole_group()
 
@@ -392,8 +393,8 @@ def solo_process_group() -> dist.ProcessGroup:
 def shutdown() -> None:
     """Leave the process group that ``init`` made; forget, but do not end, one that it adopted. ``init`` may follow.
 
-    Every rank calls it, or none: at the end of the process it happens by itself. No communication, so a rank that fails does not
-    wait for the others; it waits for its own unfinished collectives, up to their timeout.
+    Every rank calls it, or none: at the end of the process it happens by itself. No communication, so a rank that fails
+    does not wait for the others; it waits for its own unfinished collectives, up to their timeout.
     """
     with _lock:
         state = _state
@@ -442,5 +443,3 @@ def _end_group() -> None:
         dist.destroy_process_group()
     if state.group() is not None:
         exits.grace()  # Somebody else holds it, so nothing was joined.
-
-
