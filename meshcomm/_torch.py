@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as functorch_active
+from torch._C._functorch import unwrap_if_dead
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
@@ -36,6 +37,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves_with_path",
     "tree_unflatten",
+    "unwrap_if_dead",
 ]
 
 

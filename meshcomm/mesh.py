@@ -79,7 +79,7 @@ world.on_shutdown(_let_go)
 
 @_torch.at_trace_time
 def _prepare(key: int, name: AxisName, where: str) -> str:
-    """Set up an axis while a function that uses it is compiled, for that does not trace; an attribute of the mesh holds it."""
+    """Set up an axis while a function that uses it is compiled, for that does not trace; the mesh holds it by this name."""
     mesh = _meshes[key]
     axis = mesh._resolve(name, where)
     attribute = f"_axis_{'_'.join(name if isinstance(name, tuple) else (name,))}"

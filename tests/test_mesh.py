@@ -156,7 +156,8 @@ def as_device_mesh() -> tuple[Any, ...]:
     ours = mc.shard(mc.shard(whole, "dp", mesh=mesh), "tp", dim=1, mesh=mesh)
     back = DTensor.from_local(ours, theirs, [Shard(0), Replicate(), Shard(1)]).full_tensor()
     ranks = [dist.get_process_group_ranks(theirs.get_group(name)) for name in mesh.axis_names]
-    return torch.equal(cut.to_local(), ours), torch.equal(back, whole), theirs.mesh_dim_names, ranks, theirs is mesh.device_mesh
+    same = torch.equal(cut.to_local(), ours)
+    return same, torch.equal(back, whole), theirs.mesh_dim_names, ranks, theirs is mesh.device_mesh
 
 
 def test_device_mesh_speaks_to_dtensor(pool4: Any) -> None:

@@ -67,7 +67,7 @@ def mesh_of(where: str, name: AxisName, mesh: Mesh | None) -> Mesh:
 
 def axis_of(where: str, name: AxisName, mesh: Mesh | None) -> Axis:
     """The axis called ``name`` of ``mesh`` or of the current mesh."""
-    return mesh_of(where, name, mesh).axis(name, where)
+    return (mesh if type(mesh) is Mesh else mesh_of(where, name, mesh)).axis(name, where)
 
 
 def tensor(where: str, x: Tensor, axis: Axis, path: str = "") -> None:

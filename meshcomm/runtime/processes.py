@@ -137,6 +137,7 @@ class ProcessLink(PacketLink):
         self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
         self.bitwise = "nccl" not in backends
         self._options = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
+        self._scatter_options = {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
 
     def __getattr__(self, name: str) -> NoReturn:
         # Called for what is missing only: the group, once shutdown() has taken it away.
@@ -171,7 +172,8 @@ class ProcessLink(PacketLink):
         )
 
     def _reduce(self, x: Tensor, op: str) -> Tensor:
-        y = (x.resolve_neg() if x.is_neg() else x).clone(memory_format=torch.contiguous_format)
+        # A clone has no lazy sign left; naming a memory format costs as much again.
+        y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         if y.numel():
             try:
                 self.group.allreduce([y], self._options[op]).wait()
@@ -192,9 +194,8 @@ class ProcessLink(PacketLink):
         out = x.new_empty(x.shape[1:])
         if x.numel():
             try:
-                options = _options(dist.ReduceScatterOptions(), _OPS[op])
                 # Flat: torch's fake backend copies a chunk of the input, with its shape.
-                _torch.reduce_scatter_base(self.group, out, x.view(-1), options).wait()
+                _torch.reduce_scatter_base(self.group, out, x.view(-1), self._scatter_options[op]).wait()
             except RuntimeError as error:
                 raise self._error("reduce_scatter", error) from error
         return out

@@ -46,7 +46,10 @@ def plain(x: Tensor) -> Tensor:
 def to_bytes(x: Tensor) -> Tensor:
     """A dense 1-d tensor of a dtype that every backend moves: the elements, or their bytes."""
     flat = plain(x).reshape(-1)
-    return flat if x.dtype in _PLAIN else flat.view(torch.uint8)
+    if x.dtype in _PLAIN:
+        return flat
+    # One element or none counts as dense whatever its stride, but a view of another width minds.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
