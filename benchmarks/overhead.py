@@ -17,7 +17,6 @@ import gc
 import importlib
 import importlib.util
 import json
-import math
 import os
 import platform
 import subprocess
@@ -64,13 +63,13 @@ class Budget(NamedTuple):
     """A line of the design's table of budgets."""
 
     what: str
-    measured: float
+    measured: float | None
     limit: float
     unit: str
 
     @property
     def verdict(self) -> str:
-        if math.isnan(self.measured):
+        if self.measured is None:
             return "not measured"
         return "ok" if self.measured <= self.limit else "over"
 
@@ -138,15 +137,15 @@ def clone_and_dist(x: Tensor) -> Tensor:
 
 def all_reduce_cases(mesh: mc.Mesh, elements: int) -> dict[str, Case]:
     """One all_reduce of so many elements, by everyone who offers it."""
-    group, options = mesh.device_mesh.get_group(), dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.SUM
+    group, options = mesh.device_mesh.get_group(), dist.AllreduceOptions()  # of a sum, by default
+    bare: Callable[..., Tensor] = BareFunction.apply
     make = partial(torch.ones, elements)
     cases = {
         OURS: Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), make),
         "meshcomm, use_mesh": Case(lambda x: mc.all_reduce(x, "tp"), make),
         BASE: Case(clone_and_dist, make, differentiable=False),
         "clone + ProcessGroup (floor)": Case(lambda x: clone_and_group(x, group, options), make, differentiable=False),
-        "the same in a bare Function": Case(lambda x: BareFunction.apply(x, group, options), make),
+        "the same in a bare Function": Case(lambda x: bare(x, group, options), make),
         FUNCTIONAL: Case(lambda x: funcol.all_reduce(x, "sum", group).wait(), make),
         DTENSOR: Case(
             lambda x: x.redistribute(placements=[Replicate()]),
@@ -162,15 +161,20 @@ def all_reduce_cases(mesh: mc.Mesh, elements: int) -> dict[str, Case]:
 # ----------------------------------------------------------------------------------------------- other collectives
 
 
+# torch 2.13 has renamed two; the old names warn there, which costs time.
+gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 def dist_all_gather(x: Tensor) -> Tensor:
     out = x.new_empty(RANKS * x.shape[0])
-    dist.all_gather_into_tensor(out, x)
+    gather_single(out, x)
     return out
 
 
 def dist_reduce_scatter(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0] // RANKS)
-    dist.reduce_scatter_tensor(out, x)
+    scatter_single(out, x)
     return out
 
 
@@ -206,8 +210,8 @@ def other_cases(mesh: mc.Mesh) -> dict[str, tuple[Case, Case, str]]:
         return Case(lambda x: ours(x, "tp", *more, mesh=mesh), make), Case(beside, make, differentiable=False), what
 
     return {
-        "all_gather": pair("all_gather", one, dist_all_gather, "all_gather_into_tensor"),
-        "reduce_scatter": pair("reduce_scatter", many, dist_reduce_scatter, "reduce_scatter_tensor"),
+        "all_gather": pair("all_gather", one, dist_all_gather, gather_single.__name__),
+        "reduce_scatter": pair("reduce_scatter", many, dist_reduce_scatter, scatter_single.__name__),
         "all_to_all": pair("all_to_all", many, dist_all_to_all, "all_to_all_single"),
         "shift": pair("shift", one, dist_shift, "batch_isend_irecv"),
         "broadcast": pair("broadcast", one, dist_broadcast, "clone + broadcast"),
@@ -219,19 +223,22 @@ def other_cases(mesh: mc.Mesh) -> dict[str, tuple[Case, Case, str]]:
 # ------------------------------------------------------------------------------------------- in-process and import
 
 
-def in_process(repeats: int, elements: int = 16) -> dict[str, float]:
-    """One all_reduce of ranks that are threads of this process: seconds for all of them together, by mode."""
+def in_process(repeats: int, elements: int = 16) -> Times:
+    """One all_reduce of ranks that are threads of this process: seconds for all of them together."""
     mesh = mc.make_mesh({"tp": RANKS})
     case = Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), partial(torch.ones, elements))
 
-    def rank() -> dict[str, float]:
+    def rank() -> Times:
         calls = {mode: Timer(call) for (_, mode), call in calls_of({"": case}).items()}
         samples: dict[str, list[float]] = {mode: [] for mode in calls}
         for _ in range(repeats):
             for mode, timer in calls.items():
                 mc.barrier("tp", mesh=mesh)
                 samples[mode].append(timer.timeit(10) / 10)  # the same count on every rank, or they would not meet
-        return {mode: median(taken) for mode, taken in samples.items()}
+        return {
+            "median": {mode: median(taken) for mode, taken in samples.items()},
+            "fastest": {mode: min(taken) for mode, taken in samples.items()},
+        }
 
     gc.disable()  # for all ranks at once: it is the process's own
     try:
@@ -240,23 +247,23 @@ def in_process(repeats: int, elements: int = 16) -> dict[str, float]:
         gc.enable()
 
 
-def import_time(repeats: int) -> float:
-    """Seconds that ``import meshcomm`` takes after ``import torch``, in fresh processes."""
+def import_times(repeats: int) -> list[float]:
+    """Seconds that ``import meshcomm`` takes after ``import torch``, in each of several fresh processes."""
     program = "import time, torch; start = time.perf_counter(); import meshcomm; print(time.perf_counter() - start)"
     command = [sys.executable, "-c", program]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(repeats)]
-    return median(float(run.stdout) for run in runs)
+    return [float(run.stdout) for run in runs]
 
 
 # --------------------------------------------------------------------------------------------------------- results
 
 
-def ratio(times: Times, over: str, modes: tuple[str, str] = (MODES[0], MODES[0])) -> float:
+def ratio(times: Times, over: str, modes: tuple[str, str] = (MODES[0], MODES[0])) -> float | None:
     """Our time in a mode over another candidate's in a mode."""
-    return times[OURS][modes[0]] / times[over][modes[1]] if over in times else math.nan
+    return times[OURS][modes[0]] / times[over][modes[1]] if over in times else None
 
 
-def budgets_of(times: Times, inside: Mapping[str, float], import_seconds: float) -> list[Budget]:
+def budgets_of(times: Times, inside: Times, imports: Sequence[float]) -> list[Budget]:
     """The budgets that this program can judge."""
     grad = (MODES[1], MODES[1])
     return [
@@ -265,8 +272,8 @@ def budgets_of(times: Times, inside: Mapping[str, float], import_seconds: float)
         Budget(f"requires grad, over {FUNCTIONAL}", ratio(times, FUNCTIONAL, grad), 1 / 5, "x"),
         Budget(f"requires grad, over {SPMD_TYPES}", ratio(times, SPMD_TYPES, grad), 1 / 4, "x"),
         Budget(f"requires grad, over {DTENSOR}", ratio(times, DTENSOR, grad), 1 / 8, "x"),
-        Budget(f"in-process, {RANKS} ranks, 16 elements, no grad", 1e6 * inside[MODES[0]], 400, "µs"),
-        Budget("import meshcomm beyond import torch", import_seconds, 0.15, "s"),
+        Budget(f"in-process, {RANKS} ranks, 16 elements, no grad", 1e6 * inside["median"][MODES[0]], 400, "µs"),
+        Budget("import meshcomm beyond import torch", median(imports), 0.15, "s"),
     ]
 
 
@@ -313,30 +320,27 @@ def print_others(times: Times, pairs: Mapping[str, tuple[Case, Case, str]]) -> N
 
 
 def print_budgets(budgets: Sequence[Budget]) -> None:
-    rows = [
-        [what, f"{measured:.3g} {unit}", f"<= {limit:.4g} {unit}", budget.verdict]
-        for budget in budgets
-        for what, measured, limit, unit in [budget]
-    ]
-    print_table("Budgets", ["", "measured", "budget", ""], rows)
+    rows = []
+    for what, measured, limit, unit in budgets:
+        shown = "-" if measured is None else f"{measured:.3g} {unit}"
+        rows.append([what, shown, f"<= {limit:.4g} {unit}", Budget(what, measured, limit, unit).verdict])
+    print_table("Budgets, of medians", ["", "measured", "budget", ""], rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- program
 
 
-def measure(options: Namespace) -> dict[str, Any]:
-    """Everything, printed as it comes."""
-    repeats = options.repeats or (15 if options.quick else 200)
-    starts = 3 if options.quick else 7
-    info = machine()
-    print(", ".join(f"{key} {value}" for key, value in info.items()))
-    inside = in_process(repeats)  # first: this process has no process group yet
-    print_table(
-        f"One in-process all_reduce of 16 elements, {RANKS} ranks",
-        ["µs", *inside],
-        [["all ranks together", *(f"{1e6 * seconds:.0f}" for seconds in inside.values())]],
-    )
-    import_seconds = import_time(starts)
+def measure_alone(repeats: int, starts: int) -> tuple[Times, list[float]]:
+    """What needs a process without a process group; printed too."""
+    inside, imports = in_process(repeats), import_times(starts)
+    rows = [[name, *(f"{1e6 * modes[mode]:.0f}" for mode in MODES)] for name, modes in inside.items()]
+    print_table(f"One in-process all_reduce of 16 elements, all {RANKS} ranks together", ["µs", *MODES], rows)
+    print(f"\nimport meshcomm after import torch, s: median {median(imports):.3f}, fastest {min(imports):.3f}")
+    return inside, imports
+
+
+def measure_on_fake(repeats: int) -> tuple[dict[str, Times], Times]:
+    """What runs on the fake backend, printed as it comes."""
     dist.init_process_group("fake", rank=0, world_size=RANKS)
     mesh = mc.make_mesh({"tp": RANKS})
     with mc.use_mesh(mesh):
@@ -345,18 +349,29 @@ def measure(options: Namespace) -> dict[str, Any]:
         more = take_turns(calls_of(all_reduce_cases(mesh, 4096)), repeats)
         print_times("The same of 4096 elements", more, more[BASE][MODES[0]])
         pairs = other_cases(mesh)
-        candidates = {name: ours for name, (ours, _, _) in pairs.items()}
-        others = take_turns(calls_of(candidates | {beside: theirs for _, theirs, beside in pairs.values()}), repeats)
+        cases = {name: ours for name, (ours, _, _) in pairs.items()}
+        cases |= {what: theirs for _, theirs, what in pairs.values()}
+        others = take_turns(calls_of(cases), repeats)
     print_others(others, pairs)
-    budgets = budgets_of(one, inside, import_seconds)
+    return {"1": one, "4096": more}, others
+
+
+def measure(options: Namespace) -> dict[str, Any]:
+    """Everything, as it goes to --json."""
+    repeats = options.repeats or (15 if options.quick else 200)
+    info = machine()
+    print(", ".join(f"{key} {value}" for key, value in info.items()))
+    inside, imports = measure_alone(repeats, 3 if options.quick else 7)
+    reduces, others = measure_on_fake(repeats)
+    budgets = budgets_of(reduces["1"], inside, imports)
     print_budgets(budgets)
     return {
         "machine": info,
         "repeats": repeats,
-        "all_reduce": {"1": one, "4096": more},
-        "others": others,
         "in_process": inside,
-        "import": import_seconds,
+        "import": imports,
+        "all_reduce": reduces,
+        "others": others,
         "budgets": [budget._asdict() | {"verdict": budget.verdict} for budget in budgets],
     }
 

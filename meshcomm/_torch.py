@@ -19,6 +19,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "allgather_base",
@@ -31,6 +32,7 @@ __all__ = [
     "in_graph",
     "let_into_graph",
     "new_group",
+    "outside_transforms",
     "path_text",
     "reduce_scatter_base",
     "set_forward_ad_state",
@@ -148,6 +150,13 @@ def forward_ad_shared() -> Iterator[None]:
     finally:
         forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
         set_forward_ad_state(before)
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Make plain tensors, whatever transform, tracing or inference mode the caller is in."""
+    with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes():
+        yield
 
 
 # ------------------------------------------------------------------------------------------------------- compiling

@@ -35,7 +35,15 @@ class Axis:
     others.
     """
 
-    def __init__(self, mesh: Mesh, name: AxisName, ranks: tuple[int, ...], index: int, link: Link) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: AxisName,
+        ranks: tuple[int, ...],
+        index: int,
+        link: Link,
+        index_tensor: Tensor | None = None,
+    ) -> None:
         self.mesh = mesh
         self.name = name
         self.ranks = ranks
@@ -45,16 +53,25 @@ class Axis:
         self.coordinate = mesh.coordinate
         self.devices: set[torch.device] = set()  # those that the link is known to move
         self.key = next(_keys)
-        # A number would be compiled into the graph of this rank, and the ranks' graphs would differ.
-        self.index_tensor: Tensor = torch.tensor(index, device=mesh.device)
         _axes[self.key] = self
+        self.is_traced = index_tensor is not None
+        if index_tensor is None:
+            with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
+                index_tensor = torch.tensor(index, device=mesh.device)
+        self.index_tensor = index_tensor
 
-    def traced(self) -> Axis:
-        """The same axis with a link whose operations trace."""
-        if not isinstance(self.link, processes.ProcessLink):
+    def traced(self, index_tensor: Tensor) -> Axis:
+        """The same axis with a link whose operations trace.
+
+        ``index_tensor`` is an input of the graph: a constant would make the ranks' graphs differ, and the compiler
+        might drop from one of them what another one waits for.
+        """
+        if self.is_traced:
             return self
-        link = cast(Link, processes.TracedLink(self.link))  # what goes to or from one rank is not traced
-        return Axis(self.mesh, self.name, self.ranks, self.index, link)
+        link = self.link
+        if isinstance(link, processes.ProcessLink):
+            link = cast(Link, processes.TracedLink(link))  # what goes to or from one rank is not traced
+        return Axis(self.mesh, self.name, self.ranks, self.index, link, index_tensor)
 
     def __repr__(self) -> str:
         at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
@@ -79,7 +96,9 @@ world.on_shutdown(_let_go)
 
 @_torch.at_trace_time
 def _prepare(key: int, name: AxisName, where: str) -> str:
-    """Set up an axis while a function that uses it is compiled, for that does not trace; the mesh holds it by this name."""
+    """Set up an axis while a function that uses it is compiled, for that does not trace; the mesh holds it by this
+    name.
+    """
     mesh = _meshes[key]
     axis = mesh._resolve(name, where)
     attribute = f"_axis_{'_'.join(name if isinstance(name, tuple) else (name,))}"

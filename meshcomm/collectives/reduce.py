@@ -178,7 +178,7 @@ def _vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> tuple[Tens
     if torch.compiler.is_compiling():
         refuse_in_process("pvary", axis)
         let_into_graph()
-        return tuple(_vary_tree_in_graph(leaves, axis.key, bucket_mb))
+        return tuple(_vary_tree_in_graph(leaves, axis.index_tensor, axis.key, bucket_mb))
     grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     if grad or functorch_active() or dual_level_open():
         return _pvary_tree(axis, bucket_mb, *leaves)
@@ -186,8 +186,8 @@ def _vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> tuple[Tens
 
 
 @in_graph
-def _vary_tree_in_graph(leaves: list[Tensor], key: int, bucket_mb: float) -> tuple[Tensor, ...]:
-    return _pvary_tree(axis_with_key(key).traced(), bucket_mb, *leaves)
+def _vary_tree_in_graph(leaves: list[Tensor], index: Tensor, key: int, bucket_mb: float) -> tuple[Tensor, ...]:
+    return _pvary_tree(axis_with_key(key).traced(index), bucket_mb, *leaves)
 
 
 # ------------------------------------------------------------------------------------------- the public functions

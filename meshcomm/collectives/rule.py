@@ -106,13 +106,13 @@ def refuse_in_process(name: str, axis: Axis) -> None:
 def _compiled(rule: Rule, x: Tensor, axis: Axis, params: Params) -> Tensor:
     refuse_in_process(rule.name, axis)
     let_into_graph()
-    return _in_graph(x, rule.key, axis.key, params)
+    return _in_graph(x, axis.index_tensor, rule.key, axis.key, params)
 
 
 @in_graph
-def _in_graph(x: Tensor, rule_key: str, axis_key: int, params: Params) -> Tensor:
+def _in_graph(x: Tensor, index: Tensor, rule_key: str, axis_key: int, params: Params) -> Tensor:
     """One node for dynamo; what traces the graph further runs the Function below, transforms and all."""
-    return _rules[rule_key].function(x, axis_with_key(axis_key).traced(), params)  # type: ignore[no-any-return]
+    return _rules[rule_key].function(x, axis_with_key(axis_key).traced(index), params)  # type: ignore[no-any-return]
 
 
 def _title(rule: Rule) -> str:

@@ -27,8 +27,10 @@ def _mix(seed: int, rank: int) -> int:
 
 
 def _numpy() -> ModuleType | None:
-    """numpy.random if somebody imported it and it can exchange generators (1.24 on)."""
-    module = sys.modules.get("numpy.random")
+    """numpy.random if numpy is there and can exchange generators (1.24 on); as an attribute, for numpy loads it when
+    first asked.
+    """
+    module = getattr(sys.modules.get("numpy"), "random", None)
     return module if module is not None and hasattr(module, "set_bit_generator") else None
 
 

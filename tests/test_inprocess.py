@@ -1,0 +1,777 @@
+"""Ranks in one process: deterministic, each with its own random state, and quick to say who called what where."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import re
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
+from torch.testing import assert_close
+
+import meshcomm as mc
+
+
+def mesh_of(n: int) -> mc.Mesh:
+    return mc.make_mesh({"a": n})
+
+
+def line_of(mark: str) -> int:
+    """The line of this file that ends in the comment ``# mark``."""
+    lines, start = inspect.getsourcelines(inspect.getmodule(line_of))
+    return next(i for i, line in enumerate(lines, max(start, 1)) if line.rstrip().endswith(f"# {mark}"))
+
+
+# ---------------------------------------------------------------------------------------------------- deterministic
+
+
+def training() -> list[float]:
+    mesh = mc.make_mesh({"a": 2, "b": 4})
+    torch.manual_seed(mesh.coordinate["a"])
+    w = torch.randn(8, 3, requires_grad=True)
+    found = []
+    for _ in range(3):
+        x = torch.randn(5, 8) + float(np.random.rand()) + random.random()
+        y = mc.all_reduce((x @ mc.pvary(w, "b", mesh=mesh)).tanh(), "b", mesh=mesh)
+        loss = mc.all_reduce(mc.all_gather(y, "a", mesh=mesh).square().mean(), ("a", "b"), "mean", mesh=mesh)
+        (g,) = torch.autograd.grad(loss, w)
+        with torch.no_grad():
+            w -= 0.1 * g
+        found += [loss.item(), *w.flatten().tolist()]
+    return found
+
+
+def test_two_runs_are_bitwise_equal() -> None:
+    torch.manual_seed(11)
+    assert mc.launch(training, ranks=8) == mc.launch(training, ranks=8)
+
+
+def order_of_turns() -> list[tuple[int, int]]:
+    mesh = mesh_of(4)
+    for step in range(3):
+        seen.append((step, mesh.rank))
+        mc.barrier("a", mesh=mesh)
+    return list(seen)
+
+
+seen: list[tuple[int, int]] = []
+
+
+def test_ranks_take_turns_in_the_same_order_every_time() -> None:
+    runs = []
+    for _ in range(3):
+        seen.clear()
+        mc.launch(order_of_turns, ranks=4)
+        runs.append(list(seen))
+    assert runs[0] == runs[1] == runs[2]
+    assert [step for step, _ in runs[0]] == sorted([0, 1, 2] * 4)
+
+
+def test_results_come_in_order_of_rank() -> None:
+    assert mc.launch(lambda: mesh_of(64).rank, ranks=64) == list(range(64))
+
+
+def sixty_four() -> tuple[float, list[float]]:
+    mesh = mc.make_mesh({"a": 4, "b": 16})
+    x = torch.tensor([float(mesh.rank)], requires_grad=True)
+    y = mc.all_reduce(mc.all_gather(x * x, "b", mesh=mesh).sum(), ("b", "a"), mesh=mesh)
+    y.backward()
+    assert x.grad is not None
+    return y.item(), x.grad.tolist()
+
+
+def test_64_ranks() -> None:
+    total = 16 * sum(rank * rank for rank in range(64))
+    assert mc.launch(sixty_four, ranks=64) == [(total, [32.0 * rank]) for rank in range(64)]
+
+
+def test_no_thread_is_left_behind() -> None:
+    before = set(threading.enumerate())
+    mc.launch(sixty_four, ranks=64)
+    with pytest.raises(ZeroDivisionError):
+        mc.launch(raises_on_rank_2, ranks=4)
+    assert set(threading.enumerate()) == before
+
+
+# ----------------------------------------------------------------------------------------------------- random states
+
+
+def draws() -> dict[str, float]:
+    mesh = mesh_of(4)
+    found = {"torch": torch.rand(()).item(), "numpy": float(np.random.rand()), "random": random.random()}
+    mc.barrier("a", mesh=mesh)  # others draw before this rank goes on
+    return found | {"torch 2": torch.rand(()).item(), "numpy 2": float(np.random.rand()), "random 2": random.random()}
+
+
+def test_every_rank_draws_its_own_numbers() -> None:
+    found = mc.launch(draws, ranks=4)
+    for name in found[0]:
+        assert len({rank[name] for rank in found}) == 4, name
+
+
+def test_random_numbers_follow_the_seed_and_the_rank() -> None:
+    torch.manual_seed(3)
+    first, again = (mc.launch(draws, ranks=4) for _ in range(2))
+    assert first == again
+    torch.manual_seed(4)
+    other = mc.launch(draws, ranks=4)
+    assert not {rank["torch"] for rank in first} & {rank["torch"] for rank in other}
+    assert not {rank["numpy"] for rank in first} & {rank["numpy"] for rank in other}
+    assert not {rank["random"] for rank in first} & {rank["random"] for rank in other}
+
+
+def interleaved(meet: bool) -> list[float]:
+    mesh = mesh_of(3)
+    torch.manual_seed(mesh.rank)
+    np.random.seed(mesh.rank)
+    random.seed(mesh.rank)
+    found = []
+    for _ in range(4):
+        found += [torch.rand(()).item(), float(np.random.rand()), random.random()]
+        if meet:
+            mc.barrier("a", mesh=mesh)
+    return found
+
+
+def test_a_change_over_does_not_disturb_a_ranks_random_numbers() -> None:
+    assert mc.launch(interleaved, ranks=3, args=(True,)) == mc.launch(interleaved, ranks=3, args=(False,))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_the_callers_random_states_are_as_they_were(fails: bool) -> None:
+    def now() -> tuple[Any, ...]:
+        return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+
+    def seed() -> None:
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+
+    seed()
+    expected = now()
+    seed()
+    with contextlib.suppress(ZeroDivisionError):
+        mc.launch(raises_on_rank_2 if fails else draws, ranks=4)
+    assert now() == expected
+
+
+def dropout_masks() -> Tensor:
+    mesh = mesh_of(4)
+    return mc.all_gather(torch.nn.functional.dropout(torch.ones(1, 64)), "a", mesh=mesh)
+
+
+def test_dropout_differs_between_ranks() -> None:
+    masks = mc.launch(dropout_masks, ranks=4)[0]
+    assert len({tuple(mask.tolist()) for mask in masks}) == 4
+
+
+# -------------------------------------------------------------------------------------------------------- mismatches
+
+
+def call_op(x: Tensor, mesh: mc.Mesh) -> None:
+    if mesh.rank == 2:
+        mc.all_gather(x, "a", mesh=mesh)  # op, rank 2
+    else:
+        mc.all_reduce(x, "a", mesh=mesh)  # op, others
+
+
+def call_shape(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.all_reduce(x[: 1 if mesh.rank == 1 else 4], "a", mesh=mesh)
+
+
+def call_dtype(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.all_reduce(x.int() if mesh.rank == 3 else x, "a", mesh=mesh)
+
+
+def call_reduce_op(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.all_reduce(x, "a", "max" if mesh.rank == 0 else "min", mesh=mesh)
+
+
+def call_mean(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.reduce_scatter(x, "a", op="mean" if mesh.rank == 0 else "sum", mesh=mesh)
+
+
+def call_dim(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.all_gather(x.view(2, 2), "a", dim=mesh.rank // 2, mesh=mesh)
+
+
+def call_split(x: Tensor, mesh: mc.Mesh) -> None:
+    send = [1, 1, 1, 1] if mesh.rank != 1 else [1, 1, 0, 2]
+    mc.all_to_all(x, "a", 0, 0, send_sizes=send, recv_sizes=[1, 1, 1, 1], mesh=mesh)
+
+
+def call_src(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.broadcast(x, "a", src=mesh.rank // 2, mesh=mesh)
+
+
+def call_perm(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.permute(x, "a", [(0, 1)] if mesh.rank else [(1, 0)], mesh=mesh)
+
+
+def call_offset(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.shift(x, "a", 1 if mesh.rank else 2, mesh=mesh)
+
+
+def call_sizes(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.reduce_scatter(x, "a", sizes=[1, 1, 1, 1] if mesh.rank else [1, 2, 1, 0], mesh=mesh)
+
+
+def call_gradient(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.all_reduce(x.clone().requires_grad_(mesh.rank == 1), "a", mesh=mesh)
+
+
+def call_tree(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.all_reduce([x, x] if mesh.rank == 3 else [x], "a", mesh=mesh)
+
+
+def call_dst(x: Tensor, mesh: mc.Mesh) -> None:
+    mc.reduce(x, "a", dst=mesh.rank % 2, mesh=mesh)
+
+
+def call_barrier(x: Tensor, mesh: mc.Mesh) -> None:
+    if mesh.rank:
+        mc.barrier("a", mesh=mesh)
+    else:
+        mc.gather(x, "a", mesh=mesh)
+
+
+MISMATCHES: dict[str, tuple[Callable[[Tensor, mc.Mesh], None], list[str]]] = {
+    "op": (
+        call_op,
+        [
+            r"ranks 0, 1 called all_reduce\(op='sum'\) of f32\[4\] over 'a' \(a=0\) at test_inprocess.py:{op, others}",
+            r"rank 2 called all_gather\(dim=0\) of f32\[4\] over 'a' \(a=2\) at test_inprocess.py:{op, rank 2}",
+        ],
+    ),
+    "shape": (call_shape, [r"rank 0 called all_reduce\(op='sum'\) of f32\[4\]", r"rank 1 called .* of f32\[1\]"]),
+    "dtype": (call_dtype, [r"ranks 0, 1, 2 called .* of f32\[4\]", r"rank 3 called .* of i32\[4\]"]),
+    "reduce op": (call_reduce_op, [r"rank 0 called all_reduce\(op='max'\)", r"rank 1 called all_reduce\(op='min'\)"]),
+    "mean or sum": (call_mean, [r"reduce_scatter\(dim=0, op='mean'\)", r"reduce_scatter\(dim=0, op='sum'\)"]),
+    "dim": (call_dim, [r"ranks 0, 1 called all_gather\(dim=0\)", r"rank 2 called all_gather\(dim=1\)"]),
+    "split": (call_split, [r"index 1 sends 0 elements to index 2, which expects 1", r"rank.* called all_to_all"]),
+    "src": (call_src, [r"broadcast\(src=0\)", r"broadcast\(src=1\)"]),
+    "perm": (call_perm, [r"permute\(perm=\(\(1, 0\),\)\)", r"permute\(perm=\(\(0, 1\),\)\)"]),
+    "offset": (call_offset, [r"rank 0 called shift\(offset=2, wrap=True\)", r"rank 1 called shift\(offset=1, wrap=True\)"]),
+    "sizes": (call_sizes, [r"sizes=\(1, 2, 1, 0\)", r"sizes=\(1, 1, 1, 1\)"]),
+    "needs a gradient": (
+        call_gradient,
+        [r"rank 0 called all_reduce\(op='sum'\) of f32\[4\] over", r"rank 1 called .* that needs a gradient over 'a'"],
+    ),
+    "leaves of a tree": (call_tree, [r"of f32\[1, 4\]", r"rank 3 called .* of f32\[1, 8\]"]),
+    "dst": (call_dst, [r"reduce\(op='sum', dst=0\)", r"reduce\(op='sum', dst=1\)"]),
+    "barrier": (call_barrier, [r"rank 0 called gather\(dst=0, dim=0\) of f32\[4\]", r"rank 1 called barrier\(\)"]),
+}  # fmt: skip
+
+
+def mismatched(kind: str) -> None:
+    MISMATCHES[kind][0](torch.ones(4), mesh_of(4))
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_a_mismatch_names_ranks_and_calls(kind: str) -> None:
+    with pytest.raises(mc.CommError, match=r"ranks of one axis made different calls") as caught:
+        mc.launch(mismatched, ranks=4, args=(kind,))
+    for pattern in MISMATCHES[kind][1]:
+        for mark in re.findall(r"\{(.*?)\}", pattern):
+            if "," in mark:
+                pattern = pattern.replace(f"{{{mark}}}", str(line_of(mark)))
+        assert re.search(pattern, str(caught.value)), f"{pattern} not in:\n{caught.value}"
+
+
+def usable_afterwards(kind: str) -> tuple[bool, float]:
+    mesh = mesh_of(4)
+    try:
+        MISMATCHES[kind][0](torch.ones(4), mesh)
+        raised = False
+    except mc.CommError:
+        raised = True
+    x = torch.ones(2, requires_grad=True)
+    y = mc.all_reduce(x * mesh.rank, "a", mesh=mesh).sum()
+    y.backward()
+    assert_close(x.grad, torch.full((2,), float(mesh.rank)), rtol=0, atol=0)
+    return raised, y.item()
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_a_caught_mismatch_is_raised_on_every_rank_and_leaves_the_group_usable(kind: str) -> None:
+    assert mc.launch(usable_afterwards, ranks=4, args=(kind,)) == [(True, 12.0)] * 4
+
+
+def mismatch_in_backward() -> None:
+    """The forward is the same everywhere; one rank's graph lacks the collective."""
+    mesh = mesh_of(2)
+    x = torch.ones(2, requires_grad=True)
+    y = mc.pvary(x, "a", mesh=mesh)
+    if mesh.rank == 0:
+        y.sum().backward()
+    else:
+        mc.all_reduce(torch.ones(3), "a", mesh=mesh)
+
+
+def test_a_mismatch_in_backward() -> None:
+    with pytest.raises(mc.CommError, match=r"rank 0 called all_reduce\(op='sum'\) of f32\[2\] over 'a' \(a=0\) at"):
+        mc.launch(mismatch_in_backward, ranks=2)
+
+
+def other_axis() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    mc.all_reduce(torch.ones(3), "b" if mesh.rank == 3 else "a", mesh=mesh)
+
+
+def other_order() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    mc.all_gather(torch.ones(3), ("b", "a") if mesh.rank == 3 else ("a", "b"), mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("body", "patterns"),
+    [
+        (
+            other_axis,
+            [r"rank 1 waits in all_reduce.* over 'a' \(a=0, b=1\)", r"rank 3 waits in all_reduce.* over 'b' \(a=1, b=1\)"],
+        ),
+        (
+            other_order,
+            [r"rank 0 waits in all_gather.* over \('a', 'b'\)", r"rank 3 waits in all_gather.* over \('b', 'a'\)"],
+        ),
+    ],
+    ids=["another axis", "another order"],
+)  # fmt: skip
+def test_another_axis(body: Callable[[], None], patterns: list[str]) -> None:
+    with pytest.raises(mc.CommError) as caught:
+        mc.launch(body, ranks=4)
+    for pattern in patterns:
+        assert re.search(pattern, str(caught.value)), f"{pattern} not in:\n{caught.value}"
+
+
+# --------------------------------------------------------------------------------------------------------- deadlocks
+
+
+def returns_early() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    if mesh.rank != 2:
+        mc.reduce_scatter(torch.ones(2, 3, dtype=torch.float64), "a", mesh=mesh)  # stuck
+
+
+def test_a_rank_that_returns_early() -> None:
+    with pytest.raises(mc.CommError, match=r"deadlock: no rank can go on") as caught:
+        mc.launch(returns_early, ranks=4)
+    text = str(caught.value)
+    place = f"at test_inprocess.py:{line_of('stuck')}"
+    assert f"rank 0 waits in reduce_scatter(dim=0, op='sum') of f64[2, 3] over 'a' (a=0, b=0) {place}" in text
+    for rank in (1, 2, 3):
+        assert f"  rank {rank} has returned" in text
+    assert "fix: every rank of an axis must make the same calls" in text
+
+
+def crossed() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    first, second = ("a", "b") if mesh.rank in (0, 3) else ("b", "a")
+    mc.all_reduce(torch.ones(1), first, mesh=mesh)  # first
+    mc.all_reduce(torch.ones(1), second, mesh=mesh)
+
+
+def test_axes_taken_in_another_order_name_every_rank() -> None:
+    with pytest.raises(mc.CommError, match=r"deadlock") as caught:
+        mc.launch(crossed, ranks=4)
+    line = line_of("first")
+    for rank, axis, place in ((0, "a", "a=0, b=0"), (1, "b", "a=0, b=1"), (2, "b", "a=1, b=0"), (3, "a", "a=1, b=1")):
+        expected = f"  rank {rank} waits in all_reduce(op='sum') of f32[1] over '{axis}' ({place}) at test_inprocess.py:{line}"
+        assert expected in str(caught.value)
+
+
+def caught_deadlock() -> str:
+    mesh = mesh_of(3)
+    if mesh.rank == 1:
+        return "left"
+    try:
+        mc.barrier("a", mesh=mesh)
+    except mc.CommError:
+        return "told"
+    return "went on"
+
+
+def test_every_rank_that_waits_is_told_of_a_deadlock() -> None:
+    assert mc.launch(caught_deadlock, ranks=3) == ["told", "left", "told"]
+
+
+# -------------------------------------------------------------------------------------------------------- exceptions
+
+
+class Odd(Exception):
+    """Takes two arguments, so that an error rebuilt from its text would not do."""
+
+    def __init__(self, first: str, second: int) -> None:
+        super().__init__(first, second)
+        self.second = second
+
+
+def raises_on_rank_2() -> None:
+    mesh = mesh_of(4)
+    mc.barrier("a", mesh=mesh)
+    if mesh.rank == 2:
+        1 / 0  # noqa: B018
+    mc.barrier("a", mesh=mesh)
+    raise AssertionError("a rank went on")
+
+
+def test_an_exception_in_one_rank_ends_the_launch() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        mc.launch(raises_on_rank_2, ranks=4)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "raises_on_rank_2" in frames
+    assert "raised by rank 2 of 4" in "".join(getattr(caught.value, "__notes__", ["raised by rank 2 of 4"]))
+
+
+def raises_odd() -> None:
+    raise Odd("why", mesh_of(2).rank)
+
+
+def test_the_exception_is_the_ranks_own() -> None:
+    with pytest.raises(Odd) as caught:
+        mc.launch(raises_odd, ranks=2)
+    assert caught.value.second == 0
+
+
+def cleans_up() -> None:
+    mesh = mesh_of(3)
+    try:
+        if mesh.rank == 1:
+            raise Odd("first", 1)
+        mc.barrier("a", mesh=mesh)
+    except Exception:
+        ended.append((mesh.rank, "caught"))
+        raise
+    finally:
+        ended.append((mesh.rank, "finally"))
+
+
+ended: list[tuple[int, str]] = []
+
+
+def test_the_other_ranks_are_ended_and_run_their_finally() -> None:
+    ended.clear()
+    with pytest.raises(Odd, match="first"):
+        mc.launch(cleans_up, ranks=3)
+    assert sorted(ended) == [(0, "finally"), (1, "caught"), (1, "finally")]  # rank 2 had not begun
+
+
+def stubborn() -> None:
+    """Ranks that catch everything and go on calling collectives do not keep a failed launch alive."""
+    mesh = mesh_of(3)
+    if mesh.rank == 1:
+        raise Odd("enough", 1)
+    for _ in range(50):
+        with contextlib.suppress(Exception):
+            mc.barrier("a", mesh=mesh)
+
+
+def test_a_rank_that_suppresses_exceptions_ends_too() -> None:
+    with pytest.raises(Odd, match="enough"):
+        mc.launch(stubborn, ranks=3)
+
+
+def stops(signal: type[BaseException]) -> None:
+    if mesh_of(2).rank == 1:
+        raise signal(3)
+    mc.barrier("a", mesh=mesh_of(2))
+
+
+@pytest.mark.parametrize("signal", [SystemExit, KeyboardInterrupt])
+def test_exits_and_interrupts_reach_the_caller(signal: type[BaseException]) -> None:
+    with pytest.raises(signal):
+        mc.launch(stops, ranks=2, args=(signal,))
+
+
+def cause_beside_deadlock() -> None:
+    mesh = mesh_of(3)
+    if mesh.rank == 0:
+        mc.barrier("a", mesh=mesh)
+    raise Odd("cause", mesh.rank)
+
+
+def test_the_cause_is_raised_and_not_what_follows_from_it() -> None:
+    with pytest.raises(Odd, match="cause"):
+        mc.launch(cause_beside_deadlock, ranks=3)
+
+
+def test_a_launch_works_after_one_that_failed() -> None:
+    with pytest.raises(ZeroDivisionError):
+        mc.launch(raises_on_rank_2, ranks=4)
+    assert mc.launch(lambda: mc.all_reduce(torch.ones(()), "a", mesh=mesh_of(4)).item(), ranks=4) == [4.0] * 4
+
+
+# ------------------------------------------------------------------------------------------- what the ranks take over
+
+
+def modes() -> dict[str, Any]:
+    mesh = mesh_of(2)
+    mc.barrier("a", mesh=mesh)
+    product = torch.ones(2, 2) @ torch.ones(2, 2)
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype of a product": product.dtype,
+        "device": str(torch.get_default_device()),
+        "mesh": mc.current_mesh(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("context", "changed"),
+    [
+        (contextlib.nullcontext, {}),
+        (torch.no_grad, {"grad": False}),
+        (torch.inference_mode, {"grad": False, "inference": True}),
+        (
+            lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+            {"autocast": True, "dtype of a product": torch.bfloat16},
+        ),
+        (lambda: torch.device("meta"), {"device": "meta"}),
+    ],
+    ids=["as it is", "no_grad", "inference_mode", "autocast", "default device"],
+)
+def test_the_callers_modes_hold_in_every_rank(context: Callable[[], Any], changed: dict[str, Any]) -> None:
+    usual = {
+        "grad": True, "inference": False, "autocast": False, "dtype of a product": torch.float32, "device": "cpu",
+        "mesh": None,
+    }  # fmt: skip
+    body = modes_without_communication if "device" in changed else modes
+    with context():
+        found = mc.launch(body, ranks=2)
+    assert found == [usual | changed] * 2
+    assert mc.launch(modes, ranks=2) == [usual] * 2
+
+
+def modes_without_communication() -> dict[str, Any]:
+    """A tensor on meta cannot be moved."""
+    product = torch.ones(2, 2) @ torch.ones(2, 2)
+    return {
+        "grad": True, "inference": False, "autocast": False, "dtype of a product": product.dtype,
+        "device": str(torch.get_default_device()), "mesh": None,
+    }  # fmt: skip
+
+
+def test_the_current_mesh_holds_in_every_rank() -> None:
+    mesh = mesh_of(2)
+    with mc.use_mesh(mesh):
+        found = mc.launch(lambda: (mc.current_mesh() is mesh, mc.all_reduce(torch.ones(()), "a").item()), ranks=2)
+    assert found == [(True, 2.0)] * 2
+    assert mc.current_mesh() is None
+
+
+def a_mode_of_ones_own() -> list[bool]:
+    """A rank that changes its modes changes them for itself only."""
+    mesh = mesh_of(2)
+    found = []
+    with torch.set_grad_enabled(mesh.rank == 1), mc.use_mesh(mesh) if mesh.rank else contextlib.nullcontext():
+        for _ in range(2):
+            mc.barrier("a", mesh=mesh)
+            found += [torch.is_grad_enabled(), mc.current_mesh() is mesh]
+    return found
+
+
+def test_a_rank_changes_modes_for_itself() -> None:
+    assert mc.launch(a_mode_of_ones_own, ranks=2) == [[False] * 4, [True] * 4]
+
+
+def trains_after_inference() -> None:
+    """What a mesh keeps from its first use in inference mode, or under a transform, serves training later."""
+    mesh = mesh_of(2)
+    x = torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        mc.broadcast(torch.ones(2), "a", src=1, mesh=mesh)
+    mc.broadcast(x * (mesh.rank + 1), "a", src=1, mesh=mesh).sum().backward()
+    assert_close(x.grad, torch.full((2,), 2.0 * mesh.rank), rtol=0, atol=0)
+    y = mc.broadcast(x, "a", mesh=mesh).square().sum() + mc.all_reduce(x, "a", "product", mesh=mesh).sum()
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    g.square().sum().backward()
+    assert mc.axis_index("a", mesh=mesh).is_inference() is False
+
+
+def trains_after_a_transform() -> None:
+    mesh = mesh_of(2)
+    x = torch.ones(2)
+    loss = lambda x: mc.broadcast(x * x, "a", src=1, mesh=mesh).sum()  # noqa: E731
+    assert_close(jvp(grad(loss), (x,), (x,))[1], torch.full((2,), 2.0 * mesh.rank))
+    assert_close(vmap(grad(loss))(torch.ones(3, 2)), torch.full((3, 2), 2.0 * mesh.rank))
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    assert_close(leaf.grad, torch.full((2,), 2.0 * mesh.rank))
+
+
+@pytest.mark.parametrize("body", [trains_after_inference, trains_after_a_transform])
+def test_the_first_use_of_an_axis_leaves_no_trace(body: Callable[[], None]) -> None:
+    mc.launch(body, ranks=2)
+
+
+# -------------------------------------------------------------------------------------------------- launches in ranks
+
+
+def nested() -> Any:
+    mesh = mesh_of(2)
+    inner = mc.launch(lambda: mc.all_reduce(torch.tensor(mesh.rank), "a", mesh=mesh).item(), ranks=2)
+    with pytest.raises(mc.MeshError, match=r"ranks=3, but 2 ranks are running already"):
+        mc.launch(lambda: None, ranks=3)
+    return inner
+
+
+def test_a_launch_inside_a_rank_runs_once_on_that_rank() -> None:
+    assert mc.launch(nested, ranks=2) == [[1], [1]]
+
+
+def test_a_mesh_may_be_closed_over_and_used_by_two_launches() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    for _ in range(2):
+        assert mc.launch(lambda: mc.all_reduce(mesh.rank + torch.ones(()), "b", mesh=mesh).item(), ranks=4) == [3, 3, 7, 7]
+
+
+def two_meshes() -> list[float]:
+    """Equal groups by different meshes and names, one after another and mixed."""
+    one, two = mc.make_mesh({"a": 4}), mc.make_mesh({"x": 2, "y": 2})
+    found = []
+    for i in range(3):
+        x = torch.tensor(float(one.rank + i), requires_grad=True)
+        y = mc.all_reduce(x, "a", mesh=one) * mc.all_reduce(x, ("x", "y"), mesh=two) + mc.all_reduce(x, ("a",), mesh=one)
+        y.backward()
+        assert x.grad is not None
+        found += [y.item(), x.grad.item()]
+    return found
+
+
+def test_two_meshes_of_the_same_ranks() -> None:
+    expected = [value for total in (6.0, 10.0, 14.0) for value in (total * total + total, 2 * total + 1)]
+    assert mc.launch(two_meshes, ranks=4) == [expected] * 4
+
+
+def overlapping() -> list[int]:
+    """Meshes of different subsets of the ranks, of which two share a rank."""
+    me = mesh_of(4).rank
+    left, right = mc.make_mesh({"l": 2}, ranks=[0, 1]), mc.make_mesh({"r": 3}, ranks=[3, 2, 1])
+    found = []
+    for _ in range(2):
+        if me in (0, 1):
+            found += mc.all_gather(torch.tensor([me]), "l", mesh=left).tolist()
+        if me in (1, 2, 3):
+            found += mc.all_gather(torch.tensor([me]), "r", mesh=right).tolist()
+    return found
+
+
+def test_overlapping_subsets() -> None:
+    assert mc.launch(overlapping, ranks=4) == [[0, 1] * 2, [0, 1, 3, 2, 1] * 2, [3, 2, 1] * 2, [3, 2, 1] * 2]
+
+
+# ------------------------------------------------------------------------------------------------ derivatives at once
+
+
+def forward_modes() -> None:
+    """Every rank is inside jvp, or holds a dual level open, while the others run."""
+    mesh = mesh_of(4)
+    x, t = torch.tensor([1.0, 2.0]) * (mesh.rank + 1), torch.tensor([1.0, -1.0])
+    y, tangent = jvp(lambda x: mc.all_reduce((x * x).sin(), "a", mesh=mesh), (x,), (t,))
+    rows = torch.arange(1.0, 5.0)[:, None] * torch.tensor([1.0, 2.0])
+    assert_close(tangent, (2 * rows * t * (rows * rows).cos()).sum(0))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t * mesh.rank)
+        for _ in range(3):
+            dual = mc.shift(dual * 2, "a", mesh=mesh)
+        mc.barrier("a", mesh=mesh)
+        assert_close(forward_ad.unpack_dual(dual).tangent, t * 8 * ((mesh.rank - 3) % 4))
+    assert forward_ad.unpack_dual is not None
+    assert_close(y, (rows * rows).sin().sum(0))
+
+
+def test_forward_mode_in_all_ranks_at_once() -> None:
+    mc.launch(forward_modes, ranks=4)
+    with forward_ad.dual_level():  # and the caller's bookkeeping is as it was
+        assert forward_ad.unpack_dual(forward_ad.make_dual(torch.ones(1), torch.ones(1))).tangent is not None
+
+
+def mixed_modes() -> None:
+    """One rank under jvp, one under vmap, others plain: levels do not leak to the rank that runs next."""
+    mesh = mesh_of(3)
+    for _ in range(3):
+        if mesh.rank == 0:
+            jvp(lambda x: x * mc.all_reduce(x, "a", mesh=mesh), (torch.ones(2),), (torch.zeros(2),))
+            mc.all_reduce(torch.ones(2), "a", mesh=mesh)
+        else:
+            # jvp sends the value and then its tangent.
+            mc.all_reduce(torch.ones(2), "a", mesh=mesh)
+            assert not torch._C._are_functorch_transforms_active()
+            mc.all_reduce(torch.ones(2), "a", mesh=mesh)
+            assert forward_ad._current_level == -1
+            mc.all_reduce(torch.ones(2), "a", mesh=mesh)
+
+
+def test_a_transform_in_one_rank_is_not_seen_by_another() -> None:
+    mc.launch(mixed_modes, ranks=3)
+
+
+def hooked() -> list[int]:
+    """Hooks on gradients run in the rank whose graph it is."""
+    mesh = mesh_of(3)
+    found: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    y = mc.pvary(x, "a", mesh=mesh)
+    y.register_hook(lambda g: found.append(mesh.rank))
+    mc.all_gather(y, "a", mesh=mesh).sum().backward()
+    return found
+
+
+def test_hooks_run_in_their_rank() -> None:
+    assert mc.launch(hooked, ranks=3) == [[0], [1], [2]]
+
+
+# ------------------------------------------------------------------------------------------------------ outside ranks
+
+
+def results() -> Tensor:
+    mesh = mesh_of(2)
+    return mc.all_gather(torch.ones(1, requires_grad=True), "a", mesh=mesh)
+
+
+def test_backward_outside_of_its_rank_says_so() -> None:
+    y = mc.launch(results, ranks=2)[0]
+    with pytest.raises(mc.MeshError, match=r"called for rank 0 outside of that rank[\s\S]*fix: run backward\(\)"):
+        y.sum().backward()
+
+
+def other_thread() -> str:
+    mesh = mesh_of(2)
+    found: list[str] = []
+
+    def call() -> None:
+        try:
+            mc.all_reduce(torch.ones(1), "a", mesh=mesh)
+        except mc.MeshError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_thread_that_a_rank_starts_is_not_the_rank() -> None:
+    assert all("outside a rank" in text for text in mc.launch(other_thread, ranks=2))
+
+
+@pytest.fixture(autouse=True)
+def untouched_process() -> Iterator[None]:
+    """A launch leaves grad mode, current mesh and threads as they were, whatever the test did."""
+    yield
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert mc.current_mesh() is None
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("meshcomm rank")]
