@@ -15,7 +15,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.runtime.protocol import Post, Want
+from meshcomm.runtime.protocol import Note, Post, Want
 
 __all__ = ["barrier", "exchange", "gather", "recv", "reduce", "scatter", "send"]
 
@@ -27,9 +27,10 @@ _DTYPES = (
 _MOST_DIMS = 14
 
 
-def _announce(axis: Axis, what: str, **given: object) -> None:
+def _announce(axis: Axis, what: str, x: Tensor | None = None, **given: object) -> None:
     if axis.link.watched:
-        axis.link.announce(what, tuple(given.values()), None, axis, tuple(given))
+        seen = (None, ()) if x is None else (x.dtype, x.shape)
+        axis.link.announce(Note(what, tuple(given.values()), tuple(given), None, axis, *seen))
 
 
 def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Mesh | None = None) -> Tensor | None:
@@ -72,7 +73,7 @@ def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Me
     check.reducible("reduce", x, op, ax)
     check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
-    _announce(ax, "reduce", op=op, dst=dst)
+    _announce(ax, "reduce", x, op=op, dst=dst)
     y = ax.link.reduce(x, "sum" if op == "mean" else op, dst)
     return y / ax.size if op == "mean" and y is not None else y
 
@@ -117,7 +118,7 @@ def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh 
     x = x.reshape(1) if x.ndim == 0 else x
     place = check.checked_dim("gather", x, dim, ax)
     check.no_gradient("gather", x, ax, "use all_gather")
-    _announce(ax, "gather", dst=dst, dim=place)
+    _announce(ax, "gather", x, dst=dst, dim=place)
     rows = ax.link.gather(x, dst)
     return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
 

@@ -19,6 +19,7 @@ from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_int
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.inprocess import InProcessLink
+from meshcomm.runtime.protocol import Note
 
 __all__ = ["Rule", "apply", "refuse_in_process", "rule_named"]
 
@@ -68,7 +69,8 @@ class Rule:
     def announced(self, x: Tensor, axis: Axis, params: Params, needs_grad: bool | None) -> Tensor:
         """Run it, telling a link that wants to know what is called."""
         if axis.link.watched:
-            axis.link.announce(self.name, params[: len(self.agreed)], needs_grad, axis, self.agreed)
+            given = params[: len(self.agreed)]
+            axis.link.announce(Note(self.name, given, self.agreed, needs_grad, axis, x.dtype, x.shape))
         return self.run(x, axis, *params)
 
 

@@ -16,15 +16,13 @@ from torch import Tensor
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime import wire
 from meshcomm.runtime.callsite import call_site
-from meshcomm.runtime.protocol import Post, Want
+from meshcomm.runtime.protocol import Note, Post, Want
 from meshcomm.runtime.scheduler import Rank, current_rank
 
 __all__ = ["InProcessLink"]
 
-Note = tuple[str, tuple[Any, ...], "bool | None", object, Sequence[str]]
-"""The operation, its arguments that must be equal, whether a gradient is needed, the axis, the names of the
-arguments.
-"""
+Detail = Callable[[], str] | None
+"""More to say of a call, put into words only when it is said."""
 
 Compute = Callable[[list[Any]], Sequence[Any]]
 
@@ -34,7 +32,7 @@ class _Call:
 
     __slots__ = ("detail", "key", "note", "rank", "site")
 
-    def __init__(self, rank: Rank, note: Note, key: tuple[Any, ...], detail: Callable[[], str]) -> None:
+    def __init__(self, rank: Rank, note: Note, key: tuple[Any, ...], detail: Detail) -> None:
         self.rank = rank
         self.note = note
         self.key = key  # what must be equal on all ranks
@@ -42,17 +40,23 @@ class _Call:
         self.site = call_site()
 
     def agrees(self, other: _Call) -> bool:
-        what, given, needs_grad, *_ = self.note
-        what_too, given_too, needs_grad_too, *_ = other.note
-        if what != what_too or given != given_too or self.key != other.key:
+        mine, theirs = self.note, other.note
+        if mine.what != theirs.what or mine.given != theirs.given or self.key != other.key:
             return False
-        return needs_grad == needs_grad_too or needs_grad is None or needs_grad_too is None
+        return mine.needs_grad == theirs.needs_grad or mine.needs_grad is None or theirs.needs_grad is None
 
     def __str__(self) -> str:
-        what, given, needs_grad, axis, names = self.note
-        grad = " that needs a gradient" if needs_grad else ""
-        shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, given, strict=True) if value is not None)
-        return f"{what}({shown}) of {self.detail()}{grad} over {axis} at {self.site}"
+        note = self.note
+        given = zip(note.names, note.given, strict=True)
+        shown = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        parts = [f"{note.what}({shown})"]
+        if note.dtype is not None:
+            parts.append(f"of {shape_text(note.dtype, note.shape)}")
+        if self.detail is not None:
+            parts.append(self.detail())
+        if note.needs_grad:
+            parts.append("that needs a gradient")
+        return f"{' '.join(parts)} over {note.axis} at {self.site}"
 
 
 class _Meeting:
@@ -122,13 +126,11 @@ class InProcessLink:
         self.index = ranks.index(rank.index)
         self._rank = rank
         self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle(self.size))
-        self._note: Note = ("a collective", (), None, "?", ())
+        self._note = Note("a collective", (), (), None, "?")
 
-    def announce(
-        self, what: str, given: tuple[Any, ...], needs_grad: bool | None, axis: object, names: Sequence[str]
-    ) -> None:
-        """Name the next call in reports; ``what`` and ``given`` must be equal on all ranks."""
-        self._note = (what, given, needs_grad, axis, names)
+    def announce(self, note: Note) -> None:
+        """Name the next call, for reports and to compare it with the other ranks'."""
+        self._note = note
 
     def check_device(self, device: torch.device) -> str | None:
         """Every device with real memory."""
@@ -136,16 +138,16 @@ class InProcessLink:
 
     # ------------------------------------------------------------------------------------------------ meeting
 
-    def _call(self, key: tuple[Any, ...], detail: Callable[[], str]) -> _Call:
+    def _call(self, key: tuple[Any, ...], detail: Detail) -> _Call:
         if current_rank() is not self._rank:
             raise MeshError(
-                f"meshcomm.{self._note[0]}: called for rank {self._rank.index} outside of that rank.\n"
+                f"meshcomm.{self._note.what}: called for rank {self._rank.index} outside of that rank.\n"
                 "  fix: run backward() and every collective inside the function that mc.launch runs"
             )
         self._rank.world.check()
         return _Call(self._rank, self._note, key, detail)
 
-    def _meet(self, key: tuple[Any, ...], detail: Callable[[], str], given: Any, compute: Compute) -> Any:
+    def _meet(self, key: tuple[Any, ...], detail: Detail, given: Any, compute: Compute) -> Any:
         """Wait for all ranks of the group; the last one to come computes everybody's result."""
         call = self._call(key, detail)
         seat = self._circle.counts[self.index]
@@ -178,7 +180,7 @@ class InProcessLink:
                 with torch.no_grad():
                     meeting.results = compute(meeting.inputs)
             except Exception as error:  # every rank of the group is told
-                meeting.error = f"meshcomm.{call.note[0]}: {error}\n{meeting.report()}"
+                meeting.error = f"meshcomm.{call.note.what}: {error}\n{meeting.report()}"
             meeting.inputs = []
         else:
             try:
@@ -192,7 +194,7 @@ class InProcessLink:
 
     def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
         """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
-        return self._meet((x.dtype, x.shape, extra), lambda: shape_text(x.dtype, x.shape), given, compute)
+        return self._meet((x.dtype, x.shape, extra), None, given, compute)
 
     # --------------------------------------------------------------------------------------------- collectives
 
@@ -215,7 +217,7 @@ class InProcessLink:
         """Runs handed over; what one sends must be what the other expects."""
 
         def detail() -> str:
-            return f"{shape_text(x.dtype, x.shape)} sending {list(send)} receiving {list(recv)} elements"
+            return f"sending {list(send)} receiving {list(recv)} elements"
 
         result: Tensor = self._meet((x.dtype,), detail, (x, send, recv), _swap)
         return result
@@ -257,7 +259,7 @@ class InProcessLink:
 
     def barrier(self) -> None:
         """Meet for nothing."""
-        self._meet((), lambda: "nothing", None, lambda given: given)
+        self._meet((), None, None, lambda given: given)
 
     # ---------------------------------------------------------------------------------------------- messages
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime import wire, world
-from meshcomm.runtime.protocol import Post, Want
+from meshcomm.runtime.protocol import Note, Post, Want
 
 __all__ = ["PacketLink", "ProcessLink", "TracedLink", "group_of", "link_of"]
 
@@ -46,9 +46,7 @@ class PacketLink:
     bitwise: bool
     """Whether the backend has and, or, xor (NCCL has not)."""
 
-    def announce(
-        self, what: str, given: tuple[Any, ...], needs_grad: bool | None, axis: object, names: Sequence[str]
-    ) -> None:
+    def announce(self, note: Note) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""
 
     def check_device(self, device: torch.device) -> str | None:

@@ -6,7 +6,7 @@ n = number of ranks in the group. Tensors are dense; results are always new stor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,21 @@ Want = tuple[int, tuple[int, ...], torch.dtype, int, torch.device]
 """A message to receive: the source, shape, dtype, tag and the device it shall lie on."""
 
 
+class Note(NamedTuple):
+    """What a rank called, for a link that is watched."""
+
+    what: str
+    given: tuple[Any, ...]
+    """Those of its arguments that must be equal on all ranks."""
+    names: Sequence[str]
+    """Their names."""
+    needs_grad: bool | None
+    axis: object
+    """``str`` gives the axis and the rank's place."""
+    dtype: torch.dtype | None = None
+    shape: Sequence[int] = ()
+
+
 class Link(Protocol):
     """One rank's view of a group: the few primitives that every collective is made of."""
 
@@ -30,12 +45,8 @@ class Link(Protocol):
     watched: bool
     """Whether calls are announced first, so that ranks that disagree are told so."""
 
-    def announce(
-        self, what: str, given: tuple[Any, ...], needs_grad: bool | None, axis: object, names: Sequence[str]
-    ) -> None:
-        """Say what the next primitive belongs to: the operation, those of its arguments (with their names) that must
-        be equal on all ranks, whether a gradient is needed, the axis.
-        """
+    def announce(self, note: Note) -> None:
+        """Say what the next primitive belongs to."""
 
     def check_device(self, device: torch.device) -> str | None:
         """Why tensors on ``device`` cannot be moved, or None."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshcomm.runtime.protocol import Post, Want
+from meshcomm.runtime.protocol import Note, Post, Want
 
 __all__ = ["SoloLink"]
 
@@ -24,9 +23,7 @@ class SoloLink:
     index = 0
     watched = False
 
-    def announce(
-        self, what: str, given: tuple[Any, ...], needs_grad: bool | None, axis: object, names: Sequence[str]
-    ) -> None:
+    def announce(self, note: Note) -> None:
         """Nobody listens."""
 
     def check_device(self, device: torch.device) -> str | None:
