@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import _torch
 from meshcomm.errors import fail, names
+from meshcomm.places import InProcess, Place, Processes, Solo, rank_here
 from meshcomm.runtime import processes, world
-from meshcomm.runtime.inprocess import InProcessLink
 from meshcomm.runtime.protocol import Link
-from meshcomm.runtime.scheduler import Rank, carry_over, current_rank
+from meshcomm.runtime.scheduler import carry_over, current_rank
 from meshcomm.runtime.scheduler import local as _ranks
 from meshcomm.runtime.solo import SoloLink
 
@@ -114,68 +114,6 @@ def axis_with_key(key: int) -> Axis:
         fail("mesh", "a compiled function uses a mesh that is gone.", fix="compile it again with the new mesh")
 
 
-class _Processes:
-    """Where the ranks are processes."""
-
-    def rank(self) -> int | None:
-        here = world.current()
-        return None if here is None else here.rank
-
-    def world_size(self) -> int | None:
-        here = world.current()
-        return None if here is None else here.size
-
-    def link(self, ranks: tuple[int, ...]) -> Link:
-        return processes.link_of(ranks)
-
-    def device(self) -> torch.device:
-        here = world.current()
-        return torch.get_default_device() if here is None else here.device
-
-
-class _InProcess:
-    """Where the ranks are threads of this process: who this rank is depends on who asks."""
-
-    def rank(self) -> int | None:
-        here = current_rank()
-        return None if here is None else here.index
-
-    def world_size(self) -> int | None:
-        here = current_rank()
-        return None if here is None else here.world.size
-
-    def link(self, ranks: tuple[int, ...]) -> Link:
-        return InProcessLink(_here(), ranks)
-
-    def device(self) -> torch.device:
-        return torch.get_default_device()
-
-
-class _Solo:
-    """One rank that is alone, with no process group and no launch."""
-
-    def rank(self) -> int | None:
-        return 0
-
-    def world_size(self) -> int | None:
-        return 1
-
-    def link(self, ranks: tuple[int, ...]) -> Link:
-        return SoloLink()
-
-    def device(self) -> torch.device:
-        return torch.get_default_device()
-
-
-_Place = _Processes | _InProcess | _Solo
-
-
-def _here() -> Rank:
-    here = current_rank()
-    assert here is not None
-    return here
-
-
 class Mesh:
     """Ranks in an N-dimensional grid whose axes have names. Made by :func:`make_mesh`."""
 
@@ -183,7 +121,7 @@ class Mesh:
         self,
         shape: Mapping[str, int],
         ranks: tuple[int, ...],
-        place: _Place,
+        place: Place,
         world_size: int,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
@@ -194,7 +132,7 @@ class Mesh:
         self._device_mesh = device_mesh
         self._on_cpu = device_mesh is not None and device_mesh.device_type == "cpu"
         self._axes: dict[AxisName, Axis] = {}
-        self._threads = isinstance(place, _InProcess)
+        self._threads = isinstance(place, InProcess)
         self._key = next(_keys)
         _meshes[self._key] = self
 
@@ -257,7 +195,7 @@ class Mesh:
         Raises MeshError in-process: there are no process groups.
         """
         if self._device_mesh is None:
-            if isinstance(self._place, _InProcess):
+            if isinstance(self._place, InProcess):
                 fail(
                     "mesh.device_mesh",
                     "ranks in one process have no torch process groups.",
@@ -268,7 +206,7 @@ class Mesh:
         return self._device_mesh
 
     def _make_device_mesh(self) -> DeviceMesh:
-        if isinstance(self._place, _Solo):
+        if isinstance(self._place, Solo):
             world.solo_process_group()
         self.rank  # noqa: B018  # a rank outside has no groups: say so
         groups = [processes.group_of(self._ranks_along((name,))) for name in self._shape]
@@ -297,7 +235,7 @@ class Mesh:
         grid = device_mesh.mesh
         shape = _checked_shape(where, dict(zip(device_mesh.mesh_dim_names, grid.shape, strict=True)))
         ranks = tuple(int(rank) for rank in grid.flatten().tolist())
-        return _with_links(Mesh(shape, ranks, _Processes(), here.size, device_mesh))
+        return _with_links(Mesh(shape, ranks, Processes(), here.size, device_mesh))
 
     # ------------------------------------------------------------------------------------------------------ axes
 
@@ -332,7 +270,7 @@ class Mesh:
         link = SoloLink() if len(ranks) == 1 else self._place.link(ranks)
         found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, ranks.index(self._ranks[self.rank]), link)
         if self._threads:
-            _here().axes[self, name] = found
+            rank_here().axes[self, name] = found
         else:
             self._axes[name] = found
         return found
@@ -367,7 +305,7 @@ class Mesh:
         )
 
     def _outside_a_rank(self, where: str) -> NoReturn:
-        if isinstance(self._place, _InProcess):
+        if isinstance(self._place, InProcess):
             fail(
                 where,
                 "called outside a rank.",
@@ -424,17 +362,17 @@ def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None) ->
     shape = _checked_shape("make_mesh", axes)
     inside = current_rank()
     if inside is not None:
-        return _sized(shape, ranks, _InProcess(), inside.world.size, "mc.launch started")
+        return _sized(shape, ranks, InProcess(), inside.world.size, "mc.launch started")
     here = world.ensure()
     if here is not None:
-        return _with_links(_sized(shape, ranks, _Processes(), here.size, "the launcher started"))
+        return _with_links(_sized(shape, ranks, Processes(), here.size, "the launcher started"))
     if ranks is not None and not isinstance(ranks, Sequence):
         fail("make_mesh", f"ranks is a list of ints, not {ranks!r}.")
     total = math.prod(abs(length) for length in shape.values()) if ranks is None else len(ranks)
     if total == 1:
-        return _sized(shape, ranks, _Solo(), 1, "a plain process has")
+        return _sized(shape, ranks, Solo(), 1, "a plain process has")
     size = total if ranks is None else max([total, *(int(rank) + 1 for rank in ranks)])
-    return _sized(shape, ranks, _InProcess(), size, "there are")
+    return _sized(shape, ranks, InProcess(), size, "there are")
 
 
 def _with_links(mesh: Mesh) -> Mesh:
@@ -458,7 +396,7 @@ def _checked_shape(where: str, axes: Mapping[str, int]) -> dict[str, int]:
     return dict(axes)
 
 
-def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: _Place, world_size: int, who: str) -> Mesh:
+def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: Place, world_size: int, who: str) -> Mesh:
     """Fill in -1 and compare with the number of ranks."""
     chosen = tuple(range(world_size)) if ranks is None else tuple(ranks)
     if len(set(chosen)) != len(chosen) or not all(isinstance(r, int) and 0 <= r < world_size for r in chosen):

@@ -18,25 +18,23 @@ from meshcomm.mesh import Axis
 
 __all__ = ["Check", "checked_size", "elementwise", "leaves_of", "rebuild", "rows"]
 
-Check = Callable[[Tensor, str], object]
-"""Raises for a leaf, given with its path, that the collective cannot take."""
+Check = Callable[[Tensor], object]
+"""Raises for a leaf that the collective cannot take."""
 
 
 def leaves_of(where: str, tree: Any, axis: Axis, accept: Check | None = None) -> tuple[list[Tensor], Any]:
     """The leaves of a tree, every one a tensor that ``accept`` lets through, and the structure."""
     leaves, spec = _torch.tree_flatten(tree)
-
-    def examine(leaf: Any, path: str) -> None:
-        check.tensor(where, leaf, axis, path)
-        if accept is not None:
-            accept(leaf, path)
-
     for at, leaf in enumerate(leaves):
         try:
-            examine(leaf, "")
-        except MeshError:  # the path is looked up only now: it costs more than the call
-            examine(leaf, _torch.tree_leaves_with_path(tree)[at][0])
-            raise
+            check.tensor(where, leaf, axis)
+            if accept is not None:
+                accept(leaf)
+        except MeshError as error:
+            path = _torch.tree_leaves_with_path(tree)[at][0]
+            if not path:  # the tree is one leaf
+                raise
+            raise MeshError(f"{error}\n  leaf: x{path}") from None
     return leaves, spec
 
 

@@ -70,19 +70,19 @@ def axis_of(where: str, name: AxisName, mesh: Mesh | None) -> Axis:
     return (mesh if type(mesh) is Mesh else mesh_of(where, name, mesh)).axis(name, where)
 
 
-def tensor(where: str, x: Tensor, axis: Axis, path: str = "") -> None:
+def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
     """``x`` is a dense tensor on a device that this mesh moves."""
     kind = type(x)
     if kind is not Tensor and kind is not Parameter:
-        _odd_tensor(where, x, axis, path)
+        _odd_tensor(where, x, axis, name)
     if x.layout is not torch.strided:
-        explain(where, f"x{path} is a {x.layout} tensor.", axis, x=x, fix="call .to_dense() first")
+        explain(where, f"{name} is a {x.layout} tensor.", axis, x=x, fix="call .to_dense() first")
     if x.device not in axis.devices:
         why = axis.link.check_device(x.device)
         if why is not None:
             explain(
                 where,
-                f"x{path} is on the wrong device, {x.device}.",
+                f"{name} is on the wrong device, {x.device}.",
                 axis,
                 x=x,
                 fix=f"{why}; move it to {axis.mesh.device}",
@@ -90,17 +90,15 @@ def tensor(where: str, x: Tensor, axis: Axis, path: str = "") -> None:
         axis.devices.add(x.device)
 
 
-def _odd_tensor(where: str, x: object, axis: Axis, path: str) -> None:
+def _odd_tensor(where: str, x: object, axis: Axis, name: str) -> None:
     if not isinstance(x, Tensor):
-        explain(
-            where, f"x{path} is not a tensor but {type(x).__name__}.", axis, fix="pass a tensor or a pytree of tensors"
-        )
+        explain(where, f"{name} is not a tensor but {type(x).__name__}.", axis, fix="pass a tensor or a pytree of tensors")
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
         fix = "pass .to_local()" if hasattr(x, "to_local") else "pass a plain tensor"
-        explain(where, f"x{path} is a {type(x).__name__}, whose data is not one dense tensor.", axis, fix=fix)
+        explain(where, f"{name} is a {type(x).__name__}, whose data is not one dense tensor.", axis, fix=fix)
 
 
-def reducible(where: str, x: Tensor, op: str, axis: Axis, path: str = "") -> None:
+def reducible(where: str, x: Tensor, op: str, axis: Axis) -> None:
     """``op`` exists and can reduce the dtype of ``x``."""
     try:
         if (op, x.dtype) in _ALLOWED:
@@ -109,9 +107,7 @@ def reducible(where: str, x: Tensor, op: str, axis: Axis, path: str = "") -> Non
         pass
     if not isinstance(op, str) or op not in _DTYPES:
         explain(where, f"no reduce op {op!r}.", axis, x=x, fix=f"one of {names(_DTYPES)}")
-    explain(
-        where, f"op {op!r} is not defined for {x.dtype}{path and f' (x{path})'}.", axis, x=x, fix=_cast(op, x.dtype)
-    )
+    explain(where, f"op {op!r} is not defined for {x.dtype}.", axis, x=x, fix=_cast(op, x.dtype))
 
 
 def _cast(op: str, dtype: torch.dtype) -> str:

@@ -139,7 +139,7 @@ def all_to_all(
         params = _exchange_params(where, x, ax, split_dim, concat_dim, send_sizes, recv_sizes)
         return apply(_ALL_TO_ALL, x, ax, params)  # type: ignore[return-value]
 
-    def params_of(leaf: Tensor, path: str = "") -> tuple[int, int, Sizes, Sizes]:
+    def params_of(leaf: Tensor) -> tuple[int, int, Sizes, Sizes]:
         return _exchange_params(where, leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
 
     leaves, spec = buckets.leaves_of(where, x, ax, params_of)

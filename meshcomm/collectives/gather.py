@@ -222,7 +222,7 @@ def shard(
         check.tensor(where, x, ax)
         check.slices(where, x, dim, lengths, ax)
         return apply(_SHARD, x, ax, (dim % x.ndim, lengths))  # type: ignore[return-value]
-    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf, _: check.slices(where, leaf, dim, lengths, ax))
+    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: check.slices(where, leaf, dim, lengths, ax))
     if lengths is not None:
         done = [apply(_SHARD, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves]
     else:
@@ -263,7 +263,7 @@ def _gather(
         check.tensor(where, x, ax)
         whole, place = _joinable(where, x, dim, lengths, ax)
         return apply(rule, whole, ax, (place, lengths))  # type: ignore[return-value]
-    leaves, spec = buckets.leaves_of(where, x, ax)
+    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: _joinable(where, leaf, dim, lengths, ax))
     leaves = [_joinable(where, leaf, dim, lengths, ax)[0] for leaf in leaves]
     if lengths is not None:
         done = [apply(rule, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves]

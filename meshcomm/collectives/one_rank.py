@@ -187,7 +187,7 @@ def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Ten
     """What is wrong with this rank's arguments."""
     try:
         if like is not None:
-            check.tensor("scatter", like, axis, " (like)")
+            check.tensor("scatter", like, axis, "like")
         if axis.index != src:
             if x is not None:
                 check.explain(

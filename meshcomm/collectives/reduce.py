@@ -288,9 +288,7 @@ def all_reduce(x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = 
         check.tensor("all_reduce", x, ax)
         check.reducible("all_reduce", x, op, ax)
         return apply(_ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE, x, ax, (op,))  # type: ignore[return-value]
-    leaves, spec = buckets.leaves_of(
-        "all_reduce", x, ax, lambda leaf, path: check.reducible("all_reduce", leaf, op, ax, path)
-    )
+    leaves, spec = buckets.leaves_of("all_reduce", x, ax, lambda leaf: check.reducible("all_reduce", leaf, op, ax))
     rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
     done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: apply(rule, flat, ax, (op,)))
     return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
@@ -346,14 +344,14 @@ def reduce_scatter(
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
 
-    def accept(leaf: Tensor, path: str) -> None:
-        check.reducible(where, leaf, op, ax, path)
+    def accept(leaf: Tensor) -> None:
+        check.reducible(where, leaf, op, ax)
         check.slices(where, leaf, dim, lengths, ax)
 
     rule = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
-        accept(x, "")
+        accept(x)
         return apply(rule, x, ax, (dim % x.ndim, op, lengths))  # type: ignore[return-value]
     leaves, spec = buckets.leaves_of(where, x, ax, accept)
     if lengths is not None:

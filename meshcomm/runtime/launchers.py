@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from meshcomm.errors import fail
 
-__all__ = ["CHOICES", "Launcher", "derived_port", "detect", "expand_nodes", "expand_tasks"]
+__all__ = ["CHOICES", "LOOPBACK", "Launcher", "derived_port", "detect", "expand_nodes", "expand_tasks"]
 
 CHOICES = ("pytorch", "mpi", "slurm")
 LOOPBACK = "127.0.0.1"

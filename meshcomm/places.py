@@ -1,0 +1,88 @@
+"""Where the ranks of a mesh are: in processes, in this process, or one rank alone."""
+
+from __future__ import annotations
+
+import torch
+
+from meshcomm.runtime import processes, world
+from meshcomm.runtime.inprocess import InProcessLink
+from meshcomm.runtime.protocol import Link
+from meshcomm.runtime.scheduler import Rank, current_rank
+from meshcomm.runtime.solo import SoloLink
+
+__all__ = ["InProcess", "Place", "Processes", "Solo", "rank_here"]
+
+
+class Processes:
+    """The ranks are processes."""
+
+    def rank(self) -> int | None:
+        """This process's rank in the world; None when there is no world any more."""
+        here = world.current()
+        return None if here is None else here.rank
+
+    def world_size(self) -> int | None:
+        """How many processes there are."""
+        here = world.current()
+        return None if here is None else here.size
+
+    def link(self, ranks: tuple[int, ...]) -> Link:
+        """A link between these ranks, which call this together the first time."""
+        return processes.link_of(ranks)
+
+    def device(self) -> torch.device:
+        """The device that ``init`` chose."""
+        here = world.current()
+        return torch.get_default_device() if here is None else here.device
+
+
+class InProcess:
+    """The ranks are threads of this process: who this rank is depends on who asks."""
+
+    def rank(self) -> int | None:
+        """The rank that is running; None outside a launch."""
+        here = current_rank()
+        return None if here is None else here.index
+
+    def world_size(self) -> int | None:
+        """How many ranks the launch has."""
+        here = current_rank()
+        return None if here is None else here.world.size
+
+    def link(self, ranks: tuple[int, ...]) -> Link:
+        """A link of the rank that is running to these ranks."""
+        return InProcessLink(rank_here(), ranks)
+
+    def device(self) -> torch.device:
+        """The caller's default device."""
+        return torch.get_default_device()
+
+
+class Solo:
+    """One rank that is alone, with no process group and no launch."""
+
+    def rank(self) -> int | None:
+        """The only one."""
+        return 0
+
+    def world_size(self) -> int | None:
+        """One."""
+        return 1
+
+    def link(self, ranks: tuple[int, ...]) -> Link:
+        """A link to nobody."""
+        return SoloLink()
+
+    def device(self) -> torch.device:
+        """The default device."""
+        return torch.get_default_device()
+
+
+Place = Processes | InProcess | Solo
+
+
+def rank_here() -> Rank:
+    """The in-process rank that is running, where there must be one."""
+    here = current_rank()
+    assert here is not None
+    return here

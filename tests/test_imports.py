@@ -1,0 +1,221 @@
+"""The arrows of import point down, nothing is hidden in a function, and private names of torch stand behind one door."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+import meshcomm as mc
+
+ROOT = Path(mc.__file__).parent
+MODULES = sorted(
+    ".".join(("meshcomm", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    for path in ROOT.rglob("*.py")
+)
+
+# From the bottom up; a module imports from its own row or a lower one.
+LAYERS = [
+    ("meshcomm.errors", "meshcomm._torch"),
+    ("meshcomm.runtime",),
+    ("meshcomm.launch", "meshcomm.mesh"),
+    ("meshcomm.collectives",),
+]
+NARROW = {"meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"), "meshcomm.errors": (), "meshcomm._torch": ()}
+
+
+def under(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@lru_cache(maxsize=None)
+def tree_of(module: str) -> ast.Module:
+    path = ROOT.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(), str(file))
+
+
+def imports_of(module: str) -> Iterator[tuple[str, int]]:
+    """Every module that this one imports, with the line; ``from package import module`` counts as the module."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno} imports relatively"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in MODULES else node.module), node.lineno
+
+
+def layer(module: str) -> int:
+    return next(i for i, row in enumerate(LAYERS) for package in row if under(module, package))
+
+
+def test_there_are_modules_and_each_has_a_layer() -> None:
+    assert {"meshcomm.mesh", "meshcomm.collectives.reduce", "meshcomm.runtime.inprocess"} <= set(MODULES)
+    for module in MODULES:
+        if module != "meshcomm":
+            assert layer(module) >= 0
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "meshcomm"])
+def test_imports_point_down(module: str) -> None:
+    for other, line in imports_of(module):
+        if not under(other, "meshcomm"):
+            continue
+        assert other != "meshcomm", f"{module}:{line} imports the package root"
+        assert layer(other) <= layer(module), f"{module}:{line} imports {other}, which is above it"
+        if module in NARROW:
+            assert any(under(other, package) for package in NARROW[module]), f"{module}:{line} imports {other}"
+
+
+def test_no_cycle() -> None:
+    left = {m: {other for other, _ in imports_of(m) if under(other, "meshcomm")} for m in MODULES}
+    while left:
+        bottom = [module for module, needs in left.items() if not needs & set(left)]
+        assert bottom, f"a cycle among {sorted(left)}"
+        for module in bottom:
+            del left[module]
+
+
+def test_the_root_only_re_exports() -> None:
+    body = tree_of("meshcomm").body
+    assert isinstance(body[0], ast.Expr), "no docstring"
+    for node in body[1:]:
+        named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "__version__")
+        assert isinstance(node, ast.ImportFrom) or named, ast.unparse(node)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_import_hides_in_a_function(module: str) -> None:
+    for function in ast.walk(tree_of(module)):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            for node in ast.walk(function):
+                assert not isinstance(node, (ast.Import, ast.ImportFrom)), f"{module}:{node.lineno} imports in a function"
+                if isinstance(node, ast.Call):
+                    called = ast.unparse(node.func)
+                    assert called not in ("__import__", "importlib.import_module", "import_module"), f"{module}:{node.lineno}"
+
+
+# --------------------------------------------------------------------------------------------------- private names
+
+
+def hidden(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@lru_cache(maxsize=None)
+def own_private_names() -> set[str]:
+    """What meshcomm itself defines with an underscore: functions, classes, variables, attributes."""
+    found = set()
+    for module in MODULES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return {name for name in found if hidden(name)} | {"_torch"}
+
+
+STANDARD_LIBRARY = {"os._exit", "sys._getframe"}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "meshcomm._torch"])
+def test_private_names_of_others_stand_in_one_file(module: str) -> None:
+    for node in ast.walk(tree_of(module)):
+        place = f"{module}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                assert not any(hidden(part) for part in alias.name.split(".")), f"{place} imports {alias.name}"
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not under(node.module, "meshcomm"):
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            assert not any(hidden(part) for part in parts), f"{place} imports from {node.module}"
+        elif isinstance(node, ast.Attribute) and hidden(node.attr) and ast.unparse(node) not in STANDARD_LIBRARY:
+            assert node.attr in own_private_names(), f"{place} uses {ast.unparse(node)}"
+
+
+def test_the_check_finds_private_names() -> None:
+    """What it lets through elsewhere it finds in the one file."""
+    used = {node.attr for node in ast.walk(tree_of("meshcomm._torch")) if isinstance(node, ast.Attribute)}
+    assert {"_allgather_base", "_current_level"} <= used
+    assert "_allgather_base" not in own_private_names()
+
+
+def test_torch_distributed_is_used_in_the_process_runtime_only() -> None:
+    """Nothing above the runtime communicates through torch.distributed; the mesh knows its DeviceMesh."""
+    for module in MODULES:
+        if under(module, "meshcomm.runtime") or module == "meshcomm._torch":
+            continue
+        used = {other for other, _ in imports_of(module) if under(other, "torch.distributed")}
+        assert used <= ({"torch.distributed.device_mesh"} if module == "meshcomm.mesh" else set()), module
+
+
+# ------------------------------------------------------------------------------------------------------------ names
+
+
+def test_all_of_the_root_is_complete() -> None:
+    public = {name for name, value in vars(mc).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert set(mc.__all__) == public
+    assert list(mc.__all__) == sorted(mc.__all__)
+
+
+@pytest.mark.parametrize("name", [module for module in MODULES if module != "meshcomm.runtime"])
+def test_all_names_exist_and_cover_what_others_import(name: str) -> None:
+    module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        return
+    assert hasattr(module, "__all__"), f"{name} has no __all__"
+    assert len(set(module.__all__)) == len(module.__all__)
+    for each in module.__all__:
+        assert hasattr(module, each), f"{name}.__all__ names {each}"
+    for user in MODULES:
+        for node in ast.walk(tree_of(user)):
+            if isinstance(node, ast.ImportFrom) and node.module == name:
+                for alias in node.names:
+                    assert alias.name in module.__all__, f"{user} imports {alias.name} of {name}, which is not in its __all__"
+
+
+def test_every_module_is_found_by_the_import_system() -> None:
+    """No folder lacks its __init__."""
+    found = {module.name for module in pkgutil.walk_packages([str(ROOT)], "meshcomm.")}
+    assert found | {"meshcomm"} == set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is_for(module: str) -> None:
+    assert ast.get_docstring(tree_of(module)), module
+
+
+def test_types_are_shipped() -> None:
+    assert (ROOT / "py.typed").exists()
+
+
+HEAVY = (
+    "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.testing", "einops",
+    "sympy", "pytest",
+)  # fmt: skip
+
+
+def test_importing_meshcomm_imports_nothing_heavy() -> None:
+    """What ``import meshcomm`` adds to ``import torch`` in a fresh interpreter."""
+    program = (
+        "import sys, torch\nbefore = set(sys.modules)\nimport meshcomm\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT.parent
+    )
+    added = done.stdout.split()
+    assert "meshcomm.collectives.reduce" in added
+    assert not [module for module in added if any(under(module, heavy) for heavy in HEAVY)]

@@ -1,0 +1,274 @@
+"""One test per private name of torch behind ``meshcomm._torch``: a torch that moves one fails here and not in users' hands."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
+from torch.testing import assert_close
+
+import meshcomm as mc
+from meshcomm import _torch
+
+
+def test_this_file_knows_every_name() -> None:
+    tests = {name.removeprefix("test_name_") for name in globals() if name.startswith("test_name_")}
+    assert tests == set(_torch.__all__)
+
+
+# --------------------------------------------------------------------------------------------------- process groups
+
+
+def gathers() -> None:
+    mc.init()
+    group = dist.group.WORLD
+    assert group is not None
+    rank, out = dist.get_rank(), torch.empty(8)
+    _torch.allgather_base(group, out, torch.full((2,), float(rank))).wait()
+    assert_close(out, torch.arange(4.0).repeat_interleave(2))
+
+
+def test_name_allgather_base(pool4: Any) -> None:
+    pool4.run(gathers)
+
+
+def scatters() -> None:
+    mc.init()
+    group = dist.group.WORLD
+    assert group is not None
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    out = torch.empty(2)
+    _torch.reduce_scatter_base(group, out, torch.arange(8.0) + dist.get_rank(), options).wait()
+    assert_close(out, torch.arange(8.0).view(4, 2)[dist.get_rank()] + 3)
+
+
+def test_name_reduce_scatter_base(pool4: Any) -> None:
+    pool4.run(scatters)
+
+
+def groups() -> None:
+    """Of some ranks, in an order of their own, made by its members alone, with others before it on some ranks only."""
+    mc.init()
+    rank = dist.get_rank()
+    if rank in (0, 2):
+        pair = _torch.new_group((2, 0), "test_pair", timedelta(seconds=30))
+        assert (pair.rank(), pair.size()) == ((2, 0).index(rank), 2)
+    if rank in (3, 1, 0):
+        three = _torch.new_group((3, 1, 0), "test_three", timedelta(seconds=30))
+        assert dist.get_process_group_ranks(three) == [3, 1, 0]
+        assert three.group_name == "test_three"
+        x = torch.tensor([float(rank)])
+        options = dist.BroadcastOptions()
+        options.rootRank = 1
+        three.broadcast([x], options).wait()
+        assert x.item() == 1.0
+
+
+def test_name_new_group(pool4: Any) -> None:
+    pool4.run(groups)
+
+
+FUNCTIONAL = (
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "wait_tensor",
+)  # fmt: skip
+
+
+def functional_ops() -> None:
+    mc.init()
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    name, f = group.group_name, _torch.functional
+    x = torch.arange(4.0) + rank
+    assert_close(f.wait_tensor(f.all_reduce(x, "sum", name)), 4 * torch.arange(4.0) + 6)
+    assert_close(f.wait_tensor(f.all_gather_into_tensor(x[:1], 4, name)), torch.arange(4.0))
+    assert_close(f.wait_tensor(f.reduce_scatter_tensor(x, "max", 4, name)), torch.tensor([rank + 3.0]))
+    assert_close(f.wait_tensor(f.all_to_all_single(x, [1] * 4, [1] * 4, name)), torch.arange(4.0) + rank)
+    assert_close(f.wait_tensor(f.broadcast(x, 2, name)), torch.arange(4.0) + 2)
+
+
+@pytest.mark.parametrize("op", FUNCTIONAL)
+def test_functional_op_exists(op: str) -> None:
+    assert callable(getattr(_torch.functional, op))
+
+
+def test_name_functional(pool4: Any) -> None:
+    pool4.run(functional_ops)
+
+
+# ------------------------------------------------------------------------------------------------------- autograd
+
+
+def test_name_functorch_active() -> None:
+    found: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        found.append(_torch.functorch_active())
+        return x.sum()
+
+    assert not _torch.functorch_active()
+    grad(fn)(torch.ones(2))
+    vmap(fn)(torch.ones(2, 2))
+    jvp(fn, (torch.ones(2),), (torch.ones(2),))
+    assert found == [True] * 3
+    assert not _torch.functorch_active()
+
+
+def test_name_unwrap_if_dead() -> None:
+    kept: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x.sum()
+
+    grad(fn)(torch.tensor([1.0, 2.0]))
+    plain = _torch.unwrap_if_dead(kept[0])
+    assert plain.tolist() == [1.0, 2.0]
+    x = torch.ones(1)
+    assert _torch.unwrap_if_dead(x) is x
+
+
+def test_name_dual_level_open() -> None:
+    assert not _torch.dual_level_open()
+    with forward_ad.dual_level():
+        assert _torch.dual_level_open()
+    jvp(lambda x: [x, None][int(not _torch.dual_level_open())], (torch.ones(1),), (torch.ones(1),))
+    assert not _torch.dual_level_open()
+
+
+def test_name_forward_ad_state() -> None:
+    assert _torch.forward_ad_state() == (-1, 0)
+    with forward_ad.dual_level():
+        assert _torch.forward_ad_state() == (0, 0)
+    found = []
+    jvp(lambda x: [x, found.append(_torch.forward_ad_state())][0], (torch.ones(1),), (torch.ones(1),))
+    assert found == [(0, 1)]
+
+
+def test_name_set_forward_ad_state() -> None:
+    with forward_ad.dual_level():
+        inside = _torch.forward_ad_state()
+        _torch.set_forward_ad_state((-1, 0))
+        assert not _torch.dual_level_open()
+        _torch.set_forward_ad_state(inside)
+        dual = forward_ad.make_dual(torch.ones(1), torch.full((1,), 3.0))
+        assert forward_ad.unpack_dual(dual * 2).tangent.item() == 6.0
+    assert _torch.forward_ad_state() == (-1, 0)
+
+
+def test_name_forward_ad_shared() -> None:
+    """Two holders of one level: the first to leave does not wipe the other's tangents."""
+    enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    with _torch.forward_ad_shared():
+        first = forward_ad.dual_level()
+        first.__enter__()
+        one = _torch.forward_ad_state()
+        dual = forward_ad.make_dual(torch.ones(1), torch.full((1,), 3.0))
+        _torch.set_forward_ad_state((-1, 0))  # the other thread's turn
+        with forward_ad.dual_level():
+            other = forward_ad.make_dual(torch.ones(1), torch.full((1,), 5.0))
+            assert forward_ad.unpack_dual(other * 2).tangent.item() == 10.0
+        assert _torch.forward_ad_state() == (-1, 0)
+        _torch.set_forward_ad_state(one)
+        assert forward_ad.unpack_dual(dual * 2).tangent.item() == 6.0
+        first.__exit__(None, None, None)
+        assert not _torch.dual_level_open()
+    assert (forward_ad.enter_dual_level, forward_ad.exit_dual_level) == (enter, leave)
+    with forward_ad.dual_level():
+        fresh = torch.ones(1)
+        assert forward_ad.unpack_dual(fresh).tangent is None
+
+
+def test_name_outside_transforms() -> None:
+    kept: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        with _torch.outside_transforms():
+            kept.append(torch.tensor(2.0))
+        return (x * kept[-1]).sum()
+
+    jvp(grad(fn), (torch.ones(2),), (torch.ones(2),))
+    with torch.inference_mode():
+        fn(torch.ones(2))
+    # Each serves later where a wrapped or an inference tensor would raise.
+    for constant in kept:
+        x = torch.ones(2, requires_grad=True)
+        (g,) = torch.autograd.grad((x * x * constant).sum(), x, create_graph=True)
+        assert_close(torch.autograd.grad((g * constant).sum(), x)[0], torch.full((2,), 8.0))
+
+
+# ------------------------------------------------------------------------------------------------------- compiling
+
+
+@_torch.at_trace_time
+def constant_of(text: str) -> int:
+    return len([ord(letter) for letter in sorted(text)])
+
+
+def test_name_at_trace_time() -> None:
+    compiled = torch.compile(lambda x: x * constant_of("four"), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(1)).item() == 4.0
+
+
+@_torch.in_graph
+def opaque(x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError
+    return x * 3
+
+
+def compiled_opaque(x: Tensor) -> Tensor:
+    _torch.let_into_graph()
+    return opaque(x) + 1
+
+
+def test_name_in_graph() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    y = torch.compile(compiled_opaque, fullgraph=True, backend=backend)(torch.ones(1))
+    assert y.item() == 4.0
+    assert "opaque" in graphs[0], graphs
+
+
+def test_name_let_into_graph() -> None:
+    assert _torch.let_into_graph() is True
+    assert _torch.let_into_graph() is True  # with nothing left to do
+
+
+# --------------------------------------------------------------------------------------------------------- pytrees
+
+TREE = {"w": [torch.zeros(1), (None, 3)], "b": torch.ones(2)}
+
+
+def test_name_tree_flatten() -> None:
+    leaves, _ = _torch.tree_flatten(TREE)
+    assert [type(leaf) for leaf in leaves] == [Tensor, type(None), int, Tensor]
+
+
+def test_name_tree_unflatten() -> None:
+    leaves, spec = _torch.tree_flatten(TREE)
+    again = _torch.tree_unflatten(leaves, spec)
+    assert again["w"][1] == (None, 3)
+    assert again["b"] is TREE["b"]
+
+
+def test_name_tree_leaves_with_path() -> None:
+    found = _torch.tree_leaves_with_path(TREE)
+    assert [path for path, _ in found] == ["['w'][0]", "['w'][1][0]", "['w'][1][1]", "['b']"]
+    assert [leaf for _, leaf in found][1:3] == [None, 3]
+
+
+def test_name_path_text() -> None:
+    paths = torch.utils._pytree.tree_flatten_with_path([{"k": (1,)}])[0]
+    assert [_torch.path_text(path) for path, _ in paths] == ["[0]['k'][0]"]
+    assert _torch.path_text(()) == ""
