@@ -92,7 +92,9 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
 
 def _odd_tensor(where: str, x: object, axis: Axis, name: str) -> None:
     if not isinstance(x, Tensor):
-        explain(where, f"{name} is not a tensor but {type(x).__name__}.", axis, fix="pass a tensor or a pytree of tensors")
+        explain(
+            where, f"{name} is not a tensor but {type(x).__name__}.", axis, fix="pass a tensor or a pytree of tensors"
+        )
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
         fix = "pass .to_local()" if hasattr(x, "to_local") else "pass a plain tensor"
         explain(where, f"{name} is a {type(x).__name__}, whose data is not one dense tensor.", axis, fix=fix)

@@ -31,7 +31,8 @@ def gather_over(x: Tensor, axis: Axis, dim: int, sizes: Sizes = None) -> Tensor:
 
 def _run_gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
     if sizes is None or len(set(sizes)) == 1:
-        return axis.link.all_gather(x).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+        rows = axis.link.all_gather(x)
+        return rows.flatten(0, 1) if dim == 0 else rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
     longest = max(sizes)
     padded = x.new_zeros((*x.shape[:dim], longest, *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, sizes[axis.index]).copy_(x)
@@ -237,6 +238,8 @@ def shard(
 
 def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
     """``[n, k]``: row i holds slice i of ``leaf`` along ``dim``."""
+    if dim == 0:
+        return leaf.reshape(size, leaf.numel() // size)
     whole = leaf.unflatten(dim, (size, leaf.shape[dim] // size)).movedim(dim, 0)
     rows: Tensor = whole.reshape(size, leaf.numel() // size)
     return rows

@@ -77,7 +77,11 @@ def _push_all_reduce(t: Tensor, axis: Axis, x: Tensor, y: Tensor, op: str) -> Te
 
 def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
     if sizes is None:
-        rows = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
+        each = x.shape[dim] // axis.size
+        if dim == 0:
+            rows = x.reshape(axis.size, each, *x.shape[1:])
+        else:
+            rows = x.unflatten(dim, (axis.size, each)).movedim(dim, 0)
         return _scaled(axis.link.reduce_scatter(rows, _transported(op)), axis, op)
     longest = max(sizes)
     rows = x.new_zeros((axis.size, *x.shape[:dim], longest, *x.shape[dim + 1 :]))

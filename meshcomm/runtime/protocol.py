@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["REDUCE_OPS", "Link", "Post", "Want"]
+__all__ = ["REDUCE_OPS", "Link", "Note", "Post", "Want"]
 
 REDUCE_OPS = ("sum", "max", "min", "product", "band", "bor", "bxor")
 
