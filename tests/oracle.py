@@ -85,9 +85,15 @@ class Oracle:
         return results
 
     def _grouped(self, xs: Shards, axis: Any, fn: Callable[[Shards], Shards]) -> Shards:
+        """``fn`` of each group; groups of equal objects, along which the value is invariant, get equal objects."""
+        done: dict[tuple[int, ...], Shards] = {}
         results: list[Any] = [None] * self.size
         for ranks in self.groups(axis):
-            for rank, y in zip(ranks, fn([xs[rank] for rank in ranks]), strict=True):
+            group = [xs[rank] for rank in ranks]
+            key = tuple(id(x) for x in group)
+            if key not in done:
+                done[key] = fn(group)
+            for rank, y in zip(ranks, done[key], strict=True):
                 results[rank] = y
         return results
 

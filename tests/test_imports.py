@@ -26,7 +26,8 @@ MODULES = sorted(
 LAYERS = [
     ("meshcomm.errors", "meshcomm._torch"),
     ("meshcomm.runtime",),
-    ("meshcomm.launch", "meshcomm.mesh"),
+    ("meshcomm.launch", "meshcomm.places"),
+    ("meshcomm.mesh",),
     ("meshcomm.collectives",),
 ]
 NARROW = {"meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"), "meshcomm.errors": (), "meshcomm._torch": ()}
