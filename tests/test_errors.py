@@ -155,7 +155,10 @@ NO_TENSORS: dict[str, tuple[Any, str]] = {
     "a number": (3.0, r"x is not a tensor but float"),
     "None": (None, r"x is not a tensor but NoneType"),
     "None in a dict": ({"w": torch.ones(4, 4), "b": None}, r"x is not a tensor but NoneType[\s\S]*leaf: x\['b'\]$"),
-    "a number deep down": ([torch.ones(4, 4), {"k": (torch.ones(4), 1)}], r"x is not a tensor but int[\s\S]*leaf: x\[1\]\['k'\]\[1\]$"),
+    "a number deep down": (
+        [torch.ones(4, 4), {"k": (torch.ones(4), 1)}],
+        r"x is not a tensor but int[\s\S]*leaf: x\[1\]\['k'\]\[1\]$",
+    ),
     "a string in a list": (["text"], r"x is not a tensor but str[\s\S]*leaf: x\[0\]$"),
 }
 
@@ -197,11 +200,19 @@ def odd_tensors() -> None:
         meta, sparse = torch.ones(4, 4, device="meta"), torch.eye(4).to_sparse()
         expect(
             lambda mesh: call(mesh, meta),
-            [f"^meshcomm.{name}: x is on the wrong device, meta", r"got: x f32\[4, 4\]; " + WHERE, AT, r"fix: .*move it to cpu"],
+            [
+                f"^meshcomm.{name}: x is on the wrong device, meta",
+                r"got: x f32\[4, 4\]; " + WHERE,
+                AT,
+                r"fix: .*move it to cpu",
+            ],
         )
         expect(lambda mesh: call(mesh, sparse), [f"^meshcomm.{name}: x is a torch.sparse_coo tensor", r"to_dense\(\)"])
         if name in TAKES_A_TREE:
-            expect(lambda mesh: call(mesh, {"deep": [x(), meta]}), [rf"^meshcomm.{name}: x is on the wrong", r"leaf: x\['deep'\]\[1\]$"])
+            expect(
+                lambda mesh: call(mesh, {"deep": [x(), meta]}),
+                [rf"^meshcomm.{name}: x is on the wrong", r"leaf: x\['deep'\]\[1\]$"],
+            )
 
 
 def test_wrong_device_and_layout(run4: Callable[..., list[Any]]) -> None:

@@ -203,9 +203,7 @@ def factors(table: str, op: str, scattered: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scattered", [False, True], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("op", REDUCED)
 @pytest.mark.parametrize("table", TABLES)
-def test_factors_equal_the_unsharded_ones(
-    run4: Callable[..., list[Any]], table: str, op: str, scattered: bool
-) -> None:
+def test_factors_equal_the_unsharded_ones(run4: Callable[..., list[Any]], table: str, op: str, scattered: bool) -> None:
     run4(factors, table, op, scattered, torch.float64)
 
 

@@ -9,7 +9,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ def under(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-@lru_cache(maxsize=None)
+@cache
 def tree_of(module: str) -> ast.Module:
     path = ROOT.joinpath(*module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -101,10 +101,14 @@ def test_no_import_hides_in_a_function(module: str) -> None:
     for function in ast.walk(tree_of(module)):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             for node in ast.walk(function):
-                assert not isinstance(node, (ast.Import, ast.ImportFrom)), f"{module}:{node.lineno} imports in a function"
+                assert not isinstance(node, (ast.Import, ast.ImportFrom)), (
+                    f"{module}:{node.lineno} imports in a function"
+                )
                 if isinstance(node, ast.Call):
                     called = ast.unparse(node.func)
-                    assert called not in ("__import__", "importlib.import_module", "import_module"), f"{module}:{node.lineno}"
+                    assert called not in ("__import__", "importlib.import_module", "import_module"), (
+                        f"{module}:{node.lineno}"
+                    )
 
 
 # --------------------------------------------------------------------------------------------------- private names
@@ -114,7 +118,7 @@ def hidden(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-@lru_cache(maxsize=None)
+@cache
 def own_private_names() -> set[str]:
     """What meshcomm itself defines with an underscore: functions, classes, variables, attributes."""
     found = set()
@@ -184,7 +188,9 @@ def test_all_names_exist_and_cover_what_others_import(name: str) -> None:
         for node in ast.walk(tree_of(user)):
             if isinstance(node, ast.ImportFrom) and node.module == name:
                 for alias in node.names:
-                    assert alias.name in module.__all__, f"{user} imports {alias.name} of {name}, which is not in its __all__"
+                    assert alias.name in module.__all__, (
+                        f"{user} imports {alias.name} of {name}, which is not in its __all__"
+                    )
 
 
 def test_every_module_is_found_by_the_import_system() -> None:
@@ -210,10 +216,7 @@ HEAVY = (
 
 def test_importing_meshcomm_imports_nothing_heavy() -> None:
     """What ``import meshcomm`` adds to ``import torch`` in a fresh interpreter."""
-    program = (
-        "import sys, torch\nbefore = set(sys.modules)\nimport meshcomm\n"
-        "print(*sorted(set(sys.modules) - before))"
-    )
+    program = "import sys, torch\nbefore = set(sys.modules)\nimport meshcomm\nprint(*sorted(set(sys.modules) - before))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT.parent
     )

@@ -386,7 +386,9 @@ def test_axes_taken_in_another_order_name_every_rank() -> None:
         mc.launch(crossed, ranks=4)
     line = line_of("first")
     for rank, axis, place in ((0, "a", "a=0, b=0"), (1, "b", "a=0, b=1"), (2, "b", "a=1, b=0"), (3, "a", "a=1, b=1")):
-        expected = f"  rank {rank} waits in all_reduce(op='sum') of f32[1] over '{axis}' ({place}) at test_inprocess.py:{line}"
+        expected = (
+            f"  rank {rank} waits in all_reduce(op='sum') of f32[1] over '{axis}' ({place}) at test_inprocess.py:{line}"
+        )
         assert expected in str(caught.value)
 
 
@@ -408,7 +410,7 @@ def test_every_rank_that_waits_is_told_of_a_deadlock() -> None:
 # -------------------------------------------------------------------------------------------------------- exceptions
 
 
-class Odd(Exception):
+class OddError(Exception):
     """Takes two arguments, so that an error rebuilt from its text would not do."""
 
     def __init__(self, first: str, second: int) -> None:
@@ -434,11 +436,11 @@ def test_an_exception_in_one_rank_ends_the_launch() -> None:
 
 
 def raises_odd() -> None:
-    raise Odd("why", mesh_of(2).rank)
+    raise OddError("why", mesh_of(2).rank)
 
 
 def test_the_exception_is_the_ranks_own() -> None:
-    with pytest.raises(Odd) as caught:
+    with pytest.raises(OddError) as caught:
         mc.launch(raises_odd, ranks=2)
     assert caught.value.second == 0
 
@@ -447,7 +449,7 @@ def cleans_up() -> None:
     mesh = mesh_of(3)
     try:
         if mesh.rank == 1:
-            raise Odd("first", 1)
+            raise OddError("first", 1)
         mc.barrier("a", mesh=mesh)
     except Exception:
         ended.append((mesh.rank, "caught"))
@@ -461,7 +463,7 @@ ended: list[tuple[int, str]] = []
 
 def test_the_other_ranks_are_ended_and_run_their_finally() -> None:
     ended.clear()
-    with pytest.raises(Odd, match="first"):
+    with pytest.raises(OddError, match="first"):
         mc.launch(cleans_up, ranks=3)
     assert sorted(ended) == [(0, "finally"), (1, "caught"), (1, "finally")]  # rank 2 had not begun
 
@@ -470,14 +472,14 @@ def stubborn() -> None:
     """Ranks that catch everything and go on calling collectives do not keep a failed launch alive."""
     mesh = mesh_of(3)
     if mesh.rank == 1:
-        raise Odd("enough", 1)
+        raise OddError("enough", 1)
     for _ in range(50):
         with contextlib.suppress(Exception):
             mc.barrier("a", mesh=mesh)
 
 
 def test_a_rank_that_suppresses_exceptions_ends_too() -> None:
-    with pytest.raises(Odd, match="enough"):
+    with pytest.raises(OddError, match="enough"):
         mc.launch(stubborn, ranks=3)
 
 
@@ -497,11 +499,11 @@ def cause_beside_deadlock() -> None:
     mesh = mesh_of(3)
     if mesh.rank == 0:
         mc.barrier("a", mesh=mesh)
-    raise Odd("cause", mesh.rank)
+    raise OddError("cause", mesh.rank)
 
 
 def test_the_cause_is_raised_and_not_what_follows_from_it() -> None:
-    with pytest.raises(Odd, match="cause"):
+    with pytest.raises(OddError, match="cause"):
         mc.launch(cause_beside_deadlock, ranks=3)
 
 
@@ -634,7 +636,12 @@ def test_a_launch_inside_a_rank_runs_once_on_that_rank() -> None:
 def test_a_mesh_may_be_closed_over_and_used_by_two_launches() -> None:
     mesh = mc.make_mesh({"a": 2, "b": 2})
     for _ in range(2):
-        assert mc.launch(lambda: mc.all_reduce(mesh.rank + torch.ones(()), "b", mesh=mesh).item(), ranks=4) == [3, 3, 7, 7]
+        assert mc.launch(lambda: mc.all_reduce(mesh.rank + torch.ones(()), "b", mesh=mesh).item(), ranks=4) == [
+            3,
+            3,
+            7,
+            7,
+        ]
 
 
 def two_meshes() -> list[float]:
@@ -643,7 +650,9 @@ def two_meshes() -> list[float]:
     found = []
     for i in range(3):
         x = torch.tensor(float(one.rank + i), requires_grad=True)
-        y = mc.all_reduce(x, "a", mesh=one) * mc.all_reduce(x, ("x", "y"), mesh=two) + mc.all_reduce(x, ("a",), mesh=one)
+        y = mc.all_reduce(x, "a", mesh=one) * mc.all_reduce(x, ("x", "y"), mesh=two) + mc.all_reduce(
+            x, ("a",), mesh=one
+        )
         y.backward()
         assert x.grad is not None
         found += [y.item(), x.grad.item()]

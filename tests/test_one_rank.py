@@ -17,7 +17,16 @@ import meshcomm as mc
 
 Run = Callable[..., list[Any]]
 AXES: list[Any] = ["a", "b", ("a", "b"), ("b", "a")]
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.int16, torch.uint64, torch.float8_e5m2]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.int16,
+    torch.uint64,
+    torch.float8_e5m2,
+]
 
 
 def same(actual: Tensor, expected: Tensor) -> None:

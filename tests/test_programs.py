@@ -129,9 +129,7 @@ def fully_sharded(axes: dict[str, int], replica: str | None, uneven: bool) -> No
     mesh = mc.make_mesh(axes)
     flat = flat_parameters()
     x, target = random(8, 6, seed=1), random(8, 3, seed=2)
-    *losses, final = three_steps(
-        flat, lambda p, step: F.mse_loss(model(x + step, *unflatten(p)), target), adam
-    )
+    *losses, final = three_steps(flat, lambda p, step: F.mse_loss(model(x + step, *unflatten(p)), target), adam)
 
     n, place = mesh.shape["fsdp"], mesh.coordinate["fsdp"]
     sizes = [flat.numel() - 7 * (n - 1)] + [7] * (n - 1) if uneven else None
@@ -375,7 +373,9 @@ def sync_batch_norm() -> None:
     rows = leaf(x.split(counts)[mesh.rank])
     s, b = leaf(scale), leaf(bias)
     with mc.use_mesh(mesh):
-        sums = mc.all_reduce(torch.cat([rows.sum(0), rows.square().sum(0), torch.tensor([float(len(rows))], dtype=F64)]), "dp")
+        sums = mc.all_reduce(
+            torch.cat([rows.sum(0), rows.square().sum(0), torch.tensor([float(len(rows))], dtype=F64)]), "dp"
+        )
         count = sums[-1]
         mean = sums[:3] / count
         var = sums[3:6] / count - mean.square()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -93,7 +93,16 @@ class Sampler:
         value, axes = self.recent(), self.some()
         axis = axes[0] if len(axes) == 1 else axes
         varying, dim = self.program.varying[value], self.dice.randrange(2)
-        ops = ["all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift", "broadcast"]
+        ops = [
+            "all_reduce",
+            "all_gather",
+            "all_gather_invariant",
+            "reduce_scatter",
+            "all_to_all",
+            "permute",
+            "shift",
+            "broadcast",
+        ]
         if not varying & set(axes):
             ops = [*ops, "shard", "shard", "shard"]
         op = self.dice.choice(ops)
@@ -218,7 +227,7 @@ def squared(g: Tensor) -> Tensor:
     return g.square().sum()
 
 
-@lru_cache(maxsize=None)  # for all ranks of a process
+@cache  # for all ranks of a process
 def worked(seed: int, shape: tuple[int, ...]) -> Worked:
     oracle = Oracle(grid(shape))
     program = Sampler(seed, tuple(oracle.shape)).draw(LENGTH)
@@ -235,14 +244,18 @@ def worked(seed: int, shape: tuple[int, ...]) -> Worked:
 
     first = torch.autograd.grad(total(output, score), flat, create_graph=True, materialize_grads=True)
     second = torch.autograd.grad(total(list(first), squared), flat, materialize_grads=True)
-    tangent_of = {id(memo[id(x)]): t for xs, ts in zip(inputs, tangents, strict=True) for x, t in zip(xs, ts, strict=True)}
+    tangent_of = {
+        id(memo[id(x)]): t for xs, ts in zip(inputs, tangents, strict=True) for x, t in zip(xs, ts, strict=True)
+    }
 
     def on_all(*values: Tensor) -> tuple[Tensor, ...]:
         return tuple(run_oracle(program, by_rank(values), oracle))
 
     pushed = jvp(on_all, tuple(leaf.detach() for leaf in flat), tuple(tangent_of[id(leaf)] for leaf in flat))[1]
     detached = [value.detach() for value in first]
-    return Worked(program, inputs, [y.detach() for y in output], by_rank(detached), by_rank(second), tangents, list(pushed))
+    return Worked(
+        program, inputs, [y.detach() for y in output], by_rank(detached), by_rank(second), tangents, list(pushed)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks
@@ -271,7 +284,8 @@ def one_program(seed: int, shape: tuple[int, ...], reduced: bool) -> None:
     first = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
     close(list(first), [gs[rank] for gs in task.gradients], f"gradients of program {seed}")
     penalties = [
-        summed(squared(g), along, mesh) if reduced else squared(g) for g, along in zip(first, program.varying, strict=False)
+        summed(squared(g), along, mesh) if reduced else squared(g)
+        for g, along in zip(first, program.varying, strict=False)
     ]
     # Invariant and varying summands do not mix in one sum, unless all are reduced.
     second = [torch.zeros_like(x) for x in xs]

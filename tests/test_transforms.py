@@ -346,7 +346,9 @@ def ensembles() -> None:
     """vmap over stacked parameters with the data unbatched."""
     mesh = mc.make_mesh({"a": 4})
     module = Parallel(mesh)
-    stacked = {name: torch.stack([value.detach() * (i + 1) for i in range(3)]) for name, value in module.named_parameters()}
+    stacked = {
+        name: torch.stack([value.detach() * (i + 1) for i in range(3)]) for name, value in module.named_parameters()
+    }
     x = seeded((2, 3), F64, 4)
     found = vmap(lambda params: functional_call(module, params, (x,)))(stacked)
     for i in range(3):

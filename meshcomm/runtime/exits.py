@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["grace", "watch"]
+__all__ = ["settle", "watch"]
 
-# For a backend's threads that nothing joins, to let go of their last tensors.
-_GRACE = 0.05
+# A process that has used next to no time for so long has threads that wait, and none that lets go of tensors.
+_QUIET = 0.03
 # For collectives that are under way and may never end, since a peer has failed.
 _PATIENCE = 2.0
 
@@ -62,6 +62,12 @@ def watch(prepare: Callable[[], object], end: Callable[[], object]) -> None:
     atexit.register(waiting.finish)
 
 
-def grace() -> None:
-    """Let other threads run for a moment."""
-    time.sleep(_GRACE)
+def settle() -> None:
+    """Let other threads run until they have nothing to do: those of a group that is held elsewhere are not joined."""
+    end = time.monotonic() + _PATIENCE / 2
+    used = time.process_time()
+    while time.monotonic() < end:
+        time.sleep(_QUIET)
+        before, used = used, time.process_time()
+        if used - before < _QUIET / 20:
+            return

@@ -287,6 +287,21 @@ class TracedLink(PacketLink):
         self.bitwise = link.bitwise
         self._name: Any = link.group.group_name
 
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """As in the base; a rank without a source gets zeros from itself.
+
+        A collective of which nothing is used is dropped from the graph, on this rank alone, and its peers would wait.
+        """
+        if source is not None:
+            return super().permute(x, source, destination)
+        flat = x.reshape(-1)
+        runs = {self.index: torch.zeros_like(flat)}
+        if destination is not None:
+            runs[destination] = flat
+        send = [flat.numel() if target in runs else 0 for target in range(self.size)]
+        recv = [flat.numel() if target == self.index else 0 for target in range(self.size)]
+        return self.all_to_all(torch.cat([runs[target] for target in sorted(runs)]), send, recv).view(x.shape)
+
     def _done(self, x: Tensor) -> Tensor:
         result: Tensor = _torch.functional.wait_tensor(x)
         return result

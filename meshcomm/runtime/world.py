@@ -441,5 +441,4 @@ def _end_group() -> None:
         torch.accelerator.set_device_index(state.world.device.index)
     if not (state.world is not None and state.world.adopted) and state.group() is dist.group.WORLD:
         dist.destroy_process_group()
-    if state.group() is not None:
-        exits.grace()  # Somebody else holds it, so nothing was joined.
+    exits.settle()

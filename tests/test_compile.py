@@ -1,0 +1,278 @@
+"""torch.compile(fullgraph=True) on processes: the eager result and gradients on every rank. Compiling is slow: few, broad cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import BY_NAME, CASES, grid
+from oracle import Oracle
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.func import grad, vmap
+from torch.testing import assert_close
+
+import meshcomm as mc
+
+F64 = torch.float64
+pytestmark = pytest.mark.timeout(100)
+
+NAMES = [
+    "pvary", "all_reduce-sum", "all_reduce-mean", "all_reduce-max", "all_reduce-product", "all_gather", "all_gather-sizes",
+    "all_gather_invariant-dim-1", "shard", "shard-sizes", "reduce_scatter-sum", "reduce_scatter-middle", "reduce_scatter-product",
+    "reduce_scatter-sizes-max", "all_to_all-0-1", "all_to_all-sizes", "permute", "shift", "shift-no-wrap", "broadcast-last",
+]  # fmt: skip
+
+
+def close(actual: Any, expected: Any, what: str) -> None:
+    assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
+
+
+def compiled(fn: Callable[..., Any], backend: str = "aot_eager") -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, backend=backend, dynamic=False)
+
+
+def value_and_gradient(fn: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.detach().clone().requires_grad_()
+    y = fn(leaf)
+    (g,) = torch.autograd.grad((y * torch.arange(1, y.numel() + 1, dtype=F64).view(y.shape).cos()).sum(), leaf)
+    return y.detach(), g
+
+
+def forward_and_backward(names: list[str], axis: Any) -> None:
+    mesh = mc.make_mesh(grid((2, 2)))
+    oracle = Oracle(mesh.shape)
+    for name in names:
+        case = BY_NAME[name]
+        x = case.inputs(oracle, axis, F64)[mesh.rank] / 3
+
+        def fn(x: Tensor, case: Any = case) -> Tensor:
+            return case.call(x.sin(), axis, mesh).tanh()
+
+        close(
+            value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), f"{name} over {axis!r} on rank {mesh.rank}"
+        )
+
+
+@pytest.mark.parametrize("axis", ["b", ("b", "a")], ids=str)
+@pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
+def test_equals_eager(pool4: Any, op: str, axis: Any) -> None:
+    names = [name for name in NAMES if BY_NAME[name].op == op]
+    assert names
+    pool4.run(forward_and_backward, names if axis == "b" else names[:1], axis)
+
+
+# --------------------------------------------------------------------------------------------------- other dtypes
+
+
+def moved_dtypes() -> None:
+    mesh = mc.make_mesh({"a": 4})
+
+    def fn(flags: Tensor, small: Tensor, z: Tensor) -> list[Tensor]:
+        return [
+            mc.all_gather(flags, "a", mesh=mesh),
+            mc.shift(small, "a", mesh=mesh),
+            mc.all_reduce(small, "a", "max", mesh=mesh),
+            mc.all_reduce(flags, "a", "bor", mesh=mesh),
+            mc.all_reduce(z, "a", mesh=mesh),
+            mc.broadcast(z, "a", 2, mesh=mesh),
+            mc.all_reduce(z.real, "a", "max", mesh=mesh),
+            mc.axis_index("a", mesh=mesh),
+        ]
+
+    r = mesh.rank
+    inputs = torch.tensor([r == 1, r > 2]), torch.tensor([r, -r], dtype=torch.int16), torch.tensor([r + 1j, 2 - r * 1j])
+    close(compiled(fn)(*inputs), fn(*inputs), f"rank {r}")
+
+
+def test_other_dtypes(pool4: Any) -> None:
+    pool4.run(moved_dtypes)
+
+
+# ------------------------------------------------------------------------------------------------- whole programs
+
+
+def trees() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+
+    def fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        p = mc.pvary(params, ("a", "b"), mesh=mesh)
+        hidden = mc.all_gather({"h": (x @ p["w"]).tanh(), "rest": [x]}, "b", mesh=mesh)
+        return mc.all_reduce(hidden["h"].sum() * p["b"].sum() + hidden["rest"][0].mean(), ("b", "a"), "mean", mesh=mesh)
+
+    def run(fn: Callable[..., Tensor]) -> list[Tensor]:
+        params = {"w": torch.linspace(0, 1, 6, dtype=F64).view(2, 3), "b": torch.ones(3, dtype=F64)}
+        for leaf in params.values():
+            leaf.requires_grad_()
+        loss = fn(params, torch.full((4, 2), 1.0 + mesh.rank, dtype=F64))
+        loss.backward()
+        return [loss.detach(), *(leaf.grad for leaf in params.values())]  # type: ignore[list-item]
+
+    close(run(compiled(fn)), run(fn), f"rank {mesh.rank}")
+
+
+def test_pytrees_and_tuples(pool4: Any) -> None:
+    pool4.run(trees)
+
+
+def rank_dependent() -> None:
+    """What differs between ranks is data in the graph: no rank's constants fold a collective away."""
+    mesh = mc.make_mesh({"a": 4})
+
+    def fn(x: Tensor) -> Tensor:
+        here = mc.axis_index("a", mesh=mesh)
+        masked = torch.where(here == 2, mc.shift(x * here, "a", mesh=mesh), 0)
+        first = mc.broadcast(masked + x, "a", src=2, mesh=mesh)
+        return mc.all_reduce(first * here, "a", "mean", mesh=mesh)
+
+    x = torch.tensor([1.0, 2.0], dtype=F64) + mesh.rank
+    close(value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), f"rank {mesh.rank}")
+
+
+def test_a_rank_dependent_program(pool4: Any) -> None:
+    pool4.run(rank_dependent)
+
+
+def graphs() -> int:
+    """The number of operations in this rank's graphs, forward and backward."""
+    mesh = mc.make_mesh({"a": 4})
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    both = aot_autograd(fw_compiler=backend, bw_compiler=backend)
+    torch._dynamo.reset()
+
+    def fn(x: Tensor) -> Tensor:
+        y = mc.broadcast(x * mc.axis_index("a", mesh=mesh), "a", mesh=mesh)
+        return mc.all_reduce(mc.permute(y * x, "a", [(0, 3), (3, 1)], mesh=mesh), "a", "product", mesh=mesh)
+
+    torch.compile(fn, fullgraph=True, backend=both)(torch.ones(2, dtype=F64, requires_grad=True)).sum().backward()
+    return sum("_c10d_functional" in name and "wait" not in name for name in seen)
+
+
+def test_ranks_have_the_same_collectives_in_their_graphs(pool4: Any) -> None:
+    counts = pool4.run(graphs)
+    assert len(set(counts)) == 1
+    assert counts[0] >= 5
+
+
+# ------------------------------------------------------------------------------------------------------ transforms
+
+
+def transforms() -> None:
+    mesh = mc.make_mesh({"a": 4})
+
+    def loss(x: Tensor) -> Tensor:
+        return mc.all_reduce(mc.all_gather(x.sin(), "a", mesh=mesh).square().sum(), "a", "mean", mesh=mesh)
+
+    def penalty(x: Tensor) -> Tensor:
+        return grad(lambda x: mc.all_reduce(x**2, "a", mesh=mesh).tanh().sum())(x).square().sum()
+
+    x = torch.tensor([0.3, -0.7], dtype=F64) * (1 + mesh.rank)
+    batch = torch.stack([x, 2 * x, x - 1])
+    for name, fn, given in (
+        ("grad", grad(loss), x),
+        ("vmap", vmap(lambda x: mc.reduce_scatter(x.repeat(2), "a", mesh=mesh)), batch),
+        ("vmap over columns", vmap(lambda x: mc.all_gather(x, "a", mesh=mesh), in_dims=1), batch),
+        ("vmap of grad", vmap(grad(loss)), batch),
+        ("grad of grad", grad(penalty), x),
+    ):
+        close(compiled(fn)(given), fn(given), f"{name} on rank {mesh.rank}")
+
+
+def test_transforms_inside_compile(pool4: Any) -> None:
+    pool4.run(transforms)
+
+
+def compiled_batches() -> None:
+    """A collective under a transform that is outside of compile's reach: value of the batch, not of one of it."""
+    mesh = mc.make_mesh({"a": 4})
+    x = torch.arange(6, dtype=F64).view(3, 2) + mesh.rank
+    fn = compiled(lambda x: vmap(vmap(lambda v: mc.all_reduce(v, "a", "max", mesh=mesh)))(x))
+    close(fn(x), torch.arange(6, dtype=F64).view(3, 2) + 3, f"rank {mesh.rank}")
+
+
+def test_nested_vmap(pool4: Any) -> None:
+    pool4.run(compiled_batches)
+
+
+# -------------------------------------------------------------------------------------------------------- inductor
+
+
+def with_inductor() -> None:
+    mesh = mc.make_mesh({"tp": 4})
+    up = torch.linspace(-1, 1, 12, dtype=F64).view(3, 4) * (1 + mesh.rank)
+
+    def fn(x: Tensor) -> Tensor:
+        hidden = (mc.pvary(x, "tp", mesh=mesh) @ up).relu()
+        gathered = mc.all_gather(mc.reduce_scatter(hidden, "tp", mesh=mesh).exp(), "tp", mesh=mesh)
+        return mc.all_reduce(gathered @ up.T, "tp", mesh=mesh).tanh()
+
+    x = torch.linspace(0, 1, 12, dtype=F64).view(4, 3)
+    close(value_and_gradient(compiled(fn, "inductor"), x), value_and_gradient(fn, x), f"rank {mesh.rank}")
+
+
+def test_inductor(pool4: Any) -> None:
+    pool4.run(with_inductor)
+
+
+# ---------------------------------------------------------------------------------------------- meshes and in-process
+
+
+def first_used_in_compile() -> None:
+    """An axis, and a tuple of axes, that no eager call has set up before; and the current mesh."""
+    mesh = mc.make_mesh({"x": 2, "y": 2})
+    with mc.use_mesh(mesh):
+        fn = compiled(lambda x: mc.all_gather(mc.all_reduce(x, "x"), ("y", "x")))
+        found = fn(torch.tensor([float(mesh.rank)]))
+    close(found, torch.tensor([2.0, 2.0, 4.0, 4.0]), f"rank {mesh.rank}")
+
+
+def test_an_axis_first_used_in_compiled_code(pool4: Any) -> None:
+    pool4.run(first_used_in_compile)
+
+
+def unknown_axis() -> None:
+    mesh = mc.make_mesh({"a": 4})
+    with pytest.raises(Exception, match=r"no axis 'z' in the mesh"):
+        compiled(lambda x: mc.all_reduce(x, "z", mesh=mesh))(torch.ones(2))
+    with pytest.raises(Exception, match=r"x.shape\[0\] = 3 is not divisible by axis 'a'"):
+        compiled(lambda x: mc.shard(x, "a", mesh=mesh))(torch.ones(3))
+
+
+def test_errors_while_compiling(pool4: Any) -> None:
+    pool4.run(unknown_axis)
+
+
+def in_process(name: str) -> None:
+    mesh = mc.make_mesh({"a": 2})
+    calls = {
+        "all_reduce": lambda x: mc.all_reduce(x, "a", mesh=mesh),
+        "pvary of a tree": lambda x: mc.pvary([x], "a", mesh=mesh)[0],
+    }
+    with pytest.raises(
+        Exception, match=r"torch.compile does not work on in-process ranks[\s\S]*run the program on processes"
+    ):
+        compiled(calls[name])(torch.ones(2))
+    assert mc.all_reduce(torch.ones(()), "a", mesh=mesh).item() == 2.0
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "pvary of a tree"])
+def test_in_process_ranks_refuse(name: str) -> None:
+    mc.launch(in_process, ranks=2, args=(name,))
+
+
+def test_a_mesh_of_one_compiles() -> None:
+    mesh = mc.make_mesh({"a": 1})
+
+    def fn(x: Tensor) -> Tensor:
+        return mc.all_reduce(mc.all_gather(mc.shift(x, "a", mesh=mesh) * 2, "a", mesh=mesh), "a", "product", mesh=mesh)
+
+    x = torch.tensor([1.0, 3.0], dtype=F64)
+    close(value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), "one rank")
