@@ -27,6 +27,7 @@ __all__ = [
     "dual_level_open",
     "forward_ad_shared",
     "forward_ad_state",
+    "forward_mode_on",
     "functional",
     "functorch_active",
     "in_graph",
@@ -34,6 +35,7 @@ __all__ = [
     "new_group",
     "outside_transforms",
     "path_text",
+    "primal_of",
     "reduce_scatter_base",
     "set_forward_ad_state",
     "tree_flatten",
@@ -150,6 +152,17 @@ def forward_ad_shared() -> Iterator[None]:
     finally:
         forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
         set_forward_ad_state(before)
+
+
+def forward_mode_on() -> contextlib.AbstractContextManager[None]:
+    """Let operations carry tangents, in the ``jvp`` of a Function too."""
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def primal_of(x: Tensor) -> Tensor:
+    """``x`` without its tangent of the innermost level; those of outer levels stay."""
+    primal: Tensor = forward_ad.unpack_dual(x, level=0).primal
+    return primal
 
 
 @contextlib.contextmanager

@@ -136,6 +136,25 @@ def test_a_rank_dependent_program(pool4: Any) -> None:
     pool4.run(rank_dependent)
 
 
+def stages() -> None:
+    """Ranks that get nothing, and ranks that send nothing, take part in each shift all the same."""
+    mesh = mc.make_mesh({"pp": 4})
+
+    def fn(x: Tensor) -> Tensor:
+        for step in range(3):
+            x = mc.shift((x + step).sin(), "pp", wrap=False, mesh=mesh)
+        x = mc.permute(x + mesh.axis("pp").size, "pp", [(3, 0), (0, 2)], mesh=mesh)
+        return mc.all_gather(x, "pp", mesh=mesh)
+
+    x = torch.tensor([0.5, -2.0], dtype=F64) * (1 + mesh.rank)
+    close(compiled(fn)(x), fn(x), f"value on rank {mesh.rank}")
+    close(value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), f"gradient on rank {mesh.rank}")
+
+
+def test_ranks_without_a_source(pool4: Any) -> None:
+    pool4.run(stages)
+
+
 def graphs() -> int:
     """The number of operations in this rank's graphs, forward and backward."""
     mesh = mc.make_mesh({"a": 4})

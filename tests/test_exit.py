@@ -26,21 +26,23 @@ import torch.distributed as dist
 import meshcomm as mc
 
 def run(times, ranks):
-    codes = collections.Counter()
+    codes, slowest = collections.Counter(), 0.0
     for _ in range(times):
-        folder = tempfile.mkdtemp()
+        begin, folder = time.monotonic(), tempfile.mkdtemp()
         children = []
         for rank in range(ranks):
             child = os.fork()
             if child == 0:
                 return rank, folder
             children.append(child)
+        codes[os.waitstatus_to_exitcode(os.waitpid(children.pop(0), 0)[1])] += 1
+        slowest = max(slowest, time.monotonic() - begin)
         for child in children:
             codes[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
         for name in os.listdir(folder):
             os.remove(os.path.join(folder, name))
         os.rmdir(folder)
-    print(dict(codes), flush=True)
+    print((dict(codes), slowest), flush=True)
     os._exit(0)
 
 rank, folder = run(int(sys.argv[1]), 2)
@@ -58,16 +60,15 @@ for _ in range(10):
 
 
 def end(tmp_path: Path, program: str, times: int) -> tuple[dict[int, int], float, str]:
-    """How often each exit code came, how long it took, what was printed to stderr."""
+    """How often each exit code came, the longest that rank 0 took, what was printed to stderr."""
     script = tmp_path / "program.py"
     script.write_text(HARNESS + program)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(script), str(times)], env=environ, capture_output=True, text=True, timeout=100, check=True
-    )
-    codes: dict[int, int] = ast.literal_eval(done.stdout.strip().splitlines()[-1])
-    return codes, time.monotonic() - begin, done.stderr
+    command = [sys.executable, str(script), str(times)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    codes, slowest = ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    return codes, slowest, done.stderr
 
 
 @pytest.mark.timeout(110)
@@ -89,7 +90,9 @@ def test_ten_runs_in_a_row(tmp_path: Path, program: str, code: int) -> None:
     ("program", "code"),
     [
         pytest.param(
-            INIT + "kept = [dist.group.WORLD, mesh.device_mesh, dist.new_group([0, 1])]" + UNDER_WAY, 0, id="groups held"
+            INIT + "kept = [dist.group.WORLD, mesh.device_mesh, dist.new_group([0, 1])]" + UNDER_WAY,
+            0,
+            id="groups held",
         ),
         pytest.param(
             """
@@ -102,11 +105,9 @@ dist.destroy_process_group()
             0,
             id="adopted",
         ),
-        pytest.param(INIT + "mc.shutdown(); mc.shutdown()" + INIT.replace("/meeting", "/again"), 0, id="initialised twice"),
+        pytest.param(INIT + "mc.shutdown(); mc.shutdown()" + INIT, 0, id="initialised twice"),
         pytest.param("mesh = mc.make_mesh({'dp': 1}); group = mesh.device_mesh.get_group()", 0, id="a world of one"),
-        pytest.param(
-            INIT + "\nif os.fork() == 0:\n    os._exit(0)\nos.wait()", 0, id="a fork"
-        ),
+        pytest.param(INIT + "\nif os.fork() == 0:\n    os._exit(0)\nos.wait()", 0, id="a fork"),
     ],
 )
 def test_unusual_ends(tmp_path: Path, program: str, code: int) -> None:
@@ -117,19 +118,25 @@ def test_unusual_ends(tmp_path: Path, program: str, code: int) -> None:
 @pytest.mark.timeout(60)
 def test_a_rank_that_fails_while_its_peer_waits_ends_at_once_and_so_does_the_peer(tmp_path: Path) -> None:
     program = INIT + "if rank == 0: raise ValueError('boom')\nmc.all_reduce(torch.ones(2), 'dp', mesh=mesh)"
-    codes, seconds, stderr = end(tmp_path, program, 1)
+    begin = time.monotonic()
+    codes, _, stderr = end(tmp_path, program, 1)
     assert codes == {1: 2}
     assert "boom" in stderr
-    assert "Connection" in stderr  # The peer's error, in some words or other.
-    assert seconds < 25  # The time-out is 30 s.
+    assert "all_reduce" in stderr  # The peer's traceback.
+    assert time.monotonic() - begin < 25  # The time-out is 30 s.
 
 
 @pytest.mark.timeout(60)
 def test_a_collective_that_its_peer_never_joins_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    program = INIT + "if rank == 0:\n    kept = dist.all_reduce(torch.ones(2), async_op=True)\nelse:\n    time.sleep(12)"
-    program += "\nimport atexit; begin = time.monotonic()"
-    program += "\nif rank == 0: os.register_at_fork; atexit.register(lambda: print('rank 0 ends', file=sys.stderr))"
-    program += "\nif rank == 1: assert os.path.exists(folder)"
-    codes, seconds, stderr = end(tmp_path, program, 1)
-    assert codes == {0: 2}, stderr
-    assert seconds < 25
+    program = (
+        INIT
+        + """
+if rank == 0:
+    kept = dist.all_reduce(torch.ones(2), async_op=True)
+    raise ValueError("boom")
+time.sleep(8)
+"""
+    )
+    codes, slowest, stderr = end(tmp_path, program, 1)
+    assert codes == {1: 1, 0: 1}, stderr
+    assert slowest < 7

@@ -185,6 +185,41 @@ def test_name_forward_ad_shared() -> None:
         assert forward_ad.unpack_dual(fresh).tangent is None
 
 
+class Square(torch.autograd.Function):
+    """As a Function with a saved input has to be for jvp of jvp."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        with _torch.forward_mode_on():
+            return 2 * _torch.primal_of(ctx.saved_tensors[0]) * t
+
+
+def test_name_forward_mode_on() -> None:
+    def first(x: Tensor) -> Tensor:
+        return jvp(lambda x: Square.apply(x.sin()), (x,), (torch.ones(2),))[1]
+
+    x = torch.tensor([1.0, 2.0])
+    assert_close(first(x), (2 * x).sin())
+    assert_close(jvp(first, (x,), (torch.ones(2),))[1], 2 * (2 * x).cos())
+
+
+def test_name_primal_of() -> None:
+    x = torch.ones(2)
+    with forward_ad.dual_level():
+        primal = _torch.primal_of(forward_ad.make_dual(x, torch.ones(2)))
+        assert forward_ad.unpack_dual(primal).tangent is None
+    assert_close(primal, x)
+    assert_close(_torch.primal_of(x), x)
+
+
 def test_name_outside_transforms() -> None:
     kept: list[Tensor] = []
 

@@ -63,8 +63,8 @@ class Setting:
         inner = oracle.local(lambda x: x.sin() + 2, xs)
         return oracle.local(torch.tanh, self.case.reference(oracle, inner, self.axis))
 
-    def push(self, xs: list[Tensor], ts: list[Tensor]) -> Tensor:
-        """This rank's tangent of the result."""
+    def over_leaves(self, xs: list[Tensor], ts: list[Tensor]) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """This rank's result as a function of all logical inputs, these inputs and their tangents."""
         leaves = distinct(xs)
         tangents = {id(x): t for x, t in zip(xs, ts, strict=True)}
         order = {id(x): i for i, x in enumerate(leaves)}
@@ -73,7 +73,11 @@ class Setting:
         def fn(*values: Tensor) -> Tensor:
             return self.all([values[place] for place in places])[self.rank]
 
-        return jvp(fn, tuple(leaves), tuple(tangents[id(x)] for x in leaves))[1]
+        return fn, tuple(leaves), tuple(tangents[id(x)] for x in leaves)
+
+    def push(self, xs: list[Tensor], ts: list[Tensor]) -> Tensor:
+        """This rank's tangent of the result."""
+        return jvp(*self.over_leaves(xs, ts))[1]
 
     def pull(self, xs: list[Tensor], gs: list[Tensor]) -> Tensor:
         """This rank's gradient of the sum over all logical values of <value, g>."""
@@ -113,6 +117,15 @@ def check_jvp(s: Setting) -> None:
     y, tangent = jvp(s.one, (s.x,), (ts[s.rank],))
     close(y, s.all(s.xs)[s.rank], s.what)
     close(tangent, s.push(s.xs, ts), s.what)
+
+
+def check_jvp_of_jvp(s: Setting) -> None:
+    """The second derivative along one direction."""
+    ts = s.like_input(2)
+    fn, leaves, tangents = s.over_leaves(s.xs, ts)
+    expected = jvp(lambda *values: jvp(fn, values, tangents)[1], leaves, tangents)[1]
+    t = ts[s.rank]
+    close(jvp(lambda x: jvp(s.one, (x,), (t,))[1], (s.x,), (t,))[1], expected, s.what)
 
 
 def check_dual_level(s: Setting) -> None:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_into_graph, unwrap_if_dead
+from meshcomm._torch import (
+    dual_level_open,
+    forward_mode_on,
+    functorch_active,
+    in_graph,
+    let_into_graph,
+    primal_of,
+    unwrap_if_dead,
+)
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.inprocess import InProcessLink
@@ -149,7 +157,9 @@ def _for_transforms(rule: Rule) -> type[Function]:
     def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:
         if rule.tangent is None:
             return apply(rule, t, ctx.axis, ctx.params)
-        return rule.tangent(t, ctx.axis, *ctx.saved_tensors, *ctx.params)
+        # Torch switches forward mode off in here, and an outer jvp would lose the tangents of what follows.
+        with forward_mode_on():
+            return rule.tangent(t, ctx.axis, *(primal_of(saved) for saved in ctx.saved_tensors), *ctx.params)
 
     def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, axis: Axis, params: Params) -> tuple[Tensor, int]:
         # The batch goes in front on every rank, wherever each has it: a transport sees one layout.

@@ -1,0 +1,158 @@
+"""The README's programs run as they stand, and every public function says all that a reader needs, in one order."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm as mc
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+# ----------------------------------------------------------------------------------------------------------- README
+
+
+def fences() -> list[tuple[str, int, str]]:
+    """Of each fenced block: its language, the line where it begins, its text."""
+    found: list[tuple[str, int, list[str]]] = []
+    inside = False
+    for number, line in enumerate(README.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+            if inside:
+                found.append((line.strip().strip("`").split(" ")[0], number + 1, []))
+        elif inside:
+            found[-1][2].append(line)
+    assert not inside, "a fence is not closed"
+    return [(language, line, textwrap.dedent("\n".join(lines)) + "\n") for language, line, lines in found]
+
+
+BLOCKS = [(line, block) for language, line, block in fences() if language in ("python", "py", "pycon")]
+
+
+def test_the_readme_has_code_within_its_first_60_words() -> None:
+    text = README.read_text()
+    before = text.split("```", 1)[0]
+    assert BLOCKS
+    assert len(re.findall(r"\w+", re.sub(r"[#*`|]", " ", before))) <= 60
+
+
+def test_no_python_stands_in_another_fence() -> None:
+    """It would not be run."""
+    others = [block for language, _, block in fences() if language not in ("python", "py", "pycon")]
+    assert not [block for block in others if re.search(r"^\s*(import|from) \w|\bmc\.\w+\(|>>>", block, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("line", "block"), BLOCKS, ids=[f"line-{line}" for line, _ in BLOCKS])
+def test_readme(
+    line: int, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a namespace of its own, in an empty folder; it prints what the comment under each ``print`` promises."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    torch.manual_seed(0)
+    if block.lstrip().startswith(">>>"):
+        example = doctest.DocTestParser().get_doctest(block, namespace, f"README.md:{line}", str(README), line - 1)
+        report: list[str] = []
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+        runner.run(example, out=report.append)
+        assert not runner.failures, "".join(report)
+        assert runner.tries
+    else:
+        # Blank lines in front make the lines of a traceback those of the README.
+        exec(compile("\n" * (line - 1) + block, str(README), "exec", dont_inherit=True), namespace)
+        printed = capsys.readouterr().out
+        for promised in re.findall(r"^print\(.*\n# (.*)$", block, re.MULTILINE):
+            assert promised in printed.splitlines()
+
+
+def test_the_rule_stands_in_the_readme_in_these_words() -> None:
+    words = " ".join(re.sub(r"[*_>`]", "", README.read_text()).split())
+    rule = (
+        "What is replicated goes through pvary before it meets anything that differs between ranks: sharded data, a rank index, "
+        "per-rank randomness, a collective that takes V. Reduce each loss exactly once over each axis along which it varies, and "
+        "over no other. Never touch the gradients afterwards."
+    )
+    assert rule in words
+
+
+# -------------------------------------------------------------------------------------------------------- docstrings
+
+LABELS = ["Type", "Args", "Returns", "Backward", "Cost", "Raises", "Example"]
+COLLECTIVES = [
+    "pvary", "all_reduce", "all_gather", "all_gather_invariant", "shard", "reduce_scatter", "all_to_all", "permute", "shift",
+    "broadcast",
+]  # fmt: skip
+ONE_RANK = ["reduce", "gather", "scatter", "send", "recv", "exchange"]
+# What a label would be about does not exist there.
+LACKING = {
+    "send": {"Returns"},
+    "axis_index": set(),
+    "axis_size": {"Type", "Backward"},
+    "barrier": {"Type", "Returns", "Backward"},
+    "make_mesh": {"Type", "Backward"},
+    "launch": {"Type", "Backward", "Cost"},
+    "init": {"Type", "Backward"},
+    "shutdown": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
+    "current_mesh": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
+}
+FUNCTIONS = [name for name in mc.__all__ if inspect.isfunction(getattr(mc, name))]
+
+
+def sections(doc: str) -> list[str]:
+    """The labels that begin a line of the docstring's own level."""
+    return [label for label in re.findall(r"^(\w+):", inspect.cleandoc(doc), re.MULTILINE) if label in LABELS]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_has_its_labels_in_order(name: str) -> None:
+    doc = getattr(mc, name).__doc__
+    assert doc, f"{name} has no docstring"
+    expected = [label for label in LABELS if label not in LACKING.get(name, set())]
+    assert sections(doc) == expected
+
+
+def test_every_collective_is_held_to_all_labels() -> None:
+    """The table of exceptions does not grow over the collectives."""
+    assert not set(COLLECTIVES) & set(LACKING)
+    assert set(LACKING) <= set(FUNCTIONS)
+    assert set(COLLECTIVES) | set(ONE_RANK) <= set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_names_every_argument(name: str) -> None:
+    function = getattr(mc, name)
+    args = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(function.__doc__), re.MULTILINE | re.DOTALL)
+    documented = re.findall(r"^    (\w+(?:, \w+)*):", args.group(1), re.MULTILINE) if args else []
+    flat = [part for entry in documented for part in entry.split(", ")]
+    assert flat == list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, "reduce", "gather", "scatter"])
+def test_docstring_has_a_picture_of_the_ranks(name: str) -> None:
+    assert re.search(r"rank 0 .*->|->.*\n.*rank 0|rank 0 .*\n.*rank 1 .*->", getattr(mc, name).__doc__)
+
+
+@pytest.mark.parametrize("name", [name for name in mc.__all__ if inspect.isclass(getattr(mc, name))])
+def test_classes_and_their_members_are_documented(name: str) -> None:
+    kind = getattr(mc, name)
+    assert kind.__doc__
+    for member, value in vars(kind).items():
+        if not member.startswith("_") and (callable(value) or isinstance(value, (property, staticmethod, classmethod))):
+            assert inspect.getdoc(getattr(kind, member)), f"{name}.{member}"
+
+
+def test_examples_are_run() -> None:
+    """pytest collects the docstrings of the package: each function's example is a doctest, or points to one."""
+    parser = doctest.DocTestParser()
+    for name in FUNCTIONS:
+        doc = getattr(mc, name).__doc__
+        example = doc.split("Example:")[1] if "Example:" in doc else ""
+        assert parser.get_examples(doc) or re.search(r"see :func:`\w+`", example), name

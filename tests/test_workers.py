@@ -1,0 +1,353 @@
+"""Worker processes: results come back, failures are told, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshcomm.errors import CommError, MeshError
+from meshcomm.runtime import world
+from meshcomm.runtime.workers import WorkerPool, run_processes
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 60.0
+
+
+def my_rank() -> int:
+    here = world.current()
+    assert here is not None
+    return here.rank
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def gone(pids: list[int]) -> bool:
+    """All of these processes end within a few seconds."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and state(pid) != "Z"]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+def note_pid(folder: str) -> None:
+    Path(folder, f"pid{my_rank()}").write_text(str(os.getpid()))
+
+
+def noted_pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.glob("pid*")]
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+def report(x: torch.Tensor, *, scale: float) -> dict[str, Any]:
+    here = world.current()
+    assert here is not None
+    return {
+        "place": (here.rank, here.size, here.local_rank, here.local_world_size, here.node_rank),
+        "sum": total(x * (here.rank + 1)) * scale,
+        "loopback": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "pid": os.getpid(),
+        "seed": torch.initial_seed(),
+        "variable": os.environ.get("MESHCOMM_TEST_VARIABLE"),
+    }
+
+
+def fails_on(rank: int) -> None:
+    if my_rank() == rank:
+        raise ValueError(f"boom on {rank}")
+    total(torch.ones(2))
+
+
+def refuses() -> None:
+    raise MeshError("meshcomm.test: refused.")
+
+
+class StubbornError(Exception):
+    """Cannot be built again from its args."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("stubborn")
+
+
+def stubborn() -> None:
+    raise StubbornError(1, 2)
+
+
+def dies(rank: int, how: str) -> None:
+    if my_rank() == rank:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    total(torch.ones(2))
+
+
+def leaves(rank: int) -> None:
+    if my_rank() == rank:
+        sys.exit(5)
+
+
+def hangs(folder: str, rank: int) -> None:
+    note_pid(folder)
+    if my_rank() == rank:
+        time.sleep(1000)
+
+
+def gives_function() -> Callable[[], None]:
+    return lambda: None
+
+
+def gives_leaf() -> torch.Tensor:
+    return (torch.ones(2, requires_grad=True) * 3)[::2]
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+
+@pytest.mark.timeout(90)
+def test_results_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCOMM_TEST_VARIABLE", "set after the fork server started")
+    results = run_processes(report, 3, (torch.ones(2),), {"scale": 0.5}, timeout=LIMIT)
+    assert [r["place"] for r in results] == [(rank, 3, rank, 3, 0) for rank in range(3)]
+    for result in results:
+        torch.testing.assert_close(result["sum"], torch.full((2,), 3.0))
+        assert result["loopback"] == {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+        assert result["variable"] == "set after the fork server started"
+    assert len({r["seed"] for r in results}) == 3
+    assert len({r["pid"] for r in results} | {os.getpid()}) == 4
+    assert gone([r["pid"] for r in results])
+    assert world.current() is None  # The parent is a plain process still.
+
+
+@pytest.mark.timeout(90)
+def test_one_rank_and_tensors_by_value() -> None:
+    (leaf,) = run_processes(gives_leaf, 1, timeout=LIMIT)
+    assert leaf.tolist() == [3.0]
+    assert not leaf.is_shared()
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_raises() -> None:
+    begin = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        run_processes(fails_on, 3, (1,), timeout=LIMIT)
+    message = str(caught.value)
+    assert message.startswith("meshcomm.launch: rank 1 failed in fails_on: ValueError: boom on 1")
+    assert 'raise ValueError(f"boom on {rank}")' in message
+    assert "worker.py" not in message  # The traceback starts with the user's function.
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert time.monotonic() - begin < 20  # The others were waiting in a collective, and were not waited for.
+
+
+@pytest.mark.timeout(90)
+def test_an_exception_that_pickle_cannot_build_again() -> None:
+    with pytest.raises(
+        CommError, match="(?s)failed in stubborn: StubbornError: stubborn.*raise StubbornError"
+    ) as caught:
+        run_processes(stubborn, 1, timeout=LIMIT)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("how", "words"), [("exit", "ended with exit code 7"), ("kill", "was ended by SIGKILL")])
+def test_a_rank_that_dies_silently(how: str, words: str) -> None:
+    with pytest.raises(CommError, match=f"rank 1 failed in dies: the process {words}"):
+        run_processes(dies, 2, (1, how), timeout=LIMIT)
+
+
+@pytest.mark.timeout(90)
+def test_sys_exit_is_a_failure_too() -> None:
+    with pytest.raises(CommError, match="rank 0 failed in leaves: SystemExit: 5"):
+        run_processes(leaves, 2, (0,), timeout=LIMIT)
+
+
+@pytest.mark.timeout(90)
+def test_time_out(tmp_path: Path) -> None:
+    words = "(?s)hangs did not end within 4 s on rank 1; all ranks were ended.*got: done: 2 of 3 ranks.*longer timeout="
+    with pytest.raises(CommError, match=words):
+        run_processes(hangs, 3, (str(tmp_path), 1), timeout=4)
+    pids = noted_pids(tmp_path)
+    assert len(pids) == 3
+    assert gone(pids)
+
+
+@pytest.mark.timeout(90)
+def test_what_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(MeshError, match="(?s)<lambda> cannot be sent.*Can't pickle.*with def at the top level"):
+        run_processes(lambda: 1, 2)
+    with pytest.raises(MeshError, match=r"args\[1\] of fails_on cannot be sent"):
+        run_processes(fails_on, 2, (1, lambda: 1))
+    with pytest.raises(MeshError, match=r"kwargs\['rank'\] of fails_on cannot be sent"):
+        run_processes(fails_on, 2, (), {"rank": lambda: 1})
+    with pytest.raises(CommError, match="the result, of type function, cannot be sent back"):
+        run_processes(gives_function, 1, timeout=LIMIT)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("ranks", "timeout", "message"),
+    [(0, None, "ranks must be a positive int"), (True, None, "ranks must be"), (2, -1, "timeout must be a positive")],
+)
+def test_wrong_arguments(ranks: int, timeout: float | None, message: str) -> None:
+    with pytest.raises(MeshError, match=f"meshcomm.launch: {message}"):
+        run_processes(own_pid, ranks, timeout=timeout)
+
+
+@pytest.mark.timeout(90)
+def test_a_backend_that_is_not_there_is_the_users_error() -> None:
+    with pytest.raises(MeshError, match="backend 'carrier-pigeon' is not available"):
+        run_processes(own_pid, 2, backend="carrier-pigeon", timeout=LIMIT)
+
+
+# ----------------------------------------------------------------------------------------------------------------- pool
+
+
+@pytest.mark.timeout(90)
+def test_a_pool_keeps_its_processes_and_replaces_broken_ones(tmp_path: Path) -> None:
+    with WorkerPool(2, timeout=20) as pool:
+        first = pool.run(own_pid)
+        assert pool.run(own_pid) == first
+        # Refused on every rank before any communication: nothing is broken.
+        with pytest.raises(
+            CommError, match="(?s)failed in refuses: MeshError: meshcomm.test: refused.*also failed: rank"
+        ):
+            pool.run(refuses)
+        assert pool.run(own_pid) == first
+        # One rank failed while the other waited for it.
+        with pytest.raises(CommError, match="rank 0 failed in fails_on"):
+            pool.run(fails_on, 0)
+        assert gone(first)
+        second = pool.run(own_pid)
+        assert not set(first) & set(second)
+        assert [r["sum"].tolist() for r in pool.run(report, torch.ones(1), scale=1.0)] == [[3.0], [3.0]]
+        with pytest.raises(MeshError, match="<lambda> cannot be sent"):
+            pool.run(lambda: 1)
+        assert pool.run(own_pid) == second
+        with pytest.raises(CommError, match="was ended by SIGKILL"):
+            pool.run(dies, 1, "kill")
+        third = pool.run(own_pid)
+    assert gone(second + third)
+
+
+@pytest.mark.timeout(90)
+def test_a_pool_that_is_dropped_ends_its_workers() -> None:
+    pool = WorkerPool(2, timeout=LIMIT)
+    pids = pool.run(own_pid)
+    del pool
+    assert gone(pids)
+
+
+# -------------------------------------------------------------------------------------------------------- scripts, and their ends
+
+SCRIPT = """
+import os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+from meshcomm.runtime import world
+from meshcomm.runtime.workers import WorkerPool, run_processes
+
+def main(folder):
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    pathlib.Path(folder, f"pid{world.current().rank}").write_text(str(os.getpid()))
+    if len(sys.argv) > 2:
+        time.sleep(1000)
+    return float(x)
+"""
+GUARDED = "\nif __name__ == '__main__':\n    print(run_processes(main, 2, (sys.argv[1],), timeout=60))\n"
+UNGUARDED = "\nprint(run_processes(main, 2, (sys.argv[1],), timeout=60))\n"
+LEFT_OPEN = (
+    "\nif __name__ == '__main__':\n    pool = WorkerPool(2, timeout=60)\n    print(pool.run(main, sys.argv[1]))\n"
+)
+
+
+def start(tmp_path: Path, body: str, *more: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + body)
+    return subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path), *more],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        pids = [path.read_text() for path in folder.glob("pid*")]
+        if len(pids) == 2 and all(pids):
+            return [int(pid) for pid in pids]
+        time.sleep(0.05)
+    raise AssertionError(f"the workers did not start: {process.communicate(timeout=5)}")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("body", [pytest.param(GUARDED, id="run"), pytest.param(LEFT_OPEN, id="a pool left open")])
+def test_a_script(tmp_path: Path, body: str) -> None:
+    process = start(tmp_path, body)
+    out, err = process.communicate(timeout=80)
+    assert (process.returncode, out, err) == (0, "[2.0, 2.0]\n", "")
+    assert gone(noted_pids(tmp_path))
+
+
+@pytest.mark.timeout(90)
+def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
+    process = start(tmp_path, UNGUARDED)
+    _, err = process.communicate(timeout=80)
+    assert process.returncode == 1
+    assert "ended while starting" in err
+    assert "if __name__ == '__main__':" in err
+
+
+@pytest.mark.timeout(90)
+def test_a_function_of_an_interactive_session_is_told(tmp_path: Path) -> None:
+    program = SCRIPT + "\nrun_processes(main, 2, ('',))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=80, check=False,
+    )  # fmt: skip
+    assert "MeshError: meshcomm.launch: main lives in an interactive session" in done.stderr
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_no_orphans_when_the_parent_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, GUARDED, "sleep")
+    pids = wait_for_pids(process, tmp_path)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # As a terminal does: to the whole group.
+    else:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert gone(pids)
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
+    assert err.count("Traceback") == (1 if number == signal.SIGINT else 0), err
