@@ -37,7 +37,8 @@ def launch(
         args: its positional arguments; in-process all ranks get the same objects.
         kwargs: its keyword arguments.
         runtime: "in-process": every rank is a thread of this process, one runs at a time, and they change over at
-            collectives only, so that a run is deterministic and a deadlock or mismatch is an error at once.
+            collectives only, so that a run is deterministic and a deadlock or mismatch is an error at once. Where
+            torch computes with one thread they share one core, which what a rank starts inherits.
             "processes": one process per rank on this machine, on loopback; ``fn``, its arguments and results are
             pickled.
         backend: of the processes; gloo or the accelerator's own by default.
@@ -62,6 +63,8 @@ def launch(
         fail("launch", f"ranks={ranks!r} is not a positive int.")
     if not callable(fn):
         fail("launch", f"fn is not callable but {type(fn).__name__}.")
+    if not isinstance(args, Sequence) or isinstance(args, str) or not isinstance(kwargs or {}, Mapping):
+        fail("launch", f"args={args!r} and kwargs={kwargs!r} are not a sequence and a mapping.")
     if runtime not in ("in-process", "processes"):
         fail("launch", f"no runtime {runtime!r}.", fix="'in-process' or 'processes'")
     present = _ranks_present()

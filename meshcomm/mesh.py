@@ -360,18 +360,18 @@ def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None) ->
         {'dp': 1, 'tp': 1}
     """
     shape = _checked_shape("make_mesh", axes)
+    if ranks is not None and not isinstance(ranks, Sequence):
+        fail("make_mesh", f"ranks is a list of ints, not {ranks!r}.")
     inside = current_rank()
     if inside is not None:
         return _sized(shape, ranks, InProcess(), inside.world.size, "mc.launch started")
     here = world.ensure()
     if here is not None:
         return _with_links(_sized(shape, ranks, Processes(), here.size, "the launcher started"))
-    if ranks is not None and not isinstance(ranks, Sequence):
-        fail("make_mesh", f"ranks is a list of ints, not {ranks!r}.")
     total = math.prod(abs(length) for length in shape.values()) if ranks is None else len(ranks)
     if total == 1:
         return _sized(shape, ranks, Solo(), 1, "a plain process has")
-    size = total if ranks is None else max([total, *(int(rank) + 1 for rank in ranks)])
+    size = total if ranks is None else max([total, *(rank + 1 for rank in ranks if isinstance(rank, int))])
     return _sized(shape, ranks, InProcess(), size, "there are")
 
 
@@ -399,7 +399,8 @@ def _checked_shape(where: str, axes: Mapping[str, int]) -> dict[str, int]:
 def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: Place, world_size: int, who: str) -> Mesh:
     """Fill in -1 and compare with the number of ranks."""
     chosen = tuple(range(world_size)) if ranks is None else tuple(ranks)
-    if len(set(chosen)) != len(chosen) or not all(isinstance(r, int) and 0 <= r < world_size for r in chosen):
+    whole = all(isinstance(rank, int) and not isinstance(rank, bool) for rank in chosen)
+    if not chosen or not whole or len(set(chosen)) != len(chosen) or not all(0 <= rank < world_size for rank in chosen):
         fail("make_mesh", "ranks must be different ranks of the world.", got=f"ranks {chosen}; {world_size} ranks")
     given = math.prod(length for length in shape.values() if length != -1)
     if -1 in shape.values() and len(chosen) % given == 0:

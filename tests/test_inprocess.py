@@ -267,7 +267,7 @@ MISMATCHES: dict[str, tuple[Callable[[Tensor, mc.Mesh], None], list[str]]] = {
         call_gradient,
         [r"rank 0 called all_reduce\(op='sum'\) of f32\[4\] over", r"rank 1 called .* that needs a gradient over 'a'"],
     ),
-    "leaves of a tree": (call_tree, [r"of f32\[1, 4\]", r"rank 3 called .* of f32\[1, 8\]"]),
+    "leaves of a tree": (call_tree, [r"ranks 0, 1, 2 called .* of x\[0\] f32\[4\] over", r"rank 3 called .* of x\[0\] f32\[4\], x\[1\] f32\[4\]"]),
     "dst": (call_dst, [r"reduce\(op='sum', dst=0\)", r"reduce\(op='sum', dst=1\)"]),
     "barrier": (call_barrier, [r"rank 0 called gather\(dst=0, dim=0\) of f32\[4\]", r"rank 1 called barrier\(\)"]),
 }  # fmt: skip
@@ -784,3 +784,99 @@ def untouched_process() -> Iterator[None]:
     assert not torch.is_inference_mode_enabled()
     assert mc.current_mesh() is None
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("meshcomm rank")]
+
+
+# ------------------------------------------------------------------------------- what several ranks must not get wrong
+
+
+def keys_in_another_order() -> dict[str, float]:
+    mesh = mesh_of(2)
+    tree = {"a": torch.ones(2), "b": torch.full((2,), 10.0)}
+    if mesh.rank == 1:
+        tree = {"b": tree["b"], "a": tree["a"]}
+    done = mc.all_reduce(tree, "a", mesh=mesh)
+    assert list(done) == list(tree)
+    return {key: leaf[0].item() for key, leaf in done.items()}
+
+
+def test_dicts_that_were_filled_in_different_orders_meet_by_key() -> None:
+    assert mc.launch(keys_in_another_order, ranks=2) == [{"a": 2.0, "b": 20.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ({"a": torch.ones(2), "b": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(2)}),
+        ({"a": torch.ones(2)}, {"c": torch.ones(2)}),
+        ([torch.ones(2, 3)], [torch.ones(3, 2)]),
+    ],
+    ids=["lengths", "keys", "shapes"],
+)
+def test_trees_that_fill_the_same_bucket_but_differ_are_told_apart(left: Any, right: Any) -> None:
+    def main() -> None:
+        mesh = mesh_of(2)
+        with pytest.raises(mc.CommError, match=r"rank 0 called all_reduce[\s\S]*rank 1 called all_reduce"):
+            mc.all_reduce(right if mesh.rank else left, "a", mesh=mesh)
+
+    mc.launch(main, ranks=2)
+
+
+def test_an_all_to_all_of_other_shapes_with_as_many_elements_is_told() -> None:
+    def main() -> None:
+        mesh = mesh_of(2)
+        with pytest.raises(mc.CommError, match=r"f32\[2, 4\][\s\S]*f32\[4, 2\]"):
+            mc.all_to_all(torch.ones(4, 2) if mesh.rank else torch.ones(2, 4), "a", 0, 0, mesh=mesh)
+
+    mc.launch(main, ranks=2)
+
+
+def test_a_message_brings_no_graph_of_its_sender() -> None:
+    def main() -> bool:
+        mesh = mesh_of(2)
+        if mesh.rank == 0:
+            with torch.no_grad():
+                mc.send(torch.ones(2, requires_grad=True), "a", dst=1, mesh=mesh)
+            return False
+        return mc.recv("a", src=0, shape=(2,), dtype=torch.float32, mesh=mesh).requires_grad
+
+    assert mc.launch(main, ranks=2) == [False, False]
+
+
+def test_numpys_second_normal_number_is_the_callers_own() -> None:
+    np.random.seed(0)
+    expected = np.random.randn(2)
+    np.random.seed(0)
+    first = np.random.randn()
+    mc.launch(lambda: np.random.randn(3), ranks=2)
+    assert [first, np.random.randn()] == expected.tolist()
+
+
+def test_a_second_launch_at_the_same_time_is_refused() -> None:
+    said: list[str] = []
+
+    def inner() -> None:
+        try:
+            mc.launch(lambda: None, ranks=2)
+        except mc.MeshError as error:
+            said.append(str(error))
+
+    def main() -> None:
+        thread = threading.Thread(target=inner)
+        thread.start()
+        thread.join()
+
+    mc.launch(main, ranks=1)
+    assert "another launch is running" in said[0]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [(5, None), ("text", None), ((), [1])])
+def test_arguments_of_a_wrong_kind(args: Any, kwargs: Any) -> None:
+    with pytest.raises(mc.MeshError, match="are not a sequence and a mapping"):
+        mc.launch(lambda: None, 2, args, kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    mesh = mc.make_mesh({"a": 1})
+    with pytest.raises(mc.MeshError, match="x is a nested tensor"):
+        mc.all_reduce(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a", mesh=mesh)

@@ -258,6 +258,9 @@ def wrong_size(axes: dict[str, int], ranks: list[int] | None = None) -> str:
         ({"dp": 2}, [0, 0], "ranks must be different"),
         ({"dp": 2}, [0, 4], "ranks must be different"),
         ({"dp": 2}, [0, -1], "ranks must be different"),
+        ({"dp": -1}, [], "ranks must be different"),
+        ({"dp": 2}, [False, True], "ranks must be different"),
+        ({"dp": 1}, 5, "ranks is a list of ints, not 5"),
     ],
 )
 def test_sizes_must_agree_with_the_ranks(run4: Run, axes: dict[str, int], ranks: list[int] | None, text: str) -> None:

@@ -22,10 +22,17 @@ Check = Callable[[Tensor], object]
 """Raises for a leaf that the collective cannot take."""
 
 
-def leaves_of(where: str, tree: Any, axis: Axis, accept: Check | None = None) -> tuple[list[Tensor], Any]:
-    """The leaves of a tree, every one a tensor that ``accept`` lets through, and the structure."""
-    leaves, spec = _torch.tree_flatten(tree)
-    for at, leaf in enumerate(leaves):
+def leaves_of(
+    where: str, tree: Any, axis: Axis, accept: Check | None = None
+) -> tuple[list[Tensor], tuple[Any, list[int]]]:
+    """The leaves of a tree, every one a tensor that ``accept`` lets through, and what :func:`rebuild` needs.
+
+    Dicts are taken in order of their keys: two ranks may have filled theirs in different orders.
+    """
+    found, spec = _torch.tree_flatten(tree)
+    order = _torch.tree_flatten(_by_key(_torch.tree_unflatten(list(range(len(found))), spec)))[0]
+    leaves = [found[at] for at in order]
+    for at, leaf in zip(order, leaves, strict=True):
         try:
             check.tensor(where, leaf, axis)
             if accept is not None:
@@ -35,10 +42,32 @@ def leaves_of(where: str, tree: Any, axis: Axis, accept: Check | None = None) ->
             if not path:  # the tree is one leaf
                 raise
             raise MeshError(f"{error}\n  leaf: x{path}") from None
-    return leaves, spec
+    if axis.link.watched:
+        paths = [path for path, _ in _torch.tree_leaves_with_path(tree)]
+        axis.link.tree = tuple(
+            (paths[at], leaf.dtype, tuple(leaf.shape)) for at, leaf in zip(order, leaves, strict=True)
+        )
+    return leaves, (spec, order)
 
 
-rebuild = _torch.tree_unflatten
+def _by_key(tree: Any) -> Any:
+    """The tree with its dicts in order of their keys."""
+    if isinstance(tree, dict):
+        return {key: _by_key(tree[key]) for key in sorted(tree, key=_sortable)}
+    return [_by_key(part) for part in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def _sortable(key: object) -> tuple[str, Any]:
+    return type(key).__name__, key if isinstance(key, (str, int, float, bytes)) else repr(key)
+
+
+def rebuild(leaves: Sequence[Tensor], structure: tuple[Any, list[int]]) -> Any:
+    """The tree that :func:`leaves_of` took apart, with these leaves."""
+    spec, order = structure
+    placed: list[Any] = [None] * len(order)
+    for at, leaf in zip(order, leaves, strict=True):
+        placed[at] = leaf
+    return _torch.tree_unflatten(placed, spec)
 
 
 def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:

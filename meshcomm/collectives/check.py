@@ -75,8 +75,10 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
     kind = type(x)
     if kind is not Tensor and kind is not Parameter:
         _odd_tensor(where, x, axis, name)
-    if x.layout is not torch.strided:
-        explain(where, f"{name} is a {x.layout} tensor.", axis, x=x, fix="call .to_dense() first")
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        form = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
+        fix = {"nested": "torch.nested.to_padded_tensor", "quantized": ".dequantize()"}.get(str(form), ".to_dense()")
+        explain(where, f"{name} is a {form} tensor.", axis, fix=f"make it dense first: {fix}")
     if x.device not in axis.devices:
         why = axis.link.check_device(x.device)
         if why is not None:

@@ -72,6 +72,7 @@ _ALL_TO_ALL: Rule = Rule(
     lambda g, axis, split_dim, concat_dim, send, recv: apply(_ALL_TO_ALL, g, axis, (concat_dim, split_dim, recv, send)),
     dims=("split_dim", "concat_dim"),
     own=("send_sizes", "recv_sizes"),
+    ragged="concat_dim",
 )
 _PERMUTE = Rule("permute", ("perm",), _run_permute, _transpose_permute)
 _SHIFT: Rule = Rule(

@@ -201,6 +201,8 @@ def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Ten
         place = check.checked_dim("scatter", x, dim, axis)
         check.even("scatter", x, place, axis, "")
         result = slice_shape(x, place, axis.size)
+        if like is None and x.dtype not in _DTYPES:
+            check.explain("scatter", f"{x.dtype} needs like=.", axis, x=x, fix="pass like= on all ranks")
         if like is not None and (like.dtype != x.dtype or tuple(like.shape) != result):
             check.explain(
                 "scatter",

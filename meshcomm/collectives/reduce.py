@@ -215,7 +215,8 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
         mesh: the current mesh by default.
         bucket_mb: gradients of the leaves of a pytree are reduced together up to this many MiB.
 
-    Returns: the same values. Being no operation, it is the one function here whose result shares its input's storage.
+    Returns: the same values. Being no operation, it is the one function here whose result shares its input's storage;
+    it is a view to autograd, which refuses some in-place operations on it: use the out-of-place ones.
 
     Backward: :func:`all_reduce` (sum) of the gradient over ``axis``.
 

@@ -48,6 +48,7 @@ class Rule:
         saves: bool = False,
         dims: tuple[str, ...] = (),
         own: tuple[str, ...] = (),
+        ragged: str | None = None,
     ) -> None:
         """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
 
@@ -55,6 +56,8 @@ class Rule:
         saves: whether the derivative depends on the value; transpose and tangent then get ``x, y`` before the params.
         dims: the params that are dims of x, moved along when a batch dim comes in front.
         own: the params that may differ between ranks; they stand last.
+        ragged: the param that names the one dim whose length may differ between ranks, where the transport sees no
+            shapes.
         """
         self.name = name
         self.key = f"{name}, by value" if saves else name
@@ -64,6 +67,7 @@ class Rule:
         self.tangent = tangent
         self.saves = saves
         self.shift = tuple(params.index(dim) for dim in dims)
+        self.ragged = None if ragged is None else params.index(ragged)
         self.agreed = tuple(param for param in params if param not in own)  # these come first
         # Function.apply looks for torch.func and what has leaked out of it, which `apply` below does: 3 of 10 µs.
         self.node: Any = super(Function, _backward_only(self)).apply  # type: ignore[misc]
@@ -78,7 +82,8 @@ class Rule:
         """Run it, telling a link that wants to know what is called."""
         if axis.link.watched:
             given = params[: len(self.agreed)]
-            axis.link.announce(Note(self.name, given, self.agreed, needs_grad, axis, x.dtype, x.shape))
+            fixed = () if self.ragged is None else x.shape[: params[self.ragged]] + x.shape[params[self.ragged] + 1 :]
+            axis.link.announce(Note(self.name, given, self.agreed, needs_grad, axis, x.dtype, x.shape, fixed))
         return self.run(x, axis, *params)
 
 

@@ -43,6 +43,8 @@ class _Call:
         mine, theirs = self.note, other.note
         if mine.what != theirs.what or mine.given != theirs.given or self.key != other.key:
             return False
+        if mine.fixed != theirs.fixed or mine.tree != theirs.tree:
+            return False
         return mine.needs_grad == theirs.needs_grad or mine.needs_grad is None or theirs.needs_grad is None
 
     def __str__(self) -> str:
@@ -50,7 +52,10 @@ class _Call:
         given = zip(note.names, note.given, strict=True)
         shown = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
         parts = [f"{note.what}({shown})"]
-        if note.dtype is not None:
+        if note.tree:
+            leaves = (f"x{path} {shape_text(dtype, shape)}" for path, dtype, shape in note.tree)
+            parts.append(f"of {', '.join(leaves)}")
+        elif note.dtype is not None:
             parts.append(f"of {shape_text(note.dtype, note.shape)}")
         if self.detail is not None:
             parts.append(self.detail())
@@ -127,10 +132,12 @@ class InProcessLink:
         self._rank = rank
         self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle(self.size))
         self._note = Note("a collective", (), (), None, "?")
+        self.tree: tuple[Any, ...] = ()
 
     def announce(self, note: Note) -> None:
         """Name the next call, for reports and to compare it with the other ranks'."""
-        self._note = note
+        self._note = note._replace(tree=self.tree) if self.tree else note
+        self.tree = ()
 
     def check_device(self, device: torch.device) -> str | None:
         """Every device with real memory."""
@@ -267,7 +274,7 @@ class InProcessLink:
         """Messages meet by (source, destination, tag) in order; a send returns when it has been received."""
         batch = _Batch(self._rank, self._call((), lambda: _batch_text(posts, wants)), len(posts) + len(wants))
         for x, dst, tag in posts:
-            self._offer((self.index, dst, tag), _Message(batch, wire.plain(x), tuple(x.shape), x.dtype))
+            self._offer((self.index, dst, tag), _Message(batch, wire.plain(x.detach()), tuple(x.shape), x.dtype))
         messages = [_Message(batch, None, shape, dtype) for _, shape, dtype, _, _ in wants]
         for message, (src, _, _, tag, _) in zip(messages, wants, strict=True):
             self._offer((src, self.index, tag), message)

@@ -43,6 +43,7 @@ class PacketLink:
     size: int
     index: int
     watched = False
+    tree: tuple[Any, ...] = ()
     bitwise: bool
     """Whether the backend has and, or, xor (NCCL has not)."""
 

@@ -35,6 +35,10 @@ class Note(NamedTuple):
     """``str`` gives the axis and the rank's place."""
     dtype: torch.dtype | None = None
     shape: Sequence[int] = ()
+    fixed: tuple[int, ...] = ()
+    """The lengths that must be equal, where the primitive does not see them."""
+    tree: tuple[Any, ...] = ()
+    """Path, dtype and shape of each leaf, where a pytree was given."""
 
 
 class Link(Protocol):
@@ -42,6 +46,8 @@ class Link(Protocol):
 
     size: int
     index: int
+    tree: tuple[Any, ...]
+    """Set by who takes a pytree apart: belongs to the next note."""
     watched: bool
     """Whether calls are announced first, so that ranks that disagree are told so."""
 

@@ -56,8 +56,11 @@ class RandomState:
         self._seed = None if seed is None else _mix(seed, rank)
         self._numpy: Any = None
         self._device: Any = None
+        self._numpy_whole: Any = None
         if self._seed is None:
             self.save()
+            if (module := _numpy()) is not None:
+                self._numpy_whole = module.get_state(legacy=False)
         else:
             self._torch = torch.Generator().manual_seed(self._seed).get_state()
             self._random = random.Random(self._seed).getstate()
@@ -80,6 +83,8 @@ class RandomState:
                 self._numpy = module.MT19937(self._seed)
             if self._numpy is not None:
                 module.set_bit_generator(self._numpy)
+            if self._numpy_whole is not None:  # with the normal number that numpy keeps for the next call
+                module.set_state(self._numpy_whole)
         if (device := _accelerator()) is not None:
             if self._device is not None:
                 device.set_rng_state(self._device)

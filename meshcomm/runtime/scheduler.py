@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from meshcomm import _torch
-from meshcomm.errors import CommError
+from meshcomm.errors import CommError, fail
 from meshcomm.runtime.randomstate import RandomState
 
 __all__ = ["Rank", "World", "carry_over", "current_rank", "local"]
+
+
+_running = threading.Lock()
 
 
 class _Local(threading.local):
@@ -109,13 +112,23 @@ class World:
             )
             for rank in self.ranks
         ]
+        if not _running.acquire(blocking=False):
+            fail(
+                "launch",
+                "another launch is running in this process.",
+                got="a call from another thread",
+                fix="one launch at a time: random states and others are global to the process",
+            )
         outside = RandomState()
-        with _torch.forward_ad_shared():
-            for thread in threads:
-                thread.start()
-            self._ready.popleft().turn.release()
-            self._await_end()
-        outside.load()
+        try:
+            with _torch.forward_ad_shared():
+                for thread in threads:
+                    thread.start()
+                self._ready.popleft().turn.release()
+                self._await_end()
+        finally:
+            outside.load()
+            _running.release()
         for thread in threads:
             thread.join()
         failed = next((rank for rank in sorted(self.ranks, key=self._by_failure) if rank.error is not None), None)
@@ -126,9 +139,7 @@ class World:
     def _await_end(self) -> None:
         try:
             self._ended.acquire()
-        except (
-            BaseException
-        ):  # KeyboardInterrupt: the rank that runs is stopped at its next collective, then the others
+        except BaseException:  # Ctrl-C: the rank that runs is stopped at its next collective, then the others
             self._cancelled = True
             self._ended.acquire()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class SoloLink:
     size = 1
     index = 0
     watched = False
+    tree: tuple[Any, ...] = ()
 
     def announce(self, note: Note) -> None:
         """Nobody listens."""
