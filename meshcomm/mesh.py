@@ -346,6 +346,8 @@ def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None) ->
         ranks: the ranks of the world that the mesh is made of, in row-major order; all of them when None. Every rank
             of the world may call; the others get a mesh whose ``rank`` and collectives raise.
 
+    Returns: a :class:`Mesh`. It is not the current mesh until ``with use_mesh(mesh):``.
+
     Cost: the members of each axis set up a process group together, once per set of ranks; nothing in-process.
 
     Raises:
@@ -454,7 +456,14 @@ class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh of the innermost ``with use_mesh(...)`` in this thread, or None."""
+    """The mesh of the innermost ``with use_mesh(...)`` in this thread, or None.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> with mc.use_mesh(mc.make_mesh({"dp": 1})):
+        ...     mc.current_mesh()
+        Mesh({'dp': 1})
+    """
     return _local.mesh
 
 

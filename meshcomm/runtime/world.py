@@ -157,6 +157,8 @@ def init(
         timeout: seconds or a timedelta, of the meeting and of each collective after it; 5 minutes by default.
         guard: None or False.
 
+    Returns: nothing.
+
     Cost: one meeting of all processes; nothing when called again.
 
     Raises:
@@ -395,6 +397,11 @@ def shutdown() -> None:
 
     Every rank calls it, or none: at the end of the process it happens by itself. No communication, so a rank that fails
     does not wait for the others; it waits for its own unfinished collectives, up to their timeout.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> mc.init()
+        >>> mc.shutdown()
     """
     with _lock:
         state = _state
