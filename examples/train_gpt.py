@@ -312,4 +312,7 @@ def run(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # tensors too small to be worth cutting further, and a launcher's ranks share the cores
-    sys.exit(run())
+    try:
+        sys.exit(run())
+    except KeyboardInterrupt:
+        sys.exit("interrupted: --resume goes on from the last checkpoint, if one was written")

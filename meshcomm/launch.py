@@ -73,7 +73,7 @@ def launch(
             fail(
                 "launch",
                 f"ranks={ranks}, but {present} ranks are running already.",
-                got="a process started by a launcher, or a rank of a launch",
+                got="a launcher started this process, or it has initialised torch.distributed, or is a rank",
                 fix=f"ranks={present}, or start {ranks}",
             )
         return [fn(*args, **(kwargs or {}))]

@@ -101,7 +101,7 @@ def _prepare(key: int, name: AxisName, where: str) -> str:
     """
     mesh = _meshes[key]
     axis = mesh._resolve(name, where)
-    attribute = f"_axis_{'_'.join(name if isinstance(name, tuple) else (name,))}"
+    attribute = f"_axis_{axis.key}"
     setattr(mesh, attribute, axis)
     return attribute
 
@@ -309,7 +309,7 @@ class Mesh:
             fail(
                 where,
                 "called outside a rank.",
-                got=f"in-process mesh {self._shape} in a process that is not a rank of it",
+                got=f"in-process mesh {self._shape} in a thread that is not a rank's own",
                 fix=f"run it inside mc.launch(fn, ranks={self._world_size}), or start with torchrun --nproc-per-node "
                 f"{self._world_size}",
             )

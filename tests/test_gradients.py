@@ -19,8 +19,7 @@ import meshcomm as mc
 DIFFERENTIABLE = [case for case in CASES if torch.float64 in case.dtypes]
 LINEAR = [case for case in DIFFERENTIABLE if case.linear]
 PLACES: list[tuple[tuple[int, ...], Any]] = [
-    ((1,), "a"), ((2,), "a"), ((4,), "a"), ((2, 2), "a"), ((2, 2), "b"), ((2, 2), ("a", "b")), ((2, 2), ("b", "a")),
-    ((2, 4), ("b", "a")), ((2, 2, 2), ("c", "a")), ((2, 2, 2), ("c", "a", "b")),
+    ((1,), "a"), ((4,), "a"), ((2, 2), "a"), ((2, 2), ("b", "a")), ((2, 4), ("b", "a")), ((2, 2, 2), ("c", "a")),
 ]  # fmt: skip
 ON_POOL = [((2, 2), "b"), ((2, 2), ("b", "a"))]
 
@@ -73,17 +72,20 @@ def both_ways(name: str, place: tuple[tuple[int, ...], Any], dtype: torch.dtype)
     assert left == right, f"{left} != {right}"  # sums of small whole numbers, halved at most
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def both_dtypes(name: str, place: tuple[tuple[int, ...], Any]) -> None:
+    for dtype in (torch.float64, torch.complex128):
+        both_ways(name, place, dtype)
+
+
 @pytest.mark.parametrize("place", PLACES, ids=place_id)
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
-def test_adjoint_identity(case: Case, place: tuple[tuple[int, ...], Any], dtype: torch.dtype) -> None:
-    mc.launch(both_ways, ranks=ranks_of(place), args=(case.name, place, dtype))
+def test_adjoint_identity(case: Case, place: tuple[tuple[int, ...], Any]) -> None:
+    mc.launch(both_dtypes, ranks=ranks_of(place), args=(case.name, place))
 
 
 def all_both_ways(place: tuple[tuple[int, ...], Any]) -> None:
     for case in LINEAR:
-        for dtype in (torch.float64, torch.complex128):
-            both_ways(case.name, place, dtype)
+        both_dtypes(case.name, place)
 
 
 @pytest.mark.parametrize("place", ON_POOL, ids=place_id)

@@ -134,6 +134,7 @@ def own_private_names() -> set[str]:
 
 
 STANDARD_LIBRARY = {"os._exit", "sys._getframe"}
+NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # documented, the underscore keeps clear of field names
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module != "meshcomm._torch"])
@@ -147,7 +148,7 @@ def test_private_names_of_others_stand_in_one_file(module: str) -> None:
             parts = [*node.module.split("."), *(alias.name for alias in node.names)]
             assert not any(hidden(part) for part in parts), f"{place} imports from {node.module}"
         elif isinstance(node, ast.Attribute) and hidden(node.attr) and ast.unparse(node) not in STANDARD_LIBRARY:
-            assert node.attr in own_private_names(), f"{place} uses {ast.unparse(node)}"
+            assert node.attr in own_private_names() | NAMED_TUPLES, f"{place} uses {ast.unparse(node)}"
 
 
 def test_the_check_finds_private_names() -> None:

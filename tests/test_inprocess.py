@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import random
 import re
 import threading
@@ -873,6 +874,39 @@ def test_a_second_launch_at_the_same_time_is_refused() -> None:
 def test_arguments_of_a_wrong_kind(args: Any, kwargs: Any) -> None:
     with pytest.raises(mc.MeshError, match="are not a sequence and a mapping"):
         mc.launch(lambda: None, 2, args, kwargs)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads to cores")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_forked_in_a_rank_may_use_all_cores() -> None:
+    def main() -> tuple[int, int]:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, str(len(os.sched_getaffinity(0))).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        return len(os.sched_getaffinity(0)), int(os.read(read, 9))
+
+    cores = len(os.sched_getaffinity(0))
+    assert mc.launch(main, ranks=1) == [(1 if torch.get_num_threads() == 1 else cores, cores)]
+    assert len(os.sched_getaffinity(0)) == cores
+
+
+def transposed(op: str) -> tuple[int, ...]:
+    """The strides of what a transposed tensor becomes."""
+    x = torch.arange(6.0).view(2, 3).T
+    results = {
+        "shift": lambda mesh: mc.shift(x, "a", mesh=mesh),
+        "broadcast": lambda mesh: mc.broadcast(x, "a", mesh=mesh),
+        "all_reduce": lambda mesh: mc.all_reduce(x, "a", "max", mesh=mesh),
+    }
+    return results[op](mc.make_mesh({"a": 4})).stride()
+
+
+@pytest.mark.parametrize("op", ["shift", "broadcast", "all_reduce"])
+def test_results_are_dense_on_both_runtimes(run4: Callable[..., list[Any]], op: str) -> None:
+    assert run4(transposed, op) == [(2, 1)] * 4
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

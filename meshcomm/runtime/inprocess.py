@@ -233,14 +233,14 @@ class InProcessLink:
         """Every rank takes what its source has brought."""
 
         def compute(given: list[tuple[Tensor, int | None]]) -> list[Tensor]:
-            return [torch.zeros_like(x) if s is None else given[s][0].clone() for x, s in given]
+            return [x.new_zeros(x.shape) if s is None else _copy(given[s][0]) for x, s in given]
 
         result: Tensor = self._same(x, "", (x, source), compute)
         return result
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Copies of what ``src`` has brought."""
-        result: Tensor = self._same(x, f"src={src}", x, lambda xs: _copies(xs[src].clone(), len(xs)))
+        result: Tensor = self._same(x, f"src={src}", x, lambda xs: _copies(_copy(xs[src]), len(xs)))
         return result
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
@@ -320,6 +320,10 @@ class InProcessLink:
         for queues in (self._circle.posts, self._circle.wants):
             for route, queue in queues.items():
                 queues[route] = deque(message for message in queue if message.batch is not batch)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _copies(x: Tensor, count: int) -> list[Tensor]:

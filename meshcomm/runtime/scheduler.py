@@ -225,8 +225,22 @@ def _share_a_core() -> None:
     a turn that goes to another core takes twice as long.
     """
     if hasattr(os, "sched_setaffinity") and torch.get_num_threads() == 1:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+        cores = os.sched_getaffinity(0)
+        _cores.update(cores)
+        os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+
+
+_cores: set[int] = set()
+
+
+def _leave_the_core() -> None:
+    """A process forked in a rank, such as a worker of a DataLoader, may use all cores again."""
+    if local.rank is not None and _cores:
+        os.sched_setaffinity(0, _cores)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_the_core)
 
 
 def _named(error: BaseException | None, rank: Rank, size: int) -> BaseException:
