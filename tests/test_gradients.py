@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -105,32 +106,43 @@ def chain(ys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(terms.values())).sum()
 
 
-def orders(name: str, place: tuple[tuple[int, ...], Any], dtype: torch.dtype) -> None:
-    """Three derivatives in a row of chain(A(x)), on all ranks by the oracle and on this one by the library."""
+@lru_cache(maxsize=4)  # for all ranks of a process
+def worked(
+    name: str, place: tuple[tuple[int, ...], Any], dtype: torch.dtype
+) -> tuple[list[Tensor], list[list[Tensor]], list[list[Tensor]]]:
+    """Inputs, weights of each order and derivatives of each order, on all ranks by the oracle."""
     shape, axis = place
-    case, mesh = BY_NAME[name], mc.make_mesh(grid(shape))
-    oracle, rank = Oracle(mesh.shape), mesh.rank
-    xs = case.inputs(oracle, axis, dtype)
-    memo = {id(x): (x + 0).requires_grad_() for x in xs}
-    xs = [memo[id(x)] for x in xs]
-    out = case.reference(oracle, xs, axis)
+    case, oracle = BY_NAME[name], Oracle(grid(shape))
+    inputs = case.inputs(oracle, axis, dtype)
+    memo = {id(x): (x + 0).requires_grad_() for x in inputs}
+    xs = [memo[id(x)] for x in inputs]
+    values = case.reference(oracle, xs, axis)
+    shapes = [[y.shape for y in values], *[[x.shape for x in xs]] * 2]
+    along = [axis if case.invariant_out else (), *[axis if case.invariant_in else ()] * 2]
     weights = [
-        oracle.spread(lambda r, o=o: seeded(out[r].shape if o == 0 else xs[r].shape, dtype, r, 11 + o), along)
-        for o, along in enumerate([axis if case.invariant_out else (), *[axis if case.invariant_in else ()] * 2])
+        oracle.spread(lambda rank, o=o: seeded(shapes[o][rank], dtype, rank, 11 + o), along[o]) for o in range(3)
     ]
-    x = xs[rank].detach().clone().requires_grad_()
-    values, value = out, case.call(x, axis, mesh)
-    leaves = distinct(xs)
-    for order, weight in enumerate(weights):
-        # The library's ranks each have a summand of the total: an invariant one is the same on all, and counts once.
-        total, mine = chain(values, weight), chain([value], [weight[rank]])
+    leaves, derivatives = distinct(xs), []
+    for weight in weights:
+        total = chain(values, weight)
         gradients: Any = [torch.zeros_like(leaf) for leaf in leaves]
         if total.requires_grad:
             gradients = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
         of = dict(zip(map(id, leaves), gradients, strict=True))
         values = [of[id(leaf)] for leaf in xs]
-        (value,) = torch.autograd.grad(mine, x, create_graph=True)
-        close(value, values[rank], f"derivative {order + 1} of {name} on rank {rank}")
+        derivatives.append([value.detach() for value in values])
+    return inputs, weights, derivatives
+
+
+def orders(name: str, place: tuple[tuple[int, ...], Any], dtype: torch.dtype) -> None:
+    """Three derivatives in a row of chain(A(x)): the ranks' own terms of a sum in which an invariant value counts once."""
+    mesh = mc.make_mesh(grid(place[0]))
+    inputs, weights, derivatives = worked(name, place, dtype)
+    x = inputs[mesh.rank].clone().requires_grad_()
+    value = BY_NAME[name].call(x, place[1], mesh)
+    for order, (weight, expected) in enumerate(zip(weights, derivatives, strict=True)):
+        (value,) = torch.autograd.grad(chain([value], [weight[mesh.rank]]), x, create_graph=True)
+        close(value, expected[mesh.rank], f"derivative {order + 1} of {name} on rank {mesh.rank}")
 
 
 @pytest.mark.parametrize("place", PLACES, ids=place_id)

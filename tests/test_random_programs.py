@@ -24,7 +24,7 @@ import meshcomm as mc
 
 F64 = torch.float64
 SIDE = 8  # every value is [SIDE, SIDE] on every rank, so that any collective can follow any other
-SEEDS = range(30)
+SEEDS = range(20)
 LENGTH = 6
 
 

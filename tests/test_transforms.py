@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -36,63 +37,110 @@ def close(actual: Any, expected: Any, what: str) -> None:
     assert_close(actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}")
 
 
-class Setting:
-    """One collective over one axis: this rank's function and everybody's by the oracle."""
+class Everyone:
+    """One collective over one axis on all ranks, by the oracle: worked out once for all ranks of a process."""
 
     def __init__(self, name: str, axis: Any) -> None:
-        self.case, self.axis = BY_NAME[name], axis
-        self.mesh = mc.make_mesh(grid(SHAPE))
-        self.oracle = Oracle(self.mesh.shape)
-        self.rank = self.mesh.rank
-        self.along_in = axis if self.case.invariant_in else ()
+        self.case, self.axis, self.oracle = BY_NAME[name], axis, Oracle(grid(SHAPE))
         self.along_out = axis if self.case.invariant_out else ()
+        self.kept: dict[Any, Any] = {}
         self.xs = self.like_input(0)
-        self.x = self.xs[self.rank]
-        self.what = f"{name} over {axis!r} on rank {self.rank}"
+
+    def once(self, key: tuple[Any, ...], fn: Callable[[], Any], *lists: list[Tensor]) -> Any:
+        """``fn()``, remembered for these lists of tensors, which are kept alive: they are known by their addresses."""
+        key = (*key, *(id(x) for xs in lists for x in xs))
+        if key not in self.kept:
+            self.kept[key] = lists, fn()
+        return self.kept[key][1]
 
     def like_input(self, seed: int) -> list[Tensor]:
         """Values of the type and the shapes of the input."""
-        return shared(self.case.inputs(self.oracle, self.axis, F64, seed), lambda x: x / 3)
+        make = lambda: shared(self.case.inputs(self.oracle, self.axis, F64, seed), lambda x: x / 3)  # noqa: E731
+        found: list[Tensor] = self.once(("in", seed), make)
+        return found
 
     def like_output(self, seed: int) -> list[Tensor]:
         shapes = [y.shape for y in self.all(self.xs)]
-        return self.oracle.spread(lambda rank: seeded(shapes[rank], F64, rank, seed), self.along_out)
+        make = lambda: self.oracle.spread(lambda rank: seeded(shapes[rank], F64, rank, seed), self.along_out)  # noqa: E731
+        found: list[Tensor] = self.once(("out", seed), make)
+        return found
+
+    def basis(self, xs: list[Tensor]) -> list[list[Tensor]]:
+        """Each unit vector, the same on all ranks, of the type and shape of ``xs``."""
+        units = torch.eye(xs[0].numel(), dtype=F64).unbind()
+        make = lambda: [shared(xs, lambda x, unit=unit: unit.view(x.shape).clone()) for unit in units]  # noqa: E731
+        found: list[list[Tensor]] = self.once(("basis",), make, xs)
+        return found
+
+    def compute(self, xs: list[Tensor]) -> list[Tensor]:
+        """The collective between two non-linear functions, on all ranks."""
+        inner = self.oracle.local(lambda x: x.sin() + 2, xs)
+        return self.oracle.local(torch.tanh, self.case.reference(self.oracle, inner, self.axis))
+
+    def all(self, xs: list[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = self.once(("all",), lambda: self.compute(xs), xs)
+        return found
+
+    def push(self, xs: list[Tensor], ts: list[Tensor], order: int = 1) -> tuple[Tensor, ...]:
+        """Everybody's tangents of the results, or the derivatives of that order along the same direction."""
+        leaves = distinct(xs)
+        tangent_of = {id(x): t for x, t in zip(xs, ts, strict=True)}
+        at = {id(x): i for i, x in enumerate(leaves)}
+        tangents = tuple(tangent_of[id(x)] for x in leaves)
+
+        def derivative(count: int) -> Callable[..., tuple[Tensor, ...]]:
+            if count == 0:
+                return lambda *values: tuple(self.compute([values[at[id(x)]] for x in xs]))
+            return lambda *values: jvp(derivative(count - 1), values, tangents)[1]
+
+        found: tuple[Tensor, ...] = self.once(("push", order), lambda: derivative(order)(*leaves), xs, ts)
+        return found
+
+    def pull(self, xs: list[Tensor], gs: list[Tensor]) -> list[Tensor]:
+        """Everybody's gradients of the sum over all logical values of <value, g>."""
+
+        def work() -> list[Tensor]:
+            memo = {id(x): x.detach().clone().requires_grad_() for x in xs}
+            ys = self.compute([memo[id(x)] for x in xs])
+            total = torch.stack(list({id(y): (y * g).sum() for y, g in zip(ys, gs, strict=True)}.values())).sum()
+            if not total.requires_grad:
+                return [torch.zeros_like(x) for x in xs]
+            found = torch.autograd.grad(total, list(memo.values()), materialize_grads=True)
+            of = dict(zip(memo, found, strict=True))
+            return [of[id(x)] for x in xs]
+
+        found: list[Tensor] = self.once(("pull",), work, xs, gs)
+        return found
+
+
+everyone = lru_cache(maxsize=4)(Everyone)
+
+
+class Setting:
+    """The same for one rank: its own function, and what the oracle says of it."""
+
+    def __init__(self, name: str, axis: Any) -> None:
+        self.everyone = everyone(name, axis)
+        self.case, self.axis, self.mesh = self.everyone.case, axis, mc.make_mesh(grid(SHAPE))
+        self.rank = self.mesh.rank
+        self.xs = self.everyone.xs
+        self.x = self.xs[self.rank]
+        self.like_input, self.like_output, self.all = (
+            self.everyone.like_input,
+            self.everyone.like_output,
+            self.everyone.all,
+        )
+        self.what = f"{name} over {axis!r} on rank {self.rank}"
 
     def one(self, x: Tensor) -> Tensor:
         """The collective between two non-linear functions, on this rank."""
         return self.case.call(x.sin() + 2, self.axis, self.mesh).tanh()
 
-    def all(self, xs: list[Tensor]) -> list[Tensor]:
-        """The same on all ranks, by the oracle."""
-        oracle = self.oracle
-        inner = oracle.local(lambda x: x.sin() + 2, xs)
-        return oracle.local(torch.tanh, self.case.reference(oracle, inner, self.axis))
-
-    def over_leaves(self, xs: list[Tensor], ts: list[Tensor]) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """This rank's result as a function of all logical inputs, these inputs and their tangents."""
-        leaves = distinct(xs)
-        tangents = {id(x): t for x, t in zip(xs, ts, strict=True)}
-        order = {id(x): i for i, x in enumerate(leaves)}
-        places = [order[id(x)] for x in xs]
-
-        def fn(*values: Tensor) -> Tensor:
-            return self.all([values[place] for place in places])[self.rank]
-
-        return fn, tuple(leaves), tuple(tangents[id(x)] for x in leaves)
-
-    def push(self, xs: list[Tensor], ts: list[Tensor]) -> Tensor:
-        """This rank's tangent of the result."""
-        return jvp(*self.over_leaves(xs, ts))[1]
+    def push(self, xs: list[Tensor], ts: list[Tensor], order: int = 1) -> Tensor:
+        return self.everyone.push(xs, ts, order)[self.rank]
 
     def pull(self, xs: list[Tensor], gs: list[Tensor]) -> Tensor:
-        """This rank's gradient of the sum over all logical values of <value, g>."""
-        memo = {id(x): x.detach().clone().requires_grad_() for x in xs}
-        leaves = [memo[id(x)] for x in xs]
-        terms = {id(y): (y * g).sum() for y, g in zip(self.all(leaves), gs, strict=True)}
-        total = torch.stack(list(terms.values())).sum()
-        if not total.requires_grad:
-            return torch.zeros_like(xs[self.rank])
-        return torch.autograd.grad(total, leaves[self.rank], materialize_grads=True)[0]
+        return self.everyone.pull(xs, gs)[self.rank]
 
 
 def shared(xs: list[Tensor], fn: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -127,9 +175,7 @@ def check_jvp(s: Setting) -> None:
 def check_jvp_of_jvp(s: Setting) -> None:
     """The second derivative along one direction."""
     ts = s.like_input(2)
-    fn, leaves, tangents = s.over_leaves(s.xs, ts)
-    expected = jvp(lambda *values: jvp(fn, values, tangents)[1], leaves, tangents)[1]
-    t = ts[s.rank]
+    expected, t = s.push(s.xs, ts, order=2), ts[s.rank]
     close(jvp(lambda x: jvp(s.one, (x,), (t,))[1], (s.x,), (t,))[1], expected, s.what)
 
 
@@ -264,12 +310,12 @@ def jacobians(name: str, axis: Any) -> None:
     s = Setting(name, axis)
     ys = s.all(s.xs)
     if len({y.shape for y in ys}) == 1:
-        rows = [s.pull(s.xs, shared(ys, lambda _, unit=unit: unit.clone())) for unit in units(ys[s.rank])]
+        rows = [s.pull(s.xs, unit) for unit in s.everyone.basis(ys)]
         expected = torch.stack(rows).view(*ys[s.rank].shape, *s.x.shape)
         close(jacrev(s.one)(s.x), expected, f"jacrev, {s.what}")
         close(jacrev(s.one, chunk_size=2)(s.x), expected, f"jacrev in chunks, {s.what}")
     if len({x.shape for x in s.xs}) == 1:
-        columns = [s.push(s.xs, shared(s.xs, lambda _, unit=unit: unit.clone())) for unit in units(s.x)]
+        columns = [s.push(s.xs, unit) for unit in s.everyone.basis(s.xs)]
         expected = torch.stack(columns, -1).view(*ys[s.rank].shape, *s.x.shape)
         close(jacfwd(s.one)(s.x), expected, f"jacfwd, {s.what}")
 
@@ -297,7 +343,7 @@ def hessians(name: str, axis: Any) -> None:
     memo = {id(x): x.detach().clone().requires_grad_() for x in s.xs}
     xs = [memo[id(x)] for x in s.xs]
     gs = s.like_output(1)
-    terms = {id(y): (y * g).sum() for y, g in zip(s.all(xs), gs, strict=True)}
+    terms = {id(y): (y * g).sum() for y, g in zip(s.everyone.compute(xs), gs, strict=True)}
     leaves = distinct(xs)
     firsts = torch.autograd.grad(
         torch.stack(list(terms.values())).sum(), leaves, create_graph=True, materialize_grads=True
