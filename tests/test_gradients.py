@@ -109,8 +109,8 @@ def chain(ys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 @lru_cache(maxsize=4)  # for all ranks of a process
 def worked(
     name: str, place: tuple[tuple[int, ...], Any], dtype: torch.dtype
-) -> tuple[list[Tensor], list[list[Tensor]], list[list[Tensor]]]:
-    """Inputs, weights of each order and derivatives of each order, on all ranks by the oracle."""
+) -> tuple[list[Tensor], list[list[Tensor]], list[list[list[Tensor]]]]:
+    """Inputs, weights of each order, and on all ranks the derivatives of each order by the input and by the first weight."""
     shape, axis = place
     case, oracle = BY_NAME[name], Oracle(grid(shape))
     inputs = case.inputs(oracle, axis, dtype)
@@ -122,7 +122,9 @@ def worked(
     weights = [
         oracle.spread(lambda rank, o=o: seeded(shapes[o][rank], dtype, rank, 11 + o), along[o]) for o in range(3)
     ]
-    leaves, derivatives = distinct(xs), []
+    derivatives = []
+    first = [weight.requires_grad_() for weight in weights[0]]
+    leaves = [*distinct(xs), *distinct(first)]
     for weight in weights:
         total = chain(values, weight)
         gradients: Any = [torch.zeros_like(leaf) for leaf in leaves]
@@ -130,7 +132,7 @@ def worked(
             gradients = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
         of = dict(zip(map(id, leaves), gradients, strict=True))
         values = [of[id(leaf)] for leaf in xs]
-        derivatives.append([value.detach() for value in values])
+        derivatives.append([[of[id(leaf)].detach() for leaf in many] for many in (xs, first)])
     return inputs, weights, derivatives
 
 
@@ -139,10 +141,15 @@ def orders(name: str, place: tuple[tuple[int, ...], Any], dtype: torch.dtype) ->
     mesh = mc.make_mesh(grid(place[0]))
     inputs, weights, derivatives = worked(name, place, dtype)
     x = inputs[mesh.rank].clone().requires_grad_()
+    mine = [weight[mesh.rank].detach() for weight in weights]
+    mine[0].requires_grad_()
     value = BY_NAME[name].call(x, place[1], mesh)
-    for order, (weight, expected) in enumerate(zip(weights, derivatives, strict=True)):
-        (value,) = torch.autograd.grad(chain([value], [weight[mesh.rank]]), x, create_graph=True)
-        close(value, expected[mesh.rank], f"derivative {order + 1} of {name} on rank {mesh.rank}")
+    for order, (weight, expected) in enumerate(zip(mine, derivatives, strict=True)):
+        found = torch.autograd.grad(chain([value], [weight]), [x, mine[0]], create_graph=True, materialize_grads=True)
+        close(
+            list(found), [each[mesh.rank] for each in expected], f"derivative {order + 1} of {name} on rank {mesh.rank}"
+        )
+        value = found[0]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=place_id)

@@ -355,6 +355,33 @@ def test_both_ends_are_told_and_go_on() -> None:
     assert mc.launch(caught_misfit, ranks=2) == ["got 1", "got 0"]
 
 
+def misfit_in_a_batch(mesh: mc.Mesh) -> None:
+    if mesh.rank == 0:
+        mc.exchange([(torch.ones(3), 1), (torch.tensor([1.0]), 1, 9)], [(1, (1,), torch.float32, 9)], "a", mesh=mesh)
+    else:
+        mc.recv("a", 0, shape=(4,), dtype=torch.float32, mesh=mesh)
+
+
+def both_wait(mesh: mc.Mesh) -> None:
+    other = 1 - mesh.rank
+    mc.exchange([(torch.tensor([1.0]), other, 9)], [(other, (1,), torch.float32, 8)], "a", mesh=mesh)
+
+
+def stale(fault: Callable[[mc.Mesh], None]) -> float:
+    """What was open in a batch that failed is taken back."""
+    mesh = mc.make_mesh({"a": 2})
+    with pytest.raises(mc.CommError):
+        fault(mesh)
+    other = 1 - mesh.rank
+    fresh = torch.tensor([5.0 + mesh.rank])
+    return mc.exchange([(fresh, other, 9)], [(other, (1,), torch.float32, 9)], "a", mesh=mesh)[0].item()
+
+
+@pytest.mark.parametrize("fault", [misfit_in_a_batch, both_wait])
+def test_a_batch_that_failed_leaves_no_message_behind(fault: Callable[[mc.Mesh], None]) -> None:
+    assert mc.launch(stale, ranks=2, args=(fault,)) == [6.0, 5.0]
+
+
 def never_received() -> None:
     mesh = mc.make_mesh({"a": 3})
     if mesh.rank == 0:

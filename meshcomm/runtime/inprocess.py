@@ -295,6 +295,11 @@ class InProcessLink:
         circle = self._circle
         here, there = (circle.posts, circle.wants) if message.x is not None else (circle.wants, circle.posts)
         queue = there.get(route)
+        # A batch that failed takes its messages back, even before its rank is told: the user may go on afterwards.
+        while queue and (queue[0].batch.error is not None or queue[0].batch.rank.fault is not None):
+            queue.popleft()
+        if message.batch.error is not None:
+            return
         if not queue:
             here.setdefault(route, deque()).append(message)
             return
