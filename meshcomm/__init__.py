@@ -9,6 +9,7 @@ from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
 from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
 from meshcomm.runtime.world import init, shutdown
+from meshcomm.work import Work, wait
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "Mesh",
     "MeshError",
     "VaryingError",
+    "Work",
     "all_gather",
     "all_gather_invariant",
     "all_reduce",
@@ -42,4 +44,5 @@ __all__ = [
     "shift",
     "shutdown",
     "use_mesh",
+    "wait",
 ]

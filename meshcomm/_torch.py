@@ -30,6 +30,7 @@ __all__ = [
     "forward_mode_on",
     "functional",
     "functorch_active",
+    "has_sequence_numbers",
     "in_graph",
     "let_into_graph",
     "new_group",
@@ -38,10 +39,12 @@ __all__ = [
     "primal_of",
     "reduce_scatter_base",
     "set_forward_ad_state",
+    "set_sequence_number",
     "tree_flatten",
     "tree_leaves_with_path",
     "tree_unflatten",
     "unwrap_if_dead",
+    "version_of",
 ]
 
 
@@ -163,6 +166,21 @@ def primal_of(x: Tensor) -> Tensor:
     """``x`` without its tangent of the innermost level; those of outer levels stay."""
     primal: Tensor = forward_ad.unpack_dual(x, level=0).primal
     return primal
+
+
+def version_of(x: Tensor) -> int:
+    """How often ``x`` has been changed in place."""
+    return x._version
+
+
+def has_sequence_numbers() -> bool:
+    """Whether the order in which autograd runs ready nodes can be set."""
+    return hasattr(torch.autograd.function.BackwardCFunction, "_set_sequence_nr")
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Have autograd run ``node``, when ready, before nodes with lower numbers."""
+    node._set_sequence_nr(number)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ LAYERS = [
     ("meshcomm.runtime",),
     ("meshcomm.launch", "meshcomm.places"),
     ("meshcomm.mesh",),
+    ("meshcomm.work",),
     ("meshcomm.collectives",),
 ]
 NARROW = {"meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"), "meshcomm.errors": (), "meshcomm._torch": ()}

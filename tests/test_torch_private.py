@@ -162,6 +162,46 @@ def test_name_set_forward_ad_state() -> None:
     assert _torch.forward_ad_state() == (-1, 0)
 
 
+def test_name_version_of() -> None:
+    x = torch.zeros(2)
+    before = _torch.version_of(x)
+    x.add_(1)
+    assert _torch.version_of(x) > before
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, order: list[str]) -> Tensor:
+        ctx.note = name, order
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        name, order = ctx.note
+        order.append(name)
+        return g, None, None
+
+
+def backward_order(first: int | None) -> list[str]:
+    x, order = torch.ones(1, requires_grad=True), list[str]()
+    early = Noted.apply(x, "early", order)
+    late = Noted.apply(x, "late", order)
+    if first is not None:
+        _torch.set_sequence_number(early.grad_fn, first)
+    (early + late).sum().backward()
+    return order
+
+
+def test_name_set_sequence_number() -> None:
+    assert backward_order(None) == ["late", "early"]
+    assert backward_order(2**62) == ["early", "late"]
+
+
+def test_name_has_sequence_numbers() -> None:
+    node = Noted.apply(torch.ones(1, requires_grad=True), "", []).grad_fn
+    assert _torch.has_sequence_numbers() == hasattr(node, "_set_sequence_nr")
+
+
 def test_name_forward_ad_shared() -> None:
     """Two holders of one level: the first to leave does not wipe the other's tangents."""
     enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level

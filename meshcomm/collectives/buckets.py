@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError
 from meshcomm.mesh import Axis
+from meshcomm.runtime.pending import then_all
 
-__all__ = ["Check", "checked_size", "elementwise", "leaves_of", "rebuild", "rows"]
+__all__ = ["Check", "checked_size", "elementwise", "groups_of", "joined", "leaves_of", "rebuild", "rows"]
 
 Check = Callable[[Tensor], object]
 """Raises for a leaf that the collective cannot take."""
@@ -76,7 +78,7 @@ def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:
         check.explain(where, f"bucket_mb={bucket_mb!r} is not a positive number.", axis, fix="a size in MiB such as 25")
 
 
-def _buckets(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis) -> list[list[int]]:
+def groups_of(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis) -> list[list[int]]:
     """Positions of the leaves that go together, at most ``bucket_mb`` MiB unless one leaf alone is larger."""
     checked_size(where, bucket_mb, axis)
     limit = bucket_mb * 2**20
@@ -118,11 +120,65 @@ def rows(
     to_rows: Callable[[Tensor], Tensor],
     from_rows: Callable[[Tensor, Tensor], Tensor],
 ) -> list[Tensor]:
-    """Apply what works on dim 0 to buckets: ``to_rows(leaf)`` is ``[rows, k]``, ``from_rows(part, leaf)`` undoes it."""
-    results: dict[int, Tensor] = {}
-    for bucket in _buckets(where, leaves, bucket_mb, axis):
-        parts = [to_rows(leaves[at]) for at in bucket]
-        done = run(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
-        for at, part in zip(bucket, done.split([part.shape[1] for part in parts], 1), strict=True):
-            results[at] = from_rows(part, leaves[at])
-    return [results[at] for at in range(len(leaves))]
+    """Apply what works on dim 0 to buckets: ``to_rows(leaf)`` is ``[rows, k]``, ``from_rows(part, leaf)`` undoes it.
+
+    ``run`` may give a Pending, and the leaves that come of it are one then.
+    """
+    groups = groups_of(where, leaves, bucket_mb, axis)
+    packed = [[to_rows(leaves[at]) for at in bucket] for bucket in groups]
+    widths = [[part.shape[1] for part in parts] for parts in packed]
+    begun = [run(joined(parts)) for parts in packed]
+
+    def unpack(done: list[Tensor]) -> list[Tensor]:
+        results: dict[int, Tensor] = {}
+        for bucket, width, whole in zip(groups, widths, done, strict=True):
+            for at, part in zip(bucket, whole.split(width, 1), strict=True):
+                results[at] = from_rows(part, leaves[at])
+        return [results[at] for at in range(len(leaves))]
+
+    return then_all(begun, unpack)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts beside each other, ``[rows, sum of k]``: a view where they already lie so, else a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open() or not _adjacent(parts):
+        return torch.cat(list(parts), 1)
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        whole: Tensor = _Joined.apply(*parts)  # type: ignore[no-untyped-call]
+        return whole
+    return _as_one(parts)
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether each row-shaped part begins where the one before it ends, in one storage."""
+    first = parts[0]
+    if first.shape[0] != 1:
+        return False
+    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or not part.is_contiguous() or part.is_conj() or part.is_neg():
+            return False
+        if part.untyped_storage().data_ptr() != storage:
+            return False
+        place += part.numel() * part.element_size()
+    return True
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor:
+    width = sum(part.shape[1] for part in parts)
+    return parts[0].detach().as_strided((1, width), (width, 1))
+
+
+class _Joined(Function):
+    """Rows that lie side by side as one, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.widths = [part.shape[1] for part in parts]
+        return _as_one(parts)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.split(ctx.widths, 1))

@@ -6,15 +6,17 @@ n = size of the axis.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.gather import cut_rows
-from meshcomm.collectives.rule import Rule, apply
+from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.pending import then, then_all
+from meshcomm.work import Work, begun
 
 __all__ = ["all_to_all", "permute", "shift"]
 
@@ -38,13 +40,17 @@ def _run_all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send
     if send == send[:1] * axis.size and recv == recv[:1] * axis.size:
         runs = (x.numel() // axis.size,) * axis.size
         got = axis.link.all_to_all(cut_rows(x, split_dim, axis.size).reshape(-1), runs, runs)
-        return _joined(got, x, split_dim, concat_dim, axis.size)
+        return then(got, lambda got: _joined(got, x, split_dim, concat_dim, axis.size))
     pieces = x.split(list(send), split_dim)
     shapes = [_piece(x, axis, split_dim, concat_dim, send, recv, source) for source in range(axis.size)]
     counts = [torch.Size(shape).numel() for shape in shapes]
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
-    parts = axis.link.all_to_all(sent, [piece.numel() for piece in pieces], counts).split(counts)
-    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], concat_dim)
+
+    def join(got: Tensor) -> Tensor:
+        return torch.cat([part.view(shape) for part, shape in zip(got.split(counts), shapes, strict=True)], concat_dim)
+
+    got = axis.link.all_to_all(sent, [piece.numel() for piece in pieces], counts)
+    return then(got, join)
 
 
 def _run_permute(x: Tensor, axis: Axis, perm: Perm) -> Tensor:
@@ -86,6 +92,7 @@ _SHIFT: Rule = Rule(
 # ------------------------------------------------------------------------------------------- the public functions
 
 
+@overload
 def all_to_all(
     x: Tree,
     axis: AxisName,
@@ -96,7 +103,33 @@ def all_to_all(
     *,
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
-) -> Tree:
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def all_to_all(
+    x: Tree,
+    axis: AxisName,
+    split_dim: int,
+    concat_dim: int,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+) -> Work[Tree]: ...
+def all_to_all(
+    x: Tree,
+    axis: AxisName,
+    split_dim: int,
+    concat_dim: int,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+) -> Any:
     """Split ``x`` along ``split_dim``, send piece i to rank i, concatenate what comes along ``concat_dim``.
 
     ::
@@ -118,6 +151,7 @@ def all_to_all(
             one.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: ``x`` with ``split_dim`` divided by n and ``concat_dim`` multiplied by n, or as the sizes say; new storage.
 
@@ -137,28 +171,30 @@ def all_to_all(
 
     Source: MPI_Alltoall(v); ``jax.lax.all_to_all(tiled=True)``; Ulysses; expert parallelism.
     """
-    where = "all_to_all"
+    where, run = "all_to_all", start if async_op else apply
     ax = check.axis_of(where, axis, mesh)
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         params = _exchange_params(where, x, ax, split_dim, concat_dim, send_sizes, recv_sizes)
-        return apply(_ALL_TO_ALL, x, ax, params)  # type: ignore[return-value]
+        y = run(_ALL_TO_ALL, x, ax, params)
+        return begun(where, ax, x, y) if async_op else y
 
     def params_of(leaf: Tensor) -> tuple[int, int, Sizes, Sizes]:
         return _exchange_params(where, leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
 
     leaves, spec = buckets.leaves_of(where, x, ax, params_of)
     if send_sizes is not None or recv_sizes is not None:
-        done = [apply(_ALL_TO_ALL, leaf, ax, params_of(leaf)) for leaf in leaves]
+        done = then_all([run(_ALL_TO_ALL, leaf, ax, params_of(leaf)) for leaf in leaves], list)
     else:
         even = (1,) * ax.size
         done = buckets.rows(
             where, leaves, ax, bucket_mb,
-            lambda flat: apply(_ALL_TO_ALL, flat, ax, (0, 0, even, even)),
+            lambda flat: run(_ALL_TO_ALL, flat, ax, (0, 0, even, even)),
             lambda leaf: cut_rows(leaf, split_dim % leaf.ndim, ax.size),
             lambda part, leaf: _joined(part, leaf, split_dim % leaf.ndim, concat_dim % leaf.ndim, ax.size),
         )  # fmt: skip
-    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    return begun(where, ax, None, tree) if async_op else tree
 
 
 def _joined(part: Tensor, leaf: Tensor, split_dim: int, concat_dim: int, size: int) -> Tensor:
@@ -203,9 +239,35 @@ def _exchange_params(
     return split, concat, send, recv
 
 
+@overload
 def permute(
-    x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], *, mesh: Mesh | None = None, bucket_mb: float = 25
-) -> Tree:
+    x: Tree,
+    axis: AxisName,
+    perm: Iterable[tuple[int, int]],
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def permute(
+    x: Tree,
+    axis: AxisName,
+    perm: Iterable[tuple[int, int]],
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+) -> Work[Tree]: ...
+def permute(
+    x: Tree,
+    axis: AxisName,
+    perm: Iterable[tuple[int, int]],
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+) -> Any:
     """Send ``x`` from source to destination for each pair in ``perm``.
 
     ::
@@ -222,6 +284,7 @@ def permute(
         perm: (source, destination) indices along ``axis``, equal on every rank; no source and no destination twice.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: the shape of ``x``, new storage; zeros on a rank that is nobody's destination.
 
@@ -244,12 +307,41 @@ def permute(
     Source: ``jax.lax.ppermute``.
     """
     ax = check.axis_of("permute", axis, mesh)
-    return _moved(_PERMUTE, x, ax, (check.checked_perm("permute", perm, ax),), bucket_mb)
+    return _moved(_PERMUTE, x, ax, (check.checked_perm("permute", perm, ax),), bucket_mb, async_op)
 
 
+@overload
 def shift(
-    x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, *, mesh: Mesh | None = None, bucket_mb: float = 25
-) -> Tree:
+    x: Tree,
+    axis: AxisName,
+    offset: int = 1,
+    wrap: bool = True,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def shift(
+    x: Tree,
+    axis: AxisName,
+    offset: int = 1,
+    wrap: bool = True,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+) -> Work[Tree]: ...
+def shift(
+    x: Tree,
+    axis: AxisName,
+    offset: int = 1,
+    wrap: bool = True,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+) -> Any:
     """Rank i sends ``x`` to rank i + ``offset``.
 
     ::
@@ -267,6 +359,7 @@ def shift(
         wrap: whether the axis is a ring; else what leaves it at one end is dropped and zeros come in at the other.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: the shape of ``x``, new storage.
 
@@ -290,13 +383,16 @@ def shift(
         check.explain("shift", f"offset={offset!r} is not an int.", ax)
     if not isinstance(wrap, bool):
         check.explain("shift", f"wrap={wrap!r} is not a bool.", ax)
-    return _moved(_SHIFT, x, ax, (offset, wrap), bucket_mb)
+    return _moved(_SHIFT, x, ax, (offset, wrap), bucket_mb, async_op)
 
 
-def _moved(rule: Rule, x: Tree, axis: Axis, params: tuple[Any, ...], bucket_mb: float) -> Tree:
+def _moved(rule: Rule, x: Any, axis: Axis, params: tuple[Any, ...], bucket_mb: float, async_op: bool) -> Any:
+    run = start if async_op else apply
     if isinstance(x, Tensor):
         check.tensor(rule.name, x, axis)
-        return apply(rule, x, axis, params)  # type: ignore[return-value]
+        y = run(rule, x, axis, params)
+        return begun(rule.name, axis, x, y) if async_op else y
     leaves, spec = buckets.leaves_of(rule.name, x, axis)
-    done = buckets.elementwise(rule.name, leaves, axis, bucket_mb, lambda flat: apply(rule, flat, axis, params))
-    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+    done = buckets.elementwise(rule.name, leaves, axis, bucket_mb, lambda flat: run(rule, flat, axis, params))
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    return begun(rule.name, axis, None, tree) if async_op else tree

@@ -6,14 +6,16 @@ n = size of the axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from meshcomm.collectives import buckets, check
-from meshcomm.collectives.rule import Rule, apply, rule_named
+from meshcomm.collectives.rule import Rule, apply, rule_named, start
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.pending import then, then_all
+from meshcomm.work import Work, begun
 
 __all__ = ["all_gather", "all_gather_invariant", "cut_rows", "gather_over", "join_rows", "shard", "slice_shape"]
 
@@ -31,13 +33,19 @@ def gather_over(x: Tensor, axis: Axis, dim: int, sizes: Sizes = None) -> Tensor:
 
 def _run_gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
     if sizes is None or len(set(sizes)) == 1:
-        rows = axis.link.all_gather(x)
-        return rows.flatten(0, 1) if dim == 0 else rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+        def join(rows: Tensor) -> Tensor:
+            return rows.flatten(0, 1) if dim == 0 else rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+        return then(axis.link.all_gather(x), join)
     longest = max(sizes)
     padded = x.new_zeros((*x.shape[:dim], longest, *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, sizes[axis.index]).copy_(x)
-    rows = axis.link.all_gather(padded)
-    return torch.cat([row.narrow(dim, 0, length) for row, length in zip(rows, sizes, strict=True)], dim)
+
+    def cut(rows: Tensor) -> Tensor:
+        return torch.cat([row.narrow(dim, 0, length) for row, length in zip(rows, sizes, strict=True)], dim)
+
+    return then(axis.link.all_gather(padded), cut)
 
 
 def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
@@ -68,12 +76,14 @@ _SHARD: Rule = Rule(
     _run_shard,
     lambda g, axis, dim, sizes: apply(_ALL_GATHER_INVARIANT, g, axis, (dim, sizes)),
     dims=("dim",),
+    local=True,
 )
 
 
 # ------------------------------------------------------------------------------------------- the public functions
 
 
+@overload
 def all_gather(
     x: Tree,
     axis: AxisName,
@@ -82,7 +92,29 @@ def all_gather(
     *,
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
-) -> Tree:
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def all_gather(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+) -> Work[Tree]: ...
+def all_gather(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+) -> Any:
     """Concatenate the ranks' ``x`` along ``dim``; each rank goes on with it in its own way.
 
     ::
@@ -100,6 +132,7 @@ def all_gather(
         sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: ``[..., n*k, ...]`` (``sum(sizes)`` with sizes), new storage.
 
@@ -119,9 +152,10 @@ def all_gather(
 
     Source: MPI_Allgather; ``jax.lax.all_gather(tiled=True)``.
     """
-    return _gather("all_gather", _ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb)
+    return _gather("all_gather", _ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
+@overload
 def all_gather_invariant(
     x: Tree,
     axis: AxisName,
@@ -130,7 +164,29 @@ def all_gather_invariant(
     *,
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
-) -> Tree:
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def all_gather_invariant(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+) -> Work[Tree]: ...
+def all_gather_invariant(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+) -> Any:
     """Concatenate the ranks' ``x`` along ``dim`` into one value, which all ranks then use alike.
 
     ::
@@ -150,6 +206,7 @@ def all_gather_invariant(
         sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: ``[..., n*k, ...]`` (``sum(sizes)`` with sizes), new storage.
 
@@ -169,9 +226,10 @@ def all_gather_invariant(
 
     Source: ``jax.lax.all_gather_invariant``; the gather of Megatron's output layer.
     """
-    return _gather("all_gather_invariant", _ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb)
+    return _gather("all_gather_invariant", _ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
+@overload
 def shard(
     x: Tree,
     axis: AxisName,
@@ -180,7 +238,29 @@ def shard(
     *,
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
-) -> Tree:
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def shard(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+) -> Work[Tree]: ...
+def shard(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+) -> Any:
     """This rank's slice along ``dim`` of a value that all ranks have.
 
     ::
@@ -197,6 +277,7 @@ def shard(
         sizes: the length of each rank's slice, where they shall differ; equal on every rank.
         mesh: the current mesh by default.
         bucket_mb: gradients of the leaves of a pytree are sent together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: ``[..., k, ...]`` (``sizes[i]`` with sizes), new storage.
 
@@ -216,24 +297,26 @@ def shard(
 
     Source: Megatron's scatter to the tensor parallel region; a slice by ``axis_index`` in JAX.
     """
-    where = "shard"
+    where, run = "shard", start if async_op else apply
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         check.slices(where, x, dim, lengths, ax)
-        return apply(_SHARD, x, ax, (dim % x.ndim, lengths))  # type: ignore[return-value]
+        y = run(_SHARD, x, ax, (dim % x.ndim, lengths))
+        return begun(where, ax, x, y) if async_op else y
     leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: check.slices(where, leaf, dim, lengths, ax))
     if lengths is not None:
-        done = [apply(_SHARD, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves]
+        done = then_all([run(_SHARD, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves], list)
     else:
         done = buckets.rows(
             where, leaves, ax, bucket_mb,
-            lambda flat: apply(_SHARD, flat, ax, (0, None)),
+            lambda flat: run(_SHARD, flat, ax, (0, None)),
             lambda leaf: cut_rows(leaf, dim % leaf.ndim, ax.size),
             lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, ax.size)),
         )  # fmt: skip
-    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    return begun(where, ax, None, tree) if async_op else tree
 
 
 def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
@@ -259,25 +342,29 @@ def _gather(
     sizes: Sequence[int] | None,
     mesh: Mesh | None,
     bucket_mb: float,
-) -> Tree:
+    async_op: bool,
+) -> Any:
+    run = start if async_op else apply
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         whole, place = _joinable(where, x, dim, lengths, ax)
-        return apply(rule, whole, ax, (place, lengths))  # type: ignore[return-value]
+        y = run(rule, whole, ax, (place, lengths))
+        return begun(where, ax, x, y) if async_op else y
     leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: _joinable(where, leaf, dim, lengths, ax))
     leaves = [_joinable(where, leaf, dim, lengths, ax)[0] for leaf in leaves]
     if lengths is not None:
-        done = [apply(rule, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves]
+        done = then_all([run(rule, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves], list)
     else:
         done = buckets.rows(
             where, leaves, ax, bucket_mb,
-            lambda flat: apply(rule, flat, ax, (0, None)),
+            lambda flat: run(rule, flat, ax, (0, None)),
             lambda leaf: leaf.reshape(1, leaf.numel()),
             lambda part, leaf: join_rows(part, leaf, dim % leaf.ndim, ax.size),
         )  # fmt: skip
-    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    return begun(where, ax, None, tree) if async_op else tree
 
 
 def _joinable(where: str, x: Tensor, dim: int, sizes: Sizes, axis: Axis) -> tuple[Tensor, int]:

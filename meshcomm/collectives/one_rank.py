@@ -6,7 +6,7 @@ n = size of the axis.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from meshcomm.collectives import check
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.runtime.protocol import Note, Post, Want
+from meshcomm.runtime.pending import then
+from meshcomm.runtime.protocol import Link, Note, Post, Want
+from meshcomm.work import Work, begun
 
 __all__ = ["barrier", "exchange", "gather", "recv", "reduce", "scatter", "send"]
 
@@ -33,7 +35,36 @@ def _announce(axis: Axis, what: str, x: Tensor | None = None, **given: object) -
         axis.link.announce(Note(what, tuple(given.values()), tuple(given), None, axis, *seen))
 
 
-def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Mesh | None = None) -> Tensor | None:
+def _link(axis: Axis, later: bool) -> Link:
+    return axis.link.later() if later else axis.link
+
+
+def _kept(x: Tensor, later: bool) -> Tensor:
+    """A copy of what is read after the call."""
+    return x.detach().clone(memory_format=torch.contiguous_format) if later else x
+
+
+def _kept_posts(posts: list[Post], later: bool) -> list[Post]:
+    return [(_kept(x, later), dst, tag) for x, dst, tag in posts]
+
+
+@overload
+def reduce(
+    x: Tensor,
+    axis: AxisName,
+    dst: int = 0,
+    op: str = "sum",
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[False] = False,
+) -> Tensor | None: ...
+@overload
+def reduce(
+    x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Mesh | None = None, async_op: Literal[True]
+) -> Work[Tensor | None]: ...
+def reduce(
+    x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Mesh | None = None, async_op: bool = False
+) -> Any:
     """Reduce ``x`` elementwise over the ranks of ``axis``, for one of them.
 
     ::
@@ -49,6 +80,7 @@ def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Me
         dst: the index along ``axis`` that gets the result.
         op: as for :func:`all_reduce`.
         mesh: the current mesh by default.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: the shape and dtype of ``x``, new storage, on ``dst``; None elsewhere.
 
@@ -74,11 +106,21 @@ def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Me
     check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
     _announce(ax, "reduce", x, op=op, dst=dst)
-    y = ax.link.reduce(x, "sum" if op == "mean" else op, dst)
-    return y / ax.size if op == "mean" and y is not None else y
+    y = _link(ax, async_op).reduce(_kept(x, async_op), op, dst)
+    return begun("reduce", ax, x, y) if async_op else y
 
 
-def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh | None = None) -> Tensor | None:
+@overload
+def gather(
+    x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh | None = None, async_op: Literal[False] = False
+) -> Tensor | None: ...
+@overload
+def gather(
+    x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh | None = None, async_op: Literal[True]
+) -> Work[Tensor | None]: ...
+def gather(
+    x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh | None = None, async_op: bool = False
+) -> Any:
     """Concatenate the ranks' ``x`` along ``dim``, on one of them.
 
     ::
@@ -94,6 +136,7 @@ def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh 
         dst: the index along ``axis`` that gets the result.
         dim: the dim to concatenate along.
         mesh: the current mesh by default.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: ``[..., n*k, ...]``, new storage, on ``dst``; None elsewhere.
 
@@ -119,10 +162,15 @@ def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh 
     place = check.checked_dim("gather", x, dim, ax)
     check.no_gradient("gather", x, ax, "use all_gather")
     _announce(ax, "gather", x, dst=dst, dim=place)
-    rows = ax.link.gather(x, dst)
-    return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
+
+    def join(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
+
+    y = then(_link(ax, async_op).gather(_kept(x, async_op), dst), join)
+    return begun("gather", ax, x, y) if async_op else y
 
 
+@overload
 def scatter(
     x: Tensor | None,
     axis: AxisName,
@@ -131,7 +179,29 @@ def scatter(
     like: Tensor | None = None,
     *,
     mesh: Mesh | None = None,
-) -> Tensor:
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def scatter(
+    x: Tensor | None,
+    axis: AxisName,
+    src: int = 0,
+    dim: int = 0,
+    like: Tensor | None = None,
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[True],
+) -> Work[Tensor]: ...
+def scatter(
+    x: Tensor | None,
+    axis: AxisName,
+    src: int = 0,
+    dim: int = 0,
+    like: Tensor | None = None,
+    *,
+    mesh: Mesh | None = None,
+    async_op: bool = False,
+) -> Any:
     """Cut the ``x`` of one rank along ``dim`` and give each rank its slice.
 
     ::
@@ -149,6 +219,7 @@ def scatter(
         like: a tensor with the shape, dtype and device of the *result*; given on all ranks or on none. Without it
             ``src`` sends shape and dtype ahead in a small broadcast.
         mesh: the current mesh by default.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: ``[..., k, ...]``, new storage, on ``like``'s device, else the mesh's.
 
@@ -170,6 +241,11 @@ def scatter(
     """
     ax = check.axis_of("scatter", axis, mesh)
     check.checked_index("scatter", src, ax, "src")
+    if async_op and like is None:
+        check.explain(
+            "scatter", "async_op=True without like=: what comes is not known before it is waited for.", ax,
+            fix="pass like= on all ranks, a tensor with the shape, dtype and device of the result",
+        )  # fmt: skip
     problem = _scatter_problem(x, ax, src, dim, like)
     if like is None:  # a rank that has found an error says so in the header: the others would wait for it
         like = _scatter_header(None if problem else x, ax, src, dim)
@@ -180,7 +256,8 @@ def scatter(
         place = dim % x.ndim
         rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
     _announce(ax, "scatter", src=src)
-    return ax.link.scatter(rows, like, src)
+    y = _link(ax, async_op).scatter(None if rows is None else _kept(rows, async_op), like, src)
+    return begun("scatter", ax, like, y) if async_op else y
 
 
 def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Tensor | None) -> MeshError | None:
@@ -235,7 +312,15 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int) -> Tensor:
     return torch.empty(lengths[:ndim], dtype=_DTYPES[code - 1], device=device)
 
 
-def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None) -> None:
+@overload
+def send(
+    x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None, async_op: Literal[False] = False
+) -> None: ...
+@overload
+def send(
+    x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None, async_op: Literal[True]
+) -> Work[None]: ...
+def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None, async_op: bool = False) -> Any:
     """Send ``x`` to one rank, which calls :func:`recv`; returns when it has been taken or may be overwritten.
 
     Type: varying -> one rank.
@@ -246,6 +331,7 @@ def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None
         dst: the index along ``axis`` to send to.
         tag: messages between two ranks meet in order per tag.
         mesh: the current mesh by default.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Backward: none. With grad mode on, an input that requires grad raises: use :func:`permute` or :func:`shift`.
 
@@ -271,9 +357,11 @@ def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
     _announce(ax, "send")
-    ax.link.exchange([post], [])
+    done = then(_link(ax, async_op).exchange(_kept_posts([post], async_op), []), lambda _: None)
+    return begun("send", ax, x, done) if async_op else None
 
 
+@overload
 def recv(
     axis: AxisName,
     src: int,
@@ -282,7 +370,29 @@ def recv(
     dtype: torch.dtype,
     tag: int = 0,
     mesh: Mesh | None = None,
-) -> Tensor:
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def recv(
+    axis: AxisName,
+    src: int,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tag: int = 0,
+    mesh: Mesh | None = None,
+    async_op: Literal[True],
+) -> Work[Tensor]: ...
+def recv(
+    axis: AxisName,
+    src: int,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tag: int = 0,
+    mesh: Mesh | None = None,
+    async_op: bool = False,
+) -> Any:
     """Receive what one rank sends with :func:`send`.
 
     Type: one rank -> varying.
@@ -294,6 +404,7 @@ def recv(
         dtype: the dtype that is sent.
         tag: messages between two ranks meet in order per tag.
         mesh: the current mesh by default.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: a tensor of that shape and dtype on the mesh's device, new storage.
 
@@ -313,12 +424,36 @@ def recv(
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
     _announce(ax, "recv")
-    return ax.link.exchange([], [want])[0]
+    y = then(_link(ax, async_op).exchange([], [want]), lambda got: got[0])
+    return begun("recv", ax, None, y) if async_op else y
 
 
+@overload
 def exchange(
-    sends: Iterable[tuple[Any, ...]], recvs: Iterable[tuple[Any, ...]], axis: AxisName, *, mesh: Mesh | None = None
-) -> list[Tensor]:
+    sends: Iterable[tuple[Any, ...]],
+    recvs: Iterable[tuple[Any, ...]],
+    axis: AxisName,
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[False] = False,
+) -> list[Tensor]: ...
+@overload
+def exchange(
+    sends: Iterable[tuple[Any, ...]],
+    recvs: Iterable[tuple[Any, ...]],
+    axis: AxisName,
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[True],
+) -> Work[list[Tensor]]: ...
+def exchange(
+    sends: Iterable[tuple[Any, ...]],
+    recvs: Iterable[tuple[Any, ...]],
+    axis: AxisName,
+    *,
+    mesh: Mesh | None = None,
+    async_op: bool = False,
+) -> Any:
     """Send and receive a batch of messages at once: no order of them can lock.
 
     Type: varying -> varying.
@@ -328,6 +463,7 @@ def exchange(
         recvs: ``(src, shape, dtype)`` or ``(src, shape, dtype, tag)`` each.
         axis: a name, or a tuple of names, of which the first is major.
         mesh: the current mesh by default.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: the tensors received, in the order of ``recvs``, on the mesh's device.
 
@@ -359,16 +495,27 @@ def exchange(
     )
     _announce(ax, "exchange")
     away = [want for want in wants if want[0] != ax.index]
-    got = iter(ax.link.exchange([post for post in posts if post[1] != ax.index], away))
-    return [next(kept if want[0] == ax.index else got) for want in wants]
+    sent = _kept_posts([post for post in posts if post[1] != ax.index], async_op)
+
+    def sort(received: list[Tensor]) -> list[Tensor]:
+        got = iter(received)
+        return [next(kept if want[0] == ax.index else got) for want in wants]
+
+    y = then(_link(ax, async_op).exchange(sent, away), sort)
+    return begun("exchange", ax, None, y) if async_op else y
 
 
-def barrier(axis: AxisName, *, mesh: Mesh | None = None) -> None:
+@overload
+def barrier(axis: AxisName, *, mesh: Mesh | None = None, async_op: Literal[False] = False) -> None: ...
+@overload
+def barrier(axis: AxisName, *, mesh: Mesh | None = None, async_op: Literal[True]) -> Work[None]: ...
+def barrier(axis: AxisName, *, mesh: Mesh | None = None, async_op: bool = False) -> Any:
     """Return when every rank of ``axis`` has called it.
 
     Args:
         axis: a name, or a tuple of names.
         mesh: the current mesh by default.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Cost: one all_reduce of a number; on an accelerator alone it also waits for the device.
 
@@ -385,7 +532,8 @@ def barrier(axis: AxisName, *, mesh: Mesh | None = None) -> None:
     """
     ax = check.axis_of("barrier", axis, mesh)
     _announce(ax, "barrier")
-    ax.link.barrier()
+    done = _link(ax, async_op).barrier()
+    return begun("barrier", ax, None, done) if async_op else None
 
 
 # -------------------------------------------------------------------------------------------------------- messages

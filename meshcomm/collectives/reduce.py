@@ -5,18 +5,19 @@ n = size of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_into_graph
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.gather import cut_rows, gather_over, slice_shape
-from meshcomm.collectives.rule import Rule, apply, refuse_in_process
-from meshcomm.mesh import Axis, AxisName, Mesh, axis_with_key
+from meshcomm.collectives.overlap import vary_tree
+from meshcomm.collectives.rule import Rule, apply, start
+from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.pending import then, then_all
+from meshcomm.work import Work, begun
 
 __all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter"]
 
@@ -39,10 +40,6 @@ def _scaled(y: Tensor, axis: Axis, op: str) -> Tensor:
     return y / axis.size if op == "mean" else y
 
 
-def _transported(op: str) -> str:
-    return "sum" if op == "mean" else op
-
-
 _CURVED = ("max", "min", "product")
 """The ops whose derivative depends on the value."""
 
@@ -62,9 +59,7 @@ def _local_factor(x: Tensor, y: Tensor, axis: Axis, op: str) -> Tensor:
 
 
 def _run_all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
-    if op == "sum":  # the most called line of the library
-        return axis.link.all_reduce(x, "sum")
-    return _scaled(axis.link.all_reduce(x, _transported(op)), axis, op)
+    return axis.link.all_reduce(x, op)
 
 
 def _scale_all_reduce(g: Tensor, axis: Axis, x: Tensor, y: Tensor, op: str) -> Tensor:
@@ -82,13 +77,13 @@ def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) 
             rows = x.reshape(axis.size, each, *x.shape[1:])
         else:
             rows = x.unflatten(dim, (axis.size, each)).movedim(dim, 0)
-        return _scaled(axis.link.reduce_scatter(rows, _transported(op)), axis, op)
+        return axis.link.reduce_scatter(rows, op)
     longest = max(sizes)
     rows = x.new_zeros((axis.size, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
     for row, piece in zip(rows, x.split(list(sizes), dim), strict=True):
         row.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-    mine = axis.link.reduce_scatter(rows, _transported(op)).narrow(dim, 0, sizes[axis.index])
-    return _scaled(mine.contiguous(), axis, op)
+    mine, length = axis.link.reduce_scatter(rows, op), sizes[axis.index]
+    return then(mine, lambda row: row.narrow(dim, 0, length).contiguous())
 
 
 def _scatter_factor(x: Tensor, y: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
@@ -108,7 +103,7 @@ def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
     return torch.where(axis.index_tensor.to(g.device) == src, _vary(g, axis), 0)
 
 
-_PVARY = Rule("pvary", (), lambda x, axis: x.view_as(x), _sum_over)
+_PVARY = Rule("pvary", (), lambda x, axis: x.view_as(x), _sum_over, local=True)
 _ALL_REDUCE = Rule(
     "all_reduce",
     ("op",),
@@ -127,7 +122,7 @@ _REDUCE_SCATTER = Rule(
     "reduce_scatter",
     ("dim", "op", "sizes"),
     _run_reduce_scatter,
-    lambda g, axis, dim, op, sizes: _scaled(gather_over(g, axis, dim, sizes), axis, op),
+    lambda g, axis, dim, op, sizes: then(gather_over(g, axis, dim, sizes), lambda whole: _scaled(whole, axis, op)),
     dims=("dim",),
 )
 _REDUCE_SCATTER_CURVED = Rule(
@@ -142,62 +137,18 @@ _REDUCE_SCATTER_CURVED = Rule(
 _BROADCAST = Rule("broadcast", ("src",), lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
 
 
-class _PvaryTree(Function):
-    """pvary of many tensors as one node: nothing is copied, and the gradients are reduced together in buckets."""
-
-    @staticmethod
-    def forward(axis: Axis, bucket_mb: float, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.axis, ctx.bucket_mb = inputs[:2]
-
-    @staticmethod
-    def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
-        needed = [i for i in range(len(gs)) if ctx.needs_input_grad[2 + i]]
-        sums = _sum_tree([gs[i] for i in needed], ctx.axis, ctx.bucket_mb)
-        results: list[Tensor | None] = [None] * len(gs)
-        for i, total in zip(needed, sums, strict=True):
-            results[i] = total
-        return None, None, *results
-
-    @staticmethod
-    def jvp(ctx: Any, _axis: None, _bucket_mb: None, *ts: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_vary(t, ctx.axis) for t in ts)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], axis: Axis, bucket_mb: float, *xs: Tensor) -> tuple[Any, Any]:
-        return _vary_tree(list(xs), axis, bucket_mb), in_dims[2:]
-
-
-_pvary_tree: Callable[..., tuple[Tensor, ...]] = _PvaryTree.apply
-
-
-def _sum_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
-    return buckets.elementwise("pvary", leaves, axis, bucket_mb, lambda flat: _sum_over(flat, axis))
-
-
-def _vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> tuple[Tensor, ...]:
-    if torch.compiler.is_compiling():
-        refuse_in_process("pvary", axis)
-        let_into_graph()
-        return tuple(_vary_tree_in_graph(leaves, axis.index_tensor, axis.key, bucket_mb))
-    grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    if grad or functorch_active() or dual_level_open():
-        return _pvary_tree(axis, bucket_mb, *leaves)
-    return _PvaryTree.forward(axis, bucket_mb, *leaves)
-
-
-@in_graph
-def _vary_tree_in_graph(leaves: list[Tensor], index: Tensor, key: int, bucket_mb: float) -> tuple[Tensor, ...]:
-    return _pvary_tree(axis_with_key(key).traced(index), bucket_mb, *leaves)
-
-
 # ------------------------------------------------------------------------------------------- the public functions
 
 
-def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25) -> Tree:
+@overload
+def pvary(
+    x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: Literal[False] = False
+) -> Tree: ...
+@overload
+def pvary(
+    x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: Literal[True]
+) -> Work[Tree]: ...
+def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: bool = False) -> Any:
     """Declare that what is the same on all ranks is used in a way that differs: the value stays, its gradient is
     summed.
 
@@ -214,11 +165,14 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
         axis: a name, or a tuple of names.
         mesh: the current mesh by default.
         bucket_mb: gradients of the leaves of a pytree are reduced together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: the same values. Being no operation, it is the one function here whose result shares its input's storage;
     it is a view to autograd, which refuses some in-place operations on it: use the out-of-place ones.
 
-    Backward: :func:`all_reduce` (sum) of the gradient over ``axis``.
+    Backward: :func:`all_reduce` (sum) of the gradient over ``axis``. That of a pytree goes bucket by bucket, each as
+    soon as its gradients are ready, the last leaves first, while the rest of the backward pass runs; the sums are
+    waited for at its end. A leaf that no rank has a gradient for gets none.
 
     Cost: none forward; backward one all_reduce per tensor or bucket, 2 (n-1)/n times its bytes per rank.
 
@@ -240,16 +194,40 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     ax = check.axis_of("pvary", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("pvary", x, ax)
-        return _vary(x, ax)  # type: ignore[return-value]
+        return begun("pvary", ax, x, start(_PVARY, x, ax)) if async_op else _vary(x, ax)
     leaves, spec = buckets.leaves_of("pvary", x, ax)
+    ax.link.tree = ()  # nothing is called that it could belong to
     buckets.checked_size("pvary", bucket_mb, ax)
     real = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
-    for i, varied in zip(real, _vary_tree([leaves[i] for i in real], ax, bucket_mb), strict=True):
+    for i, varied in zip(real, vary_tree([leaves[i] for i in real], ax, bucket_mb), strict=True):
         leaves[i] = varied
-    return buckets.rebuild(leaves, spec)  # type: ignore[no-any-return]
+    tree = buckets.rebuild(leaves, spec)
+    return begun("pvary", ax, None, tree) if async_op else tree
 
 
-def all_reduce(x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = None, bucket_mb: float = 25) -> Tree:
+@overload
+def all_reduce(
+    x: Tree,
+    axis: AxisName,
+    op: str = "sum",
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def all_reduce(
+    x: Tree,
+    axis: AxisName,
+    op: str = "sum",
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+) -> Work[Tree]: ...
+def all_reduce(
+    x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: bool = False
+) -> Any:
     """Reduce ``x`` elementwise over the ranks of ``axis``.
 
     ::
@@ -266,6 +244,7 @@ def all_reduce(x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = 
             NaN.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are reduced together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: the shape and dtype of ``x``, new storage.
 
@@ -292,13 +271,16 @@ def all_reduce(x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = 
     if isinstance(x, Tensor):
         check.tensor("all_reduce", x, ax)
         check.reducible("all_reduce", x, op, ax)
-        return apply(_ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE, x, ax, (op,))  # type: ignore[return-value]
+        rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
+        return begun("all_reduce", ax, x, start(rule, x, ax, (op,))) if async_op else apply(rule, x, ax, (op,))
     leaves, spec = buckets.leaves_of("all_reduce", x, ax, lambda leaf: check.reducible("all_reduce", leaf, op, ax))
-    rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
-    done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: apply(rule, flat, ax, (op,)))
-    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+    rule, run = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE, start if async_op else apply
+    done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: run(rule, flat, ax, (op,)))
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    return begun("all_reduce", ax, None, tree) if async_op else tree
 
 
+@overload
 def reduce_scatter(
     x: Tree,
     axis: AxisName,
@@ -308,7 +290,31 @@ def reduce_scatter(
     *,
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
-) -> Tree:
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def reduce_scatter(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    op: str = "sum",
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+) -> Work[Tree]: ...
+def reduce_scatter(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    op: str = "sum",
+    sizes: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+) -> Any:
     """Reduce ``x`` over the ranks of ``axis`` and keep this rank's slice of ``dim``.
 
     ::
@@ -326,6 +332,7 @@ def reduce_scatter(
         sizes: the length of each rank's slice, where they shall differ; equal on every rank.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree go together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: ``[..., k, ...]`` (``sizes[i]`` with sizes), new storage.
 
@@ -353,25 +360,43 @@ def reduce_scatter(
         check.reducible(where, leaf, op, ax)
         check.slices(where, leaf, dim, lengths, ax)
 
-    rule = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER
+    rule, run = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER, start if async_op else apply
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         accept(x)
-        return apply(rule, x, ax, (dim % x.ndim, op, lengths))  # type: ignore[return-value]
+        y = run(rule, x, ax, (dim % x.ndim, op, lengths))
+        return begun(where, ax, x, y) if async_op else y
     leaves, spec = buckets.leaves_of(where, x, ax, accept)
     if lengths is not None:
-        done = [apply(rule, leaf, ax, (dim % leaf.ndim, op, lengths)) for leaf in leaves]
+        done = then_all([run(rule, leaf, ax, (dim % leaf.ndim, op, lengths)) for leaf in leaves], list)
     else:
         done = buckets.rows(
             where, leaves, ax, bucket_mb,
-            lambda flat: apply(rule, flat, ax, (0, op, None)),
+            lambda flat: run(rule, flat, ax, (0, op, None)),
             lambda leaf: cut_rows(leaf, dim % leaf.ndim, ax.size),
             lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, ax.size)),
         )  # fmt: skip
-    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    return begun(where, ax, None, tree) if async_op else tree
 
 
-def broadcast(x: Tree, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None, bucket_mb: float = 25) -> Tree:
+@overload
+def broadcast(
+    x: Tree,
+    axis: AxisName,
+    src: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[False] = False,
+) -> Tree: ...
+@overload
+def broadcast(
+    x: Tree, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: Literal[True]
+) -> Work[Tree]: ...
+def broadcast(
+    x: Tree, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: bool = False
+) -> Any:
     """The ``x`` of one rank, on all.
 
     ::
@@ -387,6 +412,7 @@ def broadcast(x: Tree, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None
         src: the index along ``axis`` to take it from.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        async_op: give a :class:`Work` at once and communicate meanwhile.
 
     Returns: the shape and dtype of ``x``, new storage.
 
@@ -407,9 +433,12 @@ def broadcast(x: Tree, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None
     """
     ax = check.axis_of("broadcast", axis, mesh)
     check.checked_index("broadcast", src, ax, "src")
+    run = start if async_op else apply
     if isinstance(x, Tensor):
         check.tensor("broadcast", x, ax)
-        return apply(_BROADCAST, x, ax, (src,))  # type: ignore[return-value]
+        y = run(_BROADCAST, x, ax, (src,))
+        return begun("broadcast", ax, x, y) if async_op else y
     leaves, spec = buckets.leaves_of("broadcast", x, ax)
-    done = buckets.elementwise("broadcast", leaves, ax, bucket_mb, lambda flat: apply(_BROADCAST, flat, ax, (src,)))
-    return buckets.rebuild(done, spec)  # type: ignore[no-any-return]
+    done = buckets.elementwise("broadcast", leaves, ax, bucket_mb, lambda flat: run(_BROADCAST, flat, ax, (src,)))
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    return begun("broadcast", ax, None, tree) if async_op else tree

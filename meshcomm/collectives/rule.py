@@ -4,6 +4,8 @@ A :class:`Rule` says what a collective does on plain tensors and what its transp
 that come four ways to run it, chosen per call, the cheapest last: traced into one graph under torch.compile, an
 autograd.Function that knows vmap and jvp under a torch.func transform, one that only knows backward, and the bare
 call. Since a backward runs rules again, derivatives of every order follow.
+
+:func:`start` is the same for later: the rule runs over ``axis.later``, whose primitives give a Pending.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from meshcomm._torch import (
     let_into_graph,
     primal_of,
     unwrap_if_dead,
+    version_of,
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.inprocess import InProcessLink
+from meshcomm.runtime.pending import Pending, then
 from meshcomm.runtime.protocol import Note
 
-__all__ = ["Rule", "apply", "refuse_in_process", "rule_named"]
+__all__ = ["Rule", "apply", "refuse_in_process", "rule_named", "start"]
 
 Params = tuple[Any, ...]
 
@@ -49,6 +53,7 @@ class Rule:
         dims: tuple[str, ...] = (),
         own: tuple[str, ...] = (),
         ragged: str | None = None,
+        local: bool = False,
     ) -> None:
         """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
 
@@ -58,8 +63,10 @@ class Rule:
         own: the params that may differ between ranks; they stand last.
         ragged: the param that names the one dim whose length may differ between ranks, where the transport sees no
             shapes.
+        local: nothing is communicated.
         """
         self.name = name
+        self.local = local
         self.key = f"{name}, by value" if saves else name
         self.params = params
         self.run = run
@@ -106,6 +113,86 @@ def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Tensor:
     if axis.link.watched:
         return rule.announced(x, axis, params, False)
     return rule.run(x, axis, *params)
+
+
+def start(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Any:
+    """Begin ``rule`` on ``x``: the result, or a Pending of it. ``x`` may change after the call."""
+    if torch.compiler.is_compiling() or functorch_active() or dual_level_open():
+        return apply(rule, x, axis, params)
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    with torch.no_grad():
+        own = x.detach()
+        if not (rule.local or axis.size == 1 or rule.name in axis.link.copies):
+            own = own.clone(memory_format=torch.contiguous_format)
+        raw = rule.announced(own, axis.later, params, needs_grad)
+    if not needs_grad:
+        return raw
+    pair = _Pair(rule, axis, params, version_of(x))
+    token = _Start.apply(unwrap_if_dead(x), pair)  # type: ignore[no-untyped-call]
+    return then(raw, lambda y: pair.finish(token, x, y))
+
+
+class _Pair:
+    """The two nodes of a collective that was started and waited for, and what passes between them.
+
+    Along the edge between the nodes goes an empty tensor, in both directions: the buffer that a collective is still
+    writing is never handed to autograd, which might add it up or look at it.
+    """
+
+    __slots__ = ("axis", "gradient", "params", "rule", "version", "y")
+
+    def __init__(self, rule: Rule, axis: Axis, params: Params, version: int) -> None:
+        self.rule, self.axis, self.params, self.version = rule, axis, params, version
+        self.y: Tensor | None = None
+        self.gradient: Any = None
+
+    def finish(self, token: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The result as a function of ``x``."""
+        if self.rule.saves and version_of(x) != self.version:
+            fail(
+                self.rule.name,
+                "x was changed in place between the start and the wait, and its derivative needs it.",
+                fix="change it after the wait, or pass x.clone()",
+            )
+        self.y = y
+        return _Finish.apply(token, x if self.rule.saves else None, self)  # type: ignore[no-untyped-call, no-any-return]
+
+    def begin_backward(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """Start the transpose where it is linear and nobody differentiates it, else run it."""
+        later = not (saved or torch.is_grad_enabled() or torch.is_anomaly_enabled())
+        self.gradient = self.rule.transpose(g, self.axis.later if later else self.axis, *saved, *self.params)
+
+    def end_backward(self) -> Tensor:
+        """The gradient of ``x``."""
+        gradient, self.gradient = self.gradient, None
+        return gradient.wait(None) if isinstance(gradient, Pending) else gradient  # type: ignore[no-any-return]
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pair: _Pair) -> Tensor:
+        ctx.pair = pair
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.pair.end_backward(), None
+
+
+class _Finish(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, x: Tensor | None, pair: _Pair) -> Tensor:
+        ctx.pair = pair
+        y, pair.y = pair.y, None
+        assert y is not None
+        if x is not None:
+            ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        ctx.pair.begin_backward(g, ctx.saved_tensors)
+        return g.new_empty(0), None, None
 
 
 def refuse_in_process(name: str, axis: Axis) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-__all__ = ["settle", "watch"]
+__all__ = ["blocked", "settle", "watch"]
 
 # A process that has used next to no time for so long has threads that wait, and none that lets go of tensors.
 _QUIET = 0.03
@@ -47,6 +48,34 @@ class _Exit(threading.Thread):
             self._prepare()
         self._asked.set()
         self._done.wait(_PATIENCE)
+        if _blocked:
+            _leave_at_once()
+
+
+_blocked: list[None] = []
+
+
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Around a wait in a thread that nothing can interrupt."""
+    _blocked.append(None)
+    try:
+        yield
+    finally:
+        _blocked.pop()
+
+
+def _leave_at_once() -> None:
+    """A thread that comes back from such a wait to an interpreter that is gone ends the process with SIGABRT."""
+    end = time.monotonic() + _PATIENCE / 4
+    while _blocked and time.monotonic() < end:
+        time.sleep(_QUIET)
+    if _blocked:
+        with contextlib.suppress(Exception):
+            sys.stderr.write("meshcomm: the program ends while a message is neither sent nor received.\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
 
 
 _watched: list[int] = []

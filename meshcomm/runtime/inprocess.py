@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime import wire
 from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Note, Post, Want
 from meshcomm.runtime.scheduler import Rank, current_rank
 
@@ -67,14 +68,19 @@ class _Call:
 class _Meeting:
     """One collective: who has come, with what, and what came of it."""
 
-    __slots__ = ("calls", "error", "inputs", "left", "results")
+    __slots__ = ("calls", "came", "error", "inputs", "results", "waiting")
 
     def __init__(self, size: int) -> None:
         self.calls: list[_Call] = []
         self.inputs: list[Any] = [None] * size
-        self.results: Sequence[Any] | None = None
+        self.results: list[Any] | None = None
         self.error: str | None = None
-        self.left = 0
+        self.came = 0
+        self.waiting: list[Rank] = []
+
+    @property
+    def over(self) -> bool:
+        return self.results is not None or self.error is not None
 
     def report(self) -> str:
         """Which ranks called what, equal calls together."""
@@ -100,6 +106,16 @@ class _Batch:
     call: _Call
     open: int
     error: str | None = None
+    waited: bool = False
+    wants: list[_Message] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.open == 0 or self.error is not None
+
+    def received(self) -> list[Tensor]:
+        """What has come, on the devices asked for."""
+        return [message.got.to(message.device) for message in self.wants if message.got is not None]
 
 
 @dataclass(eq=False)
@@ -108,6 +124,7 @@ class _Message:
     x: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device | None = None
     got: Tensor | None = None
 
 
@@ -125,6 +142,7 @@ class InProcessLink:
     """One rank's link to the other ranks of its group in this process."""
 
     watched = True
+    copies = frozenset[str]()
 
     def __init__(self, rank: Rank, ranks: tuple[int, ...]) -> None:
         self.size = len(ranks)
@@ -133,6 +151,14 @@ class InProcessLink:
         self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle(self.size))
         self._note = Note("a collective", (), (), None, "?")
         self.tree: tuple[Any, ...] = ()
+        self._later: Any = None
+
+    def later(self) -> LaterInProcessLink:
+        """The same place in the group; who comes need not wait."""
+        if self._later is None:
+            self._later = LaterInProcessLink.__new__(LaterInProcessLink)
+            self._later.__dict__ = self.__dict__
+        return self._later  # type: ignore[no-any-return]
 
     def announce(self, note: Note) -> None:
         """Name the next call, for reports and to compare it with the other ranks'."""
@@ -145,59 +171,81 @@ class InProcessLink:
 
     # ------------------------------------------------------------------------------------------------ meeting
 
-    def _call(self, key: tuple[Any, ...], detail: Detail) -> _Call:
+    def check_rank(self, what: str) -> None:
+        """This rank is the one that runs."""
         if current_rank() is not self._rank:
             raise MeshError(
-                f"meshcomm.{self._note.what}: called for rank {self._rank.index} outside of that rank.\n"
-                "  fix: run backward() and every collective inside the function that mc.launch runs"
+                f"meshcomm.{what}: called for rank {self._rank.index} outside of that rank.\n"
+                "  fix: run backward(), every collective and every wait inside the function that mc.launch runs"
             )
+
+    def look(self, what: _Meeting | _Batch, name: str) -> bool:
+        """Whether it is over; if not, the others run first."""
+        self.check_rank(name)
+        if not what.over:
+            self._rank.world.look_away(self._rank)
+        return what.over
+
+    def _call(self, key: tuple[Any, ...], detail: Detail) -> _Call:
+        self.check_rank(self._note.what)
         self._rank.world.check()
+        self._rank.world.act()
         return _Call(self._rank, self._note, key, detail)
 
     def _meet(self, key: tuple[Any, ...], detail: Detail, given: Any, compute: Compute) -> Any:
         """Wait for all ranks of the group; the last one to come computes everybody's result."""
         call = self._call(key, detail)
-        seat = self._circle.counts[self.index]
-        self._circle.counts[self.index] = seat + 1
-        meetings = self._circle.meetings
-        meeting = meetings.get(seat)
-        if meeting is None:
-            meeting = meetings[seat] = _Meeting(self.size)
-        try:
-            if meeting.error is None:
-                self._join(meeting, call, given, compute)
-            if meeting.error is not None:
-                raise CommError(meeting.error)
-            assert meeting.results is not None
-            return meeting.results[self.index]
-        finally:
-            meeting.left += 1
-            if meeting.left == self.size:
-                del meetings[seat]
+        return self._take(self._join(call, given, compute), call)
 
-    def _join(self, meeting: _Meeting, call: _Call, given: Any, compute: Compute) -> None:
-        world = self._rank.world
-        calls = meeting.calls
-        calls.append(call)
-        meeting.inputs[self.index] = given
-        if not calls[0].agrees(call):
-            meeting.error = meeting.report()
-        elif len(calls) == self.size:
+    def _join(self, call: _Call, given: Any, compute: Compute) -> _Meeting:
+        """Come to the next meeting of the group."""
+        circle = self._circle
+        seat = circle.counts[self.index]
+        circle.counts[self.index] = seat + 1
+        meeting = circle.meetings.get(seat)
+        if meeting is None:
+            meeting = circle.meetings[seat] = _Meeting(self.size)
+        meeting.came += 1
+        if meeting.came == self.size:
+            del circle.meetings[seat]
+        if meeting.error is None:
+            calls = meeting.calls
+            calls.append(call)
+            meeting.inputs[self.index] = given
+            if not calls[0].agrees(call):
+                meeting.error = meeting.report()
+            elif meeting.came == self.size:
+                self._compute(meeting, call, compute)
+        if meeting.over:
+            for rank in meeting.waiting:
+                self._rank.world.wake(rank)
+            meeting.waiting = []
+        if meeting.error is not None:
+            raise CommError(meeting.error)
+        return meeting
+
+    def _compute(self, meeting: _Meeting, call: _Call, compute: Compute) -> None:
+        try:
+            with torch.no_grad():
+                meeting.results = list(compute(meeting.inputs))
+        except Exception as error:  # every rank of the group is told
+            meeting.error = f"meshcomm.{call.note.what}: {error}\n{meeting.report()}"
+        meeting.inputs = []
+
+    def _take(self, meeting: _Meeting, call: _Call, timeout: float | None = None) -> Any:
+        """This rank's result, once all have come."""
+        while not meeting.over:
+            meeting.waiting.append(self._rank)
             try:
-                with torch.no_grad():
-                    meeting.results = compute(meeting.inputs)
-            except Exception as error:  # every rank of the group is told
-                meeting.error = f"meshcomm.{call.note.what}: {error}\n{meeting.report()}"
-            meeting.inputs = []
-        else:
-            try:
-                world.wait(self._rank, lambda: f"waits in {call}")
+                self._rank.world.wait(self._rank, lambda: f"waits in {call}", timeout)
             except CommError as error:
                 meeting.error = str(error)
                 raise
-            return
-        for other in calls:
-            world.wake(other.rank)
+        if meeting.error is not None:
+            raise CommError(meeting.error)
+        assert meeting.results is not None
+        result, meeting.results[self.index] = meeting.results[self.index], None
+        return result
 
     def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
         """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
@@ -272,23 +320,35 @@ class InProcessLink:
 
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """Messages meet by (source, destination, tag) in order; a send returns when it has been received."""
+        batch = self._offer_all(posts, wants)
+        self._settle(batch)
+        return batch.received()
+
+    def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> _Batch:
         batch = _Batch(self._rank, self._call((), lambda: _batch_text(posts, wants)), len(posts) + len(wants))
         for x, dst, tag in posts:
             self._offer((self.index, dst, tag), _Message(batch, wire.plain(x.detach()), tuple(x.shape), x.dtype))
-        messages = [_Message(batch, None, shape, dtype) for _, shape, dtype, _, _ in wants]
-        for message, (src, _, _, tag, _) in zip(messages, wants, strict=True):
+        for src, shape, dtype, tag, device in wants:
+            message = _Message(batch, None, shape, dtype, device)
+            batch.wants.append(message)
             self._offer((src, self.index, tag), message)
+        return batch
+
+    def _settle(self, batch: _Batch, timeout: float | None = None) -> None:
+        """Wait until every message of the batch has met its other side."""
         try:
-            if batch.open and batch.error is None:
-                self._rank.world.wait(self._rank, lambda: f"waits in {batch.call}")
+            while batch.open and batch.error is None:
+                batch.waited = True
+                self._rank.world.wait(self._rank, lambda: f"waits in {batch.call}", timeout)
             if batch.error is not None:
                 raise CommError(batch.error)
-        except BaseException:
+        except TimedOutError:
+            raise
+        except BaseException as error:
+            if batch.error is None:
+                batch.error = str(error)
             self._withdraw(batch)
             raise
-        return [
-            message.got.to(want[4]) for message, want in zip(messages, wants, strict=True) if message.got is not None
-        ]
 
     def _offer(self, route: tuple[int, int, int], message: _Message) -> None:
         """Match a message with its other side, or queue it."""
@@ -318,13 +378,68 @@ class InProcessLink:
             want.got = post.x.clone()
         for batch in (post.batch, want.batch):
             batch.open -= 1
-            if batch.open == 0 or batch.error is not None:
+            if batch.over and batch.waited:
+                batch.waited = False
                 self._rank.world.wake(batch.rank)
 
     def _withdraw(self, batch: _Batch) -> None:
         for queues in (self._circle.posts, self._circle.wants):
             for route, queue in queues.items():
                 queues[route] = deque(message for message in queue if message.batch is not batch)
+
+
+class LaterInProcessLink(InProcessLink):
+    """The same link, whose primitives come to a meeting and leave; waiting is another matter."""
+
+    def _meet(self, key: tuple[Any, ...], detail: Detail, given: Any, compute: Compute) -> Any:
+        call = self._call(key, detail)
+        return _Seat(self, self._join(call, given, compute), call)
+
+    def barrier(self) -> Any:
+        """Come."""
+        return self._meet((), None, None, lambda given: given)
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> Any:
+        """Lay the messages out."""
+        copies = [(x.clone(), dst, tag) for x, dst, tag in posts]
+        return _Letters(self, self._offer_all(copies, wants))
+
+
+class _Seat(Pending):
+    """A place kept at a meeting."""
+
+    __slots__ = ("_call", "_link", "_meeting")
+
+    def __init__(self, link: InProcessLink, meeting: _Meeting, call: _Call) -> None:
+        self._link, self._meeting, self._call = link, meeting, call
+
+    def wait(self, timeout: float | None) -> Any:
+        """The others run until all have come."""
+        self._link.check_rank(self._call.note.what)
+        return self._link._take(self._meeting, self._call, timeout)
+
+    def done(self) -> bool:
+        """If not, the others run first."""
+        return self._link.look(self._meeting, self._call.note.what)
+
+
+class _Letters(Pending):
+    """A batch of messages laid out."""
+
+    __slots__ = ("_batch", "_link")
+
+    def __init__(self, link: InProcessLink, batch: _Batch) -> None:
+        self._link, self._batch = link, batch
+
+    def wait(self, timeout: float | None) -> list[Tensor]:
+        """The others run until all have met their other sides."""
+        self._link.check_rank(self._batch.call.note.what)
+        self._link._settle(self._batch, timeout)
+        return self._batch.received()
+
+    def done(self) -> bool:
+        """If not, the others run first."""
+        return self._link.look(self._batch, self._batch.call.note.what)
 
 
 def _copy(x: Tensor) -> Tensor:

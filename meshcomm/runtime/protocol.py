@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["REDUCE_OPS", "Link", "Note", "Post", "Want"]
 
-REDUCE_OPS = ("sum", "max", "min", "product", "band", "bor", "bxor")
+REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor")
 
 Post = tuple[Tensor, int, int]
 """A message to send: the tensor, the destination, the tag."""
@@ -51,6 +51,15 @@ class Link(Protocol):
     watched: bool
     """Whether calls are announced first, so that ranks that disagree are told so."""
 
+    def later(self) -> Link:
+        """The same link in a form whose primitives give a ``Pending`` where they would have to wait.
+
+        It reads its inputs after the call too: they must not change until then, but see ``copies``.
+        """
+
+    copies: frozenset[str]
+    """The primitives whose input :meth:`later` copies at the call."""
+
     def announce(self, note: Note) -> None:
         """Say what the next primitive belongs to."""
 
@@ -87,5 +96,5 @@ class Link(Protocol):
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """Send and receive a batch of messages; the tensors received, in the order of ``wants``."""
 
-    def barrier(self) -> None:
-        """Return when every rank has come."""
+    def barrier(self) -> object:
+        """Return (nothing of interest) when every rank has come."""

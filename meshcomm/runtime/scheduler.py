@@ -17,12 +17,16 @@ import torch
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail
+from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.randomstate import RandomState
 
 __all__ = ["Rank", "World", "carry_over", "current_rank", "local"]
 
 
 _running = threading.Lock()
+_LOOKS = 1000
+"""How often each rank may look whether something is done, or run out of time, before that is a deadlock."""
+_DEADLOCK_FIX = "  fix: every rank of an axis must make the same calls on it in the same order"
 
 
 class _Local(threading.local):
@@ -61,6 +65,8 @@ class Rank:
         self.random = RandomState(seed, index)
         self.forward_ad = (-1, 0)
         self.waits_for: Callable[[], str] | None = None
+        self.patience: float | None = None  # seconds, where it does not wait for ever
+        self.timed_out = False
         self.fault: str | None = None
         self.over = False
         self.result: Any = None
@@ -93,6 +99,7 @@ class World:
         self.ranks = [Rank(self, index, seed) for index in range(size)]
         self._ready: deque[Rank] = deque(self.ranks)
         self._cancelled = False
+        self._idle = 0  # looks and time-outs since a rank last did something
         self._ended = threading.Lock()
         self._ended.acquire()
 
@@ -156,20 +163,53 @@ class World:
         if self._cancelled:
             raise _Cancelled
 
-    def wait(self, rank: Rank, waits_for: Callable[[], str]) -> None:
-        """Let others run until :meth:`wake`; raises CommError when none can."""
-        rank.waits_for = waits_for
+    def wait(self, rank: Rank, waits_for: Callable[[], str], timeout: float | None = None) -> None:
+        """Let others run until :meth:`wake`; raises CommError when none can.
+
+        With a ``timeout`` it raises TimedOutError instead, and at once: no time passes while nobody can do anything.
+        """
+        rank.waits_for, rank.patience = waits_for, timeout
         self._hand_over(rank)
         self.check()
         if rank.fault is not None:
             fault, rank.fault = rank.fault, None
             raise CommError(fault)
+        if rank.timed_out:
+            rank.timed_out = False
+            raise TimedOutError
 
     def wake(self, rank: Rank) -> None:
         """Let a waiting rank go on when its turn comes."""
         if rank.waits_for is not None:
-            rank.waits_for = None
+            rank.waits_for = rank.patience = None
             self._ready.append(rank)
+
+    def act(self) -> None:
+        """A rank does something that others may have waited for."""
+        self._idle = 0
+
+    def look_away(self, rank: Rank) -> None:
+        """Let the others run once while ``rank`` polls; raises CommError when it has done so often in vain."""
+        self.check()
+        self._idle += 1
+        if self._idle > _LOOKS * self.size:
+            self._idle = 0
+            if not self._end_of_patience():
+                raise CommError(f"meshcomm: deadlock: ranks poll a Work for ever.\n{self._report()}\n{_DEADLOCK_FIX}")
+        self._ready.append(rank)
+        self._hand_over(rank)
+        self.check()
+
+    def _end_of_patience(self) -> bool:
+        """Wake who waits with the shortest time-out, since nobody can do anything before; whether there is one."""
+        patient = [rank for rank in self.ranks if rank.waits_for is not None and rank.patience is not None]
+        if not patient or self._idle > _LOOKS * self.size:
+            return False
+        self._idle += 1
+        first = min(patient, key=lambda rank: (rank.patience, rank.index))
+        first.timed_out = True
+        self.wake(first)
+        return True
 
     def _hand_over(self, rank: Rank) -> None:
         after = self._next()
@@ -185,17 +225,19 @@ class World:
         """Who runs next; when nobody can, everybody who waits is told."""
         if self._ready and not self._cancelled:
             return self._ready.popleft()
+        if not self._cancelled and self._end_of_patience():
+            return self._ready.popleft()
         waiting = [rank for rank in self.ranks if rank.waits_for is not None]
         if not self._cancelled and waiting:
-            report = "\n".join(rank.describe() for rank in self.ranks)
+            report = self._report()
             for rank in waiting:
-                rank.fault = (
-                    f"meshcomm: deadlock: no rank can go on.\n{report}\n"
-                    "  fix: every rank of an axis must make the same calls on it in the same order"
-                )
+                rank.fault = f"meshcomm: deadlock: no rank can go on.\n{report}\n{_DEADLOCK_FIX}"
         for rank in waiting:
             self.wake(rank)
         return self._ready.popleft() if self._ready else None
+
+    def _report(self) -> str:
+        return "\n".join(rank.describe() for rank in self.ranks)
 
     def _live(self, rank: Rank, body: Callable[[], Any], setups: list[Callable[[], Any]]) -> None:
         """The life of one rank's thread."""
@@ -216,6 +258,7 @@ class World:
             rank.error = error
             self._cancelled = True
         rank.over = True
+        self.act()
         after = self._next()
         (self._ended if after is None else after.turn).release()
 

@@ -24,6 +24,11 @@ class SoloLink:
     index = 0
     watched = False
     tree: tuple[Any, ...] = ()
+    copies = frozenset[str]()
+
+    def later(self) -> SoloLink:
+        """Nothing to wait for."""
+        return self
 
     def announce(self, note: Note) -> None:
         """Nobody listens."""

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Dress", "dress", "fold", "from_bytes", "plain", "to_bytes"]
+__all__ = ["HALF", "Dress", "dress", "fold", "from_bytes", "plain", "to_bytes"]
+
+HALF = (torch.float16, torch.bfloat16)
 
 _PLAIN = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -101,20 +103,26 @@ def fold(op: str, xs: Sequence[Tensor]) -> Tensor:
         clothes = dress(op, dtype)
         assert clothes is not None
         return clothes.off(fold(op, [clothes.on(x) for x in xs]))
-    if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "product"):
+    if dtype in HALF and op in ("sum", "mean", "product"):
         return fold(op, [x.float() for x in xs]).to(dtype)
-    total = xs[0].clone(memory_format=torch.contiguous_format)
-    for x in xs[1:]:
-        _IN_PLACE[op](total, x)
-    return total
+    if len(xs) == 1:
+        return xs[0].clone(memory_format=torch.contiguous_format)
+    two, more = _STEPS[op]
+    total = two(xs[0], xs[1]).contiguous()
+    for x in xs[2:]:
+        more(total, x)
+    return total.div_(len(xs)) if op == "mean" else total
 
 
-_IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": Tensor.add_,
-    "product": Tensor.mul_,
-    "max": lambda total, x: torch.maximum(total, x, out=total),
-    "min": lambda total, x: torch.minimum(total, x, out=total),
-    "band": Tensor.bitwise_and_,
-    "bor": Tensor.bitwise_or_,
-    "bxor": Tensor.bitwise_xor_,
+Step = Callable[[Tensor, Tensor], Tensor]
+_STEPS: dict[str, tuple[Step, Step]] = {
+    "sum": (torch.add, Tensor.add_),
+    "mean": (torch.add, Tensor.add_),
+    "product": (torch.mul, Tensor.mul_),
+    "max": (torch.maximum, lambda total, x: torch.maximum(total, x, out=total)),
+    "min": (torch.minimum, lambda total, x: torch.minimum(total, x, out=total)),
+    "band": (torch.bitwise_and, Tensor.bitwise_and_),
+    "bor": (torch.bitwise_or, Tensor.bitwise_or_),
+    "bxor": (torch.bitwise_xor, Tensor.bitwise_xor_),
 }
+"""The first step makes new storage, the others work in it."""

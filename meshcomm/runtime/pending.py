@@ -1,0 +1,103 @@
+"""A result that may not be there yet, and what shall be done with it when it is.
+
+A link's primitives give tensors; those of its ``later`` form give a :class:`Pending` where something is under way. Code
+that packs before a primitive and unpacks after it serves both, if what comes after goes through :func:`then`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+__all__ = ["AllOf", "Pending", "TimedOutError", "then", "then_all"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class TimedOutError(Exception):
+    """A wait was not long enough; nothing is lost and it can be repeated."""
+
+
+class Pending:
+    """Something under way."""
+
+    __slots__ = ("__weakref__",)
+
+    def wait(self, timeout: float | None) -> Any:
+        """The result, once it is there; after ``timeout`` seconds :class:`TimedOutError`."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return (or raise) at once."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Nobody will wait: leave everything in a state in which that does no harm."""
+
+
+class _Then(Pending):
+    __slots__ = ("_fn", "_source", "_value")
+
+    def __init__(self, source: Pending, fn: Callable[[Any], Any]) -> None:
+        self._source: Pending | None = source
+        self._fn: Callable[[Any], Any] | None = fn
+        self._value: Any = None
+
+    def wait(self, timeout: float | None) -> Any:
+        """Wait for the source, then call the function, once."""
+        if self._source is not None:
+            value = self._source.wait(timeout)
+            assert self._fn is not None
+            self._value = self._fn(value)
+            self._source = self._fn = None
+        return self._value
+
+    def done(self) -> bool:
+        """What comes after takes no time."""
+        return self._source is None or self._source.done()
+
+    def abandon(self) -> None:
+        """Pass it on."""
+        if self._source is not None:
+            self._source.abandon()
+
+
+class AllOf(Pending):
+    """Several results as a list; what is no Pending stands for itself."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = list(parts)
+
+    def wait(self, timeout: float | None) -> list[Any]:
+        """Wait for one after the other, all within the time."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for i, part in enumerate(self._parts):
+            if isinstance(part, Pending):
+                self._parts[i] = part.wait(None if end is None else max(0.0, end - time.monotonic()))
+        return self._parts
+
+    def done(self) -> bool:
+        """Whether every one is."""
+        return all(part.done() for part in self._parts if isinstance(part, Pending))
+
+    def abandon(self) -> None:
+        """Pass it on."""
+        for part in self._parts:
+            if isinstance(part, Pending):
+                part.abandon()
+
+
+def then(value: T, fn: Callable[[T], S]) -> S:
+    """``fn(value)``, now or when the value is there: to the type checker a Pending of a value is that value."""
+    return cast(S, _Then(value, fn)) if isinstance(value, Pending) else fn(value)
+
+
+def then_all(values: Sequence[T], fn: Callable[[list[T]], S]) -> S:
+    """``fn(values)``, now or when all values are there."""
+    if any(isinstance(value, Pending) for value in values):
+        return cast(S, _Then(AllOf(values), fn))
+    return fn(list(values))

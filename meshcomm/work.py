@@ -1,0 +1,294 @@
+"""Futures: what a collective with ``async_op=True`` returns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.errors import CommError, fail, shape_text, text
+from meshcomm.mesh import Axis
+from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.scheduler import current_rank
+
+__all__ = ["Work", "begun", "wait"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_EAGER_TURNS = 50
+"""How often an ``await`` gives the event loop a turn before it sleeps in between."""
+
+
+class Work(Generic[T]):
+    """The result of a collective that is under way: ``mc.all_reduce(x, "dp", async_op=True)``.
+
+    It keeps what the collective needs, and x may be changed meanwhile. What :meth:`wait` gives is the result of the
+    synchronous call, differentiable where that is; in the backward pass the transposed collective starts where the
+    wait was and is waited for where the start was, so it overlaps with what lay between them. Each ``Work`` must be
+    waited for: one that is dropped warns, with the line that made it.
+
+    On an accelerator :meth:`wait` orders the streams and does not block the host. Ranks in one process change over to
+    each other in ``wait``, ``done`` and ``await``. Under a ``torch.func`` transform, in forward mode and on an axis of
+    size 1 the work is done when it is made; under ``torch.compile`` the compiler moves starts and waits apart.
+
+    Source: futures of ``torch.distributed``, ``concurrent.futures`` and MPI's requests.
+    """
+
+    _value: T
+
+    def __init__(self, source: Any, title: _Title | None = None) -> None:
+        self._claimed = False
+        self._error: BaseException | None = None
+        self._over = not isinstance(source, (Pending, Work))
+        if self._over:
+            self._value = source
+            return
+        self._source: Any = source
+        self._title = title
+        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        self._lock = threading.RLock() if current_rank() is None else contextlib.nullcontext()
+        self._began = time.monotonic()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result; waits until it is there. Asking again gives the same again.
+
+        Args:
+            timeout: seconds after which to give up for now; None waits as long as the mesh's own time-out. Among the
+                ranks of one process no time passes: it runs out when no rank can go on.
+
+        Returns: what the synchronous call returns.
+
+        Raises:
+            CommError: the time is up (nothing is lost: wait again); the collective failed, and then every wait raises.
+        """
+        if self._over and self._error is None:
+            self._claimed = True
+            return self._value
+        return self._wait(_seconds(timeout))
+
+    def _wait(self, timeout: float | None) -> T:
+        self._claimed = True
+        began = time.monotonic()
+        with self._locked(timeout):
+            if self._error is not None:
+                raise self._error
+            if not self._over:
+                left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+                try:
+                    self._value = self._finish(left)
+                except TimedOutError:
+                    raise CommError(self._late(time.monotonic() - began)) from None
+                except Exception as error:
+                    self._error = error
+                    raise
+                finally:
+                    if self._error is not None or hasattr(self, "_value"):
+                        self._over = True
+                        self._source = None
+            return self._value
+
+    @contextlib.contextmanager
+    def _locked(self, timeout: float | None) -> Iterator[None]:
+        lock = getattr(self, "_lock", None)
+        if lock is None or isinstance(lock, contextlib.nullcontext):
+            yield  # ranks of one process run one at a time
+            return
+        if not lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise CommError(self._late(timeout or 0.0))
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _finish(self, timeout: float | None) -> Any:
+        if isinstance(self._source, _Follow):
+            return self._source.wait(timeout)
+        grad, inference = self._modes
+        with contextlib.ExitStack() as stack:
+            if _torch.functorch_active():
+                stack.enter_context(_torch.outside_transforms())
+            if torch.is_inference_mode_enabled() != inference:
+                stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            return self._source.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, without waiting.
+
+        A loop that asks again and again lets other ranks of this process run.
+        """
+        return self._over or self._source.done()
+
+    def then(self, fn: Callable[[T], S]) -> Work[S]:
+        """The future of ``fn(result)``.
+
+        ``fn`` runs once, in the first wait for the new work, on the thread that waits.
+
+        Args:
+            fn: takes the result.
+
+        Returns: a work of what ``fn`` returns. What ``fn`` raises, every wait for it raises.
+
+        Example:
+            >>> import torch, meshcomm as mc
+            >>> mesh = mc.make_mesh({"dp": 2})
+            >>> def main():
+            ...     work = mc.all_reduce(torch.ones(2), "dp", mesh=mesh, async_op=True).then(lambda y: y.sum().item())
+            ...     return work.wait()
+            >>> mc.launch(main, ranks=2)
+            [4.0, 4.0]
+        """
+        self._claimed = True
+        return Work(_Follow(self, fn), getattr(self, "_title", None))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        turns = 0
+        while not self.done():
+            turns += 1
+            if turns > _EAGER_TURNS and current_rank() is None and _event_loop_runs():
+                yield from asyncio.sleep(min(1e-3, 1e-5 * turns)).__await__()
+            else:
+                yield
+        return self.wait()
+
+    def _late(self, waited: float) -> str:
+        title = getattr(self, "_title", None)
+        what, got = ("wait", "") if title is None else (title.what, str(title))
+        since = time.monotonic() - self._began
+        return text(
+            what,
+            f"not done after {waited:.3g} s of waiting, {since:.3g} s after it began.",
+            got=got,
+            fix="wait again, nothing is lost; or see where the other ranks are, for one of them has not made this call"
+            " (py-spy dump --pid, faulthandler.dump_traceback_later; among in-process ranks that is an error which"
+            " names the rank and the line)",
+        )
+
+    def __repr__(self) -> str:
+        title = getattr(self, "_title", None)
+        state = "failed" if self._error is not None else "done" if self._over else "under way"
+        return f"<Work {state}{'' if title is None else f': {title.what} of {title}'}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_claimed", True) or self._over:
+            return
+        with contextlib.suppress(Exception):
+            self._source.abandon()
+        title = self._title
+        if title is not None:
+            message = f"meshcomm.{title.what}: the Work of {title} was dropped and never waited for"
+            with contextlib.suppress(AttributeError, TypeError):  # at the end of the interpreter
+                warnings.warn_explicit(message, RuntimeWarning, title.site.file, title.site.line)
+
+
+class _Title:
+    """What a work is the result of, put into words only when somebody asks."""
+
+    __slots__ = ("axis", "site", "what", "x")
+
+    def __init__(self, what: str, axis: Axis, x: Tensor | None) -> None:
+        self.what = what
+        self.axis = axis
+        self.x = None if x is None else (x.dtype, tuple(x.shape))
+        self.site: CallSite = call_site()
+
+    def __str__(self) -> str:
+        shape = "" if self.x is None else f"{shape_text(*self.x)} "
+        return f"{shape}over {self.axis} of size {self.axis.size}, begun at {self.site}"
+
+
+class _Follow(Pending):
+    """The source of a work made by ``then``."""
+
+    __slots__ = ("_first", "_fn")
+
+    def __init__(self, first: Work[Any], fn: Callable[[Any], Any]) -> None:
+        self._first, self._fn = first, fn
+
+    def wait(self, timeout: float | None) -> Any:
+        """Wait for the first work, then call the function."""
+        try:
+            value = self._first.wait(timeout)
+        except CommError:
+            if not self._first._over:
+                raise TimedOutError from None
+            raise
+        return self._fn(value)
+
+    def done(self) -> bool:
+        """Whether the first is."""
+        return self._first.done()
+
+    def abandon(self) -> None:
+        """Pass it on."""
+        if not self._first._over:
+            self._first._source.abandon()
+
+
+def begun(what: str, axis: Axis, x: Tensor | None, result: Any) -> Work[Any]:
+    """A work whose result is ``result``, or what that will be; ``x`` is what the user gave, if one tensor."""
+    return Work(result, _Title(what, axis, x)) if isinstance(result, Pending) else Work(result)
+
+
+def _event_loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _seconds(timeout: object) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        fail("wait", f"timeout={timeout!r} is not a number of seconds.", fix="a number from 0 on, or None")
+    return min(float(timeout), threading.TIMEOUT_MAX / 2)
+
+
+@overload
+def wait(tree: Work[T], timeout: float | None = None) -> T: ...
+@overload
+def wait(tree: Any, timeout: float | None = None) -> Any: ...
+def wait(tree: Any, timeout: float | None = None) -> Any:
+    """Wait for every :class:`Work` in a pytree.
+
+    Args:
+        tree: a pytree; what is no Work stays as it is.
+        timeout: seconds for all of them together.
+
+    Returns: the tree with the results in the place of the works.
+
+    Raises:
+        CommError: the time is up, or a collective failed. The first one in the order of the tree is raised, and the
+            others can still be waited for.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> def main():
+        ...     x = torch.tensor(mesh.rank)
+        ...     works = [mc.all_reduce(x, "dp", mesh=mesh, async_op=True), mc.shift(x, "dp", mesh=mesh, async_op=True)]
+        ...     return [y.item() for y in mc.wait(works)]
+        >>> mc.launch(main, ranks=2)
+        [[1, 1], [1, 0]]
+    """
+    seconds = _seconds(timeout)
+    if isinstance(tree, Work):
+        return tree.wait(seconds)
+    leaves, spec = _torch.tree_flatten(tree)
+    end = None if seconds is None else time.monotonic() + seconds
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Work):
+            leaves[i] = leaf.wait(None if end is None else max(0.0, end - time.monotonic()))
+    return _torch.tree_unflatten(leaves, spec)
