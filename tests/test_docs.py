@@ -101,6 +101,7 @@ LACKING = {
     "launch": {"Type", "Backward", "Cost"},
     "init": {"Type", "Backward"},
     "shutdown": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
+    "wait": {"Type", "Backward", "Cost"},
     "current_mesh": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
 }
 FUNCTIONS = [name for name in mc.__all__ if inspect.isfunction(getattr(mc, name))]

@@ -151,7 +151,7 @@ def all_to_all(
             one.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: ``x`` with ``split_dim`` divided by n and ``concat_dim`` multiplied by n, or as the sizes say; new storage.
 
@@ -284,7 +284,7 @@ def permute(
         perm: (source, destination) indices along ``axis``, equal on every rank; no source and no destination twice.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: the shape of ``x``, new storage; zeros on a rank that is nobody's destination.
 
@@ -359,7 +359,7 @@ def shift(
         wrap: whether the axis is a ring; else what leaves it at one end is dropped and zeros come in at the other.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: the shape of ``x``, new storage.
 

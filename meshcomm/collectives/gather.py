@@ -132,7 +132,7 @@ def all_gather(
         sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: ``[..., n*k, ...]`` (``sum(sizes)`` with sizes), new storage.
 
@@ -206,7 +206,7 @@ def all_gather_invariant(
         sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: ``[..., n*k, ...]`` (``sum(sizes)`` with sizes), new storage.
 
@@ -277,7 +277,8 @@ def shard(
         sizes: the length of each rank's slice, where they shall differ; equal on every rank.
         mesh: the current mesh by default.
         bucket_mb: gradients of the leaves of a pytree are sent together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work`, done at once; in backward the gather is then under way between where the work
+            was waited for and where this was called.
 
     Returns: ``[..., k, ...]`` (``sizes[i]`` with sizes), new storage.
 

@@ -80,7 +80,7 @@ def reduce(
         dst: the index along ``axis`` that gets the result.
         op: as for :func:`all_reduce`.
         mesh: the current mesh by default.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: the shape and dtype of ``x``, new storage, on ``dst``; None elsewhere.
 
@@ -136,7 +136,7 @@ def gather(
         dst: the index along ``axis`` that gets the result.
         dim: the dim to concatenate along.
         mesh: the current mesh by default.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: ``[..., n*k, ...]``, new storage, on ``dst``; None elsewhere.
 
@@ -219,7 +219,7 @@ def scatter(
         like: a tensor with the shape, dtype and device of the *result*; given on all ranks or on none. Without it
             ``src`` sends shape and dtype ahead in a small broadcast.
         mesh: the current mesh by default.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: ``[..., k, ...]``, new storage, on ``like``'s device, else the mesh's.
 
@@ -329,9 +329,9 @@ def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None
         x: a tensor of any shape and dtype.
         axis: a name, or a tuple of names, of which the first is major.
         dst: the index along ``axis`` to send to.
-        tag: messages between two ranks meet in order per tag.
+        tag: messages between two ranks meet in order per tag; below 2**30.
         mesh: the current mesh by default.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Backward: none. With grad mode on, an input that requires grad raises: use :func:`permute` or :func:`shift`.
 
@@ -402,9 +402,9 @@ def recv(
         src: the index along ``axis`` to receive from.
         shape: the shape that is sent.
         dtype: the dtype that is sent.
-        tag: messages between two ranks meet in order per tag.
+        tag: messages between two ranks meet in order per tag; below 2**30.
         mesh: the current mesh by default.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: a tensor of that shape and dtype on the mesh's device, new storage.
 
@@ -463,7 +463,7 @@ def exchange(
         recvs: ``(src, shape, dtype)`` or ``(src, shape, dtype, tag)`` each.
         axis: a name, or a tuple of names, of which the first is major.
         mesh: the current mesh by default.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: the tensors received, in the order of ``recvs``, on the mesh's device.
 
@@ -515,7 +515,7 @@ def barrier(axis: AxisName, *, mesh: Mesh | None = None, async_op: bool = False)
     Args:
         axis: a name, or a tuple of names.
         mesh: the current mesh by default.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Cost: one all_reduce of a number; on an accelerator alone it also waits for the device.
 
@@ -570,8 +570,8 @@ def _checked_want(where: str, entry: object, axis: Axis) -> Want:
 
 
 def _checked_tag(where: str, tag: object, axis: Axis) -> None:
-    if not check.whole_number(tag) or not 0 <= tag < 2**31:  # type: ignore[operator]
-        check.explain(where, f"tag={tag!r} is not a tag.", axis, fix="an int from 0 to 2**31 - 1")
+    if not check.whole_number(tag) or not 0 <= tag < 2**30:  # type: ignore[operator]
+        check.explain(where, f"tag={tag!r} is not a tag.", axis, fix="an int from 0 to 2**30 - 1")
 
 
 def _not_oneself(where: str, index: int, axis: Axis) -> None:

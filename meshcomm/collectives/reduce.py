@@ -165,7 +165,8 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
         axis: a name, or a tuple of names.
         mesh: the current mesh by default.
         bucket_mb: gradients of the leaves of a pytree are reduced together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work`, done at once. For one tensor the sum of the gradient is then under way in
+            backward between where the work was waited for and where this was called; that of a tree always is.
 
     Returns: the same values. Being no operation, it is the one function here whose result shares its input's storage;
     it is a view to autograd, which refuses some in-place operations on it: use the out-of-place ones.
@@ -241,10 +242,11 @@ def all_reduce(
         x: a tensor of any shape, or a pytree of tensors; shapes and dtypes equal on every rank.
         axis: a name, or a tuple of names.
         op: "sum", "mean", "max", "min", "product"; "band", "bor", "bxor" on integers and bool. max and min propagate
-            NaN.
+            NaN. On gloo and in-process, numbers are reduced here in order of index, half precision in float32, so that
+            results are bitwise the same on all ranks and every time, alone and in a tree; on NCCL as NCCL does it.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are reduced together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: the shape and dtype of ``x``, new storage.
 
@@ -252,8 +254,9 @@ def all_reduce(
     attain it (one all_reduce). product: times the other ranks' product, exact with zeros (one all_gather). Bitwise
     ops have none.
 
-    Cost: 2 (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. A product of complex numbers, and
-    bitwise ops on NCCL, are gathered and reduced locally: (n-1) times the bytes.
+    Cost: 2 (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. Small ones on gloo (n times the bytes
+    up to 512 KiB), a product of complex numbers and bitwise ops on NCCL are gathered and reduced here: (n-1) times the
+    bytes.
 
     Raises:
         MeshError: no such axis or op; sum or product of bool, mean of integers, order of complex; not a tensor; a
@@ -332,7 +335,7 @@ def reduce_scatter(
         sizes: the length of each rank's slice, where they shall differ; equal on every rank.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree go together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: ``[..., k, ...]`` (``sizes[i]`` with sizes), new storage.
 
@@ -412,7 +415,7 @@ def broadcast(
         src: the index along ``axis`` to take it from.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
-        async_op: give a :class:`Work` at once and communicate meanwhile.
+        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
     Returns: the shape and dtype of ``x``, new storage.
 
