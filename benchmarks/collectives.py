@@ -202,7 +202,8 @@ def measure(options: Namespace, runtime: str) -> dict[str, Any]:
     ranks = Ranks(runtime)
     leads = ranks.rank == 0
     sizes = bandwidth.size_range(options.min_bytes, options.max_bytes, options.factor)
-    progress = Progress(len(sizes) * (len(options.ops) + 1), sys.stderr if leads else None)
+    in_two = sizes if "all_reduce" in options.ops else []
+    progress = Progress(len(sizes) * len(options.ops) + len(in_two), sys.stderr if leads else None)
     rows: list[Row] = []
     for collective in options.ops:
         for size in sizes:
@@ -212,11 +213,11 @@ def measure(options: Namespace, runtime: str) -> dict[str, Any]:
         if leads:
             print_rows(rows[-len(sizes) :], ranks)
     halves: list[Halves] = []
-    for size in sizes:
+    for size in in_two:
         progress.step(f"{ranks.backend}: all_reduce in two", bandwidth.show_size(size))
         halves.append(measure_halves(size, ranks, options))
     progress.clear()
-    if leads:
+    if leads and halves:
         print_halves(halves, ranks)
     return {
         "runtime": runtime,
@@ -353,6 +354,8 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
         if options.op == "mean":
             here.error(f"no mean of {options.dtype}")
         options.ops = [name for name in options.ops if name != "pvary"]  # integers have no gradient
+        if not options.ops:
+            here.error(f"no pvary of {options.dtype}")
     if options.plot and not plots.available():
         here.error(plots.MISSING)
     settle_ranks(here, options)
