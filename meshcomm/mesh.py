@@ -22,6 +22,7 @@ from meshcomm.runtime.protocol import Link
 from meshcomm.runtime.scheduler import carry_over, current_rank
 from meshcomm.runtime.scheduler import local as _ranks
 from meshcomm.runtime.solo import SoloLink
+from meshcomm.runtime.traced import TracedLink
 
 __all__ = ["Axis", "AxisName", "Mesh", "axis_with_key", "current_mesh", "make_mesh", "use_mesh"]
 
@@ -82,7 +83,7 @@ class Axis:
             return self
         link = self.link
         if isinstance(link, processes.ProcessLink):
-            link = cast(Link, processes.TracedLink(link))  # what goes to or from one rank is not traced
+            link = cast(Link, TracedLink(link))  # what goes to or from one rank is not traced
         return Axis(self.mesh, self.name, self.ranks, self.index, link, index_tensor)
 
     def __repr__(self) -> str:

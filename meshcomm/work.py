@@ -24,6 +24,8 @@ __all__ = ["Work", "begun", "wait"]
 
 T = TypeVar("T")
 S = TypeVar("S")
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape."""
 
 _EAGER_TURNS = 50
 """How often an ``await`` gives the event loop a turn before it sleeps in between."""
@@ -177,7 +179,7 @@ class Work(Generic[T]):
     def __repr__(self) -> str:
         title = getattr(self, "_title", None)
         state = "failed" if self._error is not None else "done" if self._over else "under way"
-        return f"<Work {state}{'' if title is None else f': {title.what} of {title}'}>"
+        return f"<Work {state}{'' if title is None else f': {title.what} {title}'}>"
 
     def __del__(self) -> None:
         if getattr(self, "_claimed", True) or self._over:
@@ -186,7 +188,7 @@ class Work(Generic[T]):
             self._source.abandon()
         title = self._title
         if title is not None:
-            message = f"meshcomm.{title.what}: the Work of {title} was dropped and never waited for"
+            message = f"meshcomm.{title.what}: the Work {title} was dropped and never waited for"
             with contextlib.suppress(AttributeError, TypeError):  # at the end of the interpreter
                 warnings.warn_explicit(message, RuntimeWarning, title.site.file, title.site.line)
 
@@ -196,14 +198,14 @@ class _Title:
 
     __slots__ = ("axis", "site", "what", "x")
 
-    def __init__(self, what: str, axis: Axis, x: Tensor | None) -> None:
+    def __init__(self, what: str, axis: Axis, x: Tensor | Kind | None) -> None:
         self.what = what
         self.axis = axis
-        self.x = None if x is None else (x.dtype, tuple(x.shape))
+        self.x = (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x
         self.site: CallSite = call_site()
 
     def __str__(self) -> str:
-        shape = "" if self.x is None else f"{shape_text(*self.x)} "
+        shape = "" if self.x is None else f"of {shape_text(*self.x)} "
         return f"{shape}over {self.axis} of size {self.axis.size}, begun at {self.site}"
 
 
@@ -235,8 +237,8 @@ class _Follow(Pending):
             self._first._source.abandon()
 
 
-def begun(what: str, axis: Axis, x: Tensor | None, result: Any) -> Work[Any]:
-    """A work whose result is ``result``, or what that will be; ``x`` is what the user gave, if one tensor."""
+def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[Any]:
+    """A work whose result is ``result``, or what that will be; ``x`` is the one tensor that it is about, if it is."""
     return Work(result, _Title(what, axis, x)) if isinstance(result, Pending) else Work(result)
 
 

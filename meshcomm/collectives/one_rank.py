@@ -425,7 +425,7 @@ def recv(
     _not_oneself("recv", src, ax)
     _announce(ax, "recv")
     y = then(_link(ax, async_op).exchange([], [want]), lambda got: got[0])
-    return begun("recv", ax, None, y) if async_op else y
+    return begun("recv", ax, (dtype, want[1]), y) if async_op else y
 
 
 @overload

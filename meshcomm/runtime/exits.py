@@ -8,9 +8,11 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
-__all__ = ["blocked", "settle", "watch"]
+__all__ = ["blocked", "leaving", "loose", "settle", "watch"]
 
 # A process that has used next to no time for so long has threads that wait, and none that lets go of tensors.
 _QUIET = 0.03
@@ -37,6 +39,9 @@ class _Exit(threading.Thread):
         """Wait to be asked."""
         self._asked.wait()
         with contextlib.suppress(Exception):
+            with blocked():
+                for messages in list(loose):
+                    messages.settle()
             self._end()
         self._done.set()
 
@@ -44,6 +49,7 @@ class _Exit(threading.Thread):
         """At exit."""
         if os.getpid() != self._pid:  # A forked child: it has the object, but not the threads.
             return
+        _left.append(None)
         with contextlib.suppress(Exception):
             self._prepare()
         self._asked.set()
@@ -52,7 +58,21 @@ class _Exit(threading.Thread):
             _leave_at_once()
 
 
+class Loose(Protocol):
+    """What nothing but a wait brings to an end."""
+
+    def settle(self) -> None:
+        """Wait."""
+
+
+loose: weakref.WeakSet[Loose] = weakref.WeakSet()
+_left: list[None] = []
 _blocked: list[None] = []
+
+
+def leaving() -> bool:
+    """Whether the interpreter has begun to end: no new threads."""
+    return bool(_left)
 
 
 @contextlib.contextmanager

@@ -96,8 +96,12 @@ def _ordered(dtype: torch.dtype, op: str) -> Dress:
     return Dress(on, off)
 
 
-def fold(op: str, xs: Sequence[Tensor]) -> Tensor:
-    """Reduce here, in order; half precision is accumulated in float32. The result is new storage."""
+def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Reduce here, in order; half precision is accumulated in float32. The result is ``out``, which may be one of two,
+    or new storage.
+    """
+    if out is not None:
+        return _fold_into(out, op, xs)
     dtype = xs[0].dtype
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         clothes = dress(op, dtype)
@@ -107,22 +111,31 @@ def fold(op: str, xs: Sequence[Tensor]) -> Tensor:
         return fold(op, [x.float() for x in xs]).to(dtype)
     if len(xs) == 1:
         return xs[0].clone(memory_format=torch.contiguous_format)
-    two, more = _STEPS[op]
-    total = two(xs[0], xs[1]).contiguous()
+    step = _STEPS[op]
+    total = step(xs[0], xs[1]).contiguous()
     for x in xs[2:]:
-        more(total, x)
+        step(total, x, out=total)
     return total.div_(len(xs)) if op == "mean" else total
 
 
-Step = Callable[[Tensor, Tensor], Tensor]
-_STEPS: dict[str, tuple[Step, Step]] = {
-    "sum": (torch.add, Tensor.add_),
-    "mean": (torch.add, Tensor.add_),
-    "product": (torch.mul, Tensor.mul_),
-    "max": (torch.maximum, lambda total, x: torch.maximum(total, x, out=total)),
-    "min": (torch.minimum, lambda total, x: torch.minimum(total, x, out=total)),
-    "band": (torch.bitwise_and, Tensor.bitwise_and_),
-    "bor": (torch.bitwise_or, Tensor.bitwise_or_),
-    "bxor": (torch.bitwise_xor, Tensor.bitwise_xor_),
+def _fold_into(out: Tensor, op: str, xs: Sequence[Tensor]) -> Tensor:
+    simple = out.dtype not in (*HALF, torch.uint16, torch.uint32, torch.uint64)
+    if not simple or len(xs) == 1:
+        return out.copy_(fold(op, xs))
+    step = _STEPS[op]
+    step(xs[0], xs[1], out=out)
+    for x in xs[2:]:
+        step(out, x, out=out)
+    return out.div_(len(xs)) if op == "mean" else out
+
+
+_STEPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
-"""The first step makes new storage, the others work in it."""

@@ -1,0 +1,179 @@
+"""What a process group has under way: one operation, messages between ranks, or several steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshcomm.runtime import exits
+from meshcomm.runtime.pending import Pending, TimedOutError
+
+__all__ = ["Messages", "Started", "Steps", "Walker"]
+
+Explain = Callable[[RuntimeError], Exception]
+"""Says in the library's words what the transport said in its own."""
+
+
+class Started(Pending):
+    """One operation of a backend that reports when it is done."""
+
+    __slots__ = ("_explain", "_gloo", "_keep", "_result", "_work")
+
+    def __init__(self, work: dist.Work, result: Any, explain: Explain, *, gloo: bool, keep: object = None) -> None:
+        self._work, self._result, self._explain, self._gloo, self._keep = work, result, explain, gloo, keep
+
+    def wait(self, timeout: float | None) -> Any:
+        """On an accelerator without a time-out: order the streams, and do not wait on the host."""
+        try:
+            if timeout is None:
+                self._work.wait()
+            elif self._gloo:
+                self._work.wait(timedelta(milliseconds=max(1, round(1000 * timeout))))  # 0 means for ever
+            else:
+                self._poll(timeout)
+                self._work.wait()
+        except RuntimeError as error:
+            if timeout is not None and not self._work.is_completed():
+                raise TimedOutError from None
+            raise self._explain(error) from error
+        return self._result
+
+    def _poll(self, timeout: float) -> None:
+        # A wait of NCCL's that runs out of time ends the communicator.
+        end = time.monotonic() + timeout
+        pause = 1e-5
+        while not self._work.is_completed():
+            if time.monotonic() > end:
+                raise TimedOutError
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+    def done(self) -> bool:
+        """As the backend says."""
+        return self._work.is_completed()
+
+    def abandon(self) -> None:
+        """The backend's stream may still read and write the tensors: what comes on this one waits for it."""
+        if not self._gloo:
+            self._work.wait()
+
+
+class Messages(Pending):
+    """A batch of messages over gloo, which says that one is done only to who waits for it, and takes a time-out for
+    the end of the group: a thread waits where somebody wants to know, or not to wait for ever.
+    """
+
+    __slots__ = ("_error", "_explain", "_keep", "_over", "_result", "_works")
+
+    def __init__(self, works: Sequence[dist.Work], result: Any, explain: Explain, *, keep: object = None) -> None:
+        self._works, self._result, self._explain, self._keep = list(works), result, explain, keep
+        self._over: threading.Event | None = None
+        self._error: RuntimeError | None = None
+        exits.loose.add(self)
+
+    def settle(self) -> None:
+        """Wait, on whatever thread this is."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._works.clear()
+        exits.loose.discard(self)
+
+    def _watch(self) -> threading.Event:
+        if self._over is None:
+            self._over = over = threading.Event()
+
+            def watch() -> None:
+                with exits.blocked():
+                    self.settle()
+                over.set()
+
+            threading.Thread(target=watch, name="meshcomm messages", daemon=True).start()
+        return self._over
+
+    def wait(self, timeout: float | None) -> Any:
+        """On this thread, unless there is one that waits already."""
+        if timeout is None and self._over is None:
+            self.settle()
+        elif not self._watch().wait(timeout):
+            raise TimedOutError
+        if self._error is not None:
+            raise self._explain(self._error) from self._error
+        return self._result
+
+    def done(self) -> bool:
+        """As the thread says."""
+        return (self._over is None and not self._works) or self._watch().is_set()
+
+    def abandon(self) -> None:
+        """Messages come all the same, into memory that must not be given to others meanwhile."""
+        if self._works and not exits.leaving():
+            self._watch()
+
+
+class Steps(Pending):
+    """A function that waits more than once, on a thread of its own."""
+
+    __slots__ = ("_error", "_fn", "_over", "_result")
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn: Callable[[], Any] | None = fn
+        self._over = threading.Event()
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def walk(self) -> None:
+        """On the walker's thread."""
+        assert self._fn is not None
+        try:
+            with exits.blocked():
+                self._result = self._fn()
+        except Exception as error:
+            self._error = error
+        self._fn = None
+        self._over.set()
+
+    def wait(self, timeout: float | None) -> Any:
+        """Until all steps are done."""
+        if not self._over.wait(timeout):
+            raise TimedOutError
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        """Whether they are."""
+        return self._over.is_set()
+
+
+class Walker:
+    """A thread that takes the steps of one group's operations, one operation after the other."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Steps | None] = queue.SimpleQueue()
+        threading.Thread(target=self._live, name="meshcomm steps", daemon=True).start()
+
+    def take(self, fn: Callable[[], Any]) -> Steps:
+        """Call ``fn`` when those before are done."""
+        steps = Steps(fn)
+        self._queue.put(steps)
+        return steps
+
+    def end(self) -> None:
+        """After what is in the queue."""
+        self._queue.put(None)
+
+    def _live(self) -> None:
+        with torch.no_grad():
+            while (steps := self._queue.get()) is not None:
+                steps.walk()
+                del steps  # and with it the tensors, while it waits for the next
