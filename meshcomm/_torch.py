@@ -179,8 +179,9 @@ def has_sequence_numbers() -> bool:
 
 
 def set_sequence_number(node: Any, number: int) -> None:
-    """Have autograd run ``node``, when ready, before nodes with lower numbers."""
-    node._set_sequence_nr(number)
+    """Have autograd run ``node``, when ready, before nodes with lower numbers; without that call nothing changes."""
+    if has_sequence_numbers():
+        node._set_sequence_nr(number)
 
 
 @contextlib.contextmanager

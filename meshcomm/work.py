@@ -40,7 +40,8 @@ class Work(Generic[T]):
     waited for: one that is dropped warns, with the line that made it.
 
     On an accelerator :meth:`wait` orders the streams and does not block the host. Ranks in one process change over to
-    each other in ``wait``, ``done`` and ``await``. Under a ``torch.func`` transform, in forward mode and on an axis of
+    each other in ``wait``, ``done`` and ``await`` (who polls while nobody else can act is told of a deadlock after a
+    thousand times). Under a ``torch.func`` transform, in forward mode and on an axis of
     size 1 the work is done when it is made; under ``torch.compile`` the compiler moves starts and waits apart.
 
     Source: futures of ``torch.distributed``, ``concurrent.futures`` and MPI's requests.
@@ -58,7 +59,8 @@ class Work(Generic[T]):
         self._source: Any = source
         self._title = title
         self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        self._lock = threading.RLock() if current_rank() is None else contextlib.nullcontext()
+        self._rank = current_rank()
+        self._lock = threading.RLock() if self._rank is None else contextlib.nullcontext()
         self._began = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -151,6 +153,8 @@ class Work(Generic[T]):
             [4.0, 4.0]
         """
         self._claimed = True
+        if torch.compiler.is_compiling():
+            return Work(fn(self.wait()))
         return Work(_Follow(self, fn), getattr(self, "_title", None))
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -183,6 +187,8 @@ class Work(Generic[T]):
 
     def __del__(self) -> None:
         if getattr(self, "_claimed", True) or self._over:
+            return
+        if self._rank is not None and self._rank.world.cancelled:  # another rank's error is what matters
             return
         with contextlib.suppress(Exception):
             self._source.abandon()

@@ -25,11 +25,12 @@ Check = Callable[[Tensor], object]
 
 
 def leaves_of(
-    where: str, tree: Any, axis: Axis, accept: Check | None = None
+    where: str, tree: Any, axis: Axis, accept: Check | None = None, ragged: int | None = None
 ) -> tuple[list[Tensor], tuple[Any, list[int]]]:
     """The leaves of a tree, every one a tensor that ``accept`` lets through, and what :func:`rebuild` needs.
 
-    Dicts are taken in order of their keys: two ranks may have filled theirs in different orders.
+    Dicts are taken in order of their keys: two ranks may have filled theirs in different orders. ``ragged``: the dim
+    whose length may differ between ranks.
     """
     found, spec = _torch.tree_flatten(tree)
     order = _torch.tree_flatten(_by_key(_torch.tree_unflatten(list(range(len(found))), spec)))[0]
@@ -47,9 +48,15 @@ def leaves_of(
     if axis.link.watched:
         paths = [path for path, _ in _torch.tree_leaves_with_path(tree)]
         axis.link.tree = tuple(
-            (paths[at], leaf.dtype, tuple(leaf.shape)) for at, leaf in zip(order, leaves, strict=True)
+            (paths[at], leaf.dtype, _without(leaf.shape, ragged)) for at, leaf in zip(order, leaves, strict=True)
         )
     return leaves, (spec, order)
+
+
+def _without(shape: tuple[int, ...], ragged: int | None) -> tuple[int, ...]:
+    if ragged is None or not shape:
+        return tuple(shape)
+    return *shape[: ragged % len(shape)], -1, *shape[ragged % len(shape) :][1:]
 
 
 def _by_key(tree: Any) -> Any:
@@ -97,7 +104,12 @@ def groups_of(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis
 
 
 def elementwise(
-    where: str, leaves: Sequence[Tensor], axis: Axis, bucket_mb: float, run: Callable[[Tensor], Tensor]
+    where: str,
+    leaves: Sequence[Tensor],
+    axis: Axis,
+    bucket_mb: float,
+    run: Callable[[Tensor], Tensor],
+    saves: bool = False,
 ) -> list[Tensor]:
     """Apply what works element by element to flat buckets."""
     return rows(
@@ -108,6 +120,7 @@ def elementwise(
         run,
         lambda leaf: leaf.reshape(1, leaf.numel()),
         lambda part, leaf: part.view(leaf.shape),
+        saves,
     )
 
 
@@ -119,33 +132,43 @@ def rows(
     run: Callable[[Tensor], Tensor],
     to_rows: Callable[[Tensor], Tensor],
     from_rows: Callable[[Tensor, Tensor], Tensor],
+    saves: bool = False,
 ) -> list[Tensor]:
     """Apply what works on dim 0 to buckets: ``to_rows(leaf)`` is ``[rows, k]``, ``from_rows(part, leaf)`` undoes it.
 
-    ``run`` may give a Pending, and the leaves that come of it are one then.
+    ``run`` may give a Pending, and the leaves that come of it are one then. ``saves``: the derivative needs the values.
     """
     groups = groups_of(where, leaves, bucket_mb, axis)
     packed = [[to_rows(leaves[at]) for at in bucket] for bucket in groups]
     widths = [[part.shape[1] for part in parts] for parts in packed]
-    begun = [run(joined(parts)) for parts in packed]
+    begun = [run(joined(parts, saves)) for parts in packed]
+    plain = not (torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open())
 
     def unpack(done: list[Tensor]) -> list[Tensor]:
         results: dict[int, Tensor] = {}
         for bucket, width, whole in zip(groups, widths, done, strict=True):
             for at, part in zip(bucket, whole.split(width, 1), strict=True):
-                results[at] = from_rows(part, leaves[at])
+                result = from_rows(part, leaves[at])
+                # A leaf that needs no gradient may share a bucket with one that does.
+                results[at] = result if not plain or leaves[at].requires_grad else result.detach()
         return [results[at] for at in range(len(leaves))]
 
     return then_all(begun, unpack)
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts beside each other, ``[rows, sum of k]``: a view where they already lie so, else a copy."""
+def joined(parts: Sequence[Tensor], saves: bool = False) -> Tensor:
+    """The parts beside each other, ``[rows, sum of k]``: a view where they already lie so, else a copy.
+
+    Also a copy where a derivative needs the values: a change in place of a part that counts its versions by itself, as
+    parameters do, would not be noticed in a view.
+    """
     if len(parts) == 1:
         return parts[0]
     if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open() or not _adjacent(parts):
         return torch.cat(list(parts), 1)
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        if saves:
+            return torch.cat(list(parts), 1)
         whole: Tensor = _Joined.apply(*parts)  # type: ignore[no-untyped-call]
         return whole
     return _as_one(parts)

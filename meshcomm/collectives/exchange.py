@@ -182,8 +182,9 @@ def all_to_all(
     def params_of(leaf: Tensor) -> tuple[int, int, Sizes, Sizes]:
         return _exchange_params(where, leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
 
-    leaves, spec = buckets.leaves_of(where, x, ax, params_of)
-    if send_sizes is not None or recv_sizes is not None:
+    own = send_sizes is not None or recv_sizes is not None
+    leaves, spec = buckets.leaves_of(where, x, ax, params_of, concat_dim if own else None)
+    if own:
         done = then_all([run(_ALL_TO_ALL, leaf, ax, params_of(leaf)) for leaf in leaves], list)
     else:
         even = (1,) * ax.size

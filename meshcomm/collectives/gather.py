@@ -353,7 +353,8 @@ def _gather(
         whole, place = _joinable(where, x, dim, lengths, ax)
         y = run(rule, whole, ax, (place, lengths))
         return begun(where, ax, x, y) if async_op else y
-    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: _joinable(where, leaf, dim, lengths, ax))
+    ragged = None if lengths is None else dim
+    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: _joinable(where, leaf, dim, lengths, ax), ragged)
     leaves = [_joinable(where, leaf, dim, lengths, ax)[0] for leaf in leaves]
     if lengths is not None:
         done = then_all([run(rule, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves], list)

@@ -1,6 +1,8 @@
 """pvary of a pytree: the gradients are summed bucket by bucket while the rest of the backward pass runs.
 
 n = number of leaves in a bucket.
+
+Source: the buckets of DistributedDataParallel; that they are rebuilt in the order of the first pass is its idea too.
 """
 
 from __future__ import annotations
@@ -30,23 +32,24 @@ def vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor
         refuse_in_process("pvary", axis)
         let_into_graph()
         return list(_vary_in_graph(leaves, axis.index_tensor, axis.key, bucket_mb))
-    needy = [at for at, leaf in enumerate(leaves) if leaf.requires_grad and torch.is_grad_enabled()]
-    if functorch_active() or dual_level_open() or (needy and not _torch.has_sequence_numbers()):
+    if functorch_active() or dual_level_open():
         return list(_one_node(axis, bucket_mb, *leaves))
-    varied = [leaf.view_as(leaf) if at not in needy else leaf for at, leaf in enumerate(leaves)]
-    # In reverse: the last layers' gradients are ready first.
-    last_first = list(reversed(needy))
-    for group in buckets.groups_of("pvary", [leaves[at] for at in last_first], bucket_mb, axis):
-        places = [last_first[at] for at in group]
-        for at, leaf in zip(places, _vary_bucket([leaves[at] for at in places], axis), strict=True):
+    needy = [at for at, leaf in enumerate(leaves) if leaf.requires_grad and torch.is_grad_enabled()]
+    varied = [leaf.view_as(leaf) for leaf in leaves]
+    if needy:
+        for at, leaf in zip(needy, _vary([leaves[at] for at in needy], axis, bucket_mb), strict=True):
             varied[at] = leaf
     return varied
 
 
-# ------------------------------------------------------------------------------------------- two nodes for a bucket
-# Autograd runs the ready node with the highest number first, which by default is the one made last: a single node at
-# the top of the step would run after all layers. So one node starts the sum as soon as its gradients are there, and
-# another one waits for it when nothing else is left. Between them goes an empty tensor, never the unfinished sum.
+# -------------------------------------------------------------------------------------------- sums during backward
+# Autograd runs the ready node with the highest number first, by default the one made last: a node at the top of the
+# step would run after all layers. So nodes with a high number take the gradients as they become ready, bucket by
+# bucket, and start the sums; a node with a low number waits for all sums when nothing else is left. Between them goes
+# an empty tensor, never an unfinished sum.
+#
+# Buckets start in one order on all ranks, whatever the order in which their gradients become ready on each. The first
+# backward pass for a tree finds out that order, starts nothing early, and the ranks agree on what index 0 saw.
 
 _AT_ONCE = 2**62
 
@@ -61,89 +64,131 @@ class _Numbers(threading.local):
 _numbers = _Numbers()
 
 
-def _vary_bucket(leaves: list[Tensor], axis: Axis) -> Sequence[Tensor]:
-    bucket = _Bucket(leaves, axis)
-    token: Tensor = _Wait.apply(bucket, *leaves)  # type: ignore[no-untyped-call]
-    varied: tuple[Tensor, ...] = _Start.apply(token, bucket, *[x.detach() for x in leaves])  # type: ignore[no-untyped-call]
+def _vary(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
+    sums = _Sums(leaves, axis, bucket_mb)
+    token: Tensor = _Wait.apply(sums, *leaves)  # type: ignore[no-untyped-call]
     _torch.set_sequence_number(token.grad_fn, _numbers.next())
-    _torch.set_sequence_number(varied[0].grad_fn, _AT_ONCE)
+    varied = list(leaves)
+    nodes = [[at] for at in range(len(leaves))] if sums.learning else sums.buckets
+    for node in nodes:
+        parts: tuple[Tensor, ...] = _Start.apply(token, sums, node, *[leaves[at].detach() for at in node])  # type: ignore[no-untyped-call]
+        _torch.set_sequence_number(parts[0].grad_fn, _AT_ONCE)
+        for at, part in zip(node, parts, strict=True):
+            varied[at] = part
     return varied
 
 
-class _Bucket:
-    """The gradients of some leaves on their way.
+class _Sums:
+    """The gradients of the leaves of a tree on their way.
 
-    Behind those of n > 1 leaves go n numbers, 1 where this rank has a gradient: a leaf that no rank has one for gets
-    none, as it would alone.
+    Behind those of the n leaves of a bucket go n numbers, 1 where this rank has a gradient: a leaf that no rank has one
+    for gets none, as it would alone.
     """
 
-    __slots__ = ("axis", "missing", "shapes", "sizes", "total")
-
-    def __init__(self, leaves: list[Tensor], axis: Axis) -> None:
+    def __init__(self, leaves: list[Tensor], axis: Axis, bucket_mb: float) -> None:
         self.axis = axis
-        self.shapes = [leaf.shape for leaf in leaves]
-        self.sizes = [leaf.numel() for leaf in leaves]
-        self.missing: list[int] = []
-        self.total: Any = None
+        self.kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        self._key = (bucket_mb, *self.kinds)
+        known = axis.link.orders.get(self._key)
+        self.learning = known is None
+        order = list(range(len(leaves)))[::-1] if known is None else known  # a guess: the last layers are ready first
+        groups = buckets.groups_of("pvary", [leaves[at] for at in order], bucket_mb, axis)
+        self.buckets = [[order[at] for at in group] for group in groups]
+        self._bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
+        self._begin()
 
-    def start(self, gs: Sequence[Tensor | None]) -> None:
-        """Sum them, later unless somebody differentiates it or looks for NaN on the way."""
-        self.missing = [i for i, g in enumerate(gs) if g is None]
-        some = next(g for g in gs if g is not None)
-        parts = [
-            some.new_zeros(1, size) if g is None else g.reshape(1, size) for g, size in zip(gs, self.sizes, strict=True)
-        ]
-        if len(gs) > 1:
-            flags = some.new_ones(1, len(gs))
-            if self.missing:
-                flags[0, self.missing] = 0
-            parts.append(flags)
-        at_once = torch.is_grad_enabled() or torch.is_anomaly_enabled()
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        self.total = apply(rule_named("all_reduce"), flat, self.axis if at_once else self.axis.later, ("sum",))
+    def _begin(self) -> None:
+        """For a backward pass."""
+        self._gradients: dict[int, Tensor | None] = {}
+        self._totals: list[Any] = []
 
-    def finish(self) -> list[Tensor | None]:
-        """The sums."""
-        total, self.total = self.total, None
-        whole: Tensor = total.wait(None) if isinstance(total, Pending) else total
-        sums: list[Tensor | None] = []
-        place = 0
-        for shape, size in zip(self.shapes, self.sizes, strict=True):
-            sums.append(whole[0, place : place + size].view(shape))
-            place += size
-        if len(sums) > 1:
-            for i in self.missing:
-                if not whole[0, place + i]:
-                    sums[i] = None
+    def ready(self, places: list[int], gs: Sequence[Tensor | None]) -> None:
+        """Take gradients, and start the buckets whose turn it is, unless somebody differentiates the sums or looks for
+        NaN on the way.
+        """
+        self._gradients.update(zip(places, gs, strict=True))
+        if self.learning or torch.is_grad_enabled() or torch.is_anomaly_enabled():
+            return
+        while len(self._totals) < len(self.buckets) and self.buckets[len(self._totals)][0] in self._gradients:
+            self._start(self.axis.later)
+
+    def _start(self, axis: Axis) -> None:
+        bucket = self.buckets[len(self._totals)]
+        parts, flags = [], []
+        for at in bucket:
+            shape, dtype, device = self.kinds[at]
+            g = self._gradients.get(at)
+            flags.append(g is not None)
+            parts.append(torch.zeros((1, shape.numel()), dtype=dtype, device=device) if g is None else g.reshape(1, -1))
+        parts.append(torch.tensor([flags], dtype=parts[0].dtype, device=parts[0].device))
+        self._totals.append(apply(rule_named("all_reduce"), torch.cat(parts, 1), axis, ("sum",)))
+
+    def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The sums of the needed leaves, in their order."""
+        later = not (torch.is_grad_enabled() or torch.is_anomaly_enabled())
+        while len(self._totals) < len(self.buckets):
+            if any(needed[at] for at in self.buckets[len(self._totals)]):
+                self._start(self.axis.later if later else self.axis)
+            else:
+                self._totals.append(None)
+        totals, gradients = self._totals, self._gradients
+        self._begin()
+        sums: list[Tensor | None] = [None] * len(self.kinds)
+        for bucket, total in zip(self.buckets, totals, strict=True):
+            if total is not None:
+                whole: Tensor = total.wait(None) if isinstance(total, Pending) else total
+                self._unpack(whole, bucket, gradients, sums)
+        if self.learning and self._key not in self.axis.link.orders:
+            self._agree([*gradients, *(at for at in range(len(sums)) if at not in gradients)])
         return sums
+
+    def _unpack(
+        self, whole: Tensor, bucket: list[int], gradients: dict[int, Tensor | None], sums: list[Tensor | None]
+    ) -> None:
+        place, flags = 0, whole.shape[1] - len(bucket)
+        for i, at in enumerate(bucket):
+            shape = self.kinds[at][0]
+            size = shape.numel()
+            if gradients.get(at) is not None or whole[0, flags + i]:
+                sums[at] = whole[0, place : place + size].view(shape)
+            place += size
+
+    def _agree(self, seen: list[int]) -> None:
+        """Keep the order that index 0 has seen."""
+        with torch.no_grad():
+            mine = torch.tensor(seen, device=self.kinds[0][2])
+            order = apply(rule_named("broadcast"), mine, self.axis, (0,)).tolist()
+        if len(self.axis.link.orders) >= _MOST_ORDERS:
+            self.axis.link.orders.clear()
+        self.axis.link.orders[self._key] = order
+
+
+_MOST_ORDERS = 1000
 
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, bucket: _Bucket, *xs: Tensor) -> Tensor:
-        ctx.bucket = bucket
-        return xs[0].new_empty(0)
+    def forward(ctx: Any, sums: _Sums, *xs: Tensor) -> Tensor:
+        ctx.sums = sums
+        ctx.set_materialize_grads(False)
+        return xs[0].new_empty(0, dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.bucket.finish()
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.sums.finish(ctx.needs_input_grad[1:])
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, bucket: _Bucket, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.bucket = bucket
+    def forward(ctx: Any, token: Tensor, sums: _Sums, places: list[int], *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.sums, ctx.places = sums, places
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
-        bucket: _Bucket = ctx.bucket
-        some = next((g for g in gs if g is not None), None)
-        if some is None:  # no gradient came through
-            return (None,) * (2 + len(gs))
-        bucket.start(gs)
-        return some.new_empty(0), None, *[None] * len(gs)
+        ctx.sums.ready(ctx.places, gs)
+        return torch.empty(0, device=ctx.sums.kinds[0][2]), None, None, *[None] * len(gs)
 
 
 # ---------------------------------------------------------------------------------------------- one node for a tree

@@ -278,7 +278,7 @@ def all_reduce(
         return begun("all_reduce", ax, x, start(rule, x, ax, (op,))) if async_op else apply(rule, x, ax, (op,))
     leaves, spec = buckets.leaves_of("all_reduce", x, ax, lambda leaf: check.reducible("all_reduce", leaf, op, ax))
     rule, run = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE, start if async_op else apply
-    done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: run(rule, flat, ax, (op,)))
+    done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: run(rule, flat, ax, (op,)), rule.saves)
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
     return begun("all_reduce", ax, None, tree) if async_op else tree
 
@@ -378,6 +378,7 @@ def reduce_scatter(
             lambda flat: run(rule, flat, ax, (0, op, None)),
             lambda leaf: cut_rows(leaf, dim % leaf.ndim, ax.size),
             lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, ax.size)),
+            rule.saves,
         )  # fmt: skip
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
     return begun(where, ax, None, tree) if async_op else tree

@@ -133,18 +133,31 @@ def start(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Any:
 
 
 class _Pair:
-    """The two nodes of a collective that was started and waited for, and what passes between them.
+    """The two nodes of a collective, one where it was begun and one where it was waited for.
 
-    Along the edge between the nodes goes an empty tensor, in both directions: the buffer that a collective is still
-    writing is never handed to autograd, which might add it up or look at it.
+    Along the edge between them goes an empty tensor, in both directions: a buffer that a collective is still writing is
+    never handed to autograd, which might add it up or look at it.
+
+    In backward the second node comes first. The transpose is begun there, and waited for in the first node, if that
+    gives the same order of collectives on all ranks: they may have waited in different orders, so it is held back until
+    those that were begun after it, while it was under way, have been begun backwards; in the first node at the latest.
     """
 
-    __slots__ = ("axis", "gradient", "params", "rule", "version", "y")
+    __slots__ = (
+        "__weakref__", "_after", "_gradient", "_holds", "_since", "_todo", "axis", "early", "params", "rule",
+        "version", "waited", "y",
+    )  # fmt: skip
 
     def __init__(self, rule: Rule, axis: Axis, params: Params, version: int) -> None:
         self.rule, self.axis, self.params, self.version = rule, axis, params, version
         self.y: Tensor | None = None
-        self.gradient: Any = None
+        self.waited = self.early = False
+        self._since = axis.link.ledger.at_once
+        self._after: list[Any] = []
+        self._holds: list[_Pair] = []
+        self._todo: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        self._gradient: Any = None
+        axis.link.ledger.begin(self)
 
     def finish(self, token: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The result as a function of ``x``."""
@@ -154,18 +167,42 @@ class _Pair:
                 "x was changed in place between the start and the wait, and its derivative needs it.",
                 fix="change it after the wait, or pass x.clone()",
             )
+        ledger = self.axis.link.ledger
+        self._after = ledger.wait(self)
+        self.early = not self.rule.saves and ledger.at_once == self._since
         self.y = y
         return _Finish.apply(token, x if self.rule.saves else None, self)  # type: ignore[no-untyped-call, no-any-return]
 
-    def begin_backward(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """Start the transpose where it is linear and nobody differentiates it, else run it."""
-        later = not (saved or torch.is_grad_enabled() or torch.is_anomaly_enabled())
-        self.gradient = self.rule.transpose(g, self.axis.later if later else self.axis, *saved, *self.params)
+    def second_node(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """Take the gradient of the result, and begin the transpose if that may be."""
+        self._todo, self._gradient = (g, saved), None
+        if self.early and not (torch.is_grad_enabled() or torch.is_anomaly_enabled()):
+            self._begin_in_turn()
 
-    def end_backward(self) -> Tensor:
+    def _begin_in_turn(self) -> None:
+        if self._todo is None or self._gradient is not None:
+            return
+        for later in self._after:
+            other = later()
+            if other is not None and other._gradient is None:
+                other._holds.append(self)
+                return
+        self._gradient = self._run(self.axis.later)
+        held, self._holds = self._holds, []
+        for other in held:
+            other._begin_in_turn()
+
+    def first_node(self) -> Tensor:
         """The gradient of ``x``."""
-        gradient, self.gradient = self.gradient, None
+        gradient = self._run(self.axis) if self._gradient is None else self._gradient
+        self._todo = self._gradient = None
+        self._holds = []
         return gradient.wait(None) if isinstance(gradient, Pending) else gradient  # type: ignore[no-any-return]
+
+    def _run(self, axis: Axis) -> Any:
+        assert self._todo is not None
+        g, saved = self._todo
+        return self.rule.transpose(g, axis, *saved, *self.params)
 
 
 class _Start(Function):
@@ -176,7 +213,7 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.pair.end_backward(), None
+        return ctx.pair.first_node(), None
 
 
 class _Finish(Function):
@@ -191,7 +228,7 @@ class _Finish(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        ctx.pair.begin_backward(g, ctx.saved_tensors)
+        ctx.pair.second_node(g, ctx.saved_tensors)
         return g.new_empty(0), None, None
 
 
@@ -226,6 +263,7 @@ def _backward_only(rule: Rule) -> type[Function]:
 
     def forward(ctx: Any, x: Tensor, axis: Axis, params: Params) -> Tensor:
         ctx.axis, ctx.params = axis, params
+        axis.link.ledger.at_once += 1
         y = rule.announced(x, axis, params, True) if axis.link.watched else rule.run(x, axis, *params)
         if rule.saves:
             ctx.save_for_backward(x, y)

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime import wire
 from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Note, Post, Want
 from meshcomm.runtime.scheduler import Rank, current_rank
@@ -151,6 +152,8 @@ class InProcessLink:
         self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle(self.size))
         self._note = Note("a collective", (), (), None, "?")
         self.tree: tuple[Any, ...] = ()
+        self.orders: dict[Any, list[int]] = {}
+        self.ledger = Ledger()
         self._later: Any = None
 
     def later(self) -> LaterInProcessLink:

@@ -17,6 +17,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime import wire, world
+from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.packets import PacketLink
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.protocol import Post, Want
@@ -79,6 +80,8 @@ class ProcessLink(PacketLink):
         self._options = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
         self._scatter_options = {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
         self.copies = frozenset({"broadcast"} if self._on_gloo else {"all_reduce", "broadcast"})
+        self.orders: dict[Any, list[int]] = {}
+        self.ledger = Ledger()
         self.walker: Walker | None = None
         self._calls = 0
         self._room: Tensor | None = None

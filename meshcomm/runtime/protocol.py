@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.ledger import Ledger
+
 __all__ = ["REDUCE_OPS", "Link", "Note", "Post", "Want"]
 
 REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor")
@@ -56,6 +58,12 @@ class Link(Protocol):
 
         It reads its inputs after the call too: they must not change until then, but see ``copies``.
         """
+
+    orders: dict[Any, list[int]]
+    """In which order the gradients of a tree become ready, as all ranks of the group know."""
+
+    ledger: Ledger
+    """The calls that have a backward."""
 
     copies: frozenset[str]
     """The primitives whose input :meth:`later` copies at the call."""

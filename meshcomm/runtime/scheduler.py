@@ -98,7 +98,7 @@ class World:
         self.shared: dict[Any, Any] = {}
         self.ranks = [Rank(self, index, seed) for index in range(size)]
         self._ready: deque[Rank] = deque(self.ranks)
-        self._cancelled = False
+        self.cancelled = False
         self._idle = 0  # looks and time-outs since a rank last did something
         self._ended = threading.Lock()
         self._ended.acquire()
@@ -147,7 +147,7 @@ class World:
         try:
             self._ended.acquire()
         except BaseException:  # Ctrl-C: the rank that runs is stopped at its next collective, then the others
-            self._cancelled = True
+            self.cancelled = True
             self._ended.acquire()
             raise
 
@@ -160,7 +160,7 @@ class World:
 
     def check(self) -> None:
         """End this rank if another one has failed."""
-        if self._cancelled:
+        if self.cancelled:
             raise _Cancelled
 
     def wait(self, rank: Rank, waits_for: Callable[[], str], timeout: float | None = None) -> None:
@@ -223,12 +223,12 @@ class World:
 
     def _next(self) -> Rank | None:
         """Who runs next; when nobody can, everybody who waits is told."""
-        if self._ready and not self._cancelled:
+        if self._ready and not self.cancelled:
             return self._ready.popleft()
-        if not self._cancelled and self._end_of_patience():
+        if not self.cancelled and self._end_of_patience():
             return self._ready.popleft()
         waiting = [rank for rank in self.ranks if rank.waits_for is not None]
-        if not self._cancelled and waiting:
+        if not self.cancelled and waiting:
             report = self._report()
             for rank in waiting:
                 rank.fault = f"meshcomm: deadlock: no rank can go on.\n{report}\n{_DEADLOCK_FIX}"
@@ -256,7 +256,7 @@ class World:
             pass
         except BaseException as error:  # raised again in the caller
             rank.error = error
-            self._cancelled = True
+            self.cancelled = True
         rank.over = True
         self.act()
         after = self._next()

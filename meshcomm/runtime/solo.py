@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.protocol import Note, Post, Want
 
 __all__ = ["SoloLink"]
@@ -25,6 +26,10 @@ class SoloLink:
     watched = False
     tree: tuple[Any, ...] = ()
     copies = frozenset[str]()
+
+    def __init__(self) -> None:
+        self.orders: dict[Any, list[int]] = {}
+        self.ledger = Ledger()
 
     def later(self) -> SoloLink:
         """Nothing to wait for."""

@@ -40,8 +40,10 @@ class Started(Pending):
                 self._poll(timeout)
                 self._work.wait()
         except RuntimeError as error:
-            if timeout is not None and not self._work.is_completed():
-                raise TimedOutError from None
+            if timeout is not None:
+                if not self._work.is_completed():
+                    raise TimedOutError from None
+                return self.wait(None)  # it ended just now: how?
             raise self._explain(error) from error
         return self._result
 

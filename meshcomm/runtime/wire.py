@@ -109,6 +109,8 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         return clothes.off(fold(op, [clothes.on(x) for x in xs]))
     if dtype in HALF and op in ("sum", "mean", "product"):
         return fold(op, [x.float() for x in xs]).to(dtype)
+    if dtype.is_complex:  # a product of those that do not lie side by side rounds in another way
+        xs = [plain(x) for x in xs]
     if len(xs) == 1:
         return xs[0].clone(memory_format=torch.contiguous_format)
     step = _STEPS[op]
