@@ -7,7 +7,6 @@ Source: the buckets of DistributedDataParallel; that they are rebuilt in the ord
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,22 +51,29 @@ def vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor
 # backward pass for a tree finds out that order, starts nothing early, and the ranks agree on what index 0 saw.
 
 _AT_ONCE = 2**62
+_AT_LAST = 0
 
 
-class _Numbers(threading.local):
-    """Below those that autograd gives on this thread, and rising, so that what was made later still goes first."""
+class _First(threading.local):
+    """Uses up autograd's first number on this thread, so that all of the user's are above ``_AT_LAST``: compared with
+    them it must not come out in one way on one rank and in another way on another.
+    """
 
     def __init__(self) -> None:
-        self.next = itertools.count().__next__
+        with torch.enable_grad():
+            torch.zeros(1, requires_grad=True).view(1)
+
+    def number(self) -> int:
+        return _AT_LAST
 
 
-_numbers = _Numbers()
+_last = _First()
 
 
 def _vary(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
     sums = _Sums(leaves, axis, bucket_mb)
     token: Tensor = _Wait.apply(sums, *leaves)  # type: ignore[no-untyped-call]
-    _torch.set_sequence_number(token.grad_fn, _numbers.next())
+    _torch.set_sequence_number(token.grad_fn, _last.number())
     varied = list(leaves)
     nodes = [[at] for at in range(len(leaves))] if sums.learning else sums.buckets
     for node in nodes:

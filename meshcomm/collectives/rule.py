@@ -171,7 +171,7 @@ class _Pair:
         self._after = ledger.wait(self)
         self.early = not self.rule.saves and ledger.at_once == self._since
         self.y = y
-        return _Finish.apply(token, x if self.rule.saves else None, self)  # type: ignore[no-untyped-call, no-any-return]
+        return _finish(token, x if self.rule.saves else None, self)  # type: ignore[no-any-return]
 
     def second_node(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
         """Take the gradient of the result, and begin the transpose if that may be."""
@@ -228,8 +228,11 @@ class _Finish(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        ctx.pair.second_node(g, ctx.saved_tensors)
+        ctx.pair.second_node(g, ctx.saved_tensors if ctx.pair.rule.saves else ())
         return g.new_empty(0), None, None
+
+
+_finish: Any = super(Function, _Finish).apply  # under a transform too: see `Rule.node`
 
 
 def refuse_in_process(name: str, axis: Axis) -> None:
@@ -310,6 +313,8 @@ def _for_transforms(rule: Rule) -> type[Function]:
 
 def _backward(rule: Rule) -> Any:
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        if not rule.saves:  # saved tensors are gone after one backward pass, even if there are none
+            return rule.transpose(g, ctx.axis, *ctx.params), None, None
         return rule.transpose(g, ctx.axis, *ctx.saved_tensors, *ctx.params), None, None
 
     return staticmethod(backward)

@@ -64,6 +64,7 @@ class Rank:
         self.turn.acquire()
         self.random = RandomState(seed, index)
         self.forward_ad = (-1, 0)
+        self.anomaly = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         self.waits_for: Callable[[], str] | None = None
         self.patience: float | None = None  # seconds, where it does not wait for ever
         self.timed_out = False
@@ -77,11 +78,14 @@ class Rank:
         """Keep what torch and others hold per process but is this rank's own."""
         self.random.save()
         self.forward_ad = _torch.forward_ad_state()
+        self.anomaly = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
 
     def load(self) -> None:
         """Put it back."""
         self.random.load()
         _torch.set_forward_ad_state(self.forward_ad)
+        if self.anomaly[0] or torch.is_anomaly_enabled():
+            torch.set_anomaly_enabled(*self.anomaly)
 
     def describe(self) -> str:
         """A line for a report."""
@@ -126,7 +130,7 @@ class World:
                 got="a call from another thread",
                 fix="one launch at a time: random states and others are global to the process",
             )
-        outside = RandomState()
+        outside, anomaly = RandomState(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         try:
             with _torch.forward_ad_shared():
                 for thread in threads:
@@ -135,6 +139,7 @@ class World:
                 self._await_end()
         finally:
             outside.load()
+            torch.set_anomaly_enabled(*anomaly)
             _running.release()
         for thread in threads:
             thread.join()
