@@ -171,9 +171,10 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     Returns: the same values. Being no operation, it is the one function here whose result shares its input's storage;
     it is a view to autograd, which refuses some in-place operations on it: use the out-of-place ones.
 
-    Backward: :func:`all_reduce` (sum) of the gradient over ``axis``. That of a pytree goes bucket by bucket, each as
-    soon as its gradients are ready, the last leaves first, while the rest of the backward pass runs; the sums are
-    waited for at its end. A leaf that no rank has a gradient for gets none.
+    Backward: :func:`all_reduce` (sum) of the gradient over ``axis``. That of a pytree goes bucket by bucket, in the
+    order in which the gradients become ready, while the rest of the backward pass runs; the sums are waited for at
+    its end. The first backward pass for a tree finds out that order on index 0 and sums at its end. A leaf that no
+    rank has a gradient for gets none; each rank must use at least one leaf.
 
     Cost: none forward; backward one all_reduce per tensor or bucket, 2 (n-1)/n times its bytes per rank.
 

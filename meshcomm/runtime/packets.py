@@ -29,10 +29,8 @@ class PacketLink:
     index: int
     watched = False
     tree: tuple[Any, ...] = ()
-    averages: bool
-    """Whether the backend has a mean (NCCL alone)."""
-    bitwise: bool
-    """Whether the backend has and, or, xor (NCCL has not)."""
+    nccl: frozenset[str]
+    """The kinds of device whose backend is NCCL: it has a mean, and no and, or, xor; the others the other way round."""
 
     def announce(self, note: Note) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""
@@ -58,11 +56,11 @@ class PacketLink:
 
     def _folds(self, x: Tensor, op: str) -> bool:
         """Whether this is moved whole and reduced here, since the backend cannot."""
-        return (op == "product" and x.dtype.is_complex) or (op in _BITWISE and not self.bitwise)
+        return (op == "product" and x.dtype.is_complex) or (op in _BITWISE and x.device.type in self.nccl)
 
     def _dressed(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
         """Have the backend reduce ``x``, dressed as it likes it."""
-        if op == "mean" and not self.averages:
+        if op == "mean" and x.device.type not in self.nccl:
             wide = x.float() if x.dtype in wire.HALF else x  # a sum may be too large where the mean is not
             return then(self._dressed(wide, "sum", reduce), lambda y: (y / self.size).to(x.dtype))
         clothes = wire.dress(op, x.dtype)

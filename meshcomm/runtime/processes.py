@@ -74,8 +74,8 @@ class ProcessLink(PacketLink):
         self.index = index
         backends = dist.get_backend_config(group)
         self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
-        self.bitwise = "nccl" not in backends
-        self.averages = "nccl" in backends
+        kinds = self._kinds or {"cuda": backends}
+        self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
         self._options = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
         self._scatter_options = {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
@@ -115,12 +115,12 @@ class ProcessLink(PacketLink):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
-        if not self._on_gloo:
+        if not (self._on_gloo and x.is_cpu):
             if op == "sum" and x.dtype in _DIRECT:
                 return self._reduce(x, op)
-        elif x.is_cpu and 2 < self.size <= _FEW and x.nbytes * self.size > _LARGE:
+        elif 2 < self.size <= _FEW and x.nbytes * self.size > _LARGE:
             return self._in_two_steps(x, op)
-        elif x.is_cpu and self.size == 2:
+        elif self.size == 2:
             return self._with_the_other(x, op)
         return super().all_reduce(x, op)
 

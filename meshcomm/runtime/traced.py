@@ -32,15 +32,14 @@ class TracedLink(PacketLink):
         return self
 
     def _dressed(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
-        if x.dtype in wire.HALF and op in ("sum", "product") and not self.averages:  # as eager accumulates
+        if x.dtype in wire.HALF and op in ("sum", "product") and x.device.type not in self.nccl:  # as eager accumulates
             return reduce(wire.plain(x).float(), op).to(x.dtype)
         return super()._dressed(x, op, reduce)
 
     def __init__(self, link: ProcessLink) -> None:
         self.size = link.size
         self.index = link.index
-        self.bitwise = link.bitwise
-        self.averages = link.averages
+        self.nccl = link.nccl
         self._name: Any = link.group.group_name
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
