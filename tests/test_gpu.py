@@ -214,3 +214,78 @@ def link_of_one() -> None:
 
 def test_the_primitives_on_nccl(nccl: Callable[..., list[Any]]) -> None:
     nccl(link_of_one)
+
+
+# --------------------------------------------------------------------------------------------------------------- later
+
+
+def later_on_device(axis: Any) -> None:
+    """Works on the device, waited for in another order: values and gradients are those of the calls at once."""
+    mesh = mc.make_mesh(grid((2, 2)))
+    here = device()
+    calls: list[Callable[..., Any]] = [
+        lambda x, **kw: mc.all_reduce(x, axis, mesh=mesh, **kw),
+        lambda x, **kw: mc.all_gather(x, axis, mesh=mesh, **kw),
+        lambda x, **kw: mc.shift(x, axis, mesh=mesh, **kw),
+        lambda x, **kw: mc.all_reduce(x, axis, "max", mesh=mesh, **kw),
+    ]
+    found = []
+    for later in (False, True):
+        torch.manual_seed(mesh.rank)
+        xs = [torch.randn(4, 3, dtype=F64).to(here).requires_grad_() for _ in calls]
+        ys = [call(x, **({"async_op": True} if later else {})) for call, x in zip(calls, xs, strict=True)]
+        if later:
+            ys = [y.wait() for y in reversed(ys)][::-1]
+        grads = torch.autograd.grad(sum(weighted(y) for y in ys), xs)
+        found.append([each.detach().cpu() for each in (*ys, *grads)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("axis", ["a", ("b", "a")], ids=str)
+def test_works_of_ranks_in_one_process(axis: Any) -> None:
+    mc.launch(later_on_device, ranks=4, args=(axis,))
+
+
+def sums_during_backward() -> None:
+    """pvary of a tree on the device, twice, for the first pass finds out the order."""
+    mesh = mc.make_mesh({"a": 2})
+    torch.manual_seed(0)
+    tree = {f"w{i}": torch.randn(8, 8, dtype=F64).to(device()).requires_grad_() for i in range(6)}
+    x = torch.full((3, 8), 1.0 + mesh.rank, dtype=F64, device=device())
+    for _ in range(2):
+        found = []
+        for together in (True, False):
+            varied = mc.pvary(tree, "a", mesh=mesh, bucket_mb=1e-3) if together else {}
+            h = x
+            for name, w in tree.items():
+                h = (h @ (varied[name] if together else mc.pvary(w, "a", mesh=mesh))).tanh()
+            found.append(torch.autograd.grad(h.square().sum(), list(tree.values())))
+        for one, other in zip(*found, strict=True):
+            same(one.cpu(), other.cpu())
+
+
+def test_sums_during_backward() -> None:
+    mc.launch(sums_during_backward, ranks=2)
+
+
+def later_on_one_rank() -> None:
+    """NCCL's own works through a link that a mesh of one never uses: waits order streams, time-outs do not end it."""
+    mc.init()
+    mesh = mc.make_mesh({"a": 1})
+    link = mc.runtime.processes.link_of((0,)).later()  # type: ignore[attr-defined]
+    x = torch.randn(1 << 20, device=mesh.device)
+    busy = torch.randn(4096, 4096, device=mesh.device)
+    for _ in range(20):
+        busy = (busy @ busy).tanh()
+    pending = [link.all_reduce(x, "sum"), link.all_gather(x), link.broadcast(x, 0), link.all_reduce(x, "mean")]
+    assert not pending[0].done()  # the host is ahead of the device
+    values = [each.wait(None) for each in pending]
+    assert not torch.cuda.current_stream().query()  # and the waits have not held it up
+    pending[-1].wait(60.0)
+    for value in values:
+        assert_close(value.view(-1), x)
+    assert all(each.done() for each in pending)
+
+
+def test_works_on_nccl(nccl: Callable[..., list[Any]]) -> None:
+    nccl(later_on_one_rank)
