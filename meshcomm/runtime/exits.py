@@ -33,15 +33,18 @@ class _Exit(threading.Thread):
         super().__init__(name="meshcomm-exit", daemon=True)
         self._prepare, self._end = prepare, end
         self._pid = os.getpid()
-        self._asked, self._done = threading.Event(), threading.Event()
+        self._asked, self._settled, self._prepared, self._done = (threading.Event() for _ in range(4))
 
     def run(self) -> None:
         """Wait to be asked."""
         self._asked.wait()
+        with blocked():
+            for each in list(loose):
+                with contextlib.suppress(Exception):
+                    each.settle()
+        self._settled.set()
+        self._prepared.wait()
         with contextlib.suppress(Exception):
-            with blocked():
-                for messages in list(loose):
-                    messages.settle()
             self._end()
         self._done.set()
 
@@ -50,10 +53,12 @@ class _Exit(threading.Thread):
         if os.getpid() != self._pid:  # A forked child: it has the object, but not the threads.
             return
         _left.append(None)
+        self._asked.set()
+        self._settled.wait(_PATIENCE)
         with contextlib.suppress(Exception):
             self._prepare()
-        self._asked.set()
-        self._done.wait(_PATIENCE)
+        self._prepared.set()
+        self._done.wait(_PATIENCE if self._settled.is_set() else 0)
         if _blocked:
             _leave_at_once()
 

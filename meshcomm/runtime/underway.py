@@ -132,6 +132,7 @@ class Steps(Pending):
         self._over = threading.Event()
         self._result: Any = None
         self._error: Exception | None = None
+        exits.loose.add(self)
 
     def walk(self) -> None:
         """On the walker's thread."""
@@ -143,6 +144,10 @@ class Steps(Pending):
             self._error = error
         self._fn = None
         self._over.set()
+
+    def settle(self) -> None:
+        """Wait for the walker."""
+        self._over.wait()
 
     def wait(self, timeout: float | None) -> Any:
         """Until all steps are done."""
