@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -305,8 +306,10 @@ def lying_together(name: str, way: Callable[[Tensor], Any]) -> None:
     log: list[Any] = []
     with seen_by_the_link(mesh, "a", log), Seen() as seen:
         result = function(tree, "a", **kwargs, mesh=mesh)
-    assert seen.joins == 0, f"{name}: copied on the way"
-    assert [(x.data_ptr(), x.numel()) for _, x in log] == [(address, 25)], f"{name}: not the buffer itself"
+    # Where the derivative needs the value there is a copy, so that a change of the buffer does no harm.
+    copied = name == "all_reduce-product" and way is not plain_views
+    assert seen.joins == copied, f"{name}: copied on the way"
+    assert [(x.data_ptr() == address, x.numel()) for _, x in log] == [(not copied, 25)], f"{name}: not the buffer"
     apart = [function(leaf, "a", **kwargs, mesh=mesh) for leaf in flat_leaves(tree)]
     same_bits(result, apart, name)
     same_bits(flat, before, f"{name}: the input")
@@ -348,31 +351,22 @@ def changed_after(way: Callable[[Tensor], Any], op: str, which: int) -> None:
     flat = drawn((25,), torch.float64, mesh.rank)
     tree = way(flat)
     leaves = flat_leaves(tree)
-    result = mc.all_reduce(tree, "a", op, mesh=mesh)
+    x = flat if way is views else leaves[which]
+    apart = [mc.all_reduce(leaf, "a", op, mesh=mesh) for leaf in leaves]
+    (expected,) = torch.autograd.grad(apart[which].square().sum(), x)
+    result = flat_leaves(mc.all_reduce(tree, "a", op, mesh=mesh))
     with torch.no_grad():
         leaves[which].mul_(2)
-    loss, x = flat_leaves(result)[which].sum(), flat if way is views else leaves[which]
-    if op == "mean":  # no value is needed
-        (g,) = torch.autograd.grad(loss, x)
-        same_bits(g.flatten().unique()[-1], torch.tensor(0.5, dtype=torch.float64), "half to each")
-        return
-    with pytest.raises(RuntimeError, match=r"modified by an inplace|modified inplace"):
-        torch.autograd.grad(loss, x)
-    mc.barrier("a", mesh=mesh)
+    (found,) = torch.autograd.grad(result[which].square().sum(), x)
+    assert torch.equal(found, expected), f"{op} of leaf {which}"
 
 
-UNNOTICED = pytest.mark.xfail(reason="the bucket's version counter is the first leaf's alone", strict=True)
-
-
-@pytest.mark.parametrize("which", [0, 1, 3])
-@pytest.mark.parametrize("op", ["product", "max", "mean"])
 @pytest.mark.parametrize("way", WAYS_TO_LIE[1:], ids=lambda way: way.__name__)
-def test_a_change_of_a_leaf_whose_value_is_needed_is_noticed(
-    run4: Run, way: Any, op: str, which: int, request: pytest.FixtureRequest
-) -> None:
-    if way is moved_in and op != "mean" and which:
-        request.node.add_marker(UNNOTICED)
-    run4(changed_after, way, op, which)
+def test_a_later_change_of_a_leaf_does_no_harm(run4: Run, way: Any) -> None:
+    """Of leaves that count their changes together, and of leaves that count them each for itself."""
+    for op in ("product", "max", "mean"):
+        for which in (0, 1, 3):
+            run4(changed_after, way, op, which)
 
 
 def overlapping(flat: Tensor) -> list[Tensor]:
@@ -443,7 +437,6 @@ def needs_no_gradient(lying: bool) -> None:
         assert [y.requires_grad for y in result] == [True, False], name
 
 
-@pytest.mark.xfail(reason="all results of a bucket require grad as soon as one does", strict=True)
 @pytest.mark.parametrize("lying", [True, False], ids=["together", "apart"])
 def test_a_leaf_that_needs_no_gradient_gets_a_result_that_needs_none(run4: Run, lying: bool) -> None:
     run4(needs_no_gradient, lying)
@@ -489,13 +482,15 @@ def small_tensors(bucket_mb: float | None) -> dict[str, int]:
     }.items():  # fmt: skip
         xs = [drawn((4, 1 + i % 5), torch.float32, i).requires_grad_() for i in range(240)]
         function, log = getattr(mc, op), []
-        with seen_by_the_link(mesh, "a", log):
-            if bucket_mb is None:
-                ys = [function(x, "a", **kwargs, mesh=mesh) for x in xs]
-            else:
-                ys = function(xs, "a", **kwargs, mesh=mesh, bucket_mb=bucket_mb)
-            forward = len(log)
-            torch.autograd.grad([y.sum() for y in ys], xs)
+        for _ in range(2):  # the first backward pass of a tree sends its order besides
+            log.clear()
+            with seen_by_the_link(mesh, "a", log):
+                if bucket_mb is None:
+                    ys = [function(x, "a", **kwargs, mesh=mesh) for x in xs]
+                else:
+                    ys = function(xs, "a", **kwargs, mesh=mesh, bucket_mb=bucket_mb)
+                forward = len(log)
+                torch.autograd.grad([y.sum() for y in ys], xs)
         found[f"{op} forward"] = forward
         found[f"{op} backward"] = len(log) - forward - log.count("wait")
     return found
@@ -521,10 +516,11 @@ def calls_of_the_group(tree: bool) -> list[int]:
     xs = [drawn((1 + i % 7,), torch.float32, i, mesh.rank).requires_grad_() for i in range(240)]
     with torch.no_grad(), Seen() as reduced:
         mc.all_reduce(xs, "a", mesh=mesh) if tree else [mc.all_reduce(x, "a", mesh=mesh) for x in xs]
-    varied = mc.pvary(xs, "a", mesh=mesh) if tree else [mc.pvary(x, "a", mesh=mesh) for x in xs]
-    loss = sum((v * mesh.rank).sum() for v in varied)
-    with Seen() as differentiated:
-        torch.autograd.grad(loss, xs)
+    for _ in range(2):
+        varied = mc.pvary(xs, "a", mesh=mesh) if tree else [mc.pvary(x, "a", mesh=mesh) for x in xs]
+        loss = sum((v * mesh.rank).sum() for v in varied)
+        with Seen() as differentiated:
+            torch.autograd.grad(loss, xs)
     return [reduced.communications, differentiated.communications]
 
 
@@ -1007,3 +1003,390 @@ def test_gradients_of_a_varied_tree(pool4: Any, scenario: Callable[[mc.Mesh, Var
     here = mc.launch(played, ranks=4, args=(scenario, False))
     there = pool4.run(played, scenario, False)
     assert here == there
+
+
+UNORDERED = [
+    plainly, accumulated, shared, over_two_axes, twice_in_a_step, one_in_the_others_graph, backward_twice, complex_leaves,
+    unused_everywhere, frozen,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", UNORDERED, ids=lambda scenario: scenario.__name__)
+def test_the_same_where_autograds_order_cannot_be_set(pool4: Any, scenario: Callable[[mc.Mesh, Vary], Any]) -> None:
+    """A torch without that switch sums at the end of the backward pass."""
+    assert mc.launch(played, ranks=4, args=(scenario, True)) == pool4.run(played, scenario, True)
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def halves(dtype: torch.dtype) -> str:
+    """Leaf by leaf, in a tree of one dtype and in one of several; a sum of halves is made in single precision."""
+    mesh = mc.make_mesh({"a": 4})
+    params = layers(dtype=dtype)
+    leaves = flat_leaves(params)
+    wide = [torch.nn.Parameter(drawn((3,), torch.float32, 1)), torch.nn.Parameter(drawn((2, 2), torch.complex64, 2))]
+
+    def found(varied: Any, others: Any) -> list[Tensor]:
+        loss = mlp(varied, mesh.rank).float() + (others[0] * mesh.rank).sum() + (others[1].abs() * mesh.rank).sum()
+        return list(torch.autograd.grad(loss, [*leaves, *wide]))
+
+    apart = found([[mc.pvary(x, "a", mesh=mesh) for x in each] for each in params], mc.pvary(wide, "a", mesh=mesh))
+    for bucket_mb in PVARY_SIZES:
+        varied = mc.pvary({"wide": wide, "layers": params}, "a", mesh=mesh, bucket_mb=bucket_mb)
+        same_bits(found(varied["layers"], varied["wide"]), apart, f"{dtype} with {bucket_mb} MiB")
+    # On each rank the gradient is 256 or 1: in half precision 256 + 1 is 256.
+    one, two = (torch.ones(1, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    factor = 256.0 if mesh.rank == 0 else 1.0
+    (sum(mc.pvary([one, two], "a", mesh=mesh)) * factor).backward()
+    assert [one.grad.item(), two.grad.item()] == [260.0, 260.0]  # 259 rounds to 260
+    return digest(apart)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gradients_of_halves(pool4: Any, dtype: torch.dtype) -> None:
+    assert mc.launch(halves, ranks=4, args=(dtype,)) == pool4.run(halves, dtype)
+
+
+def looking_for_nan() -> None:
+    mesh = mc.make_mesh({"a": 4})
+    params = layers()
+    leaves = flat_leaves(params)
+    for bucket_mb in PVARY_SIZES:
+        for leaf in leaves:
+            leaf.grad = None
+        mlp(mc.pvary(params, "a", mesh=mesh, bucket_mb=bucket_mb), mesh.rank).backward()
+        close(grads(leaves), alone(lambda copies, rank: mlp(paired(copies), rank), leaves))
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            (mlp(mc.pvary(params, "a", mesh=mesh, bucket_mb=bucket_mb), mesh.rank) * 0).sqrt().backward()
+
+
+def looking_for_nan_on_processes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.set_detect_anomaly(True):
+            looking_for_nan()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
+def test_anomaly_detection(pool4: Any) -> None:
+    """No sum that is under way is looked at, and an error on every rank leaves none behind."""
+    pool4.run(looking_for_nan_on_processes)
+    with torch.autograd.set_detect_anomaly(True):  # of the whole process: not to be set by one of its ranks
+        mc.launch(looking_for_nan, ranks=4)
+
+
+def in_threads() -> None:
+    """The step in a thread of its own, after steps in others; then forward in one thread and backward in another."""
+    mesh = mc.make_mesh({"a": 4})
+    params = layers()
+    leaves = flat_leaves(params)
+    for leaf in leaves:
+        leaf.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    expected = alone(lambda copies, rank: mlp(paired(copies), rank), leaves)
+    for bucket_mb in PVARY_SIZES:
+        seen: list[Tensor] = []
+        losses: list[Tensor] = []
+        log: list[Any] = []
+
+        def forward(bucket_mb: float = bucket_mb, losses: list[Tensor] = losses, log: list[Any] = log) -> None:
+            varied = mc.pvary(params, "a", mesh=mesh, bucket_mb=bucket_mb)
+            losses.append(mlp(varied, mesh.rank, hooks=log))
+
+        def backward(losses: list[Tensor] = losses) -> None:
+            losses.pop().backward()
+
+        def step(forward: Any = forward, backward: Any = backward) -> None:
+            forward()
+            backward()
+
+        with seen_by_the_link(mesh, "a", log):
+            for jobs in ([step], [step], [forward, backward]):
+                for leaf in leaves:
+                    leaf.grad = None
+                log.clear()
+                for job in jobs:
+                    thread = threading.Thread(target=job)
+                    thread.start()
+                    thread.join()
+                close(grads(leaves), expected)
+                assert len(log) == 3 + 2 * log.count("wait")
+                assert set(log[-log.count("wait") :]) == {"wait"}, log
+        assert len(seen) == 3 * len(leaves)
+
+
+def test_steps_in_threads(pool4: Any) -> None:
+    pool4.run(in_threads)
+
+
+# ------------------------------------------------------------------------------------------------ where ranks differ
+
+
+STEPS = 3
+"""In the first step a tree's order is learnt, in the others it is used."""
+
+
+def one_uses_it(bucket_mb: float, user: int, early: bool) -> None:
+    """A leaf that one rank alone uses, first or last of all."""
+    mesh = mc.make_mesh({"a": 4})
+    params = [*layers(), torch.nn.Parameter(torch.ones(3, 5, dtype=torch.float64))]
+    leaves = flat_leaves(params)
+
+    def loss(params: Any, rank: int) -> Tensor:
+        *some, extra = params
+        if rank != user:
+            return mlp(some, rank)
+        if not early:
+            return mlp(some, rank) + (extra * 5).sum()
+        (w, b), *more = some
+        h = torch.tanh((batch(rank) + extra) @ w + b)
+        for w, b in more:
+            h = torch.tanh(h @ w + b)
+        return (h * h).sum()
+
+    for _ in range(STEPS):
+        for leaf in leaves:
+            leaf.grad = None
+        loss(mc.pvary(params, "a", mesh=mesh, bucket_mb=bucket_mb), mesh.rank).backward()
+        close(grads(leaves), alone(lambda copies, rank: loss([*paired(copies[:-1]), copies[-1]], rank), leaves))
+
+
+@pytest.mark.parametrize("bucket_mb", PVARY_SIZES)
+@pytest.mark.parametrize("early", [False, True], ids=["last", "first"])
+@pytest.mark.parametrize("user", [0, 2])
+def test_a_leaf_that_one_rank_alone_uses(run4: Run, user: int, early: bool, bucket_mb: float) -> None:
+    """In a bucket with others, and in one that the other ranks do not use at all."""
+    run4(one_uses_it, bucket_mb, user, early)
+
+
+def other_orders(bucket_mb: float) -> None:
+    """Branches that a rank computes in an order of its own, so that its gradients come in another order."""
+    mesh = mc.make_mesh({"a": 4})
+    leaves = [torch.nn.Parameter(drawn((5,), torch.float64, i)) for i in range(4)]
+
+    def loss(leaves: Sequence[Tensor], rank: int) -> Tensor:
+        order = [(i + rank) % 4 for i in range(4)]
+        return sum(torch.tanh(leaves[i] * batch(rank, i)).sum() for i in order)
+
+    for _ in range(STEPS):
+        for leaf in leaves:
+            leaf.grad = None
+        loss(mc.pvary(leaves, "a", mesh=mesh, bucket_mb=bucket_mb), mesh.rank).backward()
+        close(grads(leaves), alone(loss, leaves))
+
+
+@pytest.mark.parametrize("bucket_mb", [25, 8e-5, 1e-9])
+def test_ranks_whose_backward_takes_another_order(run4: Run, bucket_mb: float) -> None:
+    run4(other_orders, bucket_mb)
+
+
+def other_orders_beside_sums(bucket_mb: float) -> None:
+    """Each rank takes another leaf in each layer; all ranks make the same calls in the same order, in backward too."""
+    mesh = mc.make_mesh({"a": 4})
+    leaves = [torch.nn.Parameter(drawn((15,), torch.float64, i)) for i in range(4)]
+    for _ in range(STEPS):
+        for leaf in leaves:
+            leaf.grad = None
+        varied = mc.pvary(leaves, "a", mesh=mesh, bucket_mb=bucket_mb)
+        h = batch(9).flatten()
+        for i in range(4):
+            mine = mc.pvary(h, "a", mesh=mesh) * varied[(i + mesh.rank) % 4] * (1 + mesh.rank)
+            h = torch.tanh(mc.all_reduce(mine, "a", mesh=mesh))
+        h.sum().backward()
+
+        def loss(leaves: Sequence[Tensor], _: int) -> Tensor:
+            h = batch(9).flatten()
+            for i in range(4):
+                h = torch.tanh(sum(h * leaves[(i + rank) % 4] * (1 + rank) for rank in range(4)))
+            return h.sum()
+
+        close(grads(leaves), alone(loss, leaves, ranks=1))
+
+
+OVERTAKEN = pytest.mark.xfail(reason="they are in one order per axis with the user's own collectives", strict=True)
+
+
+@pytest.mark.parametrize("bucket_mb", [25, pytest.param(1.3e-4, marks=OVERTAKEN), pytest.param(1e-9, marks=OVERTAKEN)])
+def test_another_order_beside_other_sums(bucket_mb: float) -> None:
+    mc.launch(other_orders_beside_sums, ranks=4, args=(bucket_mb,))  # processes abort
+
+
+def warmed_up_ranks() -> None:
+    """Some ranks have recorded more than others before: autograd numbers its nodes from there on."""
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    for _ in range(200 * mesh.coordinate["b"]):
+        torch.ones(1, requires_grad=True) * 2
+    for _ in range(STEPS):
+        pieces = [torch.nn.Parameter(torch.full((2,), i + 1.0)) for i in range(5)]
+        whole = [mc.all_gather(piece, "b", mesh=mesh) for piece in pieces]
+        varied = mc.pvary(whole, "a", mesh=mesh, bucket_mb=1e-9)
+        sum((x * 10**i).sum() for i, x in enumerate(varied)).backward()
+        assert [piece.grad.tolist() for piece in pieces] == [[4.0 * 10**i] * 2 for i in range(5)]
+
+
+def test_ranks_that_have_recorded_more_than_others() -> None:
+    """Nodes between a leaf and pvary communicate in the same order on all ranks. In new threads and new processes."""
+    mc.launch(warmed_up_ranks, ranks=4)
+    mc.launch(warmed_up_ranks, ranks=4, runtime="processes", timeout=100)
+
+
+def after_an_error(bucket_mb: float) -> None:
+    """A backward pass fails half way, on all ranks; another one follows through the same pvary, of another loss."""
+    mesh = mc.make_mesh({"a": 4})
+    params = layers()
+    leaves = flat_leaves(params)
+    for step in range(STEPS):
+        for leaf in leaves:
+            leaf.grad = None
+        varied = mc.pvary(params, "a", mesh=mesh, bucket_mb=bucket_mb)
+
+        def fail(g: Tensor) -> None:
+            raise ArithmeticError
+
+        handle = varied[1][0].register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            mlp(varied, mesh.rank, step).mul(1000).backward()
+        handle.remove()
+        assert all(leaf.grad is None for leaf in leaves)
+        mlp(varied, mesh.rank, 7).backward()
+        close(grads(leaves), alone(lambda copies, rank: mlp(paired(copies), rank, 7), leaves))
+
+
+STALE = pytest.mark.xfail(reason="sums that a failed pass has begun are taken for this one's", strict=True)
+
+
+@pytest.mark.parametrize("bucket_mb", [25, pytest.param(2.5e-4, marks=STALE), pytest.param(1e-9, marks=STALE)])
+def test_a_failed_backward_leaves_nothing_behind(run4: Run, bucket_mb: float) -> None:
+    run4(after_an_error, bucket_mb)
+
+
+def nested_in_backward(bucket_mb: float) -> None:
+    """Checkpoints that use what was varied without taking it as an argument: each runs a backward pass inside of the
+    backward pass, through the same pvary."""
+    mesh = mc.make_mesh({"a": 4})
+    params = layers()
+    leaves = flat_leaves(params)
+    for _ in range(STEPS):
+        for leaf in leaves:
+            leaf.grad = None
+        varied = mc.pvary(params, "a", mesh=mesh, bucket_mb=bucket_mb)
+        h = batch(mesh.rank).requires_grad_()
+        for i, (w, b) in enumerate(varied):
+
+            def layer(h: Tensor, w: Tensor = w, b: Tensor = b) -> Tensor:
+                return torch.tanh(h @ w + b)
+
+            h = layer(h) if i == 2 else torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=True)
+        (h * h).sum().backward()
+        close(grads(leaves), alone(lambda copies, rank: mlp(paired(copies), rank), leaves))
+
+
+NESTED = pytest.mark.xfail(reason="the inner pass takes the outer one's gradients", strict=True)
+
+
+@pytest.mark.parametrize("bucket_mb", [pytest.param(25, marks=NESTED), 2.5e-4, 1e-9])
+def test_a_backward_pass_inside_of_a_backward_pass(run4: Run, bucket_mb: float) -> None:
+    run4(nested_in_backward, bucket_mb)
+
+
+# -------------------------------------------------------------------------------------------------------- overlapping
+
+
+def interleaved(bucket_mb: float, patched: bool) -> list[list[Any]]:
+    """What happens in the backward passes of some steps: the number of a layer whose backward begins, a sum that is
+    begun or waited for, a leaf's gradient."""
+    mesh = mc.make_mesh({"a": 4})
+    logs = []
+    for _ in range(STEPS):
+        log: list[Any] = []
+        context = without_sequence_numbers(mesh, "a") if patched else contextlib.nullcontext()
+        with context, seen_by_the_link(mesh, "a", log):
+            # Made of leaves: what comes after the sums waits for them, and nothing else does.
+            params = [(w * 2, b + 1) for w, b in layers(4)]
+            for leaf in flat_leaves(params):
+                leaf.register_hook(lambda g, log=log: log.append("leaf"))
+            mlp(mc.pvary(params, "a", mesh=mesh, bucket_mb=bucket_mb), mesh.rank, hooks=log).backward()
+        logs.append([entry[0] if isinstance(entry, tuple) else entry for entry in log])
+    return logs
+
+
+def after_the_first(logs: list[list[Any]]) -> list[Any]:
+    """The log of every step but the first, up to the first wait; then there are waits and finished gradients only."""
+    assert logs[1:] == [logs[1]] * (len(logs) - 1)
+    log = logs[1]
+    begun = log[: log.index("wait")]
+    assert set(log[len(begun) :]) == {"wait", "leaf"}
+    assert log.count("wait") == log.count("start")
+    assert log.count("leaf") == 8
+    return begun
+
+
+def test_sums_begin_between_the_layers_and_are_waited_for_at_the_end(run4: Run) -> None:
+    """A bucket per layer: 3, 2, 1, 0 are the beginnings of the layers' backwards."""
+    for logs in run4(interleaved, 2.5e-4, False):
+        assert after_the_first(logs) == [3, "start", 2, "start", 1, "start", 0, "start"]
+
+
+def test_two_layers_a_bucket(run4: Run) -> None:
+    for logs in run4(interleaved, 4.7e-4, False):
+        assert after_the_first(logs) == [3, 2, "start", 1, 0, "start"]
+
+
+def test_one_bucket_is_summed_when_all_is_there(run4: Run) -> None:
+    for logs in run4(interleaved, 25, False):
+        assert after_the_first(logs) == [3, 2, 1, 0, "start"]
+
+
+def test_every_leaf_alone(run4: Run) -> None:
+    """The bias's gradient is ready before the weight's."""
+    layer = ["start", "start"]
+    for logs in run4(interleaved, 1e-9, False):
+        assert after_the_first(logs) == [3, *layer, 2, *layer, 1, *layer, 0, *layer]
+
+
+def test_the_first_step_sums_after_the_layers(run4: Run) -> None:
+    for logs in run4(interleaved, 2.6e-4, False):
+        assert [entry for entry in logs[0] if isinstance(entry, int)] == [3, 2, 1, 0]
+        assert logs[0][:4] == [3, 2, 1, 0]
+
+
+def test_without_autograds_order_the_sums_come_last(run4: Run) -> None:
+    for logs in run4(interleaved, 2.4e-4, True):
+        for log in logs:
+            assert "leaf" not in log[: log.index(0)]
+
+
+def in_the_order_of_use() -> list[Any]:
+    """A tree whose order is not that of its layers: buckets are made anew in the order in which gradients came."""
+    mesh = mc.make_mesh({"a": 4})
+    params = layers(4)
+    log: list[Any] = []
+    for _ in range(STEPS):
+        log.clear()
+        with seen_by_the_link(mesh, "a", log):
+            tree = {name: params[i] for name, i in zip("abcd", (2, 0, 3, 1), strict=True)}
+            varied = mc.pvary(tree, "a", mesh=mesh, bucket_mb=2.55e-4)  # no other test's
+            mlp([varied[name] for name in "bdac"], mesh.rank, hooks=log).backward()
+    return log
+
+
+def test_buckets_follow_the_order_in_which_gradients_become_ready(run4: Run) -> None:
+    for log in run4(in_the_order_of_use):
+        assert log[: log.index("wait")] == [3, "start", 2, "start", 1, "start", 0, "start"]
+
+
+def two_trees() -> list[Any]:
+    """A tree of the first layers and a tree of the last ones, varied one after the other."""
+    mesh = mc.make_mesh({"a": 4})
+    log: list[Any] = []
+    params = layers(4)
+    for _ in range(STEPS):
+        log.clear()
+        with seen_by_the_link(mesh, "a", log):
+            first, last = (mc.pvary(part, "a", mesh=mesh) for part in (params[:2], params[2:]))
+            mlp([*first, *last], mesh.rank, hooks=log).backward()
+    return log
+
+
+def test_two_trees(run4: Run) -> None:
+    assert run4(two_trees) == [[3, 2, "start", 1, 0, "start", "wait", "wait"]] * 4
