@@ -224,9 +224,9 @@ def events() -> list[tuple[str, float]]:
     ]
     start, finish = overlap._Sums._start, overlap._Sums.finish
 
-    def noted_start(self: Any, axis: Any) -> None:
+    def noted_start(self: Any, now: Any, axis: Any) -> None:
         note("sum starts")
-        start(self, axis)
+        start(self, now, axis)
 
     def noted_finish(self: Any, needed: Sequence[bool]) -> list[Tensor | None]:
         note("wait")

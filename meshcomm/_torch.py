@@ -16,6 +16,9 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as functorch_active
 from torch._C._functorch import unwrap_if_dead
 from torch._functorch import eager_transforms
+from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
+    enable_single_level_autograd_function as _any_function,
+)
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
@@ -24,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "allgather_base",
     "at_trace_time",
+    "backward_pass",
     "dual_level_open",
     "forward_ad_shared",
     "forward_ad_state",
@@ -173,6 +177,11 @@ def version_of(x: Tensor) -> int:
     return x._version
 
 
+def backward_pass() -> int:
+    """Which backward pass of autograd is running on this thread: one inside of another has a number of its own."""
+    return torch._C._current_graph_task_id()
+
+
 def has_sequence_numbers() -> bool:
     """Whether the order in which autograd runs ready nodes can be set."""
     return hasattr(torch.autograd.function.BackwardCFunction, "_set_sequence_nr")
@@ -187,7 +196,7 @@ def set_sequence_number(node: Any, number: int) -> None:
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
     """Make plain tensors, whatever transform, tracing or inference mode the caller is in."""
-    with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes():
+    with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes(), _any_function():
         yield
 
 

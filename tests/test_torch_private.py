@@ -192,6 +192,35 @@ def backward_order(first: int | None) -> list[str]:
     return order
 
 
+class Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[int], inside: bool) -> Tensor:
+        ctx.seen, ctx.inside = seen, inside
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        ctx.seen.append(_torch.backward_pass())
+        if ctx.inside:
+            with torch.enable_grad():
+                Passes.apply(torch.ones(1, requires_grad=True), ctx.seen, False).sum().backward()
+            ctx.seen.append(_torch.backward_pass())
+        return g, None, None
+
+
+def test_name_backward_pass() -> None:
+    seen: list[int] = []
+    assert _torch.backward_pass() == -1
+    y = Passes.apply(Passes.apply(torch.ones(1, requires_grad=True), seen, False), seen, True).sum()
+    y.backward(retain_graph=True)
+    first, inner, again, last = seen
+    assert first == again == last
+    assert inner != first
+    y.backward()
+    assert seen[4] not in seen[:4]
+    assert _torch.backward_pass() == -1
+
+
 def test_name_set_sequence_number() -> None:
     assert backward_order(None) == ["late", "early"]
     assert backward_order(2**62) == ["early", "late"]

@@ -101,51 +101,46 @@ class _Sums:
         groups = buckets.groups_of("pvary", [leaves[at] for at in order], bucket_mb, axis)
         self.buckets = [[order[at] for at in group] for group in groups]
         self._bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
-        self._begin()
-
-    def _begin(self) -> None:
-        """For a backward pass."""
-        self._gradients: dict[int, Tensor | None] = {}
-        self._totals: list[Any] = []
+        self._passes: dict[int, _Pass] = {}
 
     def ready(self, places: list[int], gs: Sequence[Tensor | None]) -> None:
         """Take gradients, and start the buckets whose turn it is, unless somebody differentiates the sums or looks for
         NaN on the way.
         """
-        self._gradients.update(zip(places, gs, strict=True))
+        now = self._passes.setdefault(_torch.backward_pass(), _Pass())
+        now.gradients.update(zip(places, gs, strict=True))
         if self.learning or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return
-        while len(self._totals) < len(self.buckets) and self.buckets[len(self._totals)][0] in self._gradients:
-            self._start(self.axis.later)
+        while len(now.totals) < len(self.buckets) and self.buckets[len(now.totals)][0] in now.gradients:
+            self._start(now, self.axis.later)
 
-    def _start(self, axis: Axis) -> None:
-        bucket = self.buckets[len(self._totals)]
+    def _start(self, now: _Pass, axis: Axis) -> None:
+        bucket = self.buckets[len(now.totals)]
         parts, flags = [], []
         for at in bucket:
             shape, dtype, device = self.kinds[at]
-            g = self._gradients.get(at)
+            g = now.gradients.get(at)
             flags.append(g is not None)
             parts.append(torch.zeros((1, shape.numel()), dtype=dtype, device=device) if g is None else g.reshape(1, -1))
         parts.append(torch.tensor([flags], dtype=parts[0].dtype, device=parts[0].device))
-        self._totals.append(apply(rule_named("all_reduce"), torch.cat(parts, 1), axis, ("sum",)))
+        now.totals.append(apply(rule_named("all_reduce"), torch.cat(parts, 1), axis, ("sum",)))
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """The sums of the needed leaves, in their order."""
         later = not (torch.is_grad_enabled() or torch.is_anomaly_enabled())
-        while len(self._totals) < len(self.buckets):
-            if any(needed[at] for at in self.buckets[len(self._totals)]):
-                self._start(self.axis.later if later else self.axis)
+        now = self._passes.pop(_torch.backward_pass(), None) or _Pass()
+        while len(now.totals) < len(self.buckets):
+            if any(needed[at] for at in self.buckets[len(now.totals)]):
+                self._start(now, self.axis.later if later else self.axis)
             else:
-                self._totals.append(None)
-        totals, gradients = self._totals, self._gradients
-        self._begin()
+                now.totals.append(None)
         sums: list[Tensor | None] = [None] * len(self.kinds)
-        for bucket, total in zip(self.buckets, totals, strict=True):
+        for bucket, total in zip(self.buckets, now.totals, strict=True):
             if total is not None:
                 whole: Tensor = total.wait(None) if isinstance(total, Pending) else total
-                self._unpack(whole, bucket, gradients, sums)
+                self._unpack(whole, bucket, now.gradients, sums)
         if self.learning and self._key not in self.axis.link.orders:
-            self._agree([*gradients, *(at for at in range(len(sums)) if at not in gradients)])
+            self._agree([*now.gradients, *(at for at in range(len(sums)) if at not in now.gradients)])
         return sums
 
     def _unpack(
@@ -167,6 +162,14 @@ class _Sums:
         if len(self.axis.link.orders) >= _MOST_ORDERS:
             self.axis.link.orders.clear()
         self.axis.link.orders[self._key] = order
+
+
+class _Pass:
+    """One backward pass: what has come, and what has been started, bucket after bucket."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, Tensor | None] = {}
+        self.totals: list[Any] = []
 
 
 _MOST_ORDERS = 1000

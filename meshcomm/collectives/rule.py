@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshcomm._torch import (
+    backward_pass,
     dual_level_open,
     forward_mode_on,
     functorch_active,
@@ -144,8 +145,8 @@ class _Pair:
     """
 
     __slots__ = (
-        "__weakref__", "_after", "_gradient", "_holds", "_since", "_todo", "axis", "early", "params", "rule",
-        "version", "waited", "y",
+        "__weakref__", "_after", "_held", "_passes", "_since", "axis", "early", "params", "rule", "version", "waited",
+        "y",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, axis: Axis, params: Params, version: int) -> None:
@@ -154,9 +155,8 @@ class _Pair:
         self.waited = self.early = False
         self._since = axis.link.ledger.at_once
         self._after: list[Any] = []
-        self._holds: list[_Pair] = []
-        self._todo: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        self._gradient: Any = None
+        self._passes: dict[int, _Pass] = {}  # that are between the two nodes
+        self._held: dict[int, list[_Pair]] = {}  # those that begin after this one, by pass
         axis.link.ledger.begin(self)
 
     def finish(self, token: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -175,34 +175,45 @@ class _Pair:
 
     def second_node(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
         """Take the gradient of the result, and begin the transpose if that may be."""
-        self._todo, self._gradient = (g, saved), None
+        number = backward_pass()
+        self._passes[number] = _Pass(g, saved)
         if self.early and not (torch.is_grad_enabled() or torch.is_anomaly_enabled()):
-            self._begin_in_turn()
+            self._begin_in_turn(number)
 
-    def _begin_in_turn(self) -> None:
-        if self._todo is None or self._gradient is not None:
+    def _begin_in_turn(self, number: int) -> None:
+        mine = self._passes.get(number)
+        if mine is None or mine.begun:
             return
         for later in self._after:
             other = later()
-            if other is not None and other._gradient is None:
-                other._holds.append(self)
+            if other is not None and not (number in other._passes and other._passes[number].begun):
+                other._held.setdefault(number, []).append(self)
                 return
-        self._gradient = self._run(self.axis.later)
-        held, self._holds = self._holds, []
-        for other in held:
-            other._begin_in_turn()
+        mine.gradient, mine.begun = self._run(self.axis.later, mine), True
+        for other in self._held.pop(number, ()):
+            other._begin_in_turn(number)
 
     def first_node(self) -> Tensor:
         """The gradient of ``x``."""
-        gradient = self._run(self.axis) if self._gradient is None else self._gradient
-        self._todo = self._gradient = None
-        self._holds = []
+        number = backward_pass()
+        mine = self._passes.pop(number)
+        self._held.pop(number, None)
+        gradient = mine.gradient if mine.begun else self._run(self.axis, mine)
         return gradient.wait(None) if isinstance(gradient, Pending) else gradient  # type: ignore[no-any-return]
 
-    def _run(self, axis: Axis) -> Any:
-        assert self._todo is not None
-        g, saved = self._todo
-        return self.rule.transpose(g, axis, *saved, *self.params)
+    def _run(self, axis: Axis, what: _Pass) -> Any:
+        return self.rule.transpose(what.g, axis, *what.saved, *self.params)
+
+
+class _Pass:
+    """One backward pass between the two nodes of a pair."""
+
+    __slots__ = ("begun", "g", "gradient", "saved")
+
+    def __init__(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
+        self.g, self.saved = g, saved
+        self.gradient: Any = None
+        self.begun = False
 
 
 class _Start(Function):
