@@ -174,7 +174,8 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     Backward: :func:`all_reduce` (sum) of the gradient over ``axis``. That of a pytree goes bucket by bucket, in the
     order in which the gradients become ready, while the rest of the backward pass runs; the sums are waited for at
     its end. The first backward pass for a tree finds out that order on index 0 and sums at its end. A leaf that no
-    rank has a gradient for gets none; each rank must use at least one leaf.
+    rank has a gradient for gets none; each rank must use at least one leaf, and where the pass makes other
+    collectives over the same axis, all ranks use the leaves in the same order.
 
     Cost: none forward; backward one all_reduce per tensor or bucket, 2 (n-1)/n times its bytes per rank.
 
