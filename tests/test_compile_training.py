@@ -330,16 +330,10 @@ def addressed(text: str) -> str:
     return re.sub(r"(all_to_all_single\.default\(\w+), \[[\d, ]*\], \[[\d, ]*\]", r"\1, <sizes>", text)
 
 
-slices = pytest.mark.xfail(reason="collectives/gather.py: shard cuts at axis.index * length, a constant of this rank")
-sources = pytest.mark.xfail(reason="TracedLink.permute: another graph on ranks without a source or a destination")
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        "where", "broadcast", "exchanged", "reduced", "ring",
-        pytest.param("shard", marks=slices), pytest.param("invariant", marks=slices),
-        pytest.param("stages", marks=sources), pytest.param("permute", marks=sources),
+        "where", "broadcast", "exchanged", "reduced", "ring", "shard", "invariant",
     ],
 )  # fmt: skip
 def test_the_graph_is_the_same_on_every_rank(texts: list[dict[str, str]], name: str) -> None:
@@ -375,11 +369,6 @@ def alike_on_some() -> None:
     assert_close(value_and_gradient(compiled(fn, {}), mesh), value_and_gradient(fn, mesh), rtol=0, atol=0)
 
 
-@pytest.mark.xfail(
-    run=False,
-    reason="hang: TracedLink.permute writes a rank's own source and destination into its graph. Where it has neither, inductor "
-    "takes the exchange of zeros for a constant and moves it into forward; where two exchanges look alike, it keeps one",
-)
 @pytest.mark.parametrize("program", [left_out, alike_on_some])
 def test_exchanges_that_only_some_ranks_could_leave_out(pool4: Any, program: Callable[[], None]) -> None:
     pool4.run(program)

@@ -56,15 +56,32 @@ def _run_all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send
 def _run_permute(x: Tensor, axis: Axis, perm: Perm) -> Tensor:
     source = next((src for src, dst in perm if dst == axis.index), None)
     destination = next((dst for src, dst in perm if src == axis.index), None)
-    return axis.link.permute(x, source, destination)
+    return axis.link.permute(_of_this_call(x, axis, perm), source, destination)
 
 
 def _run_shift(x: Tensor, axis: Axis, offset: int, wrap: bool) -> Tensor:
     source, destination = axis.index - offset, axis.index + offset
+    inside = range(axis.size)
+    if axis.is_traced:
+        pairs = ((i, (i + offset) % axis.size if wrap else i + offset) for i in inside)
+        x = _of_this_call(x, axis, tuple(pair for pair in pairs if pair[1] in inside))
     if wrap:
         return axis.link.permute(x, source % axis.size, destination % axis.size)
-    inside = range(axis.size)
     return axis.link.permute(x, source if source in inside else None, destination if destination in inside else None)
+
+
+def _of_this_call(x: Tensor, axis: Axis, perm: Perm) -> Tensor:
+    """In a graph, ``x`` on those that send it and zeros on the others, made in the same way on all ranks.
+
+    Where a rank sends to is in its graph. Two calls that differ may do the same for one rank, and a rank may have
+    nothing to do with one: the compiler would leave out there what the other ranks wait for.
+    """
+    if not axis.is_traced:
+        return x
+    senders = dict(perm)
+    sends = torch.tensor([senders.get(i, -1) for i in range(axis.size)], device=x.device)
+    mine = sends.index_select(0, axis.index_tensor.to(x.device).view(1)).view(())
+    return torch.where(mine >= 0, x, torch.zeros_like(x))
 
 
 def _transpose_permute(g: Tensor, axis: Axis, perm: Perm) -> Tensor:

@@ -51,6 +51,9 @@ def _run_gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
 def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
     if sizes is None:
         length = x.shape[dim] // axis.size
+        if axis.is_traced:  # the same graph on every rank
+            places = axis.index_tensor.to(x.device) * length + torch.arange(length, device=x.device)
+            return x.index_select(dim, places)
         return x.narrow(dim, axis.index * length, length).clone(memory_format=torch.contiguous_format)
     start = sum(sizes[: axis.index])
     return x.narrow(dim, start, sizes[axis.index]).clone(memory_format=torch.contiguous_format)

@@ -50,9 +50,8 @@ class TracedLink(PacketLink):
         if source is not None:
             return super().permute(x, source, destination)
         flat = x.reshape(-1)
-        runs = {self.index: torch.zeros_like(flat)}
-        if destination is not None:
-            runs[destination] = flat
+        # Who sends nothing has zeros.
+        runs = {self.index: flat} if destination is None else {self.index: torch.zeros_like(flat), destination: flat}
         send = [flat.numel() if target in runs else 0 for target in range(self.size)]
         recv = [flat.numel() if target == self.index else 0 for target in range(self.size)]
         return self.all_to_all(torch.cat([runs[target] for target in sorted(runs)]), send, recv).view(x.shape)
