@@ -692,6 +692,16 @@ def over_two_axes(mesh: mc.Mesh, vary: Vary) -> Any:
     return found, [3 * g for g in once if g is not None]
 
 
+def over_an_axis_of_one(mesh: mc.Mesh, vary: Vary) -> Any:
+    """Nothing to sum, and still a leaf without a gradient gets none."""
+    params = layers(4)
+    leaves = flat_leaves(params)
+    mlp(vary(vary(params, "one")[:3], "all"), mesh.rank).backward()
+    found = grads(leaves)
+    assert found[6] is found[7] is None
+    return found, alone(lambda copies, rank: mlp(paired(copies)[:3], rank), leaves)
+
+
 def twice_in_a_step(mesh: mc.Mesh, vary: Vary) -> Any:
     """Two trees that share parameters, in one loss."""
     params = layers()
@@ -955,7 +965,7 @@ def passed_on(mesh: mc.Mesh, vary: Vary) -> Any:
 
 
 SCENARIOS = [
-    plainly, accumulated, varied_once_for_micro_steps, unused_everywhere, shared, frozen, made_of_leaves, over_two_axes,
+    plainly, accumulated, varied_once_for_micro_steps, unused_everywhere, shared, frozen, made_of_leaves, over_two_axes, over_an_axis_of_one,
     twice_in_a_step, one_in_the_others_graph, beside_other_collectives, sharded_and_replicated, backward_twice,
     asked_for, differentiated_again, penalised_and_trained, checkpointed, hooked, changed_by_hooks,
     stepping_in_backward, an_error_in_the_middle, complex_leaves, without_recording, passed_on,
@@ -969,7 +979,7 @@ def close(actual: Any, expected: Any) -> None:
 
 
 def played(scenario: Callable[[mc.Mesh, Vary], Any], patched: bool) -> str:
-    mesh = mc.make_mesh({"a": 2, "b": 2})
+    mesh = mc.make_mesh({"a": 2, "b": 2, "one": 1})
 
     def vary(tree: Any, axis: Any, bucket_mb: float | None) -> Any:
         axis = ("a", "b") if axis == "all" else axis
