@@ -131,7 +131,8 @@ class Work(Generic[T]):
 
         A loop that asks again and again lets other ranks of this process run.
         """
-        return self._over or self._source.done()
+        source = None if self._over else self._source  # another thread may end the wait meanwhile
+        return source is None or source.done()
 
     def then(self, fn: Callable[[T], S]) -> Work[S]:
         """The future of ``fn(result)``.

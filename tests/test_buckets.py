@@ -237,17 +237,7 @@ def test_a_tree_gives_bit_for_bit_what_its_leaves_give(pool4: Any, axis: Any) ->
     """In each runtime, every time, and the same in both. Promised on gloo and in-process, where sums are made in order of
     index: NCCL may sum a bucket in another order than its leaves."""
     for call in CALLS:
-        if call not in UNEVEN:
-            in_both_runtimes(pool4, call, axis)
-
-
-UNEVEN = ["product-complex", "scatter-product-complex"]
-
-
-@pytest.mark.xfail(reason="a complex product is rounded in one of two ways, by its place in the buffer", strict=True)
-@pytest.mark.parametrize("call", UNEVEN)
-def test_so_does_a_tree_of_complex_numbers_multiplied(pool4: Any, call: str) -> None:
-    in_both_runtimes(pool4, call, "a")
+        in_both_runtimes(pool4, call, axis)
 
 
 # -------------------------------------------------------------------------------------------------- without a copy

@@ -67,6 +67,9 @@ class Started(Pending):
             self._work.wait()
 
 
+_claiming = threading.Lock()
+
+
 class Messages(Pending):
     """A batch of messages over gloo, which says that one is done only to who waits for it, and takes a time-out for
     the end of the group: a thread waits where somebody wants to know, or not to wait for ever.
@@ -81,30 +84,46 @@ class Messages(Pending):
         exits.loose.add(self)
 
     def settle(self) -> None:
-        """Wait, on whatever thread this is."""
+        """Wait, on this thread if none does already: gloo tells one thread only."""
+        if self._claim():
+            self._wait()
+        else:
+            assert self._over is not None
+            self._over.wait()
+
+    def _claim(self) -> bool:
+        with _claiming:
+            if self._over is None:
+                self._over = threading.Event()
+                return True
+        return False
+
+    def _wait(self) -> None:
+        assert self._over is not None
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             self._error = error
-        self._works.clear()
-        exits.loose.discard(self)
+        finally:
+            self._works.clear()
+            exits.loose.discard(self)
+            self._over.set()
 
     def _watch(self) -> threading.Event:
-        if self._over is None:
-            self._over = over = threading.Event()
+        if self._claim():
 
             def watch() -> None:
                 with exits.blocked():
-                    self.settle()
-                over.set()
+                    self._wait()
 
             threading.Thread(target=watch, name="meshcomm messages", daemon=True).start()
+        assert self._over is not None
         return self._over
 
     def wait(self, timeout: float | None) -> Any:
         """On this thread, unless there is one that waits already."""
-        if timeout is None and self._over is None:
+        if timeout is None:
             self.settle()
         elif not self._watch().wait(timeout):
             raise TimedOutError
@@ -114,11 +133,11 @@ class Messages(Pending):
 
     def done(self) -> bool:
         """As the thread says."""
-        return (self._over is None and not self._works) or self._watch().is_set()
+        return self._watch().is_set()
 
     def abandon(self) -> None:
         """Messages come all the same, into memory that must not be given to others meanwhile."""
-        if self._works and not exits.leaving():
+        if not exits.leaving():
             self._watch()
 
 
@@ -180,7 +199,7 @@ class Walker:
         self._queue.put(None)
 
     def _live(self) -> None:
-        with torch.no_grad():
+        with torch.inference_mode():  # it writes into tensors that may have been made in that mode
             while (steps := self._queue.get()) is not None:
                 steps.walk()
                 del steps  # and with it the tensors, while it waits for the next

@@ -109,8 +109,6 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         return clothes.off(fold(op, [clothes.on(x) for x in xs]))
     if dtype in HALF and op in ("sum", "mean", "product"):
         return fold(op, [x.float() for x in xs]).to(dtype)
-    if dtype.is_complex:  # a product of those that do not lie side by side rounds in another way
-        xs = [plain(x) for x in xs]
     if len(xs) == 1:
         return xs[0].clone(memory_format=torch.contiguous_format)
     step = _STEPS[op]
@@ -131,10 +129,19 @@ def _fold_into(out: Tensor, op: str, xs: Sequence[Tensor]) -> Tensor:
     return out.div_(len(xs)) if op == "mean" else out
 
 
+def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    if not a.dtype.is_complex:
+        return torch.mul(a, b, out=out)
+    # torch rounds a complex product in one way or another, by its place in the memory.
+    (ar, ai), (br, bi) = (torch.view_as_real(plain(x)).unbind(-1) for x in (a, b))
+    y = torch.complex(ar * br - ai * bi, ar * bi + ai * br)
+    return y if out is None else out.copy_(y)
+
+
 _STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
-    "product": torch.mul,
+    "product": _product,
     "max": torch.maximum,
     "min": torch.minimum,
     "band": torch.bitwise_and,
