@@ -105,6 +105,9 @@ class Messages(Pending):
                 work.wait()
         except RuntimeError as error:
             self._error = error
+        except BaseException:  # Ctrl-C
+            self._error = RuntimeError("the wait was interrupted")
+            raise
         finally:
             self._works.clear()
             exits.loose.discard(self)
