@@ -215,9 +215,9 @@ def tree_and_leaves(call: str, axis: Any) -> list[str]:
             what = f"{call} over {axis!r} with {bucket_mb} MiB, async_op={later}, rank {mesh.rank}"
             same_bits(result, apart, what)
             found = differentiated(flat_leaves(result), leaves, seed)
-            if n == 2 or "product" not in call:
+            if "product" not in call or (n == 2 and "complex" not in call):
                 same_bits(found, gradients, f"gradient of {what}")
-            else:  # torch's prod over the ranks may take another order
+            else:  # torch's prod over the ranks, and its complex products, are rounded by their place
                 for g, expected in zip(found, gradients, strict=True):
                     assert_close(g, expected)
     return [digest(apart), digest(gradients)]
