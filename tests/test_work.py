@@ -512,7 +512,7 @@ def test_anomaly_mode(run4: Run4) -> None:
 def large_gradients() -> None:
     mesh = mesh4()
     x = data(BIG // 2, seed=mesh.rank)
-    for name, fn in {
+    cases: dict[str, Callable[..., Any]] = {
         "pvary": lambda x, **k: mc.pvary(x, "a", **k),
         "pvary of a tree": lambda x, **k: mc.pvary([x, x * 2, x.sin()], "a", bucket_mb=3, **k),
         "all_reduce max": lambda x, **k: mc.all_reduce(x, "a", "max", **k),
@@ -521,7 +521,8 @@ def large_gradients() -> None:
         "all_to_all": lambda x, **k: mc.all_to_all(x, "a", 0, 0, **k),
         "shift": lambda x, **k: mc.shift(x, "a", -1, **k),
         "broadcast": lambda x, **k: mc.broadcast(x, "a", 3, **k),
-    }.items():
+    }
+    for name, fn in cases.items():
         leaf = x.clone().requires_grad_()
         (expected,) = torch.autograd.grad(weighted(fn(leaf.sin(), mesh=mesh)), leaf)
         (found,) = torch.autograd.grad(weighted(fn(leaf.sin(), mesh=mesh, async_op=True).wait()), leaf)
@@ -1083,7 +1084,7 @@ def runs_out(kind: str) -> list[str]:
     mesh = mesh4()
     warm(mesh)
     r = mesh.rank
-    begin: Callable[..., Work[Any]] = {
+    kinds: dict[str, Callable[[], Work[Any]]] = {
         "all_reduce": lambda: mc.all_reduce(data(2, 3, seed=r), "a", mesh=mesh, async_op=True),  # timed all_reduce
         "large": lambda: mc.all_reduce(data(BIG, seed=r), "a", mesh=mesh, async_op=True),  # timed large
         "all_gather": lambda: mc.all_gather(data(BIG, seed=r).bfloat16(), "a", mesh=mesh, async_op=True),  # timed all_gather
@@ -1091,18 +1092,16 @@ def runs_out(kind: str) -> list[str]:
         "shift": lambda: mc.shift(data(3, seed=r), "a", mesh=mesh, async_op=True),  # timed shift
         "barrier": lambda: mc.barrier("a", mesh=mesh, async_op=True),  # timed barrier
         "exchange": lambda: mc.exchange([(data(3), (r + 1) % 4)], [((r - 1) % 4, (3,), F32)], "a", mesh=mesh, async_op=True),  # timed exchange
-    }[kind]  # fmt: skip
+    }  # fmt: skip
+    begin = kinds[kind]
     expected = begin().wait()
     texts = []
     if r == 0:
         work = begin()
         follow = work.then(lambda y: y)
-        for wait in (
-            lambda: work.wait(0.03),
-            lambda: work.wait(0),
-            lambda: mc.wait([1, work], timeout=0.01),
-            lambda: follow.wait(0.01),
-        ):
+        waits: list[Callable[[], Any]] = [lambda: work.wait(0.03), lambda: work.wait(0), lambda: follow.wait(0.01)]
+        waits.append(lambda: mc.wait([1, work], timeout=0.01))
+        for wait in waits:
             with pytest.raises(mc.CommError) as caught:
                 wait()
             texts.append(str(caught.value))
@@ -1169,7 +1168,7 @@ def test_recv_with_a_time_out(run4: Run4) -> None:
     assert f"got: of f32[2] over 'a' (a=0) of size 4, begun at test_work.py:{line_of('timed recv')}" in text
 
 
-BAD_TIMES = (-1, -0.5, float("nan"), "1", True, [1], torch.tensor(1.0), -float("inf"))
+BAD_TIMES: tuple[Any, ...] = (-1, -0.5, float("nan"), "1", True, [1], torch.tensor(1.0), -float("inf"))
 
 
 def bad_times() -> None:
@@ -1663,10 +1662,10 @@ def transformed() -> None:
         x = input_of(case, oracle, "a", F64, mesh.rank)
         batch = torch.stack([x, 2 * x, x - 1])
 
-        def now(x: Tensor, case: Case = case) -> Tensor:
+        def now(x: Tensor, case: Case = case) -> Any:
             return call(case, x.sin(), "a", mesh).tanh()
 
-        def later(x: Tensor, case: Case = case) -> Tensor:
+        def later(x: Tensor, case: Case = case) -> Any:
             work = call(case, x.sin(), "a", mesh, async_op=True)
             assert work.done()  # when it is made
             return work.then(torch.tanh).wait()
@@ -1707,7 +1706,7 @@ def compiled() -> None:
     mesh = mesh4()
     k: dict[str, Any] = {"mesh": mesh, "async_op": True}
 
-    def fn(x: Tensor) -> Tensor:
+    def fn(x: Tensor) -> Any:
         total, highest = mc.all_reduce(x.sin(), "a", **k), mc.all_reduce(x, "a", "max", **k).then(torch.cos)
         params = mc.pvary({"w": x, "b": [2 * x]}, "a", **k).wait()
         works = [mc.reduce_scatter([params["w"].sin()], "a", **k), 3, mc.shift(params["b"], "a", **k)]

@@ -100,7 +100,6 @@ class _Sums:
         order = list(range(len(leaves)))[::-1] if known is None else known  # a guess: the last layers are ready first
         groups = buckets.groups_of("pvary", [leaves[at] for at in order], bucket_mb, axis)
         self.buckets = [[order[at] for at in group] for group in groups]
-        self._bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
         self._passes: dict[int, _Pass] = {}
 
     def ready(self, places: list[int], gs: Sequence[Tensor | None]) -> None:
