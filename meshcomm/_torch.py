@@ -20,7 +20,10 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
     enable_single_level_autograd_function as _any_function,
 )
 from torch.autograd import forward_ad
-from torch.distributed import distributed_c10d
+from torch.distributed import (  # type: ignore[attr-defined]
+    Store,
+    distributed_c10d,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,6 +31,7 @@ __all__ = [
     "allgather_base",
     "at_trace_time",
     "backward_pass",
+    "default_store",
     "dual_level_open",
     "forward_ad_shared",
     "forward_ad_state",
@@ -65,6 +69,12 @@ def reduce_scatter_base(
 ) -> dist.Work:
     """Reduce and scatter from one buffer to one buffer."""
     return group._reduce_scatter_base(out, x, options)
+
+
+def default_store() -> Store:
+    """The store over which the default process group met."""
+    store: Store = distributed_c10d._get_default_store()
+    return store
 
 
 def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm import _torch
 from meshcomm.errors import fail, names
 from meshcomm.places import InProcess, Place, Processes, Solo, rank_here
-from meshcomm.runtime import processes, world
+from meshcomm.runtime import groups as process_groups
+from meshcomm.runtime import world
+from meshcomm.runtime.processes import ProcessLink
 from meshcomm.runtime.protocol import Link
 from meshcomm.runtime.scheduler import carry_over, current_rank
 from meshcomm.runtime.scheduler import local as _ranks
@@ -82,7 +84,7 @@ class Axis:
         if self.is_traced:
             return self
         link = self.link
-        if isinstance(link, processes.ProcessLink):
+        if isinstance(link, ProcessLink):
             link = cast(Link, TracedLink(link))  # what goes to or from one rank is not traced
         return Axis(self.mesh, self.name, self.ranks, self.index, link, index_tensor)
 
@@ -222,7 +224,7 @@ class Mesh:
         if isinstance(self._place, Solo):
             world.solo_process_group()
         self.rank  # noqa: B018  # a rank outside has no groups: say so
-        groups = [processes.group_of(self._ranks_along((name,))) for name in self._shape]
+        groups = [process_groups.group_of(self._ranks_along((name,))) for name in self._shape]
         grid = torch.tensor(self._ranks, dtype=torch.int, device="cpu").view(*self._shape.values())
         only = len(groups) == 1
         return DeviceMesh.from_group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshcomm.runtime import processes, world
+from meshcomm.runtime import groups, world
 from meshcomm.runtime.inprocess import InProcessLink
 from meshcomm.runtime.protocol import Link
 from meshcomm.runtime.scheduler import Rank, current_rank
@@ -28,7 +28,7 @@ class Processes:
 
     def link(self, ranks: tuple[int, ...]) -> Link:
         """A link between these ranks, which call this together the first time."""
-        return processes.link_of(ranks)
+        return groups.link_of(ranks)
 
     def device(self) -> torch.device:
         """The device that ``init`` chose."""

@@ -123,7 +123,7 @@ def start(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Any:
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     with torch.no_grad():
         own = x.detach()
-        if not (rule.local or axis.size == 1 or rule.name in axis.link.copies):
+        if not (rule.local or axis.size == 1 or axis.link.copies(rule.name, x)):
             own = own.clone(memory_format=torch.contiguous_format)
         raw = rule.announced(own, axis.later, params, needs_grad)
     if not needs_grad:

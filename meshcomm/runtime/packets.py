@@ -35,6 +35,10 @@ class PacketLink:
     def announce(self, note: Note) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""
 
+    def copies(self, name: str, x: Tensor) -> bool:
+        """The caller does."""
+        return False
+
     def check_device(self, device: torch.device) -> str | None:
         """Traced tensors were checked before."""
         return None

@@ -5,7 +5,6 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
@@ -16,14 +15,14 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
-from meshcomm.runtime import wire, world
+from meshcomm.runtime import wire
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.packets import PacketLink
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.protocol import Post, Want
 from meshcomm.runtime.underway import Messages, Started, Walker
 
-__all__ = ["ProcessLink", "group_of", "link_of"]
+__all__ = ["FEW", "Later", "ProcessLink", "kinds_of"]
 
 T = TypeVar("T")
 
@@ -41,7 +40,7 @@ _DIRECT = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 """Dtypes whose sum every backend knows."""
 
 
-_FEW = 32
+FEW = 32
 """Up to so many ranks every one exchanges with every other one at once; more might flood a switch."""
 _SMALL = 2**19
 """Bytes up to which one step with more bytes beats two with fewer, and one wake-up beats several."""
@@ -58,6 +57,11 @@ Message = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
 
 
+def kinds_of(backends: str) -> dict[str, str]:
+    """Kind of device to backend; nothing where one backend serves all."""
+    return dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
+
+
 class ProcessLink(PacketLink):
     """A torch ProcessGroup, called by its own methods: they cost half of what ``torch.distributed``'s functions
     cost.
@@ -67,19 +71,21 @@ class ProcessLink(PacketLink):
     those of half precision are accumulated in float32. NCCL does all of it itself.
     """
 
+    is_later = False
+    later_form: type[ProcessLink]
+
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int) -> None:
         self.group = group
         self.ranks = ranks
         self.size = len(ranks)
         self.index = index
         backends = dist.get_backend_config(group)
-        self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
+        self._kinds = kinds_of(backends)
         kinds = self._kinds or {"cuda": backends}
         self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
         self._options = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
         self._scatter_options = {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
-        self.copies = frozenset({"broadcast"} if self._on_gloo else {"all_reduce", "broadcast"})
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
         self.walker: Walker | None = None
@@ -87,22 +93,26 @@ class ProcessLink(PacketLink):
         self._room: Tensor | None = None
         self._later: Any = None
 
-    def later(self) -> LaterLink:
+    def later(self) -> ProcessLink:
         """The same group; what is started is waited for later."""
         if self._later is None:
-            self._later = LaterLink.__new__(LaterLink)
+            self._later = self.later_form.__new__(self.later_form)
             self._later.__dict__ = self.__dict__  # one state: shutdown takes the group away from both
         return self._later  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> NoReturn:
         # Called for what is missing only: the group, once shutdown() has taken it away.
-        if name == "group":
+        if name in ("group", "mail"):
             fail(
                 "mesh",
                 "the mesh belongs to a process group that was shut down.",
                 fix="make the mesh again after mc.init()",
             )
         raise AttributeError(name)
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """A broadcast begins with a copy; so does what the backend reduces in place."""
+        return name == "broadcast" or (name == "all_reduce" and not self._on_gloo)
 
     def check_device(self, device: torch.device) -> str | None:
         """Whether a backend is registered for this kind of device."""
@@ -111,14 +121,14 @@ class ProcessLink(PacketLink):
         return None
 
     def _folds(self, x: Tensor, op: str) -> bool:
-        return (self._on_gloo and x.is_cpu and self.size <= _FEW) or super()._folds(x, op)
+        return (self._on_gloo and x.is_cpu and self.size <= FEW) or super()._folds(x, op)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
         if not (self._on_gloo and x.is_cpu):
             if op == "sum" and x.dtype in _DIRECT:
                 return self._reduce(x, op)
-        elif 2 < self.size <= _FEW and x.nbytes * self.size > _LARGE:
+        elif 2 < self.size <= FEW and x.nbytes * self.size > _LARGE:
             return self._in_two_steps(x, op)
         elif self.size == 2:
             return self._with_the_other(x, op)
@@ -144,7 +154,8 @@ class ProcessLink(PacketLink):
         args = got, packed, [mine] * self.size, runs, _ANY
         first, tag = self._start("all_reduce", partial(self.group.alltoall_base, *args)), self._tag()
 
-        def second() -> Tensor:
+        def steps() -> Tensor:
+            ProcessLink._finish(self, "all_reduce", first, None)
             rows = [wire.from_bytes(row, x.dtype) for row in got.view(self.size, mine)]
             wire.fold(op, rows, out=wire.from_bytes(results[self.index], x.dtype))
             if room.numel() <= _KEEP:
@@ -152,11 +163,11 @@ class ProcessLink(PacketLink):
             ProcessLink._end(self, self._begin(*self._row_messages(results), tag), None)
             return wire.from_bytes(out, x.dtype).view(x.shape)
 
-        return self._then_the_second(first, second)
+        return self._walk(steps)
 
-    def _then_the_second(self, first: dist.Work, second: Callable[[], Tensor]) -> Tensor:
-        self._finish("all_reduce", first, None)
-        return second()
+    def _walk(self, steps: Callable[[], T]) -> T:
+        """Take steps that wait more than once."""
+        return steps()
 
     def _tag(self) -> int:
         """Of the next messages: one that is waited for later shall not meet one of another call."""
@@ -203,7 +214,7 @@ class ProcessLink(PacketLink):
         rows = out.view(self.size, x.numel())
         if not x.numel():
             return rows
-        if self._on_gloo and x.is_cpu and self.size <= _FEW:
+        if self._on_gloo and x.is_cpu and self.size <= FEW:
             return self._gather_directly(rows, x)
         work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x))
         return self._finish("all_gather", work, rows)
@@ -339,10 +350,12 @@ class ProcessLink(PacketLink):
         return then(self.all_reduce(torch.zeros(1, device=kind), "sum"), see)
 
 
-class LaterLink(ProcessLink):
+class Later(ProcessLink):
     """The same link, whose primitives give a Pending: the same messages, so that a rank may wait at once where another
     one waits later.
     """
+
+    is_later = True
 
     def _finish(self, what: str, work: dist.Work, result: Any) -> Any:
         on_gloo = self._on_gloo and (result is None or result.is_cpu)
@@ -356,51 +369,15 @@ class LaterLink(ProcessLink):
         begun = [Started(work, None, partial(self._error, "exchange"), gloo=False, keep=keep) for work in works]
         return then_all(begun, lambda _: result)
 
-    def _then_the_second(self, first: dist.Work, second: Callable[[], Tensor]) -> Any:
+    def _walk(self, steps: Callable[[], T]) -> T:
         if self.walker is None:
             self.walker = Walker()
+        return cast(T, self.walker.take(steps))
 
-        def steps() -> Tensor:
-            ProcessLink._finish(self, "all_reduce", first, None)
-            return second()
 
-        return self.walker.take(steps)
+ProcessLink.later_form = Later
 
 
 def _options(options: Any, op: Any) -> Any:
     options.reduceOp = op
     return options
-
-
-_links: dict[tuple[int, ...], ProcessLink] = {}
-
-
-def link_of(ranks: tuple[int, ...]) -> ProcessLink:
-    """The link of these ranks of the world in this order; its members call it together the first time."""
-    if ranks not in _links:
-        here = world.current()
-        assert here is not None
-        whole = ranks == tuple(range(here.size))
-        digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        group = dist.group.WORLD if whole else _torch.new_group(ranks, f"meshcomm_{digest}", here.timeout)
-        assert group is not None
-        _links[ranks] = ProcessLink(group, ranks, ranks.index(here.rank))
-    return _links[ranks]
-
-
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """torch's process group of these ranks."""
-    return link_of(ranks).group
-
-
-def _forget() -> None:
-    # A reference to a process group that outlives destroy_process_group ends the interpreter with SIGABRT.
-    for link in _links.values():
-        if link.walker is not None:
-            link.walker.end()
-            link.walker = None
-        del link.group
-    _links.clear()
-
-
-world.on_shutdown(_forget)

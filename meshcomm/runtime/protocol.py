@@ -65,8 +65,8 @@ class Link(Protocol):
     ledger: Ledger
     """The calls that have a backward."""
 
-    copies: frozenset[str]
-    """The primitives whose input :meth:`later` copies at the call."""
+    def copies(self, name: str, x: Tensor) -> bool:
+        """Whether what the collective ``name`` is made of copies ``x`` at the call, in the form for later."""
 
     def announce(self, note: Note) -> None:
         """Say what the next primitive belongs to."""

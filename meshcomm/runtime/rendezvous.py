@@ -232,6 +232,16 @@ def join(store: Store, rank: int, size: int, card: str, timeout: timedelta) -> t
     return here, [card.decode() for card in here.multi_get([f"card/{r}" for r in range(size)])]
 
 
+def agreed(here: Store, rank: int, size: int, mine: bool, timeout: timedelta) -> bool:
+    """Whether all ranks say yes."""
+    if not mine:
+        here.set("no", "1")
+    if here.add("said", 1) == size:
+        here.set("all said", "no" if here.check(["no"]) else "yes")
+    _await(here, "all said", rank, size, timeout)
+    return here.get("all said") == b"yes"
+
+
 def ready(here: Store, rank: int, size: int, timeout: timedelta) -> None:
     """Wait until all ranks are past set-up: only then may rank 0 end, and its store with it."""
     if here.add("ready", 1) == size:

@@ -25,7 +25,6 @@ class SoloLink:
     index = 0
     watched = False
     tree: tuple[Any, ...] = ()
-    copies = frozenset[str]()
 
     def __init__(self) -> None:
         self.orders: dict[Any, list[int]] = {}
@@ -37,6 +36,10 @@ class SoloLink:
 
     def announce(self, note: Note) -> None:
         """Nobody listens."""
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """The caller does."""
+        return False
 
     def check_device(self, device: torch.device) -> str | None:
         """Nothing moves, so every device will do."""

@@ -25,8 +25,6 @@ class TracedLink(PacketLink):
     The compiler moves the waits apart from the starts, so there is no other form for later.
     """
 
-    copies = frozenset[str]()
-
     def later(self) -> TracedLink:
         """The same."""
         return self

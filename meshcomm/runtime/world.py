@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,16 +21,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from meshcomm import _torch
 from meshcomm.errors import CommError, MeshError, fail, text
 from meshcomm.runtime import devices, exits, rendezvous
 from meshcomm.runtime.launchers import Launcher, detect
 from meshcomm.runtime.request import Request, host_port
+from meshcomm.runtime.shared_memory import Address, Neighbours
 
 __all__ = [
     "ProcessWorld",
     "current",
     "ensure",
     "init",
+    "neighbours_of",
     "on_shutdown",
     "shutdown",
     "solo_process_group",
@@ -53,6 +57,8 @@ class ProcessWorld:
     backend: str
     timeout: timedelta
     adopted: bool
+    neighbours: Neighbours | None = None
+    """All ranks' addresses, if all are on this machine and can share memory."""
 
 
 @dataclass
@@ -233,6 +239,7 @@ def _start(who: Launcher, request: Request) -> None:
     backend, device_type = devices.choose_backend(request.backend)
     timeout = request.timeout or DEFAULT_TIMEOUT
     state = _State(request, {"openmpi": "mpi", "mpich": "mpi"}.get(who.name, who.name))
+    neighbours = None
     with contextlib.ExitStack() as meeting, _undone(state):
         if backend == "fake":
             place = devices.Place(who.rank, who.world_size, 0, devices.present(device_type))
@@ -240,16 +247,21 @@ def _start(who: Launcher, request: Request) -> None:
         else:
             store = meeting.enter_context(_meeting_place(who, request, timeout))
             card = devices.Card.mine(who.local_rank, who.local_world_size, device_type)
-            here, cards = rendezvous.join(store, who.rank, who.world_size, card.write(), timeout)
+            lines = [card.write(), Address.mine().write(), secrets.token_hex(8)]
+            here, told = rendezvous.join(store, who.rank, who.world_size, "\n".join(lines), timeout)
+            cards, addresses, tokens = zip(*(each.split("\n") for each in told), strict=True)
             place = devices.place([devices.Card.read(text) for text in cards], who.rank, device_type)
             if place.device.type != "cpu":
                 torch.accelerator.set_device_index(place.device.index)
             _use_loopback(state, place.local_world_size == who.world_size)
             _make_group(state, backend, who, timeout, here)
+            near = Neighbours(tokens[0], tuple(map(Address.read, addresses)))
+            if rendezvous.agreed(here, who.rank, who.world_size, near.are_seen(), timeout):
+                neighbours = near
             rendezvous.ready(here, who.rank, who.world_size, timeout)
     state.world = ProcessWorld(
         who.rank, who.world_size, place.local_rank, place.local_world_size, place.node_rank,
-        place.device, backend, timeout, adopted=False,
+        place.device, backend, timeout, adopted=False, neighbours=neighbours,
     )  # fmt: skip
     _state = state
 
@@ -356,8 +368,26 @@ def _adopt(request: Request) -> _State:
         rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size,
         found.node_rank or 0, device, config, dist.distributed_c10d.default_pg_timeout, adopted=True,
     )  # fmt: skip
+    if config != "fake":
+        _torch.default_store().set(f"meshcomm/address/{rank}", Address.mine().write())
     exits.watch(_run_callbacks, _end_group)
     return _State(request, None, here, weakref.ref(_whole_group()))
+
+
+def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None:
+    """The addresses of some ranks; None where they cannot share memory. In a group that was adopted, waits until they
+    have adopted it too.
+    """
+    if not here.adopted:
+        if here.neighbours is None:
+            return None
+        return here.neighbours._replace(addresses=tuple(here.neighbours.addresses[rank] for rank in ranks))
+    if here.backend == "fake" or here.local_world_size != here.size:
+        return None
+    store = _torch.default_store()
+    token = store.compare_set("meshcomm/token", "", secrets.token_hex(8)).decode()
+    found = Neighbours(token, tuple(Address.read(store.get(f"meshcomm/address/{rank}").decode()) for rank in ranks))
+    return found if found.share() else None
 
 
 def _matching_launcher(rank: int, size: int) -> Launcher:

@@ -1,0 +1,80 @@
+"""torch's process groups and the links over them, one for each set of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch.distributed as dist
+
+from meshcomm import _torch
+from meshcomm.errors import CommError, text
+from meshcomm.runtime import shared_memory, world
+from meshcomm.runtime.one_host import Mail, OneHostLink
+from meshcomm.runtime.processes import FEW, ProcessLink, kinds_of
+from meshcomm.runtime.shared_memory import Neighbours
+
+__all__ = ["group_of", "link_of"]
+
+_links: dict[tuple[int, ...], ProcessLink] = {}
+_mails: dict[int, Mail] = {}
+
+
+def link_of(ranks: tuple[int, ...]) -> ProcessLink:
+    """The link of these ranks of the world in this order; its members call it together the first time."""
+    if ranks not in _links:
+        here = world.current()
+        assert here is not None
+        whole = ranks == tuple(range(here.size))
+        digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        group = dist.group.WORLD if whole else _torch.new_group(ranks, f"meshcomm_{digest}", here.timeout)
+        assert group is not None
+        index = ranks.index(here.rank)
+        near = world.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
+        if near is None:
+            _links[ranks] = ProcessLink(group, ranks, index)
+        else:
+            _links[ranks] = link = OneHostLink(group, ranks, index)
+            link.mail = _mail_of(near, ranks, index, here.timeout.total_seconds())
+    return _links[ranks]
+
+
+def _is_small_gloo(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> bool:
+    backends = dist.get_backend_config(group)
+    return kinds_of(backends).get("cpu", backends) == "gloo" and 1 < len(ranks) <= FEW
+
+
+def _mail_of(near: Neighbours, ranks: tuple[int, ...], index: int, timeout: float) -> Mail:
+    """The mailboxes of these ranks: those that they had, where a group is adopted again."""
+    key = int.from_bytes(hashlib.sha256(f"{near.token} {ranks}".encode()).digest()[:7], "little")
+    if key not in _mails:
+        leases = [address.lease for address in near.addresses]
+        try:
+            others = [None if i == index else shared_memory.neighbour(lease) for i, lease in enumerate(leases)]
+            _mails[key] = Mail(key, index, others, timeout)
+        except OSError as error:
+            what = f"the memory of another process on this machine cannot be read: {error.strerror or error}."
+            raise CommError(text("mesh", what, fix=f"set {shared_memory.SWITCH}=0 for all processes")) from error
+    _mails[key].own.leave(False)
+    return _mails[key]
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """torch's process group of these ranks."""
+    return link_of(ranks).group
+
+
+def _forget() -> None:
+    # A reference to a process group that outlives destroy_process_group ends the interpreter with SIGABRT.
+    for link in _links.values():
+        if link.walker is not None:
+            link.walker.end()
+            link.walker = None
+        if isinstance(link, OneHostLink):
+            link.mail.own.leave(True)
+            del link.mail
+        del link.group
+    _links.clear()
+    shared_memory.room.settle()
+
+
+world.on_shutdown(_forget)

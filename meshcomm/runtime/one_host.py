@@ -1,0 +1,638 @@
+"""Links between processes of one machine: CPU tensors go through shared memory.
+
+n = number of ranks in the group. Gloo's threads and sockets take hundreds of microseconds to wake who waits. Here each
+rank has a mailbox that the others look into: for each call it writes once what it has for others into memory that it
+lends, and an entry that says what it calls and where that lies; who waits looks, gives way, and sleeps ever longer. So
+ranks that call different things are told so, and so are those that wait for a rank that is gone.
+
+What a rank has waited for it can compute without the others: in an all_reduce each rank reduces a part and reads the
+rest, but if another has begun its own to be waited for later, it reduces that part too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import CommError, shape_text, text
+from meshcomm.runtime import shared_memory, wire
+from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.processes import Later, ProcessLink
+from meshcomm.runtime.protocol import REDUCE_OPS
+from meshcomm.runtime.shared_memory import ENTRIES, PAGE, STATE, Box, Lease, Neighbour, Segment
+
+T = TypeVar("T")
+
+__all__ = ["LaterOneHostLink", "Mail", "OneHostLink"]
+
+_ONE_STEP = 2**18
+"""Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
+_LOOKS = 100
+"""How often a rank looks and gives way before it sleeps."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
+_ALIVE = 0.05
+"""Seconds between looks at whether the others are alive."""
+_HELPFUL = 0.1
+"""Seconds after which a rank reduces what another one should have reduced."""
+_REDUCING, _REDUCED = 1, 2
+
+_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
+          "scatter", "barrier")  # fmt: skip
+_DTYPES = tuple(
+    sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=lambda each: str(each))
+)
+_CODES = {
+    (call, op, dtype): (_CALLS.index(call) << 16) + (("", *REDUCE_OPS).index(op) << 8) + _DTYPES.index(dtype)
+    for call in _CALLS
+    for op in ("", *REDUCE_OPS)
+    for dtype in _DTYPES
+}
+_COPIED = frozenset(
+    (
+        "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift",
+        "broadcast",
+    )
+)  # fmt: skip
+
+_NUMBER, _CODE, _COUNT, _ROOT, _FD, _SERIAL, _SIZE, _KEPT, _LATER = range(9)
+Fill = Callable[[list[Tensor]], object]
+"""Takes what each rank has brought, to be read until it returns."""
+
+
+class Mail:
+    """The mailboxes of one group: the own one, those of the others, and the number of the last call."""
+
+    def __init__(self, key: int, index: int, neighbours: Sequence[Neighbour | None], timeout: float) -> None:
+        """``neighbours``: None for this rank."""
+        self.key, self.index, self.neighbours, self.timeout = key, index, tuple(neighbours), timeout
+        self.own = shared_memory.arena().make_box(key)
+        self.boxes: list[Box | None] = [self.own if each is None else each.arena.box(key) for each in neighbours]
+        self.number = 0
+        self.lock = threading.Lock()
+        self.open: dict[int, _Call] = {}
+        self.dropped: list[_Call] = []
+
+    def box(self, index: int) -> Box | None:
+        """That of another rank, once it has made it."""
+        found = self.boxes[index]
+        if found is None:
+            neighbour = self.neighbours[index]
+            assert neighbour is not None
+            found = self.boxes[index] = neighbour.arena.box(self.key)
+        return found
+
+
+class OneHostLink(ProcessLink):
+    """A group of processes on one machine."""
+
+    mail: Mail
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """What is lent is a copy."""
+        return (name in _COPIED and x.is_cpu) or super().copies(name, x)
+
+    # ------------------------------------------------------------------------------------------- the primitives
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """All read all; where that is much, each reduces a part and reads the others' parts."""
+        if not x.is_cpu:
+            return super().all_reduce(x, op)
+        x = wire.plain(x)
+        packed = wire.to_bytes(x)
+        call = self._call("all_reduce", op, x)
+        out = torch.empty_like(packed)
+        flat, result = wire.from_bytes(out, x.dtype), wire.from_bytes(out, x.dtype).view(x.shape)
+        if self.size == 2 or x.nbytes <= _ONE_STEP:
+
+            def fill(got: list[Tensor]) -> None:
+                wire.fold(op, [wire.from_bytes(each, x.dtype) for each in got], out=flat)
+
+            call.post(packed, self._others)
+        else:
+
+            def fill(got: list[Tensor]) -> None:
+                call.reduce_in_parts([wire.from_bytes(each, x.dtype) for each in got], op, flat)
+
+            call.post(packed, self._others, spare=-(-flat.numel() // self.size) * x.element_size())
+        return self._done(call, self._others, fill, result)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All read all."""
+        if not x.is_cpu:
+            return super().all_gather(x)
+        packed = wire.to_bytes(x)
+        call = self._call("all_gather", "", x)
+        call.post(packed, self._others)
+        out = packed.new_empty((self.size, packed.numel()))
+        result = wire.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
+        return self._done(call, self._others, lambda got: _copy_rows(out, got), result)
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """Everybody reduces its row of all."""
+        if not x.is_cpu:
+            return super().reduce_scatter(x, op)
+        x = wire.plain(x)
+        packed = wire.to_bytes(x)
+        call = self._call("reduce_scatter", op, x)
+        call.post(packed, self._others)
+        out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+        mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
+
+        def fill(got: list[Tensor]) -> None:
+            wire.fold(op, [wire.from_bytes(each, x.dtype)[mine] for each in got], out=out.view(-1))
+
+        return self._done(call, self._others, fill, out)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """All read their runs of all; a table says where those begin."""
+        if not x.is_cpu:
+            return super().all_to_all(x, send, recv)
+        packed = wire.to_bytes(x)
+        width = x.element_size() // packed.element_size()
+        call = self._call("all_to_all", "", x)
+        call.count = 0  # it may differ
+        call.post(packed, self._others, table=[width * sum(send[:i]) for i in range(self.size + 1)])
+        runs = [width * run for run in recv]
+        out = packed.new_empty(sum(runs))
+
+        def fill(got: list[Tensor]) -> None:
+            for i, (part, whole) in enumerate(zip(out.split(runs), got, strict=True)):
+                start, end = call.table_of(i)
+                if end - start != runs[i]:
+                    call.fail(f"index {i} sends {(end - start) // width} elements, and {recv[i]} were expected")
+                part.copy_(whole[start:end])
+
+        return self._done(call, self._others, fill, wire.from_bytes(out, x.dtype))
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """One reads from one."""
+        if not x.is_cpu:
+            return super().permute(x, source, destination)
+        packed = wire.to_bytes(x)
+        call = self._call("permute", "", x)
+        call.root = -1 if destination is None else destination
+        call.post(packed, () if destination in (None, self.index) else (destination,))
+        out = torch.zeros_like(packed) if source is None else torch.empty_like(packed)
+
+        def fill(got: list[Tensor]) -> None:
+            if source is not None:
+                out.copy_(got[source])
+
+        result = wire.from_bytes(out, x.dtype).view(x.shape)
+        return self._done(call, () if source in (None, self.index) else (source,), fill, result)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """All read from one."""
+        if not x.is_cpu:
+            return super().broadcast(x, src)
+        packed = wire.to_bytes(x)
+        call = self._call("broadcast", "", x, src)
+        call.post(packed, self._others if self.index == src else ())
+        out = torch.empty_like(packed)
+        result = wire.from_bytes(out, x.dtype).view(x.shape)
+        sources = () if self.index == src else (src,)
+        return self._done(call, sources, lambda got: out.copy_(got[src]), result)
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
+        """One reads from all."""
+        if not x.is_cpu:
+            return super().reduce(x, op, dst)
+        x = wire.plain(x)
+        packed = wire.to_bytes(x)
+        call = self._call("reduce", op, x, dst)
+        call.post(packed, () if self.index == dst else (dst,))
+        out = torch.empty_like(x) if self.index == dst else None
+
+        def fill(got: list[Tensor]) -> None:
+            if out is not None:
+                wire.fold(op, [wire.from_bytes(each, x.dtype) for each in got], out=out.view(-1))
+
+        return self._done(call, self._others if self.index == dst else (), fill, out)
+
+    def gather(self, x: Tensor, dst: int) -> Tensor | None:
+        """One reads from all."""
+        if not x.is_cpu:
+            return super().gather(x, dst)
+        packed = wire.to_bytes(x)
+        call = self._call("gather", "", x, dst)
+        call.post(packed, () if self.index == dst else (dst,))
+        if self.index != dst:
+            return self._done(call, (), lambda _: None, None)
+        out = packed.new_empty((self.size, packed.numel()))
+        result = wire.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
+        return self._done(call, self._others, lambda got: _copy_rows(out, got), result)
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """All read their rows from one."""
+        if not like.is_cpu:
+            return super().scatter(x, like, src)
+        packed = wire.to_bytes(like[None][:0] if x is None else x)
+        call = self._call("scatter", "", like, src)
+        call.post(packed, self._others if self.index == src else ())
+        call.total = self.size
+        out = packed.new_empty(like.nbytes // packed.element_size())
+        mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
+        result = wire.from_bytes(out, like.dtype).view(like.shape)
+        sources = () if self.index == src else (src,)
+        return self._done(call, sources, lambda got: out.copy_(got[src][mine]), result)
+
+    def barrier(self) -> object:
+        """Entries without anything."""
+        call = self._call("barrier", "", torch.empty(0, dtype=torch.uint8, device="cpu"))
+        call.post(None, ())
+        return self._done(call, self._others, lambda _: None, None)
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return tuple(i for i in range(self.size) if i != self.index)
+
+    def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> _Call:
+        return _Call(self, name, op, x.dtype, x.numel(), root)
+
+    def _done(self, call: _Call, sources: Sequence[int], fill: Fill, result: T) -> T:
+        call.expect(sources, fill, result)
+        try:
+            call.wait_for_all(self.mail.timeout)
+        except BaseException:
+            self.mail.dropped.append(call)
+            raise
+        call.finish()
+        return result
+
+
+class LaterOneHostLink(Later, OneHostLink):
+    """The same link; who waits reads."""
+
+    def _done(self, call: _Call, sources: Sequence[int], fill: Fill, result: T) -> T:
+        call.expect(sources, fill, result)
+        return cast(T, _Reading(call))
+
+
+OneHostLink.later_form = LaterOneHostLink
+
+
+def _copy_rows(out: Tensor, got: Sequence[Tensor]) -> None:
+    for row, each in zip(out, got, strict=True):
+        row.copy_(each)
+
+
+class _Call:
+    """One call of a collective by this rank, from its entry until everything is read."""
+
+    __slots__ = (
+        "_entries", "_fill", "_lent", "_missing", "_own", "_result", "_segments", "_tables", "begun", "code", "count",
+        "link", "mail", "number", "op", "packed", "root", "total",
+    )  # fmt: skip
+
+    def __init__(self, link: OneHostLink, name: str, op: str, dtype: torch.dtype, count: int, root: int) -> None:
+        self.link, self.mail = link, link.mail
+        self.code, self.count, self.root = _CODES[name, op, dtype], count, root
+        self.total = 1
+        self._lent: Segment | None = None
+        self._missing: list[int] = list(link._others)
+        self._entries: dict[int, list[int]] = {}
+
+    # ----------------------------------------------------------------------------------------------- what it gives
+
+    def post(
+        self, packed: Tensor | None, readers: Sequence[int], *, spare: int = 0, table: Sequence[int] | None = None
+    ) -> None:
+        """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: numbers in front,
+        in elements of ``packed``.
+        """
+        mail, link = self.mail, self.link
+        self._tables: dict[int, tuple[int, int]] = {}
+        self.packed = packed
+        if mail.dropped:
+            _look_after(mail)
+        if packed is not None and readers and packed.numel():
+            head = 0 if table is None else 8 * len(table)
+            places = (*readers, link.index) if link.is_later or spare else readers
+            neighbours = [each for each in (mail.neighbours[i] for i in readers) if each is not None]
+            try:
+                self._lent = lent = shared_memory.room.lend(head + packed.nbytes + spare, places, neighbours)
+            except OSError as error:
+                self.fail(f"there is no memory to share: {error.strerror or error}")
+            if table is not None:
+                lent.cells[PAGE // 8 : PAGE // 8 + len(table)] = array("q", table)
+            own = lent.bytes[head : head + packed.nbytes].view(packed.dtype)
+            own.copy_(packed)
+            self._own = own if link.is_later else packed
+        elif packed is not None:
+            self._own = packed.clone() if link.is_later else packed
+        if table is not None:
+            self._tables[link.index] = table[link.index], table[link.index + 1]
+        with mail.lock:
+            self._enter()
+
+    def _enter(self) -> None:
+        mail, lent = self.mail, self._lent
+        mail.number += 1
+        self.number = number = mail.number
+        if number % (ENTRIES // 4) == 0:
+            self._make_way()
+        at, cells = mail.own.at(number), mail.own.cells
+        where = (0, 0, 0, 0) if lent is None else (lent.fd, lent.serial, lent.size, lent.kept)
+        cells[at + 1 : at + 9] = array("q", (self.code, self.count, self.root, *where, self.link.is_later))
+        cells[at] = number  # last: now it is there
+        mail.open[number] = self
+
+    def _make_way(self) -> None:
+        """Say what was seen, and wait until the others have seen what will be written over."""
+        mail = self.mail
+        end = time.monotonic() + mail.timeout
+        waiting = [i for i in range(len(mail.boxes)) if i != mail.index]
+        first = _Wait(self, end)
+        while True:
+            for call in list(mail.open.values()):
+                call.look()
+            seen = next((number - 1 for number, call in mail.open.items() if call._missing), self.number - 1)
+            for i in range(len(mail.boxes)):
+                box = mail.box(i)
+                if i != mail.index and box is not None:
+                    box.drain(mail.index, seen)
+            waiting = [i for i in waiting if mail.own.drained(i) < self.number - ENTRIES // 2]
+            if not waiting:
+                return
+            first.more(waiting)
+
+    # -------------------------------------------------------------------------------------------- what it waits for
+
+    def expect(self, sources: Sequence[int], fill: Fill, result: Any) -> None:
+        """What shall be read, what shall be done with it, and what comes out."""
+        self._missing, self._entries = list(sources), {}
+        self._fill, self._result = fill, result
+        self.begun = time.monotonic()
+
+    def look(self) -> bool:
+        """Whether all have come."""
+        if not self._missing:
+            return True
+        missing = []
+        for i in self._missing:
+            box = self.mail.boxes[i] or self.mail.box(i)
+            if box is not None and box.cells[at := box.at(self.number)] == self.number:
+                self._entries[i] = box.cells[at : at + 10].tolist()
+            else:
+                missing.append(i)
+        self._missing = missing
+        return not missing
+
+    def wait_for_all(self, timeout: float) -> None:
+        """Until all have come; CommError if they will not."""
+        if self.look():
+            return
+        wait = _Wait(self, time.monotonic() + timeout)
+        while not self.look():
+            wait.more(self._missing)
+
+    def wait_within(self, timeout: float) -> bool:
+        """Whether all have come within the time."""
+        end = time.monotonic() + timeout
+        wait = _Wait(self, None)
+        while not self.look():
+            if time.monotonic() > end:
+                return False
+            wait.more(self._missing)
+        return True
+
+    # ---------------------------------------------------------------------------------------------- what it reads
+
+    def finish(self) -> Any:
+        """Read, and return what was borrowed."""
+        segments: dict[int, Segment] = {}
+        self._segments = segments
+        try:
+            got = self._got(segments)
+            self._fill(got)
+        finally:
+            place = self.link.index
+            for segment in segments.values():
+                segment.returned(place)
+            if self._lent is not None:
+                self._lent.returned(place)
+            self.mail.open.pop(self.number, None)
+        return self._result
+
+    def _got(self, segments: dict[int, Segment]) -> list[Tensor]:
+        link = self.link
+        packed = self.packed
+        wrong = None
+        for i, entry in self._entries.items():
+            if entry[_SERIAL]:
+                segments[i] = self._borrow(entry, i)
+            if entry[_CODE] != self.code or entry[_COUNT] != self.count or self._another_root(entry):
+                wrong = i
+        if wrong is not None:
+            self._differ(wrong)
+        if packed is None:
+            return []
+        got = [packed[:0]] * link.size
+        head = 0 if not self._tables else 8 * (link.size + 1)
+        for i, segment in segments.items():
+            if head:
+                cell = PAGE // 8 + link.index
+                self._tables[i] = segment.cells[cell], segment.cells[cell + 1]
+                stop = segment.cells[PAGE // 8 + link.size] * packed.element_size()
+            else:
+                stop = self.total * self._nbytes()
+            got[i] = segment.bytes[head : head + stop].view(packed.dtype)
+        got[link.index] = self._own
+        return got
+
+    def _nbytes(self) -> int:
+        return self.count * _DTYPES[self.code & 255].itemsize
+
+    def _another_root(self, entry: list[int]) -> bool:
+        if self.code >> 16 == _PERMUTE:
+            return entry[_ROOT] != self.link.index
+        return entry[_ROOT] != self.root
+
+    def _borrow(self, entry: list[int], source: int) -> Segment:
+        neighbour = self.mail.neighbours[source]
+        assert neighbour is not None
+        lease = Lease(neighbour.pid, entry[_FD], entry[_SERIAL], entry[_SIZE])
+        try:
+            return shared_memory.borrow(lease, keep=bool(entry[_KEPT]))
+        except OSError as error:
+            self.fail(f"the memory of index {source} cannot be read: {error.strerror or error}")
+
+    def table_of(self, i: int) -> tuple[int, int]:
+        """Where what index i has for this rank begins and ends, in what it lends."""
+        return self._tables.get(i, (0, 0))
+
+    def reduce_in_parts(self, got: list[Tensor], op: str, out: Tensor) -> None:
+        """Each rank its part, and the parts of those that are not waiting now."""
+        size, index = self.link.size, self.link.index
+        assert self._lent is not None
+        parts = out.tensor_split(size)
+        rows = [each.tensor_split(size) for each in got]
+        self._lent.cells[STATE] = _REDUCING
+        wire.fold(op, [row[index] for row in rows], out=parts[index])
+        spare = self._nbytes()
+        mine = self._lent.bytes[spare : spare + parts[index].nbytes]
+        mine.view(out.dtype).copy_(parts[index])
+        self._lent.cells[STATE] = _REDUCED
+        late = []
+        for step in range(1, size):
+            i = (index + step) % size
+            if not self._take(i, parts[i]):
+                late.append(i)
+        for i in late:
+            if not self._take(i, parts[i], wait=True):
+                wire.fold(op, [row[i] for row in rows], out=parts[i])
+
+    def _take(self, i: int, part: Tensor, wait: bool = False) -> bool:
+        """Copy what index i has reduced, if it has or is about to."""
+        segment = self._segments[i]
+        if wait:
+            waiting = _Wait(self, time.monotonic() + _HELPFUL)
+            while (state := segment.cells[STATE]) != _REDUCED:
+                if state != _REDUCING and self._entries[i][_LATER]:
+                    return False
+                try:
+                    waiting.more([i])
+                except CommError:  # it is slow or gone: everything to do its part is here
+                    return False
+        elif segment.cells[STATE] != _REDUCED:
+            return False
+        start = self._nbytes()
+        part.copy_(segment.bytes[start : start + part.nbytes].view(part.dtype))
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ errors
+
+    def __str__(self) -> str:
+        return _said(self.code, self.count, self.root)
+
+    def _differ(self, other: int) -> NoReturn:
+        entry = self._entries[other]
+        theirs = _said(entry[_CODE], entry[_COUNT], entry[_ROOT])
+        raise CommError(
+            text(
+                str(_CALLS[self.code >> 16]),
+                f"the ranks called different things: index {other} {theirs}, index {self.link.index} {self}.",
+                got=f"call {self.number} of a group of {self.link.size}",
+                fix="make the same calls in the same order on all ranks",
+            )
+        )
+
+    def fail(self, what: str) -> NoReturn:
+        """With where this was, and what to look at."""
+        raise CommError(
+            text(
+                _CALLS[self.code >> 16],
+                f"the transport failed: {what}",
+                got=f"call {self.number} of index {self.link.index} of a group of {self.link.size}: {self}",
+                fix="look at the other ranks: the first one that failed or stopped is the cause",
+            )
+        )
+
+
+_PERMUTE = _CALLS.index("permute")
+
+
+def _said(code: int, count: int, root: int) -> str:
+    call, op, dtype = _CALLS[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
+    extra = [op] if op else []
+    if root >= 0:
+        extra.append(f"{'to' if call in ('permute', 'reduce', 'gather') else 'from'} {root}")
+    return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"
+
+
+class _Wait:
+    """Waiting for other ranks: look, give way, sleep, and now and then see whether they are alive."""
+
+    __slots__ = ("_call", "_end", "_gone", "_looks", "_next", "_pause")
+
+    def __init__(self, call: _Call, end: float | None) -> None:
+        self._call, self._end = call, end
+        self._looks, self._pause, self._next = 0, _FIRST_PAUSE, 0.0
+        self._gone: dict[int, str] = {}
+
+    def more(self, missing: Sequence[int]) -> None:
+        """A little, after having looked for what is missing."""
+        for i in missing if self._gone else ():
+            if i in self._gone:  # and nothing has come that it did before it went
+                self._call.fail(self._gone[i])
+        self._looks += 1
+        if self._looks < _LOOKS:
+            os.sched_yield()
+            return
+        time.sleep(self._pause)
+        self._pause = min(1.2 * self._pause, _LONGEST_PAUSE)
+        now = time.monotonic()
+        if now > self._next:
+            self._next = now + _ALIVE
+            self._see(missing)
+        if self._end is not None and now > self._end:
+            came = f"index {', '.join(map(str, missing))} did not come within {self._call.mail.timeout:g} s"
+            self._call.fail(came)
+
+    def _see(self, missing: Sequence[int]) -> None:
+        mail = self._call.mail
+        for i in missing:
+            box, neighbour = mail.box(i), mail.neighbours[i]
+            assert neighbour is not None
+            if neighbour.is_gone():
+                self._gone[i] = f"index {i} has ended (process {neighbour.pid})"
+            elif box is not None and box.has_left():
+                self._gone[i] = f"index {i} has left the group (process {neighbour.pid})"
+
+
+class _Reading(Pending):
+    """A call that is waited for later."""
+
+    __slots__ = ("_call", "_error", "_lock", "_over", "_result")
+
+    def __init__(self, call: _Call) -> None:
+        self._call, self._lock = call, threading.Lock()
+        self._over = False
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def wait(self, timeout: float | None) -> Any:
+        """Wait for the others, and read."""
+        with self._lock:
+            if not self._over:
+                call = self._call
+                if timeout is None:
+                    call.wait_for_all(call.mail.timeout)
+                elif not call.wait_within(timeout):
+                    raise TimedOutError
+                self._over = True
+                try:
+                    self._result = call.finish()
+                except Exception as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        """Whether all have come."""
+        return self._over or self._call.look()
+
+    def abandon(self) -> None:
+        """What was lent to us must be returned all the same."""
+        if not self._over:
+            self._call.mail.dropped.append(self._call)
+
+
+def _look_after(mail: Mail) -> None:
+    """Read what nobody waits for."""
+    for call in list(mail.dropped):
+        if call.look():
+            mail.dropped.remove(call)
+            with contextlib.suppress(CommError):  # nobody listens
+                call.finish()

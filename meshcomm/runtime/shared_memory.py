@@ -1,0 +1,380 @@
+"""Memory that processes of one machine share: what one lends, others read where it is.
+
+A segment is a memfd: anonymous, of no file system that could be full, gone with its last mapping. Other processes of
+the same user find it under /proc by process and descriptor, and know it by a random serial number. Its first page says
+who has not finished reading yet; the lender uses it again when nobody is left.
+
+Only 64-bit x86 has what this relies upon: writes of one processor are seen by the others in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import secrets
+import select
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from meshcomm import _torch
+
+__all__ = [
+    "ENTRIES", "PAGE", "READERS", "STATE", "Address", "Arena", "Box", "Lease", "Neighbour", "Neighbours", "Segment",
+    "arena", "borrow", "neighbour", "room",
+]  # fmt: skip
+
+READERS = 64
+"""The most readers of one segment."""
+PAGE = 4096
+_SERIAL = READERS // 8
+"""The cell with the serial number. Cells are of 8 bytes."""
+STATE = _SERIAL + 1
+"""A cell for what the lender says about the contents."""
+_NOBODY = bytes(READERS)
+_SMALLEST = 2**16
+_KEEP = 2**28
+"""Bytes that a process keeps to lend them again."""
+_MAPPED = 256
+"""The most segments of others that stay mapped."""
+_PATIENCE = 30.0
+SWITCH = "MESHCOMM_SHARED_MEMORY"
+"""The variable of the environment that is 0 where no memory shall be shared."""
+
+
+class Lease(NamedTuple):
+    """Where to find a segment."""
+
+    pid: int
+    fd: int
+    serial: int
+    size: int
+
+
+class Segment:
+    """Mapped memory: in its first page one byte per reader, the serial number and a state; then what is lent."""
+
+    __slots__ = ("bytes", "cells", "fd", "flags", "kept", "readers", "serial", "size")
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd, self.size = fd, size
+        # Without a copy of the descriptor, where Python can.
+        more: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
+        memory = mmap.mmap(fd, size, **more)
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.flags = memoryview(memory)
+        self.cells = self.flags.cast("q")
+        with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
+            self.bytes = torch.frombuffer(memory, dtype=torch.uint8, offset=PAGE)
+        self.serial = self.cells[_SERIAL]
+        self.kept = True
+        self.readers: Sequence[Neighbour] = ()
+
+    def is_free(self) -> bool:
+        """Whether everybody has read."""
+        return bool(self.flags[:READERS] == _NOBODY)
+
+    def returned(self, place: int) -> None:
+        """A reader has finished."""
+        self.flags[place] = 0
+
+    def is_wanted(self) -> bool:
+        """Whether a reader that is alive has not finished."""
+        return not self.is_free() and not all(reader.is_gone() for reader in self.readers)
+
+
+def _create(size: int) -> Segment:
+    fd = os.memfd_create("meshcomm", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+        os.pwrite(fd, secrets.randbits(62).to_bytes(8, "little"), 8 * _SERIAL)
+        return Segment(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _open(lease: Lease) -> Segment:
+    """Raises OSError if it is not there or must not be seen."""
+    fd = os.open(f"/proc/{lease.pid}/fd/{lease.fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size != lease.size:
+            raise FileNotFoundError("it holds something else by now")
+        segment = Segment(fd, lease.size)
+    finally:
+        os.close(fd)
+    if segment.serial != lease.serial:
+        raise FileNotFoundError("it holds something else by now")
+    return segment
+
+
+# ---------------------------------------------------------------------------------------------------------- lending
+
+
+class Room:
+    """The segments that this process lends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._kept = 0
+
+    def lend(self, nbytes: int, places: Iterable[int], readers: Sequence[Neighbour]) -> Segment:
+        """Memory for so many bytes, until it was returned from each of these places."""
+        need = PAGE + nbytes
+        with self._lock:
+            found = None
+            for segment in self._segments:
+                if segment.size >= need and (found is None or segment.size < found.size) and segment.is_free():
+                    found = segment
+            if found is None:
+                self._drop_used()
+                found = self._another(max(_SMALLEST, 1 << (need - 1).bit_length()))
+            for place in places:
+                found.flags[place] = 1
+            found.readers = readers
+            found.cells[STATE] = 0
+            return found
+
+    def _another(self, size: int) -> Segment:
+        segment = _create(size)
+        segment.kept = self._kept + size <= _KEEP
+        self._segments.append(segment)
+        self._kept += size if segment.kept else 0
+        return segment
+
+    def _drop_used(self) -> None:
+        for segment in [segment for segment in self._segments if not segment.kept and segment.is_free()]:
+            self._segments.remove(segment)
+            os.close(segment.fd)
+
+    def settle(self) -> None:
+        """Wait until what is lent was read: what is not when this process ends is lost."""
+        end, pause = time.monotonic() + _PATIENCE, 1e-5
+        while any(segment.is_wanted() for segment in list(self._segments)) and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+
+room = Room()
+
+
+def _forked() -> None:
+    # The child is another process: what its parent lends and borrows is not its own.
+    room.__init__()  # type: ignore[misc]
+    _mapped.clear()
+    _neighbours.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+_mapped: OrderedDict[int, Segment] = OrderedDict()
+_mapping = threading.Lock()
+
+
+def borrow(lease: Lease, keep: bool) -> Segment:
+    """What another process lends; ``keep`` it mapped for the next time. Raises OSError if it is not there."""
+    with _mapping:
+        found = _mapped.get(lease.serial)
+        if found is None:
+            found = _open(lease)
+            if keep:
+                _mapped[lease.serial] = found
+                if len(_mapped) > _MAPPED:
+                    _mapped.popitem(last=False)
+        else:
+            _mapped.move_to_end(lease.serial)
+        return found
+
+
+# -------------------------------------------------------------------------------------------------------- mailboxes
+
+ENTRIES = 512
+"""The entries of a mailbox: how far a rank may run ahead of the others."""
+ENTRY = 16
+_ENTRIES_AT = 128
+_LEFT = 0
+_DRAINED = 8
+_BOX = _ENTRIES_AT + ENTRIES * ENTRY
+_DIRECTORY = PAGE // 8
+_BOXES = 2 * PAGE
+"""Where the boxes begin; before them lie pairs of key and place."""
+_MOST_BOXES = (_BOXES - _DIRECTORY - 1) // 2
+_ARENA = 8 * (_BOXES + _MOST_BOXES * _BOX)
+
+
+class Box:
+    """What one rank of a group tells the others: an entry for each call, in a ring. In units of cells."""
+
+    __slots__ = ("_base", "cells")
+
+    def __init__(self, cells: memoryview[int], base: int) -> None:
+        self.cells, self._base = cells, base
+
+    def at(self, number: int) -> int:
+        """Where the entry of a call is, which begins with its number."""
+        return self._base + _ENTRIES_AT + number % ENTRIES * ENTRY
+
+    def leave(self, has_left: bool) -> None:
+        """Say whether more will come."""
+        self.cells[self._base + _LEFT] = has_left
+
+    def has_left(self) -> bool:
+        """Whether nothing more will come."""
+        return bool(self.cells[self._base + _LEFT])
+
+    def drained(self, place: int) -> int:
+        """The last call up to which the reader at this place has seen every entry."""
+        return self.cells[self._base + _DRAINED + place]
+
+    def drain(self, place: int, number: int) -> None:
+        """As that reader."""
+        self.cells[self._base + _DRAINED + place] = number
+
+
+class Arena:
+    """The mailboxes of a process; made once, for good."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._lock = threading.Lock()
+
+    @property
+    def lease(self) -> Lease:
+        """For the others."""
+        return Lease(os.getpid(), self._segment.fd, self._segment.serial, self._segment.size)
+
+    def box(self, key: int) -> Box | None:
+        """The box with this key, if it has been made."""
+        cells = self._segment.cells
+        for i in range(cells[_DIRECTORY]):
+            if cells[_DIRECTORY + 1 + 2 * i] == key:
+                return Box(cells, cells[_DIRECTORY + 2 + 2 * i])
+        return None
+
+    def make_box(self, key: int) -> Box:
+        """A box with this key; raises OSError when there is no room for one more."""
+        cells = self._segment.cells
+        with self._lock:
+            count = cells[_DIRECTORY]
+            if count == _MOST_BOXES:
+                raise OSError(f"there are {count} groups already")
+            cells[_DIRECTORY + 1 + 2 * count] = key
+            cells[_DIRECTORY + 2 + 2 * count] = _BOXES + count * _BOX
+            cells[_DIRECTORY] = count + 1
+        return Box(cells, _BOXES + count * _BOX)
+
+
+@cache
+def _arena(pid: int) -> Arena:
+    return Arena(_create(_ARENA))
+
+
+def arena() -> Arena:
+    """This process's own. Raises OSError if there is no such memory."""
+    return _arena(os.getpid())
+
+
+# ------------------------------------------------------------------------------------------------------- neighbours
+
+
+class Address(NamedTuple):
+    """Where a process is, and its mailboxes."""
+
+    machine: str
+    """Equal where memory can be shared; empty if it cannot."""
+    lease: Lease
+
+    @staticmethod
+    def mine() -> Address:
+        """This process's."""
+        nowhere = Address("", Lease(0, 0, 0, 0))
+        fits = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
+        if not fits or os.environ.get(SWITCH) == "0":
+            return nowhere
+        try:
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                boot = file.read().strip()
+            spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
+            return Address(" ".join([boot, *spaces, str(os.getuid())]), arena().lease)
+        except OSError:
+            return nowhere
+
+    def write(self) -> str:
+        """As text."""
+        return ";".join([self.machine, *map(str, self.lease)])
+
+    @staticmethod
+    def read(text: str) -> Address:
+        """The inverse of ``write``."""
+        machine, *lease = text.split(";")
+        return Address(machine, Lease(*map(int, lease)))
+
+
+class Neighbours(NamedTuple):
+    """The processes of a group, this one among them."""
+
+    token: str
+    """Of this meeting; a process may meet the same ones again."""
+    addresses: tuple[Address, ...]
+
+    def share(self) -> bool:
+        """Whether they all say that they are on one machine: the same answer in all of them."""
+        first = self.addresses[0].machine
+        return bool(first) and all(address.machine == first for address in self.addresses)
+
+    def are_seen(self) -> bool:
+        """Whether this process can look into the memory of all."""
+        if not self.share():
+            return False
+        try:
+            for address in self.addresses:
+                neighbour(address.lease)
+        except OSError:
+            return False
+        return True
+
+
+class Neighbour:
+    """Another process on this machine."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.pid = lease.pid
+        self._life = select.poll()
+        self._pidfd = os.pidfd_open(lease.pid)
+        self._life.register(self._pidfd, select.POLLIN)
+        try:
+            self.arena = Arena(_open(lease))
+        except BaseException:
+            os.close(self._pidfd)
+            raise
+
+    def is_gone(self) -> bool:
+        """Whether the process has ended."""
+        return bool(self._life.poll(0))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._pidfd)
+
+
+_neighbours: dict[Lease, Neighbour] = {}
+
+
+def neighbour(lease: Lease) -> Neighbour:
+    """The process with these mailboxes. Raises OSError if it cannot be seen."""
+    if lease not in _neighbours:
+        for gone in [lease for lease, each in _neighbours.items() if each.is_gone()]:
+            del _neighbours[gone]
+        _neighbours[lease] = Neighbour(lease)
+    return _neighbours[lease]
