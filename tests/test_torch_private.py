@@ -34,6 +34,18 @@ def gathers() -> None:
     assert_close(out, torch.arange(4.0).repeat_interleave(2))
 
 
+def stores() -> bytes:
+    mc.init()
+    store = _torch.default_store()
+    if dist.get_rank() == 3:
+        store.set("a test's", "value")
+    return store.get("a test's")
+
+
+def test_name_default_store(pool4: Any) -> None:
+    assert pool4.run(stores) == [b"value"] * 4
+
+
 def test_name_allgather_base(pool4: Any) -> None:
     pool4.run(gathers)
 

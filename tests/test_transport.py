@@ -1,4 +1,6 @@
-"""Gloo's exchanges: every collective by every way that it may take, of every size, against the oracle and bit for bit."""
+"""What CPU tensors go through: every collective by every way that it may take, of every size, against the oracle and bit for
+bit. On one machine that is shared memory, else gloo's messages.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +22,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
-from meshcomm.runtime import processes
+from meshcomm.runtime import one_host, processes, shared_memory
+from meshcomm.runtime.protocol import Link
 
 Run = Callable[..., list[Any]]
 
@@ -42,18 +46,23 @@ REDUCTIONS: dict[str, tuple[torch.dtype, ...]] = {
     "bxor": (*INTS[1:3], *BOOL),
 }
 
-WAYS: dict[str, dict[str, int]] = {
-    "as-it-is": {},
+WAYS: dict[str, dict[tuple[ModuleType, str], int]] = {
+    "shared": {},
+    "shared-in-parts": {(one_host, "_ONE_STEP"): 0, (shared_memory, "_KEEP"): 2**17},
+    "messages": {},
     # The limits are where float32 on four ranks has 16, 32 elements.
-    "by-size": {"_SMALL": 256, "_LARGE": 512},
-    "always-large": {"_SMALL": 0, "_LARGE": 0, "_KEEP": 2000},
-    "always-small": {"_SMALL": 2**40, "_LARGE": 2**40},
-    "too-many-ranks": {"_FEW": 1},
+    "by-size": {(processes, "_SMALL"): 256, (processes, "_LARGE"): 512},
+    "always-large": {(processes, "_SMALL"): 0, (processes, "_LARGE"): 0, (processes, "_KEEP"): 2000},
+    "always-small": {(processes, "_SMALL"): 2**40, (processes, "_LARGE"): 2**40},
+    "too-many-ranks": {(processes, "FEW"): 1},
 }
-"""Limits of runtime/processes.py, beside those that it has."""
+"""Limits of the modules of the runtime, beside those that they have."""
 
+SHARED = ("shared", "shared-in-parts")
 LENGTHS = {
-    "as-it-is": (5,),
+    "shared": (0, 1, 5, 33),
+    "shared-in-parts": (1, 3, 4, 7, 2049),
+    "messages": (5,),
     "by-size": (0, 1, 16, 17, 22, 32, 33, 65),
     "always-large": (4, 7, 2049),
     "always-small": (1, 2049),
@@ -63,14 +72,16 @@ LENGTHS = {
 
 @contextlib.contextmanager
 def limits(way: str) -> Iterator[None]:
-    before = {name: getattr(processes, name) for name in WAYS[way]}
-    try:
-        for name, value in WAYS[way].items():
-            setattr(processes, name, value)
+    with pytest.MonkeyPatch.context() as patch:
+        for (module, name), value in WAYS[way].items():
+            patch.setattr(module, name, value)
+        if way not in SHARED:
+            for name in PRIMITIVES:
+                patch.setattr(one_host.OneHostLink, name, getattr(processes.ProcessLink, name))
         yield
-    finally:
-        for name, value in before.items():
-            setattr(processes, name, value)
+
+
+PRIMITIVES = [name for name in vars(one_host.OneHostLink) if name in dir(Link) and name[0] != "_"]
 
 
 class Calls(TorchDispatchMode):
@@ -245,7 +256,7 @@ def every_bit(ways: Sequence[str], n: int) -> None:
             xs = [drawn(n * LENGTH, dtype, index) for index in range(n)]
             expected, x = in_order(xs, op), xs[mesh.rank]
             forms: list[Any] = []
-            for way in ways or ["as-it-is"]:
+            for way in ways or ["shared"]:
                 with limits(way):
                     for _ in range(2):
                         forms.append(mc.all_reduce(x, "a", op, mesh=mesh))
@@ -272,9 +283,13 @@ def test_sums_have_the_same_bits_by_every_way(pool4: Any, n: int) -> None:
     mc.launch(every_bit, ranks=n, args=([], n))
 
 
-def large_sums() -> None:
+def large_sums(way: str) -> None:
     """Around the library's own limits, three times each, so that the memory that is kept is used again."""
-    mesh = mc.make_mesh({"a": 4})
+    with limits(way):
+        check_large_sums(mc.make_mesh({"a": 4}))
+
+
+def check_large_sums(mesh: mc.Mesh) -> None:
     for dtype, length in ((torch.float32, 65_535), (torch.float32, 65_537), (torch.bfloat16, 400_003)):
         xs = [drawn(length, dtype, index) for index in range(4)]
         expected, x = in_order(xs, "sum"), xs[mesh.rank]
@@ -288,8 +303,9 @@ def large_sums() -> None:
             assert bits(gathered) == bits(torch.cat(xs)), f"{length} {dtype} gathered"
 
 
-def test_large_tensors(pool4: Any) -> None:
-    pool4.run(large_sums)
+@pytest.mark.parametrize("way", ["shared", "shared-in-parts", "messages"])
+def test_large_tensors(pool4: Any, way: str) -> None:
+    pool4.run(large_sums, way)
 
 
 # --------------------------------------------------------------------------------------------- half and narrow
@@ -324,7 +340,7 @@ def done(result: Any) -> Any:
 
 
 @pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize("way", ["as-it-is", "always-large", "always-small"])
+@pytest.mark.parametrize("way", ["shared", "always-large", "always-small"])
 def test_halves_are_summed_in_single_precision(pool4: Any, way: str, n: int) -> None:
     pool4.run(half_sums, way, n)
 
@@ -355,7 +371,7 @@ def means(way: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize("way", ["as-it-is", "always-large", "too-many-ranks"])
+@pytest.mark.parametrize("way", ["shared", "always-large", "too-many-ranks"])
 def test_means(pool4: Any, way: str, n: int) -> None:
     """Right though the sum of halves is infinite, and for complex numbers."""
     pool4.run(means, way, n)
@@ -421,7 +437,7 @@ def beside_messages(way: str, length: int, receive_first: bool) -> None:
 
 
 @pytest.mark.parametrize("receive_first", [True, False], ids=["receive-first", "send-first"])
-@pytest.mark.parametrize("way", ["as-it-is", "always-large"])
+@pytest.mark.parametrize("way", ["shared", "always-large"])
 def test_messages_are_not_mixed_up_with_collectives(pool4: Any, way: str, receive_first: bool) -> None:
     for length in (1, 12, 100):
         pool4.run(beside_messages, way, length, receive_first)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import shared_memory, world
-from meshcomm.runtime.one_host import Mail, OneHostLink
+from meshcomm.runtime.one_host import Mail, OneHostLink, take_leave
 from meshcomm.runtime.processes import FEW, ProcessLink, kinds_of
-from meshcomm.runtime.shared_memory import Neighbours
+from meshcomm.runtime.shared_memory import HERE, Neighbours
 
 __all__ = ["group_of", "link_of"]
 
@@ -35,6 +35,7 @@ def link_of(ranks: tuple[int, ...]) -> ProcessLink:
         else:
             _links[ranks] = link = OneHostLink(group, ranks, index)
             link.mail = _mail_of(near, ranks, index, here.timeout.total_seconds())
+            link.mail.adopted = here.adopted
     return _links[ranks]
 
 
@@ -54,7 +55,7 @@ def _mail_of(near: Neighbours, ranks: tuple[int, ...], index: int, timeout: floa
         except OSError as error:
             what = f"the memory of another process on this machine cannot be read: {error.strerror or error}."
             raise CommError(text("mesh", what, fix=f"set {shared_memory.SWITCH}=0 for all processes")) from error
-    _mails[key].own.leave(False)
+    _mails[key].own.say(HERE)
     return _mails[key]
 
 
@@ -64,17 +65,16 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _forget() -> None:
+    take_leave([link.mail for link in _links.values() if isinstance(link, OneHostLink)])
     # A reference to a process group that outlives destroy_process_group ends the interpreter with SIGABRT.
     for link in _links.values():
         if link.walker is not None:
             link.walker.end()
             link.walker = None
         if isinstance(link, OneHostLink):
-            link.mail.own.leave(True)
             del link.mail
         del link.group
     _links.clear()
-    shared_memory.room.settle()
 
 
 world.on_shutdown(_forget)

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import CommError, shape_text, text
-from meshcomm.runtime import shared_memory, wire
+from meshcomm.runtime import exits, shared_memory, wire
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.processes import Later, ProcessLink
 from meshcomm.runtime.protocol import REDUCE_OPS
-from meshcomm.runtime.shared_memory import ENTRIES, PAGE, STATE, Box, Lease, Neighbour, Segment
+from meshcomm.runtime.shared_memory import ENTRIES, GONE, HERE, LEAVING, PAGE, STATE, Box, Lease, Neighbour, Segment
 
 T = TypeVar("T")
 
-__all__ = ["LaterOneHostLink", "Mail", "OneHostLink"]
+__all__ = ["LaterOneHostLink", "Mail", "OneHostLink", "take_leave"]
 
 _ONE_STEP = 2**18
 """Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
@@ -42,6 +42,8 @@ _ALIVE = 0.05
 """Seconds between looks at whether the others are alive."""
 _HELPFUL = 0.1
 """Seconds after which a rank reduces what another one should have reduced."""
+_PATIENCE = 30.0
+"""Seconds that a rank that leaves gives the others to read."""
 _REDUCING, _REDUCED = 1, 2
 
 _CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
@@ -73,10 +75,13 @@ class Mail:
     def __init__(self, key: int, index: int, neighbours: Sequence[Neighbour | None], timeout: float) -> None:
         """``neighbours``: None for this rank."""
         self.key, self.index, self.neighbours, self.timeout = key, index, tuple(neighbours), timeout
+        self.others = tuple(i for i in range(len(self.neighbours)) if i != index)
         self.own = shared_memory.arena().make_box(key)
         self.boxes: list[Box | None] = [self.own if each is None else each.arena.box(key) for each in neighbours]
         self.number = 0
+        self.adopted = False
         self.lock = threading.Lock()
+        self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
         self.open: dict[int, _Call] = {}
         self.dropped: list[_Call] = []
 
@@ -254,7 +259,7 @@ class OneHostLink(ProcessLink):
 
     @property
     def _others(self) -> tuple[int, ...]:
-        return tuple(i for i in range(self.size) if i != self.index)
+        return self.mail.others
 
     def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> _Call:
         return _Call(self, name, op, x.dtype, x.numel(), root)
@@ -290,8 +295,8 @@ class _Call:
     """One call of a collective by this rank, from its entry until everything is read."""
 
     __slots__ = (
-        "_entries", "_fill", "_lent", "_missing", "_own", "_result", "_segments", "_tables", "begun", "code", "count",
-        "link", "mail", "number", "op", "packed", "root", "total",
+        "_entries", "_error", "_fill", "_lent", "_missing", "_once", "_over", "_own", "_result", "_segments", "_tables",
+        "begun", "code", "count", "link", "mail", "number", "op", "packed", "root", "total",
     )  # fmt: skip
 
     def __init__(self, link: OneHostLink, name: str, op: str, dtype: torch.dtype, count: int, root: int) -> None:
@@ -301,6 +306,8 @@ class _Call:
         self._lent: Segment | None = None
         self._missing: list[int] = list(link._others)
         self._entries: dict[int, list[int]] = {}
+        self._once, self._over = threading.Lock(), False
+        self._error: Exception | None = None
 
     # ----------------------------------------------------------------------------------------------- what it gives
 
@@ -318,9 +325,10 @@ class _Call:
         if packed is not None and readers and packed.numel():
             head = 0 if table is None else 8 * len(table)
             places = (*readers, link.index) if link.is_later or spare else readers
-            neighbours = [each for each in (mail.neighbours[i] for i in readers) if each is not None]
             try:
-                self._lent = lent = shared_memory.room.lend(head + packed.nbytes + spare, places, neighbours)
+                self._lent = lent = shared_memory.room.lend(
+                    head + packed.nbytes + spare, places, [mail.readers[i] for i in readers]
+                )
             except OSError as error:
                 self.fail(f"there is no memory to share: {error.strerror or error}")
             if table is not None:
@@ -351,15 +359,15 @@ class _Call:
         """Say what was seen, and wait until the others have seen what will be written over."""
         mail = self.mail
         end = time.monotonic() + mail.timeout
-        waiting = [i for i in range(len(mail.boxes)) if i != mail.index]
+        waiting = list(mail.others)
         first = _Wait(self, end)
         while True:
             for call in list(mail.open.values()):
                 call.look()
             seen = next((number - 1 for number, call in mail.open.items() if call._missing), self.number - 1)
-            for i in range(len(mail.boxes)):
+            for i in mail.others:
                 box = mail.box(i)
-                if i != mail.index and box is not None:
+                if box is not None:
                     box.drain(mail.index, seen)
             waiting = [i for i in waiting if mail.own.drained(i) < self.number - ENTRIES // 2]
             if not waiting:
@@ -409,7 +417,19 @@ class _Call:
     # ---------------------------------------------------------------------------------------------- what it reads
 
     def finish(self) -> Any:
-        """Read, and return what was borrowed."""
+        """Read, once, and return what was borrowed."""
+        with self._once:
+            if not self._over:
+                self._over = True
+                try:
+                    self._read()
+                except Exception as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _read(self) -> None:
         segments: dict[int, Segment] = {}
         self._segments = segments
         try:
@@ -422,7 +442,26 @@ class _Call:
             if self._lent is not None:
                 self._lent.returned(place)
             self.mail.open.pop(self.number, None)
-        return self._result
+
+    def give_up(self) -> None:
+        """Return what was lent to this rank, if the call cannot come to an end any more."""
+        readers = self.mail.readers
+        if not any(readers[i].is_leaving() for i in self._missing):
+            return
+        with self._once:
+            if not self._over:
+                self._over = True
+                self._error = CommError(text(self.name, f"index {self._missing} left before it came: {self}."))
+                for i, entry in self._entries.items():
+                    if entry[_SERIAL]:
+                        with contextlib.suppress(CommError):
+                            self._borrow(entry, i).returned(self.link.index)
+                self.mail.open.pop(self.number, None)
+
+    @property
+    def name(self) -> str:
+        """Of the primitive."""
+        return _CALLS[self.code >> 16]
 
     def _got(self, segments: dict[int, Segment]) -> list[Tensor]:
         link = self.link
@@ -520,7 +559,7 @@ class _Call:
         theirs = _said(entry[_CODE], entry[_COUNT], entry[_ROOT])
         raise CommError(
             text(
-                str(_CALLS[self.code >> 16]),
+                self.name,
                 f"the ranks called different things: index {other} {theirs}, index {self.link.index} {self}.",
                 got=f"call {self.number} of a group of {self.link.size}",
                 fix="make the same calls in the same order on all ranks",
@@ -531,7 +570,7 @@ class _Call:
         """With where this was, and what to look at."""
         raise CommError(
             text(
-                _CALLS[self.code >> 16],
+                self.name,
                 f"the transport failed: {what}",
                 got=f"call {self.number} of index {self.link.index} of a group of {self.link.size}: {self}",
                 fix="look at the other ranks: the first one that failed or stopped is the cause",
@@ -586,47 +625,61 @@ class _Wait:
             assert neighbour is not None
             if neighbour.is_gone():
                 self._gone[i] = f"index {i} has ended (process {neighbour.pid})"
-            elif box is not None and box.has_left():
+            elif box is not None and box.state() != HERE:
                 self._gone[i] = f"index {i} has left the group (process {neighbour.pid})"
 
 
 class _Reading(Pending):
     """A call that is waited for later."""
 
-    __slots__ = ("_call", "_error", "_lock", "_over", "_result")
+    __slots__ = ("_call",)
 
     def __init__(self, call: _Call) -> None:
-        self._call, self._lock = call, threading.Lock()
-        self._over = False
-        self._result: Any = None
-        self._error: Exception | None = None
+        self._call = call
 
     def wait(self, timeout: float | None) -> Any:
         """Wait for the others, and read."""
-        with self._lock:
-            if not self._over:
-                call = self._call
-                if timeout is None:
-                    call.wait_for_all(call.mail.timeout)
-                elif not call.wait_within(timeout):
-                    raise TimedOutError
-                self._over = True
-                try:
-                    self._result = call.finish()
-                except Exception as error:
-                    self._error = error
-        if self._error is not None:
-            raise self._error
-        return self._result
+        call = self._call
+        if timeout is None:
+            call.wait_for_all(call.mail.timeout)
+        elif not call.wait_within(timeout):
+            raise TimedOutError
+        return call.finish()
 
     def done(self) -> bool:
         """Whether all have come."""
-        return self._over or self._call.look()
+        return self._call.look()
 
     def abandon(self) -> None:
         """What was lent to us must be returned all the same."""
-        if not self._over:
-            self._call.mail.dropped.append(self._call)
+        call = self._call
+        if call.number in call.mail.open:
+            call.mail.dropped.append(call)
+
+
+class _Reader:
+    """Another rank of a group, as one who has been lent something."""
+
+    def __init__(self, mail: Mail, index: int) -> None:
+        self._mail, self._index = mail, index
+
+    def is_gone(self) -> bool:
+        """Whether the process has ended, or has nothing to do with the group any more."""
+        return self._is(GONE)
+
+    def is_leaving(self) -> bool:
+        """Whether it will make no more calls."""
+        return self._is(LEAVING)
+
+    def _is(self, state: int) -> bool:
+        neighbour, box = self._mail.neighbours[self._index], self._mail.box(self._index)
+        return (box is not None and box.state() >= state) or (neighbour is not None and neighbour.is_gone())
+
+
+def _finish(call: _Call) -> None:
+    """For those who do not wait."""
+    with contextlib.suppress(CommError):
+        call.finish()
 
 
 def _look_after(mail: Mail) -> None:
@@ -634,5 +687,28 @@ def _look_after(mail: Mail) -> None:
     for call in list(mail.dropped):
         if call.look():
             mail.dropped.remove(call)
-            with contextlib.suppress(CommError):  # nobody listens
-                call.finish()
+            _finish(call)
+
+
+def take_leave(mails: Sequence[Mail]) -> None:
+    """Read what has come, and wait until the others have read what came from here.
+
+    A group that was adopted goes on without us, and may be adopted again.
+    """
+    mails = [mail for mail in mails if exits.leaving() or not mail.adopted]
+    for mail in mails:
+        mail.own.say(LEAVING)
+    end, pause = time.monotonic() + _PATIENCE, 1e-5
+    while True:
+        for mail in mails:
+            for call in list(mail.open.values()):
+                if call.look():
+                    _finish(call)
+                else:
+                    call.give_up()
+        if not mails or not shared_memory.room.is_wanted() or time.monotonic() > end:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    for mail in mails:
+        mail.own.say(GONE)

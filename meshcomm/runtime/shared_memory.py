@@ -17,18 +17,20 @@ import secrets
 import select
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from meshcomm import _torch
 
 __all__ = [
-    "ENTRIES", "PAGE", "READERS", "STATE", "Address", "Arena", "Box", "Lease", "Neighbour", "Neighbours", "Segment",
+    "ENTRIES",
+    "GONE",
+    "HERE",
+    "LEAVING", "PAGE", "READERS", "STATE", "Address", "Arena", "Box", "Lease", "Neighbour", "Neighbours", "Segment",
     "arena", "borrow", "neighbour", "room",
 ]  # fmt: skip
 
@@ -45,7 +47,6 @@ _KEEP = 2**28
 """Bytes that a process keeps to lend them again."""
 _MAPPED = 256
 """The most segments of others that stay mapped."""
-_PATIENCE = 30.0
 SWITCH = "MESHCOMM_SHARED_MEMORY"
 """The variable of the environment that is 0 where no memory shall be shared."""
 
@@ -57,6 +58,13 @@ class Lease(NamedTuple):
     fd: int
     serial: int
     size: int
+
+
+class Reader(Protocol):
+    """Who has been lent something."""
+
+    def is_gone(self) -> bool:
+        """Whether it will read no more."""
 
 
 class Segment:
@@ -77,7 +85,7 @@ class Segment:
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8, offset=PAGE)
         self.serial = self.cells[_SERIAL]
         self.kept = True
-        self.readers: Sequence[Neighbour] = ()
+        self.readers: Sequence[Reader] = ()
 
     def is_free(self) -> bool:
         """Whether everybody has read."""
@@ -128,7 +136,7 @@ class Room:
         self._segments: list[Segment] = []
         self._kept = 0
 
-    def lend(self, nbytes: int, places: Iterable[int], readers: Sequence[Neighbour]) -> Segment:
+    def lend(self, nbytes: int, places: Iterable[int], readers: Sequence[Reader]) -> Segment:
         """Memory for so many bytes, until it was returned from each of these places."""
         need = PAGE + nbytes
         with self._lock:
@@ -157,12 +165,9 @@ class Room:
             self._segments.remove(segment)
             os.close(segment.fd)
 
-    def settle(self) -> None:
-        """Wait until what is lent was read: what is not when this process ends is lost."""
-        end, pause = time.monotonic() + _PATIENCE, 1e-5
-        while any(segment.is_wanted() for segment in list(self._segments)) and time.monotonic() < end:
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+    def is_wanted(self) -> bool:
+        """Whether somebody is going to read what is lent: it is lost when this process ends."""
+        return any(segment.is_wanted() for segment in list(self._segments))
 
 
 room = Room()
@@ -203,7 +208,8 @@ ENTRIES = 512
 """The entries of a mailbox: how far a rank may run ahead of the others."""
 ENTRY = 16
 _ENTRIES_AT = 128
-_LEFT = 0
+_STATE = 0
+HERE, LEAVING, GONE = 0, 1, 2
 _DRAINED = 8
 _BOX = _ENTRIES_AT + ENTRIES * ENTRY
 _DIRECTORY = PAGE // 8
@@ -225,13 +231,13 @@ class Box:
         """Where the entry of a call is, which begins with its number."""
         return self._base + _ENTRIES_AT + number % ENTRIES * ENTRY
 
-    def leave(self, has_left: bool) -> None:
-        """Say whether more will come."""
-        self.cells[self._base + _LEFT] = has_left
+    def say(self, state: int) -> None:
+        """``HERE``; ``LEAVING``: no more entries will come; ``GONE``: nothing will be read either."""
+        self.cells[self._base + _STATE] = state
 
-    def has_left(self) -> bool:
-        """Whether nothing more will come."""
-        return bool(self.cells[self._base + _LEFT])
+    def state(self) -> int:
+        """What was said."""
+        return self.cells[self._base + _STATE]
 
     def drained(self, place: int) -> int:
         """The last call up to which the reader at this place has seen every entry."""

@@ -1,0 +1,217 @@
+"""The notation: einops' patterns in which parentheses hold mesh axes and a dim, as in ``"(dp b) s (tp d)"``.
+
+einops parses; here is what the parts mean, and where in the string something is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple, NoReturn
+
+from einops.parsing import ParsedExpression
+
+from meshcomm.errors import fail, names
+
+__all__ = ["Dim", "Layout", "Pattern", "expand", "parse", "parse_arrow"]
+
+_ELLIPSIS = "..."
+_TOKEN = re.compile(r"\.\.\.|\w+|[()]|\S")
+
+
+class Dim(NamedTuple):
+    """One dim of a tensor: its name, and the mesh axes that it is cut over, major first."""
+
+    name: str
+    """``"1"`` for a dim of length 1 without a name."""
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"({' '.join((*self.axes, self.name))})" if self.axes else self.name
+
+
+class Layout(tuple[Dim, ...]):
+    """How one tensor lies on a mesh: its dims. Along the axes that none of them names it is invariant."""
+
+    __slots__ = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it is cut over, in the order in which they stand."""
+        return tuple(axis for dim in self for axis in dim.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the dims."""
+        return tuple(dim.name for dim in self)
+
+    def parts(self, shape: Mapping[str, int]) -> tuple[int, ...]:
+        """Into how many pieces each dim is cut; ``shape`` is that of the mesh."""
+        counts = []
+        for dim in self:
+            count = 1
+            for axis in dim.axes:
+                count *= shape[axis]
+            counts.append(count)
+        return tuple(counts)
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+
+class Pattern(NamedTuple):
+    """A whole string: the layouts on the left of the arrow and the one on its right."""
+
+    text: str
+    inputs: tuple[Layout, ...]
+    output: Layout
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """The mesh axes that are named anywhere in it."""
+        return tuple(dict.fromkeys(axis for layout in (*self.inputs, self.output) for axis in layout.axes))
+
+
+def parse(where: str, text: object, mesh: Mapping[str, int]) -> Layout:
+    """One layout; ``mesh`` is the shape of the mesh. An ellipsis is a dim called ``...``, see :func:`expand`."""
+    return _parse(where, _string(where, text, mesh, "(dp b) s (tp d)"), tuple(mesh.items()))
+
+
+def parse_arrow(where: str, text: object, mesh: Mapping[str, int], inputs: int | None = None) -> Pattern:
+    """Layouts, an arrow and a layout. ``inputs``: how many there must be on the left."""
+    example = "b (tp s) -> (tp b) s" if inputs == 1 else "b d, d (tp f) -> b (tp f)"
+    return _parse_arrow(where, _string(where, text, mesh, example), tuple(mesh.items()), inputs)
+
+
+def expand(layout: Layout, count: int) -> Layout:
+    """With its ellipsis, if it has one, written as so many dims, counted from the last."""
+    dims: list[Dim] = []
+    for dim in layout:
+        dims += [Dim(f"...{i}") for i in range(count, 0, -1)] if dim.name == _ELLIPSIS else [dim]
+    return Layout(dims)
+
+
+def _string(where: str, text: object, mesh: Mapping[str, int], example: str) -> str:
+    if not isinstance(text, str):
+        fail(
+            where,
+            f"a layout is a string, not {type(text).__name__}.",
+            got=f"mesh {dict(mesh)}",
+            fix=f"write it as {example!r}",
+        )
+    return text
+
+
+@lru_cache(1000)
+def _parse(where: str, text: str, mesh: tuple[tuple[str, int], ...]) -> Layout:
+    return _Reader(where, text, dict(mesh)).layout(0, len(text))
+
+
+@lru_cache(1000)
+def _parse_arrow(where: str, text: str, mesh: tuple[tuple[str, int], ...], inputs: int | None) -> Pattern:
+    reader = _Reader(where, text, dict(mesh))
+    arrows = [found.start() for found in re.finditer("->", text)]
+    if len(arrows) != 1:
+        place = arrows[1] if arrows else len(text)
+        reader.wrong(place, f"{len(arrows)} arrows instead of one.", 'from -> to, as in "b (tp s) -> b s"')
+    commas = [at for at in range(arrows[0]) if text[at] == ","]
+    if "," in text[arrows[0] :]:
+        reader.wrong(text.index(",", arrows[0]), "there is one result.", "write one layout after the arrow")
+    starts, ends = [0, *(at + 1 for at in commas)], [*commas, arrows[0]]
+    if inputs is not None and len(starts) != inputs:
+        at = commas[inputs - 1] if len(commas) >= inputs else arrows[0]
+        reader.wrong(at, f"{len(starts)} layouts for {inputs} tensors.", "write one layout per tensor, with commas")
+    sides = [reader.layout(start, end) for start, end in zip(starts, ends, strict=True)]
+    return Pattern(text, tuple(sides), reader.layout(arrows[0] + 2, len(text)))
+
+
+class _Reader:
+    """Takes layouts out of a string, and points into it."""
+
+    def __init__(self, where: str, text: str, mesh: dict[str, int]) -> None:
+        self.where, self.text, self.mesh = where, text, mesh
+
+    def wrong(self, at: int, what: str, fix: str, more: str = "") -> NoReturn:
+        """Fail, pointing at a character."""
+        pointed = f"{what}\n    {self.text}\n    {' ' * at}^"
+        fail(self.where, pointed, got=f"mesh {self.mesh}{'; ' + more if more else ''}", fix=fix)
+
+    def layout(self, start: int, end: int) -> Layout:
+        """The one between these places."""
+        self._check(start, end)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about names that are keywords
+            try:
+                parsed = ParsedExpression(self.text[start:end])
+            except Exception as error:
+                self.wrong(start, f"einops cannot read this: {error}.", "see einops' documentation of patterns")
+        dims = []
+        for part in parsed.composition:
+            if isinstance(part, str):
+                dims.append(Dim(_ELLIPSIS))
+            elif not part:
+                dims.append(Dim("1"))
+            else:
+                *axes, name = part
+                dims.append(Dim(str(name), tuple(map(str, axes))))
+        return Layout(dims)
+
+    def _check(self, start: int, end: int) -> None:
+        """Whatever is wrong is found here, where its place is known."""
+        seen: set[str] = set()
+        group: list[tuple[str, int]] | None = None
+        opened = start
+        for token, at in self._tokens(start, end):
+            if token == "(":
+                if group is not None:
+                    self.wrong(at, "parentheses inside parentheses.", "put all mesh axes of a dim in one pair")
+                group, opened = [], at
+            elif token == ")":
+                if group is None:
+                    self.wrong(at, "a parenthesis is closed that was not opened.", 'as in "(tp d)"')
+                self._check_group(group, at)
+                group = None
+            else:
+                self._check_name(token, at, seen)
+                if group is not None:
+                    group.append((token, at))
+                elif token in self.mesh:
+                    fix = f"write the dim that it cuts behind it: ({token} name)"
+                    self.wrong(at, f"{token!r} is a mesh axis and stands as a dim.", fix)
+        if group is not None:
+            self.wrong(opened, "a parenthesis is not closed.", 'as in "(tp d)"')
+
+    def _tokens(self, start: int, end: int) -> Iterator[tuple[str, int]]:
+        for found in _TOKEN.finditer(self.text, start, end):
+            yield found.group(), found.start()
+
+    def _check_name(self, token: str, at: int, seen: set[str]) -> None:
+        if token == "1":
+            return
+        if token != _ELLIPSIS and not token.isidentifier():
+            what = f"{token!r} is not a name." if token[0].isalnum() else f"{token!r} means nothing here."
+            self.wrong(at, what, "names of dims, names of mesh axes, parentheses, 1 and ...")
+        if token.startswith("_") or token.endswith("_"):
+            self.wrong(at, f"einops' names neither begin nor end with an underscore, as {token!r} does.", "rename it")
+        if token in seen:
+            kind = "mesh axis" if token in self.mesh else "dim"
+            fix = "a tensor is cut over an axis once" if token in self.mesh else "give each dim a name of its own"
+            self.wrong(at, f"the {kind} {token!r} stands twice in one layout.", fix)
+        seen.add(token)
+
+    def _check_group(self, group: Sequence[tuple[str, int]], end: int) -> None:
+        if not group:
+            self.wrong(end, "parentheses with nothing in them.", "write 1 for a dim of length 1")
+        *axes, (name, at) = group
+        for axis, place in axes:
+            if axis in (_ELLIPSIS, "1") or axis not in self.mesh:
+                known = names(self.mesh) or "none"
+                what = f"{axis!r} is not an axis of the mesh; in parentheses all but the last are."
+                self.wrong(place, what, f"one of {known}; a dim stands last, as in (tp d)")
+        if name in self.mesh:
+            what = f"the last name in parentheses is a dim, and {name!r} is a mesh axis."
+            self.wrong(at, what, f"write the name of the dim behind it: ({' '.join([*(a for a, _ in axes), name])} d)")
+        if name in (_ELLIPSIS, "1"):
+            self.wrong(at, f"{name!r} cannot be cut.", "give the dim a name")

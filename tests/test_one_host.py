@@ -1,0 +1,393 @@
+"""Ranks of one machine that share memory: what they tell each other when they differ, are late, slow, gone or far ahead."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshcomm as mc
+from meshcomm.runtime import one_host, processes, shared_memory
+from meshcomm.runtime.one_host import OneHostLink
+
+LARGE = 200_000
+
+
+def here(n: int = 4) -> mc.Mesh:
+    return mc.make_mesh({"a": n})
+
+
+def link_of(mesh: mc.Mesh) -> OneHostLink:
+    link = mesh.axis("a").link
+    assert isinstance(link, OneHostLink)
+    return link
+
+
+# --------------------------------------------------------------------------------------------------- disagreement
+
+DIFFERENT: dict[str, tuple[Callable[[mc.Mesh], Any], Callable[[mc.Mesh], Any], str, str]] = {
+    "operation": (
+        lambda mesh: mc.all_reduce(torch.ones(3), "a", mesh=mesh),
+        lambda mesh: mc.all_gather(torch.ones(3), "a", mesh=mesh),
+        r"all_reduce of f32\[3\] \(sum\)", r"all_gather of f32\[3\]",
+    ),
+    "reduce op": (
+        lambda mesh: mc.all_reduce(torch.ones(3), "a", mesh=mesh),
+        lambda mesh: mc.all_reduce(torch.ones(3), "a", "max", mesh=mesh),
+        r"all_reduce of f32\[3\] \(sum\)", r"all_reduce of f32\[3\] \(max\)",
+    ),
+    "size": (
+        lambda mesh: mc.all_gather(torch.ones(3), "a", mesh=mesh),
+        lambda mesh: mc.all_gather(torch.ones(4), "a", mesh=mesh),
+        r"all_gather of f32\[3\]", r"all_gather of f32\[4\]",
+    ),
+    "dtype": (
+        lambda mesh: mc.reduce_scatter(torch.ones(4), "a", mesh=mesh),
+        lambda mesh: mc.reduce_scatter(torch.ones(4, dtype=torch.bfloat16), "a", mesh=mesh),
+        r"reduce_scatter of f32\[4\] \(sum\)", r"reduce_scatter of bf16\[4\] \(sum\)",
+    ),
+    "barrier": (
+        lambda mesh: mc.barrier("a", mesh=mesh),
+        lambda mesh: mc.all_reduce(torch.ones(1), "a", mesh=mesh),
+        r"barrier of u8\[0\]", r"all_reduce of f32\[1\] \(sum\)",
+    ),
+}  # fmt: skip
+
+
+def differ(what: str, later: bool) -> None:
+    """Index 2 calls another thing than the others."""
+    mesh = here()
+    usual, other, _, _ = DIFFERENT[what]
+    _, _, said, otherwise = DIFFERENT[what]
+    mine, theirs = (otherwise, said) if mesh.rank == 2 else (said, otherwise)
+    for _ in range(3):
+        with pytest.raises(mc.CommError) as caught:
+            (other if mesh.rank == 2 else usual)(mesh)
+        text = str(caught.value)
+        assert re.search(rf"the ranks called different things: index \d {theirs}, index {mesh.rank} {mine}\.", text), (
+            text
+        )
+        assert "make the same calls in the same order" in text
+        # And the group works on.
+        x = torch.arange(5.0) + mesh.rank
+        work = mc.all_reduce(x, "a", mesh=mesh, async_op=True) if later else None
+        assert mc.all_gather(x[:1], "a", mesh=mesh).tolist() == [0, 1, 2, 3]
+        if work is not None:
+            assert work.wait().tolist() == [6, 10, 14, 18, 22]
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at-once", "later"])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_call_different_things_are_told(pool4: Any, what: str, later: bool) -> None:
+    pool4.run(differ, what, later)
+
+
+def other_roots() -> None:
+    mesh = here()
+    with pytest.raises(mc.CommError, match=r"broadcast of f32\[2\] \(from [01]\)"):
+        mc.broadcast(torch.ones(2), "a", 1 - mesh.rank % 2, mesh=mesh)
+    assert mc.all_reduce(torch.ones(1), "a", mesh=mesh).item() == 4
+
+
+def test_broadcasts_from_different_ranks(pool4: Any) -> None:
+    """Each reads from an index that reads from another one."""
+    pool4.run(other_roots)
+
+
+def wrong_lengths() -> None:
+    """Index 0 sends 2 elements to index 1, which expects 3."""
+    mesh = mc.make_mesh({"a": 2}, ranks=[0, 1])
+    if dist.get_rank() > 1:
+        return
+    link = link_of(mesh)
+    x = torch.arange(4.0)
+    if mesh.rank == 0:
+        assert link.all_to_all(x, [2, 2], [2, 2]).tolist() == [0, 1, 0, 1]
+    else:
+        with pytest.raises(mc.CommError, match="index 0 sends 2 elements, and 3 were expected"):
+            link.all_to_all(x, [2, 2], [3, 2])
+    assert mc.all_reduce(torch.ones(1), "a", mesh=mesh).item() == 2
+
+
+def test_an_all_to_all_of_other_lengths_than_expected(pool4: Any) -> None:
+    pool4.run(wrong_lengths)
+
+
+# --------------------------------------------------------------------------------------------- ahead and behind
+
+
+def far_ahead() -> None:
+    """The source does not wait for who reads late, but waits before it writes over what was not read."""
+    mesh = here()
+    count = 4 * shared_memory.ENTRIES
+    if mesh.rank == 3:
+        time.sleep(0.2)
+    for number in range(count):
+        assert mc.broadcast(torch.tensor([number + 0.5]), "a", 0, mesh=mesh).item() == number + 0.5
+
+
+def test_a_rank_far_ahead(pool4: Any) -> None:
+    pool4.run(far_ahead)
+
+
+def many_under_way() -> None:
+    mesh = here()
+    count = 3 * shared_memory.ENTRIES
+    works = [
+        mc.all_reduce(torch.tensor([float(number), mesh.rank]), "a", mesh=mesh, async_op=True)
+        for number in range(count)
+    ]
+    for number in reversed(range(count)) if mesh.rank % 2 else range(count):
+        assert works[number].wait().tolist() == [4.0 * number, 6.0]
+
+
+def test_more_works_under_way_than_a_mailbox_has_entries(pool4: Any) -> None:
+    pool4.run(many_under_way)
+
+
+def late_reader() -> None:
+    """Rank 0 needs nobody's wait for its own: the others wait only for what it does after that."""
+    mesh = here()
+    x = torch.arange(LARGE, dtype=torch.float64) * (mesh.rank + 1)
+    work = mc.all_reduce(x, "a", mesh=mesh, async_op=True)
+    x.zero_()
+    if mesh.rank == 0:
+        y = work.wait()
+        for other in (1, 2, 3):
+            mc.send(torch.ones(1), "a", other, mesh=mesh)
+    else:
+        mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh)
+        y = work.wait()
+    assert torch.equal(y, torch.arange(LARGE, dtype=torch.float64) * 10)
+
+
+def test_a_wait_depends_on_calls_and_not_on_waits(pool4: Any) -> None:
+    pool4.run(late_reader)
+
+
+def one_waits_later() -> None:
+    mesh = here()
+    x = torch.arange(LARGE, dtype=torch.float32) + mesh.rank
+    for turn in range(8):
+        if mesh.rank == turn % 4:
+            work = mc.all_reduce(x, "a", mesh=mesh, async_op=True)
+            time.sleep(0.01)
+            y = work.wait()
+        else:
+            y = mc.all_reduce(x, "a", mesh=mesh)
+        assert torch.equal(y, 4 * torch.arange(LARGE, dtype=torch.float32) + 6)
+
+
+def test_at_once_where_another_waits_later(pool4: Any) -> None:
+    pool4.run(one_waits_later)
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+
+def lent() -> tuple[int, int]:
+    return len(shared_memory.room._segments), len(os.listdir("/proc/self/fd"))
+
+
+def memory_comes_back() -> None:
+    mesh = here()
+    mc.barrier("a", mesh=mesh)
+    x = torch.ones(LARGE)
+    for _ in range(20):
+        mc.all_reduce(x, "a", mesh=mesh)
+    before = lent()
+    for _ in range(100):
+        mc.all_reduce(x, "a", mesh=mesh)
+        mc.all_gather(x[:1000], "a", mesh=mesh)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mc.reduce_scatter(x, "a", mesh=mesh, async_op=True)  # dropped
+    for _ in range(5):
+        mc.barrier("a", mesh=mesh)
+    after = lent()
+    assert after[0] <= before[0] + 12, (before, after)
+    assert after[1] <= before[1] + 60, (before, after)
+    mail = link_of(mesh).mail
+    assert len(mail.open) + len(mail.dropped) <= 2
+
+
+def test_memory_is_used_again_also_that_of_dropped_works(pool4: Any) -> None:
+    pool4.run(memory_comes_back)
+
+
+def beyond_what_is_kept() -> None:
+    """Segments that are not kept are closed when they were read."""
+    mesh = here()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_KEEP", 0)
+        patch.setattr(shared_memory, "room", shared_memory.Room())
+        for length in (10, LARGE, 10, 3 * LARGE, LARGE):
+            x = torch.full((length,), float(mesh.rank))
+            assert torch.equal(mc.all_reduce(x, "a", mesh=mesh), torch.full((length,), 6.0))
+        mc.barrier("a", mesh=mesh)
+        assert not any(segment.kept for segment in shared_memory.room._segments)
+        assert len(shared_memory.room._segments) <= 3
+        mc.barrier("a", mesh=mesh)
+        assert not shared_memory.room.is_wanted()
+
+
+def test_memory_beyond_what_is_kept(pool4: Any) -> None:
+    pool4.run(beyond_what_is_kept)
+
+
+# ------------------------------------------------------------------------------------------- ends and failures
+
+
+def read_after_the_end(_: None = None) -> float:
+    """The source's function is over before the others wait."""
+    mesh = here(3)
+    x = torch.full((LARGE,), 7.0 if mesh.rank == 0 else 0.0)
+    work = mc.broadcast(x, "a", 0, mesh=mesh, async_op=True)
+    if mesh.rank:
+        time.sleep(0.5)
+    return work.wait()[-1].item()
+
+
+def test_what_was_lent_is_read_after_the_lender_has_finished() -> None:
+    assert mc.launch(read_after_the_end, ranks=3, runtime="processes", timeout=60) == [7.0] * 3
+
+
+def killed(folder: str) -> None:
+    mesh = here(3)
+    mc.barrier("a", mesh=mesh)
+    if mesh.rank == 2:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        mc.all_reduce(torch.ones(LARGE), "a", mesh=mesh)
+    except mc.CommError as error:
+        Path(folder, str(mesh.rank)).write_text(f"{time.monotonic() - begin:.1f} {error}")
+        raise
+
+
+def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(mc.CommError):
+        mc.launch(killed, ranks=3, args=(str(tmp_path),), runtime="processes", timeout=60)
+    found = [file.read_text() for file in tmp_path.iterdir()]
+    assert found  # the launch may end the second one when the first has failed
+    for text in found:
+        assert "index 2 has ended" in text
+        assert float(text.split()[0]) < 20
+
+
+def too_late() -> str:
+    mesh = here(2)
+    mc.barrier("a", mesh=mesh)
+    link_of(mesh).mail.timeout = 0.3
+    told = ""
+    if mesh.rank == 0:
+        with pytest.raises(mc.CommError) as caught:
+            mc.all_reduce(torch.ones(2), "a", mesh=mesh)
+        told = str(caught.value)
+        mc.send(torch.ones(1), "a", 1, mesh=mesh)
+    else:
+        mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh)
+        mc.all_reduce(torch.ones(2), "a", mesh=mesh)  # what index 0 has lent is still there
+    link_of(mesh).mail.timeout = 60
+    assert mc.all_reduce(torch.ones(1), "a", mesh=mesh).item() == 2
+    return told
+
+
+def test_who_does_not_come_is_named_and_the_group_goes_on() -> None:
+    told, _ = mc.launch(too_late, ranks=2, runtime="processes", timeout=60)
+    assert "all_reduce" in told
+    assert "index 1 did not come within 0.3 s" in told
+
+
+# ------------------------------------------------------------------------------------------------------- where
+
+
+def switched_off() -> str:
+    mesh = here(2)
+    assert mc.all_reduce(torch.ones(LARGE), "a", mesh=mesh)[0].item() == 2
+    return type(mesh.axis("a").link).__name__
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mc.launch(switched_off, ranks=2, runtime="processes") == ["OneHostLink"] * 2
+    monkeypatch.setenv(shared_memory.SWITCH, "0")
+    assert mc.launch(switched_off, ranks=2, runtime="processes") == ["ProcessLink"] * 2
+
+
+def unseen() -> str:
+    return switched_off()
+
+
+def test_all_ranks_send_messages_where_one_cannot_see_the_memory() -> None:
+    """One rank of a world says that it shares nothing."""
+    assert mc.launch(one_alone, ranks=2, runtime="processes") == ["ProcessLink"] * 2
+
+
+def one_alone() -> str:
+    rank = mc.make_mesh({"a": -1}).rank
+    port = mc.all_reduce(torch.tensor(free_port() if rank == 0 else 0), "a", mesh=mc.make_mesh({"a": -1})).item()
+    mc.shutdown()
+    if rank == 1:
+        os.environ[shared_memory.SWITCH] = "0"
+    mc.init(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=60)
+    return unseen()
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+    return port
+
+
+def adopted() -> list[str]:
+    """A group that torch made; rank 1 forgets it and takes it up again, rank 0 does not."""
+    rank = mc.make_mesh({"a": -1}).rank
+    port = mc.all_reduce(torch.tensor(free_port() if rank == 0 else 0), "a", mesh=mc.make_mesh({"a": -1})).item()
+    mc.shutdown()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    mesh, found = here(2), []
+    for _ in range(3):
+        if rank == 1:
+            mc.shutdown()
+            mesh = here(2)
+        for length in (3, LARGE):
+            y: Tensor = mc.all_reduce(torch.full((length,), rank + 1.0), "a", mesh=mesh)
+            assert torch.equal(y, torch.full((length,), 3.0))
+        found.append(type(mesh.axis("a").link).__name__)
+        dist.barrier()
+    return found
+
+
+def test_an_adopted_group() -> None:
+    assert mc.launch(adopted, ranks=2, runtime="processes", timeout=60) == [["OneHostLink"] * 3] * 2
+
+
+def test_addresses_are_of_this_machine() -> None:
+    mine = shared_memory.Address.mine()
+    assert shared_memory.Address.read(mine.write()) == mine
+    elsewhere = mine._replace(machine="another")
+    for others, share in (((mine, mine), True), ((mine, elsewhere), False), ((elsewhere,), True)):
+        assert shared_memory.Neighbours("", others).share() is share
+    nobody = shared_memory.Address("", mine.lease)
+    assert not shared_memory.Neighbours("", (nobody, nobody)).share()
+    gone = mine._replace(lease=mine.lease._replace(serial=1))
+    assert not shared_memory.Neighbours("", (mine, gone)).are_seen()
+    assert shared_memory.Neighbours("", (mine, mine)).are_seen()
+
+
+def test_few_enough_readers() -> None:
+    assert processes.FEW <= shared_memory.READERS
+    assert one_host._ONE_STEP > 0
