@@ -456,6 +456,8 @@ class _Call:
                     if entry[_SERIAL]:
                         with contextlib.suppress(CommError):
                             self._borrow(entry, i).returned(self.link.index)
+                if self._lent is not None:
+                    self._lent.returned(self.link.index)
                 self.mail.open.pop(self.number, None)
 
     @property
@@ -661,7 +663,7 @@ class _Reader:
     """Another rank of a group, as one who has been lent something."""
 
     def __init__(self, mail: Mail, index: int) -> None:
-        self._mail, self._index = mail, index
+        self._mail, self._index, self.place = mail, index, index
 
     def is_gone(self) -> bool:
         """Whether the process has ended, or has nothing to do with the group any more."""

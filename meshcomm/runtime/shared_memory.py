@@ -63,6 +63,8 @@ class Lease(NamedTuple):
 class Reader(Protocol):
     """Who has been lent something."""
 
+    place: int
+
     def is_gone(self) -> bool:
         """Whether it will read no more."""
 
@@ -97,7 +99,7 @@ class Segment:
 
     def is_wanted(self) -> bool:
         """Whether a reader that is alive has not finished."""
-        return not self.is_free() and not all(reader.is_gone() for reader in self.readers)
+        return any(self.flags[reader.place] and not reader.is_gone() for reader in self.readers)
 
 
 def _create(size: int) -> Segment:
