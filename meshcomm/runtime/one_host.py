@@ -27,7 +27,18 @@ from meshcomm.runtime import exits, shared_memory, wire
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.processes import Later, ProcessLink
 from meshcomm.runtime.protocol import REDUCE_OPS
-from meshcomm.runtime.shared_memory import ENTRIES, GONE, HERE, LEAVING, PAGE, STATE, Box, Lease, Neighbour, Segment
+from meshcomm.runtime.shared_memory import (
+    ENTRIES,
+    GONE,
+    HERE,
+    LEAVING,
+    STATE,
+    TABLE,
+    Box,
+    Lease,
+    Neighbour,
+    Segment,
+)
 
 T = TypeVar("T")
 
@@ -323,18 +334,22 @@ class _Call:
         if mail.dropped:
             _look_after(mail)
         if packed is not None and readers and packed.numel():
-            head = 0 if table is None else 8 * len(table)
             places = (*readers, link.index) if link.is_later or spare else readers
             try:
                 self._lent = lent = shared_memory.room.lend(
-                    head + packed.nbytes + spare, places, [mail.readers[i] for i in readers]
+                    packed.nbytes + spare, places, [mail.readers[i] for i in readers]
                 )
             except OSError as error:
                 self.fail(f"there is no memory to share: {error.strerror or error}")
             if table is not None:
-                lent.cells[PAGE // 8 : PAGE // 8 + len(table)] = array("q", table)
-            own = lent.bytes[head : head + packed.nbytes].view(packed.dtype)
-            own.copy_(packed)
+                lent.cells[TABLE : TABLE + len(table)] = array("q", table)
+            own = lent.bytes[: packed.nbytes].view(packed.dtype)
+            if table is not None and not link.is_later:  # nobody else reads what this rank keeps
+                start, end = table[link.index : link.index + 2]
+                own[:start].copy_(packed[:start])
+                own[end:].copy_(packed[end:])
+            else:
+                own.copy_(packed)
             self._own = own if link.is_later else packed
         elif packed is not None:
             self._own = packed.clone() if link.is_later else packed
@@ -479,15 +494,13 @@ class _Call:
         if packed is None:
             return []
         got = [packed[:0]] * link.size
-        head = 0 if not self._tables else 8 * (link.size + 1)
         for i, segment in segments.items():
-            if head:
-                cell = PAGE // 8 + link.index
+            stop = self.total * self._nbytes()
+            if self._tables:
+                cell = TABLE + link.index
                 self._tables[i] = segment.cells[cell], segment.cells[cell + 1]
-                stop = segment.cells[PAGE // 8 + link.size] * packed.element_size()
-            else:
-                stop = self.total * self._nbytes()
-            got[i] = segment.bytes[head : head + stop].view(packed.dtype)
+                stop = segment.cells[TABLE + link.size] * packed.element_size()
+            got[i] = segment.bytes[:stop].view(packed.dtype)
         got[link.index] = self._own
         return got
 

@@ -17,6 +17,7 @@ import secrets
 import select
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -30,9 +31,23 @@ __all__ = [
     "ENTRIES",
     "GONE",
     "HERE",
-    "LEAVING", "PAGE", "READERS", "STATE", "Address", "Arena", "Box", "Lease", "Neighbour", "Neighbours", "Segment",
-    "arena", "borrow", "neighbour", "room",
-]  # fmt: skip
+    "LEAVING",
+    "PAGE",
+    "READERS",
+    "STATE",
+    "TABLE",
+    "Address",
+    "Arena",
+    "Box",
+    "Lease",
+    "Neighbour",
+    "Neighbours",
+    "Segment",
+    "arena",
+    "borrow",
+    "neighbour",
+    "room",
+]
 
 READERS = 64
 """The most readers of one segment."""
@@ -41,10 +56,14 @@ _SERIAL = READERS // 8
 """The cell with the serial number. Cells are of 8 bytes."""
 STATE = _SERIAL + 1
 """A cell for what the lender says about the contents."""
+TABLE = 2 * _SERIAL
+"""The first of as many cells as there may be readers and one more, for numbers beside the contents."""
 _NOBODY = bytes(READERS)
 _SMALLEST = 2**16
 _KEEP = 2**28
 """Bytes that a process keeps to lend them again."""
+_MUCH, _LITTLE = 2**27, 0.1
+"""Bytes of segments beyond which a rank waits so many seconds for one to come back before it makes another."""
 _MAPPED = 256
 """The most segments of others that stay mapped."""
 SWITCH = "MESHCOMM_SHARED_MEMORY"
@@ -79,8 +98,6 @@ class Segment:
         # Without a copy of the descriptor, where Python can.
         more: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
         memory = mmap.mmap(fd, size, **more)
-        with contextlib.suppress(AttributeError, OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
         self.flags = memoryview(memory)
         self.cells = self.flags.cast("q")
         with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
@@ -142,18 +159,36 @@ class Room:
         """Memory for so many bytes, until it was returned from each of these places."""
         need = PAGE + nbytes
         with self._lock:
-            found = None
-            for segment in self._segments:
-                if segment.size >= need and (found is None or segment.size < found.size) and segment.is_free():
-                    found = segment
+            found = self._free(need)
             if found is None:
                 self._drop_used()
+                found = self._wait_for(need)
+            if found is None:
                 found = self._another(max(_SMALLEST, 1 << (need - 1).bit_length()))
             for place in places:
                 found.flags[place] = 1
             found.readers = readers
             found.cells[STATE] = 0
             return found
+
+    def _free(self, need: int) -> Segment | None:
+        found = None
+        for segment in self._segments:
+            if segment.size >= need and (found is None or segment.size < found.size) and segment.is_free():
+                found = segment
+        return found
+
+    def _wait_for(self, need: int) -> Segment | None:
+        """Who lends much to others that are slower gives them a little time; not for ever, for they may be waiting for
+        something else.
+        """
+        end = time.monotonic() + _LITTLE
+        while sum(segment.size for segment in self._segments) > _MUCH:
+            time.sleep(1e-4)
+            found = self._free(need)
+            if found is not None or time.monotonic() > end:
+                return found
+        return None
 
     def _another(self, size: int) -> Segment:
         segment = _create(size)
