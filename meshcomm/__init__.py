@@ -1,5 +1,8 @@
 """JAX-style functional SPMD for PyTorch: pure, differentiable collectives over named mesh axes."""
 
+import importlib
+import typing
+
 from meshcomm.collectives.exchange import all_to_all, permute, shift
 from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
 from meshcomm.collectives.one_rank import barrier, exchange, gather, recv, reduce, scatter, send
@@ -7,9 +10,16 @@ from meshcomm.collectives.place import axis_index, axis_size
 from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
+from meshcomm.layout.plan import Plan, plan
+from meshcomm.layout.reshard import reshard
+from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
 from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
 from meshcomm.runtime.world import init, shutdown
+from meshcomm.spmd.shard_map import shard_map
 from meshcomm.work import Work, wait
+
+if typing.TYPE_CHECKING:
+    from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
 
 __version__ = "0.1.0"
 
@@ -17,6 +27,7 @@ __all__ = [
     "CommError",
     "Mesh",
     "MeshError",
+    "Plan",
     "VaryingError",
     "Work",
     "all_gather",
@@ -29,20 +40,46 @@ __all__ = [
     "broadcast",
     "current_mesh",
     "exchange",
+    "from_dtensor",
     "gather",
+    "global_shape",
     "init",
     "launch",
+    "layout_from",
+    "layout_of",
+    "local_shape",
     "make_mesh",
+    "partition_spec",
     "permute",
+    "placements",
+    "plan",
     "pvary",
     "recv",
     "reduce",
     "reduce_scatter",
+    "reshard",
     "scatter",
     "send",
     "shard",
+    "shard_map",
     "shift",
     "shutdown",
+    "to_dtensor",
     "use_mesh",
     "wait",
 ]
+
+# What imports DTensor, a second and more, does so when it is first asked for.
+_LATER = dict.fromkeys(("from_dtensor", "layout_from", "placements", "to_dtensor"), "meshcomm.layout.dtensor")
+
+if not typing.TYPE_CHECKING:  # a type checker would take every name for one of these
+
+    def __getattr__(name):
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

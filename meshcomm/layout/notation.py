@@ -6,6 +6,7 @@ einops parses; here is what the parts mean, and where in the string something is
 from __future__ import annotations
 
 import re
+import unicodedata
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -15,10 +16,11 @@ from einops.parsing import ParsedExpression
 
 from meshcomm.errors import fail, names
 
-__all__ = ["Dim", "Layout", "Pattern", "expand", "parse", "parse_arrow"]
+__all__ = ["Dim", "Layout", "Pattern", "expand", "parse", "parse_arrow", "pointed"]
 
 _ELLIPSIS = "..."
-_TOKEN = re.compile(r"\.\.\.|\w+|[()]|\S")
+_TOKEN = re.compile(r"\.\.\.|\w+|[^ ]")
+_NEARLY_AN_ARROW = re.compile(r"[-=<>→⇒]")
 
 
 class Dim(NamedTuple):
@@ -35,7 +37,8 @@ class Dim(NamedTuple):
 class Layout(tuple[Dim, ...]):
     """How one tensor lies on a mesh: its dims. Along the axes that none of them names it is invariant."""
 
-    __slots__ = ()
+    at: tuple[int, ...] = ()
+    """Where each dim's name stands in the string that the layout was read from; empty for one made otherwise."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -88,9 +91,29 @@ def parse_arrow(where: str, text: object, mesh: Mapping[str, int], inputs: int |
 def expand(layout: Layout, count: int) -> Layout:
     """With its ellipsis, if it has one, written as so many dims, counted from the last."""
     dims: list[Dim] = []
-    for dim in layout:
-        dims += [Dim(f"...{i}") for i in range(count, 0, -1)] if dim.name == _ELLIPSIS else [dim]
-    return Layout(dims)
+    at: list[int | None] = []
+    for dim, place in zip(layout, layout.at or [None] * len(layout), strict=True):
+        some = [Dim(f"...{i}") for i in range(count, 0, -1)] if dim.name == _ELLIPSIS else [dim]
+        dims += some
+        at += [place] * len(some)
+    return _placed(dims, at)
+
+
+def _placed(dims: Sequence[Dim], at: Sequence[int | None]) -> Layout:
+    layout = Layout(dims)
+    layout.at = tuple(place for place in at if place is not None)
+    return layout
+
+
+def pointed(what: str, text: str, at: int | None = None) -> str:
+    """What is wrong, and under it the string with a caret under the character ``at``."""
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    if at is None:
+        return f"{what}\n    {shown}"
+    wide = sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "FW" else 1 for c in shown[:at]
+    )
+    return f"{what}\n    {shown}\n    {' ' * wide}^"
 
 
 def _string(where: str, text: object, mesh: Mapping[str, int], example: str) -> str:
@@ -112,19 +135,21 @@ def _parse(where: str, text: str, mesh: tuple[tuple[str, int], ...]) -> Layout:
 @lru_cache(1000)
 def _parse_arrow(where: str, text: str, mesh: tuple[tuple[str, int], ...], inputs: int | None) -> Pattern:
     reader = _Reader(where, text, dict(mesh))
-    arrows = [found.start() for found in re.finditer("->", text)]
-    if len(arrows) != 1:
-        place = arrows[1] if arrows else len(text)
-        reader.wrong(place, f"{len(arrows)} arrows instead of one.", 'from -> to, as in "b (tp s) -> b s"')
-    commas = [at for at in range(arrows[0]) if text[at] == ","]
-    if "," in text[arrows[0] :]:
-        reader.wrong(text.index(",", arrows[0]), "there is one result.", "write one layout after the arrow")
-    starts, ends = [0, *(at + 1 for at in commas)], [*commas, arrows[0]]
+    arrow = reader.arrow()
+    commas = [at for at in range(arrow) if text[at] == ","]
+    if "," in text[arrow:]:
+        reader.wrong(text.index(",", arrow), "there is one result.", "write one layout after the arrow")
+    starts, ends = [0, *(at + 1 for at in commas)], [*commas, arrow]
     if inputs is not None and len(starts) != inputs:
-        at = commas[inputs - 1] if len(commas) >= inputs else arrows[0]
-        reader.wrong(at, f"{len(starts)} layouts for {inputs} tensors.", "write one layout per tensor, with commas")
+        at = commas[inputs - 1] if len(commas) >= inputs else arrow
+        what = f"{_count(len(starts), 'layout')} for {_count(inputs, 'tensor')}."
+        reader.wrong(at, what, "write one layout per tensor, with commas between them")
     sides = [reader.layout(start, end) for start, end in zip(starts, ends, strict=True)]
-    return Pattern(text, tuple(sides), reader.layout(arrows[0] + 2, len(text)))
+    return Pattern(text, tuple(sides), reader.layout(arrow + 2, len(text)))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 class _Reader:
@@ -133,14 +158,24 @@ class _Reader:
     def __init__(self, where: str, text: str, mesh: dict[str, int]) -> None:
         self.where, self.text, self.mesh = where, text, mesh
 
-    def wrong(self, at: int, what: str, fix: str, more: str = "") -> NoReturn:
+    def wrong(self, at: int, what: str, fix: str) -> NoReturn:
         """Fail, pointing at a character."""
-        pointed = f"{what}\n    {self.text}\n    {' ' * at}^"
-        fail(self.where, pointed, got=f"mesh {self.mesh}{'; ' + more if more else ''}", fix=fix)
+        fail(self.where, pointed(what, self.text, at), got=f"mesh {self.mesh}", fix=fix)
+
+    def arrow(self) -> int:
+        """Where the only arrow stands."""
+        arrows = [found.start() for found in re.finditer("->", self.text)]
+        fix = 'from -> to, as in "b (tp s) -> b s"'
+        if len(arrows) > 1:
+            self.wrong(arrows[1], f"{len(arrows)} arrows instead of one.", fix)
+        if not arrows:
+            near = _NEARLY_AN_ARROW.search(self.text)
+            self.wrong(near.start() if near else len(self.text), "there is no arrow.", fix)
+        return arrows[0]
 
     def layout(self, start: int, end: int) -> Layout:
         """The one between these places."""
-        self._check(start, end)
+        at = self._check(start, end)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about names that are keywords
             try:
@@ -156,13 +191,14 @@ class _Reader:
             else:
                 *axes, name = part
                 dims.append(Dim(str(name), tuple(map(str, axes))))
-        return Layout(dims)
+        return _placed(dims, at)
 
-    def _check(self, start: int, end: int) -> None:
-        """Whatever is wrong is found here, where its place is known."""
+    def _check(self, start: int, end: int) -> list[int]:
+        """Whatever is wrong is found here, where its place is known. Gives the places of the dims."""
         seen: set[str] = set()
+        places: list[int] = []
         group: list[tuple[str, int]] | None = None
-        opened = start
+        opened = behind = start
         for token, at in self._tokens(start, end):
             if token == "(":
                 if group is not None:
@@ -171,17 +207,24 @@ class _Reader:
             elif token == ")":
                 if group is None:
                     self.wrong(at, "a parenthesis is closed that was not opened.", 'as in "(tp d)"')
-                self._check_group(group, at)
+                self._check_group(group, opened)
+                places.append(group[-1][1])
                 group = None
             else:
                 self._check_name(token, at, seen)
+                if at == behind and at > start:
+                    self.wrong(at, "an ellipsis stands by itself.", "put a space between it and a name")
+                behind = at + len(token)
                 if group is not None:
                     group.append((token, at))
                 elif token in self.mesh:
                     fix = f"write the dim that it cuts behind it: ({token} name)"
                     self.wrong(at, f"{token!r} is a mesh axis and stands as a dim.", fix)
+                else:
+                    places.append(at)
         if group is not None:
             self.wrong(opened, "a parenthesis is not closed.", 'as in "(tp d)"')
+        return places
 
     def _tokens(self, start: int, end: int) -> Iterator[tuple[str, int]]:
         for found in _TOKEN.finditer(self.text, start, end):
@@ -191,25 +234,44 @@ class _Reader:
         if token == "1":
             return
         if token != _ELLIPSIS and not token.isidentifier():
-            what = f"{token!r} is not a name." if token[0].isalnum() else f"{token!r} means nothing here."
-            self.wrong(at, what, "names of dims, names of mesh axes, parentheses, 1 and ...")
+            self._check_symbol(token, at)
         if token.startswith("_") or token.endswith("_"):
             self.wrong(at, f"einops' names neither begin nor end with an underscore, as {token!r} does.", "rename it")
         if token in seen:
             kind = "mesh axis" if token in self.mesh else "dim"
             fix = "a tensor is cut over an axis once" if token in self.mesh else "give each dim a name of its own"
-            self.wrong(at, f"the {kind} {token!r} stands twice in one layout.", fix)
+            what = "an ellipsis stands" if token == _ELLIPSIS else f"the {kind} {token!r} stands"
+            self.wrong(at, f"{what} twice in one layout.", "write one" if token == _ELLIPSIS else fix)
         seen.add(token)
 
-    def _check_group(self, group: Sequence[tuple[str, int]], end: int) -> None:
+    def _check_symbol(self, token: str, at: int) -> NoReturn:
+        """What is no name, in the words of what it may have been meant to be."""
+        known = "names of dims, names of mesh axes, parentheses, 1 and ..."
+        if token.isdigit():
+            what = f"1, for a dim of length 1, is the only number in a layout, and {token!r} is another."
+            self.wrong(at, what, "give the dim a name; the tensor knows its length")
+        if token[0].isalnum() or token[0] == "_":
+            self.wrong(at, f"{token!r} is not a name.", f"letters, digits and underscores, a letter first; {known}")
+        if token == ",":
+            self.wrong(
+                at, "a comma stands between the layouts of two tensors, and here is one.", "part dims with spaces"
+            )
+        if self.text.startswith("->", at):
+            self.wrong(at, "an arrow leads from one layout to another, and here is one.", "write a single layout")
+        if token.isspace():
+            self.wrong(
+                at, f"names are parted by spaces, not by {token!r}.", "write the layout on one line, with spaces"
+            )
+        self.wrong(at, f"{token!r} means nothing here.", known)
+
+    def _check_group(self, group: Sequence[tuple[str, int]], opened: int) -> None:
         if not group:
-            self.wrong(end, "parentheses with nothing in them.", "write 1 for a dim of length 1")
+            self.wrong(opened, "parentheses with nothing in them.", "write 1 for a dim of length 1")
         *axes, (name, at) = group
         for axis, place in axes:
             if axis in (_ELLIPSIS, "1") or axis not in self.mesh:
-                known = names(self.mesh) or "none"
                 what = f"{axis!r} is not an axis of the mesh; in parentheses all but the last are."
-                self.wrong(place, what, f"one of {known}; a dim stands last, as in (tp d)")
+                self.wrong(place, what, f"one of {names(self.mesh)}; a dim stands last, as in (tp d)")
         if name in self.mesh:
             what = f"the last name in parentheses is a dim, and {name!r} is a mesh axis."
             self.wrong(at, what, f"write the name of the dim behind it: ({' '.join([*(a for a, _ in axes), name])} d)")

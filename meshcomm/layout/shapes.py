@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
-from meshcomm.layout.notation import Dim, Layout, expand, parse
+from meshcomm.layout.notation import Dim, Layout, expand, parse, pointed
 from meshcomm.mesh import Mesh
 
-__all__ = ["fit", "global_shape", "layout_of", "local_shape", "partition_spec"]
+__all__ = [
+    "checked_shape",
+    "cut",
+    "dim_names",
+    "fit",
+    "global_shape",
+    "layout_of",
+    "local_shape",
+    "no_ellipsis",
+    "partition_spec",
+]
 
 
 def fit(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int], text: str) -> Layout:
@@ -21,21 +32,27 @@ def fit(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int
 
     Raises MeshError where the number of dims is another one, or a dim called 1 is longer.
     """
+    given = f"shape {tuple(shape)}; mesh {dict(mesh)}"
     ellipsis = sum(name == "..." for name in layout.names)
     extra = len(shape) - len(layout) + ellipsis
     if extra < 0 or (extra and not ellipsis):
-        count = f"{len(layout) - ellipsis} dims{' or more' if ellipsis else ''}"
-        what = f"{str(layout)!r} has {count}, the tensor {len(shape)}."
-        fail(where, what, got=f"{text!r}; shape {tuple(shape)}; mesh {dict(mesh)}", fix="name every dim")
+        count = len(layout) - ellipsis
+        dims = f"{count} dim{'' if count == 1 else 's'}{' or more' if ellipsis else ''}"
+        what = f"{str(layout)!r} has {dims}, the tensor {len(shape)}."
+        places = [at for dim, at in zip(layout, layout.at, strict=False) if dim.name != "..."]
+        at = places[min(len(shape), count - 1)] if places else None
+        fix = "name every dim" if extra > 0 else "name no more dims than there are"
+        fail(where, pointed(what, text, at), got=given, fix=fix)
     layout = expand(layout, extra)
-    for dim, length in zip(layout, shape, strict=True):
+    for i, (dim, length) in enumerate(zip(layout, shape, strict=True)):
         if dim.name == "1" and length != 1:
-            what = f"a dim called 1 has length {length}."
-            fail(where, what, got=f"{text!r}; shape {tuple(shape)}; mesh {dict(mesh)}", fix="give the dim a name")
+            at = layout.at[i] if layout.at else None
+            fail(where, pointed(f"a dim called 1 has length {length}.", text, at), got=given, fix="give it a name")
     return layout
 
 
-def _checked_shape(where: str, shape: object) -> tuple[int, ...]:
+def checked_shape(where: str, shape: object) -> tuple[int, ...]:
+    """Lengths, or those of a tensor."""
     lengths = tuple(shape.shape) if isinstance(shape, Tensor) else shape
     if not isinstance(lengths, Sequence) or not all(check.whole_number(n) and n >= 0 for n in lengths):
         fail(where, f"{shape!r} is not a shape.", fix="a tuple of lengths, or a tensor")
@@ -44,20 +61,45 @@ def _checked_shape(where: str, shape: object) -> tuple[int, ...]:
 
 def cut(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int], text: str) -> tuple[int, ...]:
     """The shape of a rank's part of a global shape, for a layout that :func:`fit` has seen."""
-    for dim, length, parts in zip(layout, shape, layout.parts(mesh), strict=True):
+    counts = layout.parts(mesh)
+    for dim, length, parts in zip(layout, shape, counts, strict=True):
         if length % parts:
             sizes = " * ".join(f"{axis}={mesh[axis]}" for axis in dim.axes)
+            what = f"dim {dim.name!r} of length {length} is not divisible by {sizes}."
+            found = re.search(rf"\( *{' +'.join(dim.axes)} +({re.escape(dim.name)}) *\)", text)
             fail(
                 where,
-                f"dim {dim.name!r} of length {length} is not divisible by {sizes}.",
-                got=f"{text!r}; global shape {tuple(shape)}; mesh {dict(mesh)}",
+                pointed(what, text, found and found.start(1)),
+                got=f"global shape {tuple(shape)}; mesh {dict(mesh)}",
                 fix=f"pad it to {-(-length // parts) * parts}",
             )
-    return tuple(length // parts for length, parts in zip(shape, layout.parts(mesh), strict=True))
+    return tuple(length // parts for length, parts in zip(shape, counts, strict=True))
+
+
+def dim_names(where: str, dims: str | None, mesh: Mapping[str, int], least: int, exact: bool = False) -> list[str]:
+    """The names in a string such as ``"b s d"``, or ``d0 d1 ...``: at least so many, or exactly."""
+    if dims is None:
+        called = [f"d{i}" for i in range(least)]
+        if set(called) & set(mesh):
+            fail(where, "a mesh axis has the name that a dim would get.", got=f"mesh {dict(mesh)}", fix="pass dims=")
+        return called
+    parsed = parse(where, dims, mesh)
+    wrong = next((i for i, dim in enumerate(parsed) if dim.axes or dim.name == "..."), None)
+    if wrong is not None:
+        fix = "the names alone, one per dim, such as 'b s d'"
+        fail(where, pointed("dims= names the dims.", dims, parsed.at[wrong]), got=f"mesh {dict(mesh)}", fix=fix)
+    if len(parsed) < least or (exact and len(parsed) > least):
+        has, needed = f"{len(parsed)} name{'' if len(parsed) == 1 else 's'}", f"{least} dim{'' if least == 1 else 's'}"
+        at = parsed.at[least] if len(parsed) > least else len(dims)
+        what = f"{has} for {needed}{'' if exact else ' or more'}."
+        fail(where, pointed(what, dims, at), got=f"mesh {dict(mesh)}", fix="one name per dim")
+    return list(parsed.names)
 
 
 def local_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) -> tuple[int, ...]:
     """The shape of each rank's part of a global tensor.
+
+    Type: lengths, the same on every rank.
 
     Args:
         layout: such as ``"(dp b) s (tp d)"``.
@@ -65,6 +107,8 @@ def local_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) -> 
         mesh: the current mesh by default.
 
     Returns: a tuple of lengths.
+
+    Backward: none, for lengths are Python ints.
 
     Cost: none.
 
@@ -78,7 +122,7 @@ def local_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) -> 
     """
     where = "local_shape"
     sizes = check.mesh_of(where, "", mesh).shape
-    whole = _checked_shape(where, shape)
+    whole = checked_shape(where, shape)
     fitted = fit(where, parse(where, layout, sizes), whole, sizes, layout)
     return cut(where, fitted, whole, sizes, layout)
 
@@ -86,12 +130,16 @@ def local_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) -> 
 def global_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) -> tuple[int, ...]:
     """The shape of the global tensor of which each rank has a part of this shape: undoes :func:`local_shape`.
 
+    Type: lengths, the same on every rank.
+
     Args:
         layout: such as ``"(dp b) s (tp d)"``.
         shape: the local shape, or a tensor that has it.
         mesh: the current mesh by default.
 
     Returns: a tuple of lengths.
+
+    Backward: none, for lengths are Python ints.
 
     Cost: none.
 
@@ -105,7 +153,7 @@ def global_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) ->
     """
     where = "global_shape"
     sizes = check.mesh_of(where, "", mesh).shape
-    mine = _checked_shape(where, shape)
+    mine = checked_shape(where, shape)
     parts = fit(where, parse(where, layout, sizes), mine, sizes, layout).parts(sizes)
     return tuple(math.prod(pair) for pair in zip(mine, parts, strict=True))
 
@@ -113,11 +161,15 @@ def global_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) ->
 def partition_spec(layout: str, mesh: Mesh | None = None) -> tuple[Any, ...]:
     """A layout as the tuple that ``jax.sharding.PartitionSpec`` takes: per dim None, an axis, or a tuple of axes.
 
+    Type: names, the same on every rank.
+
     Args:
         layout: such as ``"(dp b) s (tp d)"``; no ellipsis.
         mesh: the current mesh by default.
 
     Returns: a tuple, one entry per dim.
+
+    Backward: none, for there are no tensors.
 
     Cost: none.
 
@@ -130,26 +182,38 @@ def partition_spec(layout: str, mesh: Mesh | None = None) -> tuple[Any, ...]:
         (('dp', 'fsdp'), None, 'tp')
     """
     where = "partition_spec"
-    parsed = parse(where, layout, check.mesh_of(where, "", mesh).shape)
-    if "..." in parsed.names:
-        fail(where, "a PartitionSpec has one entry per dim, and an ellipsis any number.", got=repr(layout))
+    sizes = check.mesh_of(where, "", mesh).shape
+    parsed = parse(where, layout, sizes)
+    no_ellipsis(where, parsed, layout, sizes)
     return tuple(None if not dim.axes else dim.axes[0] if len(dim.axes) == 1 else dim.axes for dim in parsed)
 
 
-def layout_of(spec: Sequence[Any], dims: str | None = None, mesh: Mesh | None = None) -> str:
+def no_ellipsis(where: str, layout: Layout, text: str, mesh: Mapping[str, int]) -> None:
+    """Refuse an ellipsis where a layout is turned into something with one entry per dim."""
+    if "..." in layout.names:
+        at = layout.at[layout.names.index("...")]
+        what = "an ellipsis is any number of dims, and here each is counted."
+        fail(where, pointed(what, text, at), got=f"mesh {dict(mesh)}", fix="name every dim")
+
+
+def layout_of(spec: Collection[Any], dims: str | None = None, mesh: Mesh | None = None) -> str:
     """The layout that a JAX-style PartitionSpec says: undoes :func:`partition_spec`.
+
+    Type: names, the same on every rank.
 
     Args:
         spec: per dim None, the name of an axis, or a tuple of names, the first one major.
         dims: the names of the dims, such as ``"b s d"``; ``d0 d1 ...`` by default. Dims beyond the spec are not cut.
         mesh: the current mesh by default.
 
-    Returns: a string.
+    Returns: a string, such as ``"(dp b) s (tp d)"``.
+
+    Backward: none, for there are no tensors.
 
     Cost: none.
 
     Raises:
-        MeshError: entries that are no axes of the mesh; an axis twice; fewer names than entries.
+        MeshError: entries that are no axes of the mesh; an axis twice; fewer names than entries; a cut dim called 1.
 
     Example:
         >>> import meshcomm as mc
@@ -158,18 +222,22 @@ def layout_of(spec: Sequence[Any], dims: str | None = None, mesh: Mesh | None = 
     """
     where = "layout_of"
     sizes = check.mesh_of(where, "", mesh).shape
-    if isinstance(spec, str) or not isinstance(spec, Sequence):
+    if isinstance(spec, (str, Mapping, Set)) or not isinstance(spec, Collection):  # JAX's own is no Sequence
         fail(where, f"a PartitionSpec is a tuple, not {spec!r}.", fix='such as (("dp", "fsdp"), None, "tp")')
-    called = [f"d{i}" for i in range(len(spec))] if dims is None else list(parse(where, dims, sizes).names)
-    if len(called) < len(spec):
-        fail(where, f"{len(called)} names for a PartitionSpec of {len(spec)} entries.", got=f"{dims!r}; {spec!r}")
-    found = []
+    called = dim_names(where, dims, sizes, len(spec))
+    found, seen = [], set[str]()
     for name, entry in zip(called, [*spec, *[None] * (len(called) - len(spec))], strict=True):
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        axes = () if entry is None else tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
         for axis in axes:
-            if axis not in sizes:
+            if not isinstance(axis, str) or axis not in sizes:
+                given = f"{spec!r}; mesh {sizes}"
+                fail(where, f"no axis {axis!r} in the mesh.", got=given, fix=f"one of {names(sizes)}")
+            if axis in seen:
                 fail(
-                    where, f"no axis {axis!r} in the mesh.", got=f"{spec!r}; mesh {sizes}", fix=f"one of {names(sizes)}"
+                    where, f"the axis {axis!r} stands twice.", got=f"{spec!r}", fix="a tensor is cut over an axis once"
                 )
+            seen.add(axis)
+        if axes and name == "1":
+            fail(where, f"a dim called 1 is cut over {names(axes)}.", got=f"{spec!r}; dims {dims!r}", fix="name it")
         found.append(Dim(name, axes))
-    return str(parse(where, str(Layout(found)), sizes))
+    return str(Layout(found))
