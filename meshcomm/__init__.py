@@ -10,6 +10,7 @@ from meshcomm.collectives.place import axis_index, axis_size
 from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
+from meshcomm.layout.einsum import einsum
 from meshcomm.layout.plan import Plan, plan
 from meshcomm.layout.reshard import reshard
 from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
@@ -39,6 +40,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "current_mesh",
+    "einsum",
     "exchange",
     "from_dtensor",
     "gather",

@@ -161,7 +161,8 @@ def test_no_sequence_of_collectives_sends_less() -> None:
     ]
     for source, target in pairs:
         found = mc.plan(f"{write(source)} -> {write(target)}", length, mesh)
-        assert best(source, target, shape, length, found.bytes_sent // 4) is None, str(found)
+        if found.bytes_sent:
+            assert best(source, target, shape, length, found.bytes_sent // 4) is None, str(found)
 
 
 PLANS = {
