@@ -84,7 +84,9 @@ def logged(mesh: mc.Mesh) -> Iterator[list[str]]:
             link.announce = before  # type: ignore[method-assign]
 
 
-def against_torch(spec: str, mesh: mc.Mesh, dtype: torch.dtype = torch.float64) -> tuple[list[str], list[str]]:
+def against_torch(
+    spec: str, mesh: mc.Mesh, dtype: torch.dtype = torch.float64, ring: bool = False
+) -> tuple[list[str], list[str]]:
     """Value and gradients; gives the collectives forwards and backwards (in-process)."""
     left, right = spec.split("->")
     sides = left.split(",")
@@ -94,7 +96,7 @@ def against_torch(spec: str, mesh: mc.Mesh, dtype: torch.dtype = torch.float64) 
     wanted = torch.autograd.grad(expected, wholes, g)
     mine = [part(x.detach(), side, mesh).requires_grad_() for x, side in zip(wholes, sides, strict=True)]
     with logged(mesh) as forward:
-        y = mc.einsum(spec, *mine, mesh=mesh)
+        y = mc.einsum(spec, *mine, mesh=mesh, ring=ring)
     assert_close(y, part(expected.detach(), right, mesh), msg=lambda text: f"{spec}: {text}")
     with logged(mesh) as backward:
         found = torch.autograd.grad(y, mine, part(g, right, mesh))
@@ -178,13 +180,47 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
     mc.launch(more, ranks=4, args=(dtype,))
 
 
+RINGS: dict[str, tuple[list[str], list[str]]] = {
+    "b (tp s) d, d (tp f) -> b s (tp f)": (["shift tp"] * 3, ["shift tp"] * 3),
+    "b s (tp f), (tp f) d -> b (tp s) d": (["shift tp"] * 3, ["shift tp"] * 3),
+    "b (tp d), d (tp f) -> b (tp f)": (["shift tp"] * 3, ["shift tp"] * 3),
+    "(tp m) k, k (tp n) -> m (tp n)": (["shift tp"] * 3, ["shift tp"] * 3),
+    # Nothing to take apart: the same as without.
+    "b s d, d (tp f) -> b s (tp f)": ([], ["all_reduce tp"]),
+    "b s (tp f), (tp f) d -> b s d": (["all_reduce tp"], []),
+}
+
+
+def rings() -> None:
+    mesh = mc.make_mesh({"tp": 4})
+    for spec, expected in RINGS.items():
+        assert against_torch(spec, mesh, ring=True) == expected, spec
+
+
+def test_round_a_ring() -> None:
+    """Pieces go round while others are multiplied: the values and gradients are those of the collective."""
+    mc.launch(rings, ranks=4)
+
+
+def every_ring() -> None:
+    mesh = mc.make_mesh({"dp": 2, "tp": 2})
+    for spec in [*MORE, *MEGATRON]:
+        against_torch(spec, mesh, ring=True)
+
+
+def test_a_ring_wherever_it_may_be_asked_for() -> None:
+    mc.launch(every_ring, ranks=4)
+
+
 def on_processes() -> None:
     mesh = mc.make_mesh({"dp": 2, "tp": 2})
     for spec in [*MORE[::3], *MEGATRON]:
         left, right = spec.split("->")
         wholes = [drawn(side, seed) for seed, side in enumerate(left.split(","))]
         mine = [part(x, side, mesh) for x, side in zip(wholes, left.split(","), strict=True)]
-        assert_close(mc.einsum(spec, *mine, mesh=mesh), part(torch.einsum(plain(spec), *wholes), right, mesh))
+        for ring in (False, True):
+            y = mc.einsum(spec, *mine, mesh=mesh, ring=ring)
+            assert_close(y, part(torch.einsum(plain(spec), *wholes), right, mesh))
 
 
 def test_on_processes(pool4: Any) -> None:
@@ -296,6 +332,7 @@ WRONG: dict[str, tuple[Callable[[mc.Mesh], Any], str]] = {
     "dims": (lambda m: mc.einsum("b d, d f -> b f", torch.ones(2), torch.ones(2, 2), mesh=m), "'b d' has 2 dims, the tensor 1"),
     "no tensor": (lambda m: mc.einsum("b d, d f -> b f", torch.ones(2, 2), 3.0, mesh=m), "operand 1 is not a tensor but float"),  # type: ignore[arg-type]
     "no string": (lambda m: mc.einsum(torch.ones(2), torch.ones(2), mesh=m), "a layout is a string, not Tensor"),  # type: ignore[arg-type]
+    "ring": (lambda m: mc.einsum("m -> m", torch.ones(2), mesh=m, ring=1), "ring=1 is neither True nor False"),  # type: ignore[arg-type]
     "ellipsis": (lambda m: mc.einsum("... d -> d", torch.ones(2, 2), mesh=m), "an ellipsis of an operand is not in the result"),
 }  # fmt: skip
 

@@ -1,9 +1,9 @@
 """einsum over global tensors: local einsums, and the collectives that the layouts call for.
 
-Along each mesh axis that is spoken of, the ranks divide the work by cutting one index, or all do the same. That index is
-chosen so that few tensors have to be moved, of those choices the one that sends the fewest bytes forwards and
+Along each mesh axis that is spoken of, the ranks divide the work by cutting one index, or all do the same. That index
+is chosen so that few tensors have to be moved, of those choices the one that sends the fewest bytes forwards and
 backwards. Then each operand is brought to where its ranks need it; what a rank computes is a part of a sum where the
-index is summed over. All of it is made of differentiable collectives; their transposes are the backward of each operand.
+index is summed over. All of it is made of differentiable collectives; their transposes are each operand's backward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import check
+from meshcomm.collectives.exchange import shift
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail, names
@@ -60,7 +61,7 @@ class Recipe(NamedTuple):
     """Where the result has dims of length 1 without a name."""
 
 
-def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None) -> Tensor:
+def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool = False) -> Tensor:
     """Multiply and sum global tensors of which each rank has a part.
 
     ::
@@ -80,6 +81,9 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None) -> Tensor:
         layouts: ``"a, b, ... -> result"``.
         operands: this rank's part of each, all of one dtype.
         mesh: the current mesh by default.
+        ring: where one operand is gathered, or the sums are scattered, do it piece by piece round a ring, each piece
+            under way while another one is multiplied (a collective matmul). The same values up to the order of sums, in
+            n products and n - 1 shifts; the backward goes round the other way. Not in compiled code.
 
     Returns: this rank's part of the result.
 
@@ -115,10 +119,21 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None) -> Tensor:
         if x.dtype != operands[0].dtype:
             kinds = names(str(each.dtype) for each in operands)
             fail(where, "operands of different dtypes.", got=f"{layouts!r}; {kinds}", fix="cast them to one")
+    if not isinstance(ring, bool):
+        fail(where, f"ring={ring!r} is neither True nor False.")
     recipe = recipe_of(where, pattern, tuple(tuple(x.shape) for x in operands), tuple(sizes.items()))
-    parts = [_moved(x, move, here) for x, move in zip(operands, recipe.moves, strict=True)]
-    y = _product(parts, [move.names for move in recipe.moves], recipe.product)
-    for dim, axes in recipe.scattered:
+    ring = ring and not torch.compiler.is_compiling()  # each rank's pieces come in another order
+    gathered = _gathered_once(recipe) if ring else None
+    scattered = recipe.scattered
+    if gathered is not None:
+        y = _around(operands, recipe, gathered, here)
+    else:
+        parts = [_moved(x, move, here) for x, move in zip(operands, recipe.moves, strict=True)]
+        if ring and len(scattered) == 1:
+            y, scattered = _back_around(parts, recipe, here), ()
+        else:
+            y = _product(parts, [move.names for move in recipe.moves], recipe.product)
+    for dim, axes in scattered:
         y = reduce_scatter(y, _axis(axes), dim, mesh=here)
     if recipe.reduced:
         y = all_reduce(y, _axis(recipe.reduced), mesh=here)
@@ -170,6 +185,73 @@ def _product(parts: Sequence[Tensor], inputs: Sequence[Sequence[str]], output: S
         args += [part, [numbers[name] for name in dims]]
     y: Tensor = torch.einsum(*args, [numbers[name] for name in output])
     return y
+
+
+# ------------------------------------------------------------------------------------------------------- round a ring
+
+
+def _gathered_once(recipe: Recipe) -> int | None:
+    """The operand of which a gather is the whole and only move of the product."""
+    found = [number for number, move in enumerate(recipe.moves) if any(step.elements for step in move.steps)]
+    if len(found) != 1:
+        return None
+    move = recipe.moves[found[0]]
+    (step, *more) = move.steps
+    return found[0] if not more and _varies(step.axes, move, 0) and step.op == "all_gather_invariant" else None
+
+
+def _around(operands: Sequence[Tensor], recipe: Recipe, number: int, mesh: Mesh) -> Tensor:
+    """The product with an operand of which each rank has a piece: the pieces go round."""
+    step = recipe.moves[number].steps[0]
+    axis = mesh.axis(_axis(step.axes), "einsum")
+    waiting = recipe.moves[number]._replace(steps=(), varied=_without(recipe.moves[number].varied, step.axes))
+    moves = [waiting if i == number else move for i, move in enumerate(recipe.moves)]
+    parts = [_moved(x, move, mesh) for x, move in zip(operands, moves, strict=True)]
+    inputs = [move.names for move in moves]
+    index = inputs[number][step.dim]
+    pieces: list[Tensor | None] = [None] * axis.size
+    total: Tensor | None = None
+    mine, length = parts[number], parts[number].shape[step.dim]
+    for turn in range(axis.size):
+        coming = shift(mine, axis.name, mesh=mesh, async_op=True) if turn + 1 < axis.size else None
+        at = (axis.index - turn) % axis.size
+        now = [mine if i == number else _cut(part, inputs[i], index, at, length) for i, part in enumerate(parts)]
+        piece = _product(now, inputs, recipe.product)
+        if index in recipe.product:
+            pieces[at] = piece
+        else:
+            total = piece if total is None else total + piece
+        mine = mine if coming is None else coming.wait()
+    if total is not None:
+        return total
+    return torch.cat([piece for piece in pieces if piece is not None], recipe.product.index(index))
+
+
+def _back_around(parts: Sequence[Tensor], recipe: Recipe, mesh: Mesh) -> Tensor:
+    """The sums of all ranks' products, each rank's own piece of them: sums go round and grow."""
+    ((dim, axes),) = recipe.scattered
+    axis = mesh.axis(_axis(axes), "einsum")
+    inputs, index = [move.names for move in recipe.moves], recipe.product[dim]
+    whole = next(part.shape[dims.index(index)] for part, dims in zip(parts, inputs, strict=True) if index in dims)
+    length = whole // axis.size
+    total: Tensor | None = None
+    for turn in range(1, axis.size + 1):
+        coming = None if total is None else shift(total, axis.name, mesh=mesh, async_op=True)
+        at = (axis.index - turn) % axis.size
+        now = [_cut(part, dims, index, at, length) for part, dims in zip(parts, inputs, strict=True)]
+        piece = _product(now, inputs, recipe.product)
+        total = piece if coming is None else coming.wait() + piece
+    assert total is not None
+    return total
+
+
+def _cut(part: Tensor, dims: tuple[str, ...], index: str, at: int, length: int) -> Tensor:
+    """The piece of an operand that goes with a piece of an index."""
+    return part.narrow(dims.index(index), at * length, length) if index in dims else part
+
+
+def _without(axes: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in others)
 
 
 # -------------------------------------------------------------------------------------------------------- the recipe
