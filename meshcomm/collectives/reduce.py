@@ -256,9 +256,9 @@ def all_reduce(
     attain it (one all_reduce). product: times the other ranks' product, exact with zeros (one all_gather). Bitwise
     ops have none.
 
-    Cost: 2 (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. Small ones on gloo (n times the bytes
-    up to 512 KiB), a product of complex numbers and bitwise ops on NCCL are gathered and reduced here: (n-1) times the
-    bytes.
+    Cost: 2 (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. Small ones on the CPU (256 KiB through
+    shared memory, 1 MiB over n in messages), a product of complex numbers and bitwise ops on NCCL are gathered and
+    reduced here: (n-1) times the bytes.
 
     Raises:
         MeshError: no such axis or op; sum or product of bool, mean of integers, order of complex; not a tensor; a
