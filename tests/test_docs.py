@@ -102,10 +102,7 @@ LACKING = {
     "init": {"Type", "Backward"},
     "shutdown": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
     "wait": {"Type", "Backward", "Cost"},
-    **dict.fromkeys(
-        ["plan", "local_shape", "global_shape", "partition_spec", "layout_of", "placements", "layout_from"],
-        {"Type", "Backward"},
-    ),
+    "plan": {"Type", "Backward"},
     "current_mesh": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
 }
 FUNCTIONS = [name for name in mc.__all__ if inspect.isfunction(getattr(mc, name))]
