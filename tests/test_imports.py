@@ -30,6 +30,8 @@ LAYERS = [
     ("meshcomm.mesh",),
     ("meshcomm.work",),
     ("meshcomm.collectives",),
+    ("meshcomm.layout",),
+    ("meshcomm.spmd",),
 ]
 NARROW = {"meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"), "meshcomm.errors": (), "meshcomm._torch": ()}
 
@@ -90,11 +92,41 @@ def test_no_cycle() -> None:
 
 
 def test_the_root_only_re_exports() -> None:
+    """At once, or when asked for: then a type checker sees an import, and Python two functions."""
     body = tree_of("meshcomm").body
     assert isinstance(body[0], ast.Expr), "no docstring"
     for node in body[1:]:
-        named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "__version__")
-        assert isinstance(node, ast.ImportFrom) or named, ast.unparse(node)
+        text = ast.unparse(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "typing.TYPE_CHECKING":
+            assert all(isinstance(inner, ast.ImportFrom) for inner in node.body), text
+        elif isinstance(node, ast.If):
+            assert ast.unparse(node.test) == "not typing.TYPE_CHECKING", text
+            assert [getattr(inner, "name", "") for inner in node.body] == ["__getattr__"], text
+        elif isinstance(node, ast.FunctionDef):
+            assert node.name == "__dir__", text
+        elif isinstance(node, ast.Import):
+            assert text in ("import importlib", "import typing"), text
+        elif isinstance(node, ast.Assign):
+            assert ast.unparse(node.targets[0]) in ("__all__", "__version__", "_LATER"), text
+        else:
+            assert isinstance(node, ast.ImportFrom), text
+
+
+def imported_for_type_checkers() -> dict[str, str]:
+    """Name to module, as the root's ``if typing.TYPE_CHECKING:`` has them."""
+    blocks = [node for node in tree_of("meshcomm").body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def test_type_checkers_see_what_is_imported_when_asked_for() -> None:
+    later = vars(mc)["_LATER"]
+    assert imported_for_type_checkers() == later
+    assert list(later) == sorted(later)
+    assert set(later) < set(mc.__all__)
+    for name, module in later.items():
+        assert getattr(mc, name) is getattr(importlib.import_module(module), name)
+    assert {"pvary", "__version__", *later} <= set(dir(mc))
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -105,11 +137,20 @@ def test_no_import_hides_in_a_function(module: str) -> None:
                 assert not isinstance(node, (ast.Import, ast.ImportFrom)), (
                     f"{module}:{node.lineno} imports in a function"
                 )
-                if isinstance(node, ast.Call):
-                    called = ast.unparse(node.func)
-                    assert called not in ("__import__", "importlib.import_module", "import_module"), (
-                        f"{module}:{node.lineno}"
-                    )
+
+
+# What imports when it is first asked for, and what: DTensor takes a second and more.
+LATE = {"meshcomm": {"meshcomm.layout.dtensor"}, "meshcomm.spmd.dtensors": {"meshcomm.layout.dtensor"}}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_few_import_by_name(module: str) -> None:
+    names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree_of(module))}
+    texts = {node.value for node in ast.walk(tree_of(module)) if isinstance(node, ast.Constant)}
+    if names & {"__import__", "import_module"}:
+        assert texts & set(MODULES) == LATE.get(module, set()), module
+        for other in LATE[module]:
+            assert module == "meshcomm" or layer(other) < layer(module)
 
 
 # --------------------------------------------------------------------------------------------------- private names
@@ -159,20 +200,36 @@ def test_the_check_finds_private_names() -> None:
     assert "_allgather_base" not in own_private_names()
 
 
+# The mesh knows its DeviceMesh; DTensor is a format of torch's own, and lives in one file.
+FORMATS = {
+    "meshcomm.mesh": {"torch.distributed.device_mesh"},
+    "meshcomm.layout.dtensor": {"torch.distributed.device_mesh", "torch.distributed.tensor"},
+}
+
+
 def test_torch_distributed_is_used_in_the_process_runtime_only() -> None:
-    """Nothing above the runtime communicates through torch.distributed; the mesh knows its DeviceMesh."""
+    """Nothing above the runtime communicates through torch.distributed."""
     for module in MODULES:
         if under(module, "meshcomm.runtime") or module == "meshcomm._torch":
             continue
         used = {other for other, _ in imports_of(module) if under(other, "torch.distributed")}
-        assert used <= ({"torch.distributed.device_mesh"} if module == "meshcomm.mesh" else set()), module
+        assert used <= FORMATS.get(module, set()), module
+
+
+def test_only_the_root_knows_what_is_imported_when_asked_for() -> None:
+    """Whatever imports it at once would bring DTensor into every program."""
+    later = set(imported_for_type_checkers().values())
+    assert later == {"meshcomm.layout.dtensor"}
+    for module in MODULES:
+        if module != "meshcomm":
+            assert not later & {other for other, _ in imports_of(module)}, module
 
 
 # ------------------------------------------------------------------------------------------------------------ names
 
 
 def test_all_of_the_root_is_complete() -> None:
-    public = {name for name, value in vars(mc).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    public = {name for name in dir(mc) if not name.startswith("_") and not inspect.ismodule(getattr(mc, name))}
     assert set(mc.__all__) == public
     assert list(mc.__all__) == sorted(mc.__all__)
 
@@ -211,8 +268,8 @@ def test_types_are_shipped() -> None:
 
 
 HEAVY = (
-    "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.testing", "einops",
-    "sympy", "pytest",
+    "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.testing", "sympy",
+    "pytest",
 )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def mesh_of(where: str, name: AxisName, mesh: Mesh | None) -> Mesh:
             fail(
                 where,
                 "there is no mesh.",
-                got=f"axis {name!r}",
+                got=f"axis {name!r}" if name else "",
                 fix="pass mesh=, or call inside `with mc.use_mesh(mesh):`",
             )
     elif not isinstance(mesh, Mesh):

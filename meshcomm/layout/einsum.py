@@ -110,7 +110,7 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
         and Watts, 1997).
     """
     where = "einsum"
-    here = check.mesh_of(where, layouts, mesh)
+    here = check.mesh_of(where, "", mesh)
     sizes = here.shape
     pattern = parse_arrow(where, layouts, sizes, len(operands))
     some = here.axis((pattern.spoken or here.axis_names)[0], where)

@@ -22,7 +22,7 @@ from meshcomm.layout.notation import Dim, Layout, Pattern, parse_arrow
 from meshcomm.layout.shapes import checked_shape, cut, fit
 from meshcomm.mesh import Mesh
 
-__all__ = ["Plan", "Step", "cheapest", "plan", "sides_of"]
+__all__ = ["Plan", "State", "Step", "cheapest", "plan", "plan_of", "sides_of"]
 
 State = tuple[tuple[str, ...], ...]
 """Per dim the axes that it is cut over, major first."""

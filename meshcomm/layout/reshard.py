@@ -61,7 +61,7 @@ def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None) -> Tensor:
     Source: einops; the layouts of Mesh TensorFlow; array redistribution by portable collectives (Zhang et al., 2021).
     """
     where = "reshard"
-    here = check.mesh_of(where, layouts, mesh)
+    here = check.mesh_of(where, "", mesh)
     sizes = here.shape
     pattern = parse_arrow(where, layouts, sizes, 1)
     check.tensor(where, x, here.axis((pattern.spoken or here.axis_names)[0], where))
