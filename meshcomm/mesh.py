@@ -26,7 +26,7 @@ from meshcomm.runtime.scheduler import local as _ranks
 from meshcomm.runtime.solo import SoloLink
 from meshcomm.runtime.traced import TracedLink
 
-__all__ = ["Axis", "AxisName", "Mesh", "axis_with_key", "current_mesh", "make_mesh", "use_mesh"]
+__all__ = ["Axis", "AxisName", "Mesh", "axis_with_key", "current_mesh", "make_mesh", "mesh_with_key", "use_mesh"]
 
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or several in order, the first one major."""
@@ -119,6 +119,11 @@ def _prepare(key: int, name: AxisName, where: str) -> str:
     attribute = f"_axis_{axis.key}"
     setattr(mesh, attribute, axis)
     return attribute
+
+
+def mesh_with_key(key: int) -> Mesh:
+    """The mesh that code speaks of which is being compiled."""
+    return _meshes[key]
 
 
 def axis_with_key(key: int) -> Axis:

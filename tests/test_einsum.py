@@ -317,6 +317,30 @@ def test_transforms(run4: Run) -> None:
     run4(transformed)
 
 
+def block(mesh: mc.Mesh, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    h = mc.einsum("b (tp s) d, d (tp f) -> b s (tp f)", x, a, mesh=mesh).relu()
+    y = mc.einsum("b s (tp f), (tp f) d -> b (tp s) d", h, b, mesh=mesh)
+    return mc.reshard(y, "b (tp s) d -> b s (tp d)", mesh=mesh)
+
+
+def compiled() -> None:
+    mesh = mc.make_mesh({"dp": 2, "tp": 2})
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(mesh.coordinate["tp"])
+    shapes = [(2, 4, 4), (4, 8), (8, 4)]
+    args = [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+    found = []
+    for f in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        y = f(mesh, *args)
+        found.append([y, *torch.autograd.grad(y.square().sum(), args)])
+    assert_close(found[1], found[0])
+
+
+def test_compiled(pool4: Any) -> None:
+    """The plan is made while tracing; the graph is one."""
+    pool4.run(compiled)
+
+
 WRONG: dict[str, tuple[Callable[[mc.Mesh], Any], str]] = {
     "operands": (lambda m: mc.einsum("b d, d f -> b f", torch.ones(2, 2), mesh=m), r"2 layouts for 1 tensor"),
     "lengths": (

@@ -12,11 +12,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange import shift
 from meshcomm.collectives.gather import all_gather
@@ -26,7 +27,7 @@ from meshcomm.layout.notation import Dim, Layout, Pattern, parse_arrow
 from meshcomm.layout.plan import State, Step, cheapest
 from meshcomm.layout.reshard import take
 from meshcomm.layout.shapes import fit
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import AxisName, Mesh, mesh_with_key
 
 __all__ = ["Recipe", "einsum", "recipe_of"]
 
@@ -111,9 +112,7 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
     """
     where = "einsum"
     here = check.mesh_of(where, "", mesh)
-    sizes = here.shape
-    pattern = parse_arrow(where, layouts, sizes, len(operands))
-    some = here.axis((pattern.spoken or here.axis_names)[0], where)
+    some = here.axis(here.axis_names[0], where)
     for number, x in enumerate(operands):
         check.tensor(where, x, some, f"operand {number}")
         if x.dtype != operands[0].dtype:
@@ -121,8 +120,12 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
             fail(where, "operands of different dtypes.", got=f"{layouts!r}; {kinds}", fix="cast them to one")
     if not isinstance(ring, bool):
         fail(where, f"ring={ring!r} is neither True nor False.")
-    recipe = recipe_of(where, pattern, tuple(tuple(x.shape) for x in operands), tuple(sizes.items()))
-    ring = ring and not torch.compiler.is_compiling()  # each rank's pieces come in another order
+    shapes = tuple(tuple(x.shape) for x in operands)
+    if torch.compiler.is_compiling():
+        recipe = _dressed(_bare_recipe(layouts, shapes, here._key))
+        ring = False  # each rank's pieces would come in another order
+    else:
+        recipe = _recipe(layouts, shapes, here._key)
     gathered = _gathered_once(recipe) if ring else None
     scattered = recipe.scattered
     if gathered is not None:
@@ -141,6 +144,27 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
     for place in recipe.ones:
         y = y.unsqueeze(place)
     return y
+
+
+def _recipe(layouts: str, shapes: tuple[tuple[int, ...], ...], mesh: int) -> Recipe:
+    sizes = mesh_with_key(mesh).shape
+    return recipe_of("einsum", parse_arrow("einsum", layouts, sizes, len(shapes)), shapes, tuple(sizes.items()))
+
+
+@_torch.at_trace_time
+def _bare_recipe(layouts: str, shapes: tuple[tuple[int, ...], ...], mesh: int) -> Any:
+    """The recipe in types that a graph may hold."""
+    moves, *rest, steps, ones = _recipe(layouts, shapes, mesh)
+    bare = tuple((*move[:3], tuple(map(tuple, move.steps)), move.varied) for move in moves)
+    return bare, *rest, tuple(map(tuple, steps)), ones
+
+
+def _dressed(bare: Any) -> Recipe:
+    moves, product, scattered, reduced, steps, ones = bare
+    dressed = [
+        Move(alone, axes, dims, tuple(Step(*step) for step in way), varied) for alone, axes, dims, way, varied in moves
+    ]
+    return Recipe(tuple(dressed), product, scattered, reduced, tuple(Step(*step) for step in steps), ones)
 
 
 def _axis(axes: tuple[str, ...]) -> AxisName:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange import all_to_all, permute
 from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.plan import Step, plan_of, sides_of
-from meshcomm.mesh import Mesh
+from meshcomm.mesh import Mesh, mesh_with_key
 
 __all__ = ["reshard", "take"]
 
@@ -62,26 +65,39 @@ def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None) -> Tensor:
     """
     where = "reshard"
     here = check.mesh_of(where, "", mesh)
-    sizes = here.shape
+    check.tensor(where, x, here.axis(here.axis_names[0], where))
+    planned = _planned_at_trace_time if torch.compiler.is_compiling() else _planned
+    steps, order = planned(layouts, tuple(x.shape), here._key)
+    x = take(x, steps, here)
+    return x if order == tuple(range(x.ndim)) else x.permute(order)
+
+
+def _planned(layouts: str, shape: tuple[int, ...], mesh: int) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    """The steps, and where each dim of the result is then, for a local shape on the mesh with this key."""
+    where, sizes = "reshard", mesh_with_key(mesh).shape
     pattern = parse_arrow(where, layouts, sizes, 1)
-    check.tensor(where, x, here.axis((pattern.spoken or here.axis_names)[0], where))
-    source, _ = sides_of(where, pattern, x.shape, sizes)
-    whole = tuple(math.prod(pair) for pair in zip(x.shape, source.parts(sizes), strict=True))
-    found = plan_of(where, pattern, whole, sizes, x.element_size())
-    x = take(x, found.steps, here)
-    return x if found.order == tuple(range(x.ndim)) else x.permute(found.order)
+    source, _ = sides_of(where, pattern, shape, sizes)
+    whole = tuple(math.prod(pair) for pair in zip(shape, source.parts(sizes), strict=True))
+    found = plan_of(where, pattern, whole, sizes, 1)
+    return found.steps, found.order
+
+
+@_torch.at_trace_time
+def _planned_at_trace_time(layouts: str, shape: tuple[int, ...], mesh: int) -> Any:
+    steps, order = _planned(layouts, shape, mesh)
+    return tuple(tuple(step) for step in steps), order  # of types that a graph may hold
 
 
 def take(x: Tensor, steps: Sequence[Step], mesh: Mesh) -> Tensor:
     """Take the steps of a plan."""
-    for step in steps:
-        axes = step.axes[0] if len(step.axes) == 1 else step.axes
-        if step.op == "shard":
-            x = shard(x, axes, step.dim, mesh=mesh)
-        elif step.op == "all_gather_invariant":
-            x = all_gather_invariant(x, axes, step.dim, mesh=mesh)
-        elif step.op == "all_to_all":
-            x = all_to_all(x, axes, step.to, step.dim, mesh=mesh)
-        elif step.elements:
-            x = permute(x, axes, step.perm, mesh=mesh)
+    for op, axes, dim, to, perm, elements, _ in steps:
+        axis = axes[0] if len(axes) == 1 else axes
+        if op == "shard":
+            x = shard(x, axis, dim, mesh=mesh)
+        elif op == "all_gather_invariant":
+            x = all_gather_invariant(x, axis, dim, mesh=mesh)
+        elif op == "all_to_all":
+            x = all_to_all(x, axis, to, dim, mesh=mesh)
+        elif elements:
+            x = permute(x, axis, perm, mesh=mesh)
     return x
