@@ -104,7 +104,7 @@ class SumBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return funcol.wait_tensor(funcol.all_reduce(g, "sum", ctx.group)), None
+        return funcol.all_reduce(g, "sum", ctx.group), None
 
 
 class SumForward(Function):
@@ -112,7 +112,7 @@ class SumForward(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        y: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+        y: Tensor = funcol.all_reduce(x, "sum", group)
         return y
 
     @staticmethod

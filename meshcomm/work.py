@@ -75,10 +75,11 @@ class Work(Generic[T]):
         Raises:
             CommError: the time is up (nothing is lost: wait again); the collective failed, and then every wait raises.
         """
+        seconds = None if timeout is None else _seconds(timeout)
         if self._over and self._error is None:
             self._claimed = True
             return self._value
-        return self._wait(_seconds(timeout))
+        return self._wait(seconds)
 
     def _wait(self, timeout: float | None) -> T:
         self._claimed = True
@@ -90,8 +91,8 @@ class Work(Generic[T]):
                 left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
                 try:
                     self._value = self._finish(left)
-                except TimedOutError:
-                    raise CommError(self._late(time.monotonic() - began)) from None
+                except TimedOutError as late:
+                    raise CommError(self._late(time.monotonic() - began, str(late))) from None
                 except Exception as error:
                     self._error = error
                     raise
@@ -168,14 +169,14 @@ class Work(Generic[T]):
                 yield
         return self.wait()
 
-    def _late(self, waited: float) -> str:
+    def _late(self, waited: float, absent: str = "") -> str:
         title = getattr(self, "_title", None)
         what, got = ("wait", "") if title is None else (title.what, str(title))
         since = time.monotonic() - self._began
         return text(
             what,
             f"not done after {waited:.3g} s of waiting, {since:.3g} s after it began.",
-            got=got,
+            got="; ".join(part for part in (got, absent) if part),
             fix="wait again, nothing is lost; or see where the other ranks are, for one of them has not made this call"
             " (py-spy dump --pid, faulthandler.dump_traceback_later; among in-process ranks that is an error which"
             " names the rank and the line)",

@@ -300,9 +300,26 @@ def too_late() -> str:
     else:
         mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh)
         mc.all_reduce(torch.ones(2), "a", mesh=mesh)  # what index 0 has lent is still there
+    assert waited_out(mesh) == 2
     link_of(mesh).mail.timeout = 60
     assert mc.all_reduce(torch.ones(1), "a", mesh=mesh).item() == 2
     return told
+
+
+def waited_out(mesh: mc.Mesh) -> float:
+    """A work whose time is up, be it the mesh's own, names who is missing, and can be waited for again."""
+    if mesh.rank == 1:
+        mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh)
+        return mc.all_reduce(torch.ones(1), "a", mesh=mesh).item()
+    work = mc.all_reduce(torch.ones(1), "a", mesh=mesh, async_op=True)
+    for timeout in (0.05, None):
+        with pytest.raises(mc.CommError, match="index 1 has not made the call"):
+            work.wait(timeout)
+    mc.send(torch.ones(1), "a", 1, mesh=mesh)
+    value = work.wait(20).item()
+    with pytest.raises(mc.MeshError, match="timeout='x' is not a number of seconds"):
+        work.wait("x")  # type: ignore[arg-type]
+    return value
 
 
 def test_who_does_not_come_is_named_and_the_group_goes_on() -> None:

@@ -419,6 +419,11 @@ class _Call:
         while not self.look():
             wait.more(self._missing)
 
+    @property
+    def missing(self) -> list[int]:
+        """Those that have not come."""
+        return self._missing
+
     def wait_within(self, timeout: float) -> bool:
         """Whether all have come within the time."""
         end = time.monotonic() + timeout
@@ -655,10 +660,8 @@ class _Reading(Pending):
     def wait(self, timeout: float | None) -> Any:
         """Wait for the others, and read."""
         call = self._call
-        if timeout is None:
-            call.wait_for_all(call.mail.timeout)
-        elif not call.wait_within(timeout):
-            raise TimedOutError
+        if not call.wait_within(call.mail.timeout if timeout is None else timeout):
+            raise TimedOutError(f"index {', '.join(map(str, call.missing))} has not made the call")
         return call.finish()
 
     def done(self) -> bool:
