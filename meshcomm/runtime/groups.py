@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import torch.distributed as dist
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
-from meshcomm.runtime import shared_memory, world
+from meshcomm.runtime import exits, shared_memory, world
 from meshcomm.runtime.one_host import Mail, OneHostLink, take_leave
 from meshcomm.runtime.processes import FEW, ProcessLink, kinds_of
 from meshcomm.runtime.shared_memory import HERE, Neighbours
@@ -65,7 +66,7 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _forget() -> None:
-    take_leave([link.mail for link in _links.values() if isinstance(link, OneHostLink)])
+    take_leave([mail for mail in _mails.values() if exits.leaving() or not mail.adopted])
     # A reference to a process group that outlives destroy_process_group ends the interpreter with SIGABRT.
     for link in _links.values():
         if link.walker is not None:
@@ -75,6 +76,19 @@ def _forget() -> None:
             del link.mail
         del link.group
     _links.clear()
+    for key in [key for key, mail in _mails.items() if not mail.adopted]:
+        del _mails[key]
 
 
 world.on_shutdown(_forget)
+
+
+def _forked() -> None:
+    # The child is another process: what it does is not to be taken for its parent's.
+    for link in _links.values():
+        vars(link).pop("mail", None)
+    _mails.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

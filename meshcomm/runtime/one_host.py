@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from meshcomm import _torch
 from meshcomm.errors import CommError, shape_text, text
-from meshcomm.runtime import exits, shared_memory, wire
+from meshcomm.runtime import shared_memory, wire
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.processes import Later, ProcessLink
 from meshcomm.runtime.protocol import REDUCE_OPS
@@ -53,8 +55,8 @@ _ALIVE = 0.05
 """Seconds between looks at whether the others are alive."""
 _HELPFUL = 0.1
 """Seconds after which a rank reduces what another one should have reduced."""
-_PATIENCE = 30.0
-"""Seconds that a rank that leaves gives the others to read."""
+_PATIENCE, _FAILING = 30.0, 2.0
+"""Seconds that a rank that leaves gives the others to read, at least; and at most if it leaves because of an error."""
 _REDUCING, _REDUCED = 1, 2
 
 _CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
@@ -75,7 +77,7 @@ _COPIED = frozenset(
     )
 )  # fmt: skip
 
-_NUMBER, _CODE, _COUNT, _ROOT, _FD, _SERIAL, _SIZE, _KEPT, _LATER = range(9)
+_NUMBER, _CODE, _COUNT, _ROOT, _FD, _SERIAL, _SIZE, _KEPT, _LATER, _OFFSET, _LENGTH = range(11)
 Fill = Callable[[list[Tensor]], object]
 """Takes what each rank has brought, to be read until it returns."""
 
@@ -145,9 +147,9 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().all_gather(x)
         packed = wire.to_bytes(x)
+        out = packed.new_empty((self.size, packed.numel()))
         call = self._call("all_gather", "", x)
         call.post(packed, self._others)
-        out = packed.new_empty((self.size, packed.numel()))
         result = wire.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
         return self._done(call, self._others, lambda got: _copy_rows(out, got), result)
 
@@ -157,9 +159,9 @@ class OneHostLink(ProcessLink):
             return super().reduce_scatter(x, op)
         x = wire.plain(x)
         packed = wire.to_bytes(x)
+        out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
         call = self._call("reduce_scatter", op, x)
         call.post(packed, self._others)
-        out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
         mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
 
         def fill(got: list[Tensor]) -> None:
@@ -173,11 +175,11 @@ class OneHostLink(ProcessLink):
             return super().all_to_all(x, send, recv)
         packed = wire.to_bytes(x)
         width = x.element_size() // packed.element_size()
+        runs = [width * run for run in recv]
+        out = packed.new_empty(sum(runs))
         call = self._call("all_to_all", "", x)
         call.count = 0  # it may differ
         call.post(packed, self._others, table=[width * sum(send[:i]) for i in range(self.size + 1)])
-        runs = [width * run for run in recv]
-        out = packed.new_empty(sum(runs))
 
         def fill(got: list[Tensor]) -> None:
             for i, (part, whole) in enumerate(zip(out.split(runs), got, strict=True)):
@@ -193,10 +195,10 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().permute(x, source, destination)
         packed = wire.to_bytes(x)
+        out = torch.zeros_like(packed) if source is None else torch.empty_like(packed)
         call = self._call("permute", "", x)
         call.root = -1 if destination is None else destination
         call.post(packed, () if destination in (None, self.index) else (destination,))
-        out = torch.zeros_like(packed) if source is None else torch.empty_like(packed)
 
         def fill(got: list[Tensor]) -> None:
             if source is not None:
@@ -210,9 +212,9 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().broadcast(x, src)
         packed = wire.to_bytes(x)
+        out = torch.empty_like(packed)
         call = self._call("broadcast", "", x, src)
         call.post(packed, self._others if self.index == src else ())
-        out = torch.empty_like(packed)
         result = wire.from_bytes(out, x.dtype).view(x.shape)
         sources = () if self.index == src else (src,)
         return self._done(call, sources, lambda got: out.copy_(got[src]), result)
@@ -223,9 +225,9 @@ class OneHostLink(ProcessLink):
             return super().reduce(x, op, dst)
         x = wire.plain(x)
         packed = wire.to_bytes(x)
+        out = torch.empty_like(x) if self.index == dst else None
         call = self._call("reduce", op, x, dst)
         call.post(packed, () if self.index == dst else (dst,))
-        out = torch.empty_like(x) if self.index == dst else None
 
         def fill(got: list[Tensor]) -> None:
             if out is not None:
@@ -238,11 +240,11 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().gather(x, dst)
         packed = wire.to_bytes(x)
+        out = packed.new_empty((self.size if self.index == dst else 0, packed.numel()))
         call = self._call("gather", "", x, dst)
         call.post(packed, () if self.index == dst else (dst,))
         if self.index != dst:
             return self._done(call, (), lambda _: None, None)
-        out = packed.new_empty((self.size, packed.numel()))
         result = wire.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
         return self._done(call, self._others, lambda got: _copy_rows(out, got), result)
 
@@ -251,10 +253,10 @@ class OneHostLink(ProcessLink):
         if not like.is_cpu:
             return super().scatter(x, like, src)
         packed = wire.to_bytes(like[None][:0] if x is None else x)
+        out = packed.new_empty(like.nbytes // packed.element_size())
         call = self._call("scatter", "", like, src)
         call.post(packed, self._others if self.index == src else ())
         call.total = self.size
-        out = packed.new_empty(like.nbytes // packed.element_size())
         mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
         result = wire.from_bytes(out, like.dtype).view(like.shape)
         sources = () if self.index == src else (src,)
@@ -306,8 +308,8 @@ class _Call:
     """One call of a collective by this rank, from its entry until everything is read."""
 
     __slots__ = (
-        "_entries", "_error", "_fill", "_lent", "_missing", "_once", "_over", "_own", "_result", "_segments", "_tables",
-        "begun", "code", "count", "link", "mail", "number", "op", "packed", "root", "total",
+        "_entries", "_error", "_fill", "_lent", "_looking", "_missing", "_once", "_over", "_own", "_result",
+        "_segments", "_tables", "begun", "code", "count", "link", "mail", "number", "op", "packed", "root", "total",
     )  # fmt: skip
 
     def __init__(self, link: OneHostLink, name: str, op: str, dtype: torch.dtype, count: int, root: int) -> None:
@@ -315,9 +317,14 @@ class _Call:
         self.code, self.count, self.root = _CODES[name, op, dtype], count, root
         self.total = 1
         self._lent: Segment | None = None
+        self.number = 0
         self._missing: list[int] = list(link._others)
         self._entries: dict[int, list[int]] = {}
-        self._once, self._over = threading.Lock(), False
+        self._fill: Fill | None = None
+        self._result: Any = None
+        self._own: Tensor | None = None
+        self._tables: dict[int, tuple[int, int]] = {}
+        self._once, self._looking, self._over = threading.Lock(), threading.Lock(), False
         self._error: Exception | None = None
 
     # ----------------------------------------------------------------------------------------------- what it gives
@@ -328,16 +335,26 @@ class _Call:
         """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: numbers in front,
         in elements of ``packed``.
         """
-        mail, link = self.mail, self.link
-        self._tables: dict[int, tuple[int, int]] = {}
+        if self.mail.dropped:
+            _look_after(self.mail)
         self.packed = packed
-        if mail.dropped:
-            _look_after(mail)
+        try:
+            self._lend(packed, readers, spare, table)
+            with self.mail.lock:
+                self._enter()
+        except BaseException:  # nobody will hear of it
+            if self._lent is not None:
+                for place in (*readers, self.link.index):
+                    self._lent.returned(place)
+            raise
+
+    def _lend(self, packed: Tensor | None, readers: Sequence[int], spare: int, table: Sequence[int] | None) -> None:
+        mail, link = self.mail, self.link
         if packed is not None and readers and packed.numel():
             places = (*readers, link.index) if link.is_later or spare else readers
             try:
                 self._lent = lent = shared_memory.room.lend(
-                    packed.nbytes + spare, places, [mail.readers[i] for i in readers]
+                    packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not link.is_later
                 )
             except OSError as error:
                 self.fail(f"there is no memory to share: {error.strerror or error}")
@@ -350,25 +367,25 @@ class _Call:
                 own[end:].copy_(packed[end:])
             else:
                 own.copy_(packed)
-            self._own = own if link.is_later else packed
+            # What is reduced again by who waits no more must not have changed.
+            self._own = own if link.is_later or spare else packed
         elif packed is not None:
             self._own = packed.clone() if link.is_later else packed
         if table is not None:
             self._tables[link.index] = table[link.index], table[link.index + 1]
-        with mail.lock:
-            self._enter()
 
     def _enter(self) -> None:
         mail, lent = self.mail, self._lent
-        mail.number += 1
-        self.number = number = mail.number
+        self.number = number = mail.number + 1
         if number % (ENTRIES // 4) == 0:
             self._make_way()
         at, cells = mail.own.at(number), mail.own.cells
-        where = (0, 0, 0, 0) if lent is None else (lent.fd, lent.serial, lent.size, lent.kept)
-        cells[at + 1 : at + 9] = array("q", (self.code, self.count, self.root, *where, self.link.is_later))
-        cells[at] = number  # last: now it is there
+        where = (lent.fd, lent.serial, lent.whole, lent.kept) if lent is not None else (0, 0, 0, 0)
+        place = (lent.offset, lent.size) if lent is not None else (0, 0)
+        cells[at + 1 : at + 11] = array("q", (self.code, self.count, self.root, *where, self.link.is_later, *place))
         mail.open[number] = self
+        mail.number = number
+        cells[at] = number  # last: now it is there
 
     def _make_way(self) -> None:
         """Say what was seen, and wait until the others have seen what will be written over."""
@@ -377,9 +394,10 @@ class _Call:
         waiting = list(mail.others)
         first = _Wait(self, end)
         while True:
-            for call in list(mail.open.values()):
+            calls = list(mail.open.items())  # other threads finish theirs
+            for _, call in calls:
                 call.look()
-            seen = next((number - 1 for number, call in mail.open.items() if call._missing), self.number - 1)
+            seen = next((number - 1 for number, call in calls if call._missing), self.number - 1)
             for i in mail.others:
                 box = mail.box(i)
                 if box is not None:
@@ -393,7 +411,9 @@ class _Call:
 
     def expect(self, sources: Sequence[int], fill: Fill, result: Any) -> None:
         """What shall be read, what shall be done with it, and what comes out."""
-        self._missing, self._entries = list(sources), {}
+        with self._looking:
+            self._entries = {i: entry for i, entry in self._entries.items() if i in sources}
+            self._missing = [i for i in sources if i not in self._entries]
         self._fill, self._result = fill, result
         self.begun = time.monotonic()
 
@@ -401,15 +421,20 @@ class _Call:
         """Whether all have come."""
         if not self._missing:
             return True
-        missing = []
-        for i in self._missing:
-            box = self.mail.boxes[i] or self.mail.box(i)
-            if box is not None and box.cells[at := box.at(self.number)] == self.number:
-                self._entries[i] = box.cells[at : at + 10].tolist()
-            else:
-                missing.append(i)
-        self._missing = missing
+        with self._looking:
+            missing = []
+            for i in self._missing:
+                box = self.mail.boxes[i] or self.mail.box(i)
+                if box is not None and box.cells[at := box.at(self.number)] == self.number:
+                    self._entries[i] = box.cells[at : at + 11].tolist()
+                else:
+                    missing.append(i)
+            self._missing = missing
         return not missing
+
+    def is_hopeless(self) -> bool:
+        """Whether it cannot come to an end, for somebody has left before coming."""
+        return any(self.mail.readers[i].is_leaving() for i in self._missing) and not self.look()
 
     def wait_for_all(self, timeout: float) -> None:
         """Until all have come; CommError if they will not."""
@@ -440,45 +465,44 @@ class _Call:
         """Read, once, and return what was borrowed."""
         with self._once:
             if not self._over:
-                self._over = True
+                segments: dict[int, Segment] = {}
+                self._segments = segments
                 try:
-                    self._read()
-                except Exception as error:
+                    got = self._got(segments)
+                    if self._fill is not None:
+                        self._fill(got)
+                except Exception as error:  # after Ctrl-C it can be read again
                     self._error = error
+                self._end(segments)
         if self._error is not None:
             raise self._error
         return self._result
 
-    def _read(self) -> None:
-        segments: dict[int, Segment] = {}
-        self._segments = segments
-        try:
-            got = self._got(segments)
-            self._fill(got)
-        finally:
-            place = self.link.index
-            for segment in segments.values():
-                segment.returned(place)
-            if self._lent is not None:
-                self._lent.returned(place)
-            self.mail.open.pop(self.number, None)
+    def _end(self, segments: Mapping[int, Segment]) -> None:
+        """Return what was borrowed, and let go of everything."""
+        self._over = True
+        place = self.link.index
+        for segment in segments.values():
+            segment.returned(place)
+        if self._lent is not None:
+            self._lent.returned(place)
+        self.mail.open.pop(self.number, None)
+        self._fill = self.packed = self._own = self._lent = None
+        self._segments = {}
 
     def give_up(self) -> None:
         """Return what was lent to this rank, if the call cannot come to an end any more."""
-        readers = self.mail.readers
-        if not any(readers[i].is_leaving() for i in self._missing):
+        if not self.is_hopeless():
             return
         with self._once:
             if not self._over:
-                self._over = True
                 self._error = CommError(text(self.name, f"index {self._missing} left before it came: {self}."))
+                segments: dict[int, Segment] = {}
                 for i, entry in self._entries.items():
                     if entry[_SERIAL]:
                         with contextlib.suppress(CommError):
-                            self._borrow(entry, i).returned(self.link.index)
-                if self._lent is not None:
-                    self._lent.returned(self.link.index)
-                self.mail.open.pop(self.number, None)
+                            segments[i] = self._borrow(entry, i)
+                self._end(segments)
 
     @property
     def name(self) -> str:
@@ -488,14 +512,19 @@ class _Call:
     def _got(self, segments: dict[int, Segment]) -> list[Tensor]:
         link = self.link
         packed = self.packed
-        wrong = None
+        wrong = lost = None
         for i, entry in self._entries.items():
             if entry[_SERIAL]:
-                segments[i] = self._borrow(entry, i)
+                try:
+                    segments[i] = self._borrow(entry, i)
+                except CommError as error:  # the others want back what they have lent
+                    lost = error
             if entry[_CODE] != self.code or entry[_COUNT] != self.count or self._another_root(entry):
                 wrong = i
         if wrong is not None:
             self._differ(wrong)
+        if lost is not None:
+            raise lost
         if packed is None:
             return []
         got = [packed[:0]] * link.size
@@ -506,6 +535,7 @@ class _Call:
                 self._tables[i] = segment.cells[cell], segment.cells[cell + 1]
                 stop = segment.cells[TABLE + link.size] * packed.element_size()
             got[i] = segment.bytes[:stop].view(packed.dtype)
+        assert self._own is not None
         got[link.index] = self._own
         return got
 
@@ -520,7 +550,7 @@ class _Call:
     def _borrow(self, entry: list[int], source: int) -> Segment:
         neighbour = self.mail.neighbours[source]
         assert neighbour is not None
-        lease = Lease(neighbour.pid, entry[_FD], entry[_SERIAL], entry[_SIZE])
+        lease = Lease(neighbour.pid, entry[_FD], entry[_SERIAL], entry[_SIZE], entry[_OFFSET], entry[_LENGTH])
         try:
             return shared_memory.borrow(lease, keep=bool(entry[_KEPT]))
         except OSError as error:
@@ -665,14 +695,19 @@ class _Reading(Pending):
         return call.finish()
 
     def done(self) -> bool:
-        """Whether all have come."""
-        return self._call.look()
+        """Whether all have come, or somebody will not."""
+        return self._call.look() or self._call.is_hopeless()
 
     def abandon(self) -> None:
         """What was lent to us must be returned all the same."""
         call = self._call
-        if call.number in call.mail.open:
+        if call.number in call.mail.open and call not in call.mail.dropped:
             call.mail.dropped.append(call)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, TypeError):  # at the end of the interpreter
+            if not self._call._over:
+                self.abandon()
 
 
 class _Reader:
@@ -695,8 +730,9 @@ class _Reader:
 
 
 def _finish(call: _Call) -> None:
-    """For those who do not wait."""
-    with contextlib.suppress(CommError):
+    """For those who do not wait: whatever the caller is in the middle of has nothing to do with it."""
+    # Its result may have been made in inference mode.
+    with contextlib.suppress(Exception), _torch.outside_transforms(), torch.inference_mode():
         call.finish()
 
 
@@ -704,19 +740,24 @@ def _look_after(mail: Mail) -> None:
     """Read what nobody waits for."""
     for call in list(mail.dropped):
         if call.look():
-            mail.dropped.remove(call)
             _finish(call)
+        else:
+            call.give_up()
+        if call._over:
+            with contextlib.suppress(ValueError):  # another thread was here
+                mail.dropped.remove(call)
 
 
 def take_leave(mails: Sequence[Mail]) -> None:
     """Read what has come, and wait until the others have read what came from here.
 
-    A group that was adopted goes on without us, and may be adopted again.
+    A group that was adopted is left at the end of the process only: it goes on, and may be adopted again.
     """
-    mails = [mail for mail in mails if exits.leaving() or not mail.adopted]
     for mail in mails:
         mail.own.say(LEAVING)
-    end, pause = time.monotonic() + _PATIENCE, 1e-5
+    failing = sys.exc_info()[0] is not None or hasattr(sys, "last_value") or hasattr(sys, "last_exc")
+    patience = _FAILING if failing else max([_PATIENCE, *(mail.timeout for mail in mails)])
+    end, pause = time.monotonic() + patience, 1e-5
     while True:
         for mail in mails:
             for call in list(mail.open.values()):

@@ -59,7 +59,8 @@ STATE = _SERIAL + 1
 TABLE = 2 * _SERIAL
 """The first of as many cells as there may be readers and one more, for numbers beside the contents."""
 _NOBODY = bytes(READERS)
-_SMALLEST = 2**16
+_SLOT, _SLOTS, _MOST_SLOTS = 2**16, 64, 2**12
+"""Bytes of a small segment, how many of them lie in one memory, and the most of them."""
 _KEEP = 2**28
 """Bytes that a process keeps to lend them again."""
 _MUCH, _LITTLE = 2**27, 0.1
@@ -77,6 +78,10 @@ class Lease(NamedTuple):
     fd: int
     serial: int
     size: int
+    """Of the whole memory."""
+    offset: int
+    """Where in it the segment begins."""
+    length: int
 
 
 class Reader(Protocol):
@@ -88,21 +93,37 @@ class Reader(Protocol):
         """Whether it will read no more."""
 
 
-class Segment:
-    """Mapped memory: in its first page one byte per reader, the serial number and a state; then what is lent."""
-
-    __slots__ = ("bytes", "cells", "fd", "flags", "kept", "readers", "serial", "size")
+class Memory:
+    """A memfd, mapped; its serial number stands in its first page."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd, self.size = fd, size
         # Without a copy of the descriptor, where Python can.
         more: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
-        memory = mmap.mmap(fd, size, **more)
-        self.flags = memoryview(memory)
+        self.mapped = mmap.mmap(fd, size, **more)
+        self.view = memoryview(self.mapped)
+        self.serial = self.view.cast("q")[_SERIAL]
+        self.segments: dict[int, Segment] = {}
+
+    def segment(self, offset: int, length: int) -> Segment:
+        """The part that begins there."""
+        found = self.segments.get(offset)
+        if found is None:
+            found = self.segments[offset] = Segment(self, offset, length)
+        return found
+
+
+class Segment:
+    """A part of a memory: in its first page one byte per reader and a state; then what is lent."""
+
+    __slots__ = ("bytes", "cells", "fd", "flags", "kept", "offset", "readers", "serial", "size", "whole")
+
+    def __init__(self, memory: Memory, offset: int, size: int) -> None:
+        self.fd, self.serial, self.whole, self.offset, self.size = memory.fd, memory.serial, memory.size, offset, size
+        self.flags = memory.view[offset : offset + size]
         self.cells = self.flags.cast("q")
         with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
-            self.bytes = torch.frombuffer(memory, dtype=torch.uint8, offset=PAGE)
-        self.serial = self.cells[_SERIAL]
+            self.bytes = torch.frombuffer(memory.mapped, dtype=torch.uint8, offset=offset + PAGE, count=size - PAGE)
         self.kept = True
         self.readers: Sequence[Reader] = ()
 
@@ -119,29 +140,29 @@ class Segment:
         return any(self.flags[reader.place] and not reader.is_gone() for reader in self.readers)
 
 
-def _create(size: int) -> Segment:
+def _create(size: int) -> Memory:
     fd = os.memfd_create("meshcomm", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)
         os.pwrite(fd, secrets.randbits(62).to_bytes(8, "little"), 8 * _SERIAL)
-        return Segment(fd, size)
+        return Memory(fd, size)
     except BaseException:
         os.close(fd)
         raise
 
 
-def _open(lease: Lease) -> Segment:
+def _open(lease: Lease) -> Memory:
     """Raises OSError if it is not there or must not be seen."""
     fd = os.open(f"/proc/{lease.pid}/fd/{lease.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size != lease.size:
             raise FileNotFoundError("it holds something else by now")
-        segment = Segment(fd, lease.size)
+        memory = Memory(fd, lease.size)
     finally:
         os.close(fd)
-    if segment.serial != lease.serial:
+    if memory.serial != lease.serial:
         raise FileNotFoundError("it holds something else by now")
-    return segment
+    return memory
 
 
 # ---------------------------------------------------------------------------------------------------------- lending
@@ -154,22 +175,42 @@ class Room:
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
         self._kept = 0
+        self._small: list[Segment] = []
+        self._next = 0
 
-    def lend(self, nbytes: int, places: Iterable[int], readers: Sequence[Reader]) -> Segment:
-        """Memory for so many bytes, until it was returned from each of these places."""
+    def lend(self, nbytes: int, places: Iterable[int], readers: Sequence[Reader], *, patient: bool) -> Segment:
+        """Memory for so many bytes, until it was returned from each of these places.
+
+        Who is ``patient``, and has lent much to others that are slower, gives them a little time; not for ever, for
+        they may be waiting for something else.
+        """
         need = PAGE + nbytes
         with self._lock:
-            found = self._free(need)
+            found = self._slot() if need <= _SLOT else self._free(need)
             if found is None:
                 self._drop_used()
-                found = self._wait_for(need)
+                found = self._wait_for(need) if patient else None
             if found is None:
-                found = self._another(max(_SMALLEST, 1 << (need - 1).bit_length()))
+                found = self._another(PAGE + max(_SLOT, 1 << (nbytes - 1).bit_length()))
             for place in places:
                 found.flags[place] = 1
             found.readers = readers
             found.cells[STATE] = 0
             return found
+
+    def _slot(self) -> Segment | None:
+        """One of the small ones, of which many lie in one memory: there are only so many descriptors."""
+        small = self._small
+        for _ in range(len(small)):
+            self._next = (self._next + 1) % len(small)
+            if small[self._next].is_free():
+                return small[self._next]
+        if len(small) >= _MOST_SLOTS:
+            return None
+        memory = _create(_SLOTS * _SLOT)
+        small += [memory.segment(i * _SLOT, _SLOT) for i in range(_SLOTS)]
+        self._next = len(small) - _SLOTS
+        return small[self._next]
 
     def _free(self, need: int) -> Segment | None:
         found = None
@@ -179,11 +220,8 @@ class Room:
         return found
 
     def _wait_for(self, need: int) -> Segment | None:
-        """Who lends much to others that are slower gives them a little time; not for ever, for they may be waiting for
-        something else.
-        """
         end = time.monotonic() + _LITTLE
-        while sum(segment.size for segment in self._segments) > _MUCH:
+        while sum(segment.size for segment in self._segments if not segment.is_free()) > _MUCH:
             time.sleep(1e-4)
             found = self._free(need)
             if found is not None or time.monotonic() > end:
@@ -191,7 +229,7 @@ class Room:
         return None
 
     def _another(self, size: int) -> Segment:
-        segment = _create(size)
+        segment = _create(size).segment(0, size)
         segment.kept = self._kept + size <= _KEEP
         self._segments.append(segment)
         self._kept += size if segment.kept else 0
@@ -204,7 +242,7 @@ class Room:
 
     def is_wanted(self) -> bool:
         """Whether somebody is going to read what is lent: it is lost when this process ends."""
-        return any(segment.is_wanted() for segment in list(self._segments))
+        return any(segment.is_wanted() for segment in [*self._segments, *self._small])
 
 
 room = Room()
@@ -220,7 +258,7 @@ def _forked() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
-_mapped: OrderedDict[int, Segment] = OrderedDict()
+_mapped: OrderedDict[int, Memory] = OrderedDict()
 _mapping = threading.Lock()
 
 
@@ -236,12 +274,12 @@ def borrow(lease: Lease, keep: bool) -> Segment:
                     _mapped.popitem(last=False)
         else:
             _mapped.move_to_end(lease.serial)
-        return found
+        return found.segment(lease.offset, lease.length)
 
 
 # -------------------------------------------------------------------------------------------------------- mailboxes
 
-ENTRIES = 512
+ENTRIES = 4096
 """The entries of a mailbox: how far a rank may run ahead of the others."""
 ENTRY = 16
 _ENTRIES_AT = 128
@@ -252,7 +290,7 @@ _BOX = _ENTRIES_AT + ENTRIES * ENTRY
 _DIRECTORY = PAGE // 8
 _BOXES = 2 * PAGE
 """Where the boxes begin; before them lie pairs of key and place."""
-_MOST_BOXES = (_BOXES - _DIRECTORY - 1) // 2
+_MOST_BOXES = 1000
 _ARENA = 8 * (_BOXES + _MOST_BOXES * _BOX)
 
 
@@ -288,18 +326,18 @@ class Box:
 class Arena:
     """The mailboxes of a process; made once, for good."""
 
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self._cells = memory, memory.view.cast("q")
         self._lock = threading.Lock()
 
     @property
     def lease(self) -> Lease:
         """For the others."""
-        return Lease(os.getpid(), self._segment.fd, self._segment.serial, self._segment.size)
+        return Lease(os.getpid(), self._memory.fd, self._memory.serial, self._memory.size, 0, 0)
 
     def box(self, key: int) -> Box | None:
         """The box with this key, if it has been made."""
-        cells = self._segment.cells
+        cells = self._cells
         for i in range(cells[_DIRECTORY]):
             if cells[_DIRECTORY + 1 + 2 * i] == key:
                 return Box(cells, cells[_DIRECTORY + 2 + 2 * i])
@@ -307,7 +345,7 @@ class Arena:
 
     def make_box(self, key: int) -> Box:
         """A box with this key; raises OSError when there is no room for one more."""
-        cells = self._segment.cells
+        cells = self._cells
         with self._lock:
             count = cells[_DIRECTORY]
             if count == _MOST_BOXES:
@@ -341,7 +379,7 @@ class Address(NamedTuple):
     @staticmethod
     def mine() -> Address:
         """This process's."""
-        nowhere = Address("", Lease(0, 0, 0, 0))
+        nowhere = Address("", Lease(0, 0, 0, 0, 0, 0))
         fits = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
         if not fits or os.environ.get(SWITCH) == "0":
             return nowhere
@@ -349,7 +387,10 @@ class Address(NamedTuple):
             with open("/proc/sys/kernel/random/boot_id") as file:
                 boot = file.read().strip()
             spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
-            return Address(" ".join([boot, *spaces, str(os.getuid())]), arena().lease)
+            mine = arena().lease
+            os.close(os.pidfd_open(mine.pid))
+            _open(mine)  # what this process may not do, others may not either
+            return Address(" ".join([boot, *spaces, str(os.getuid())]), mine)
         except OSError:
             return nowhere
 
@@ -393,9 +434,7 @@ class Neighbour:
 
     def __init__(self, lease: Lease) -> None:
         self.pid = lease.pid
-        self._life = select.poll()
         self._pidfd = os.pidfd_open(lease.pid)
-        self._life.register(self._pidfd, select.POLLIN)
         try:
             self.arena = Arena(_open(lease))
         except BaseException:
@@ -404,7 +443,9 @@ class Neighbour:
 
     def is_gone(self) -> bool:
         """Whether the process has ended."""
-        return bool(self._life.poll(0))
+        life = select.poll()  # its own: several threads may ask
+        life.register(self._pidfd, select.POLLIN)
+        return bool(life.poll(0))
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):

@@ -369,7 +369,7 @@ def _adopt(request: Request) -> _State:
         found.node_rank or 0, device, config, dist.distributed_c10d.default_pg_timeout, adopted=True,
     )  # fmt: skip
     if config != "fake":
-        _torch.default_store().set(f"meshcomm/address/{rank}", Address.mine().write())
+        _publish(rank)
     exits.watch(_run_callbacks, _end_group)
     return _State(request, None, here, weakref.ref(_whole_group()))
 
@@ -384,10 +384,25 @@ def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None
         return here.neighbours._replace(addresses=tuple(here.neighbours.addresses[rank] for rank in ranks))
     if here.backend == "fake" or here.local_world_size != here.size:
         return None
-    store = _torch.default_store()
-    token = store.compare_set("meshcomm/token", "", secrets.token_hex(8)).decode()
-    found = Neighbours(token, tuple(Address.read(store.get(f"meshcomm/address/{rank}").decode()) for rank in ranks))
+    store, meeting = _torch.default_store(), _publish(here.rank)
+    token = store.compare_set(f"meshcomm/{meeting}/token", "", secrets.token_hex(8)).decode()
+    told = [store.get(f"meshcomm/{meeting}/address/{rank}").decode() for rank in ranks]
+    found = Neighbours(token, tuple(map(Address.read, told)))
     return found if found.share() else None
+
+
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _publish(rank: int) -> int:
+    """Tell the others of this group where this process is, once; the number of the group in its store, which may have
+    served others.
+    """
+    group, store = _whole_group(), _torch.default_store()
+    if group not in _meetings:
+        _meetings[group] = store.add(f"meshcomm/groups/{rank}", 1)
+        store.set(f"meshcomm/{_meetings[group]}/address/{rank}", Address.mine().write())
+    return _meetings[group]
 
 
 def _matching_launcher(rank: int, size: int) -> Launcher:

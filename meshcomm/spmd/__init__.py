@@ -1,0 +1,1 @@
+"""One program for all ranks, written once: shard_map."""
