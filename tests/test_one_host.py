@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 import signal
 import socket
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,7 +133,7 @@ def test_an_all_to_all_of_other_lengths_than_expected(pool4: Any) -> None:
 def far_ahead() -> None:
     """The source does not wait for who reads late, but waits before it writes over what was not read."""
     mesh = here()
-    count = 4 * shared_memory.ENTRIES
+    count = shared_memory.ENTRIES + 200
     if mesh.rank == 3:
         time.sleep(0.2)
     for number in range(count):
@@ -143,7 +146,7 @@ def test_a_rank_far_ahead(pool4: Any) -> None:
 
 def many_under_way() -> None:
     mesh = here()
-    count = 3 * shared_memory.ENTRIES
+    count = shared_memory.ENTRIES + 200
     works = [
         mc.all_reduce(torch.tensor([float(number), mesh.rank]), "a", mesh=mesh, async_op=True)
         for number in range(count)
@@ -154,6 +157,24 @@ def many_under_way() -> None:
 
 def test_more_works_under_way_than_a_mailbox_has_entries(pool4: Any) -> None:
     pool4.run(many_under_way)
+
+
+def begun_before_a_message() -> None:
+    """Rank 0 begins many calls and then sends what rank 1 waits for before its own."""
+    mesh = mc.make_mesh({"a": 2}, ranks=[0, 1])
+    if dist.get_rank() > 1:
+        return
+    x = torch.ones(1)
+    if mesh.rank == 1:
+        mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh)
+    works = [mc.all_reduce(x, "a", mesh=mesh, async_op=True) for _ in range(1000)]
+    if mesh.rank == 0:
+        mc.send(x, "a", 1, mesh=mesh)
+    assert sum(work.wait().item() for work in works) == 2000
+
+
+def test_a_start_does_not_wait_for_the_others(pool4: Any) -> None:
+    pool4.run(begun_before_a_message)
 
 
 def late_reader() -> None:
@@ -246,7 +267,121 @@ def test_memory_beyond_what_is_kept(pool4: Any) -> None:
     pool4.run(beyond_what_is_kept)
 
 
+def nothing_is_held(name: str) -> None:
+    """What a call has used goes with it, and not when the garbage is collected."""
+    mesh = here()
+    call = {
+        "all_reduce": lambda x: mc.all_reduce(x, "a", mesh=mesh),
+        "all_to_all": lambda x: mc.all_to_all(x, "a", 0, 0, mesh=mesh),
+        "later": lambda x: mc.all_reduce(x, "a", mesh=mesh, async_op=True).wait(),
+    }[name]
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.ones(LARGE)
+        given, got = weakref.ref(x), weakref.ref(call(x))
+        del x
+        assert given() is None
+        assert got() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_to_all", "later"])
+def test_a_call_holds_nothing_when_it_is_over(pool4: Any, name: str) -> None:
+    pool4.run(nothing_is_held, name)
+
+
+def begun_in_another_mode() -> None:
+    """What was begun in inference mode and dropped is no business of what comes after."""
+    mesh = here()
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mc.all_reduce(torch.ones(3), "a", mesh=mesh, async_op=True)
+        kept = mc.all_reduce(torch.ones(3), "a", mesh=mesh, async_op=True)
+    for _ in range(2):
+        mc.barrier("a", mesh=mesh)
+    g = torch.func.grad(lambda x: mc.all_reduce(x, "a", mesh=mesh).sum())(torch.ones(2))
+    assert g.tolist() == [1, 1]
+    assert kept.wait().tolist() == [4.0] * 3
+    mc.barrier("a", mesh=mesh)
+    assert not link_of(mesh).mail.dropped
+
+
+def test_works_of_another_mode(pool4: Any) -> None:
+    pool4.run(begun_in_another_mode)
+
+
+def failed_backwards() -> None:
+    """A backward pass that ends between the two nodes of a collective leaves nothing open."""
+    mesh = here()
+
+    def fails(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    for _ in range(3):
+        x = torch.ones(1000, requires_grad=True)
+        work = mc.all_gather(x, "a", mesh=mesh, async_op=True)
+        z = 2 * x
+        z.register_hook(fails)
+        y = work.wait()
+        with pytest.raises(ZeroDivisionError):
+            (y.sum() + z.sum()).backward()
+        del x, y, z, work
+        gc.collect()
+    for _ in range(3):
+        mc.barrier("a", mesh=mesh)
+    assert len(link_of(mesh).mail.open) <= 1
+
+
+def test_backward_passes_that_fail(pool4: Any) -> None:
+    pool4.run(failed_backwards)
+
+
 # ------------------------------------------------------------------------------------------- ends and failures
+
+
+def changed_afterwards() -> list[float] | None:
+    """Rank 0 gives up, changes its input and leaves; what the others get is made of what it was."""
+    mesh = here(3)
+    mc.barrier("a", mesh=mesh)
+    x = torch.ones(LARGE)
+    if mesh.rank == 0:
+        link_of(mesh).mail.timeout = 0.3
+        with pytest.raises(mc.CommError, match="did not come within"):
+            mc.all_reduce(x, "a", mesh=mesh)
+        x.fill_(1000)
+        for other in (1, 2):
+            mc.send(torch.ones(1), "a", other, mesh=mesh)
+        mc.shutdown()
+        return None
+    mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh)
+    found: list[float] = mc.all_reduce(x, "a", mesh=mesh).unique().tolist()
+    return found
+
+
+def test_an_input_changed_after_a_time_out() -> None:
+    assert mc.launch(changed_afterwards, ranks=3, runtime="processes", timeout=60) == [None, [3.0], [3.0]]
+
+
+def with_a_child(what: str) -> list[float]:
+    """A forked child is another process: it cannot speak for its parent."""
+    mesh = here(2)
+    mc.barrier("a", mesh=mesh)
+    if mesh.rank == 0:
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                signal.alarm(20)
+                mc.shutdown() if what == "shutdown" else mc.broadcast(torch.full((3,), 99.0), "a", 0, mesh=mesh)
+            os._exit(0)
+        os.waitpid(child, 0)
+    return [mc.broadcast(torch.full((3,), value), "a", 0, mesh=mesh)[0].item() for value in (1.0, 2.0)]
+
+
+@pytest.mark.parametrize("what", ["shutdown", "call"])
+def test_a_forked_child(what: str) -> None:
+    assert mc.launch(with_a_child, ranks=2, args=(what,), runtime="processes", timeout=60) == [[1.0, 2.0]] * 2
 
 
 def read_after_the_end(_: None = None) -> float:
@@ -263,7 +398,7 @@ def test_what_was_lent_is_read_after_the_lender_has_finished() -> None:
     assert mc.launch(read_after_the_end, ranks=3, runtime="processes", timeout=60) == [7.0] * 3
 
 
-def killed(folder: str) -> None:
+def killed(folder: str, polled: bool) -> None:
     mesh = here(3)
     mc.barrier("a", mesh=mesh)
     if mesh.rank == 2:
@@ -271,15 +406,19 @@ def killed(folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
-        mc.all_reduce(torch.ones(LARGE), "a", mesh=mesh)
+        work = mc.all_reduce(torch.ones(LARGE), "a", mesh=mesh, async_op=True)
+        while polled and not work.done():
+            time.sleep(0.01)
+        work.wait()
     except mc.CommError as error:
         Path(folder, str(mesh.rank)).write_text(f"{time.monotonic() - begin:.1f} {error}")
         raise
 
 
-def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("polled", [False, True], ids=["waited-for", "polled"])
+def test_a_killed_rank_is_named_at_once(tmp_path: Path, polled: bool) -> None:
     with pytest.raises(mc.CommError):
-        mc.launch(killed, ranks=3, args=(str(tmp_path),), runtime="processes", timeout=60)
+        mc.launch(killed, ranks=3, args=(str(tmp_path), polled), runtime="processes", timeout=60)
     found = [file.read_text() for file in tmp_path.iterdir()]
     assert found  # the launch may end the second one when the first has failed
     for text in found:
