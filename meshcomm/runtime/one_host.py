@@ -64,12 +64,9 @@ _CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute",
 _DTYPES = tuple(
     sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=lambda each: str(each))
 )
-_CODES = {
-    (call, op, dtype): (_CALLS.index(call) << 16) + (("", *REDUCE_OPS).index(op) << 8) + _DTYPES.index(dtype)
-    for call in _CALLS
-    for op in ("", *REDUCE_OPS)
-    for dtype in _DTYPES
-}
+_CALL = {call: number << 16 for number, call in enumerate(_CALLS)}
+_OP = {op: number << 8 for number, op in enumerate(("", *REDUCE_OPS))}
+_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _COPIED = frozenset(
     (
         "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift",
@@ -314,7 +311,7 @@ class _Call:
 
     def __init__(self, link: OneHostLink, name: str, op: str, dtype: torch.dtype, count: int, root: int) -> None:
         self.link, self.mail = link, link.mail
-        self.code, self.count, self.root = _CODES[name, op, dtype], count, root
+        self.code, self.count, self.root = _CALL[name] + _OP[op] + _DTYPE[dtype], count, root
         self.total = 1
         self._lent: Segment | None = None
         self.number = 0
