@@ -662,7 +662,8 @@ class _Wait:
             self._next = now + _ALIVE
             self._see(missing)
         if self._end is not None and now > self._end:
-            came = f"index {', '.join(map(str, missing))} did not come within {self._call.mail.timeout:g} s"
+            several = "index" if len(missing) == 1 else "indices"
+            came = f"{several} {', '.join(map(str, missing))} did not come within {self._call.mail.timeout:g} s"
             self._call.fail(came)
 
     def _see(self, missing: Sequence[int]) -> None:
@@ -688,7 +689,9 @@ class _Reading(Pending):
         """Wait for the others, and read."""
         call = self._call
         if not call.wait_within(call.mail.timeout if timeout is None else timeout):
-            raise TimedOutError(f"index {', '.join(map(str, call.missing))} has not made the call")
+            missing = ", ".join(map(str, call.missing))
+            absent = f"index {missing} has" if len(call.missing) == 1 else f"indices {missing} have"
+            raise TimedOutError(f"{absent} not made the call")
         return call.finish()
 
     def done(self) -> bool:
