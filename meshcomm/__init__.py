@@ -10,17 +10,17 @@ from meshcomm.collectives.place import axis_index, axis_size
 from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
-from meshcomm.layout.einsum import einsum
-from meshcomm.layout.plan import Plan, plan
-from meshcomm.layout.reshard import reshard
-from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
 from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
 from meshcomm.runtime.world import init, shutdown
-from meshcomm.spmd.shard_map import shard_map
 from meshcomm.work import Work, wait
 
 if typing.TYPE_CHECKING:
     from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
+    from meshcomm.layout.einsum import einsum
+    from meshcomm.layout.plan import Plan, plan
+    from meshcomm.layout.reshard import reshard
+    from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
+    from meshcomm.spmd.shard_map import shard_map
 
 __version__ = "0.1.0"
 
@@ -71,8 +71,22 @@ __all__ = [
     "wait",
 ]
 
-# What imports DTensor, a second and more, does so when it is first asked for.
-_LATER = dict.fromkeys(("from_dtensor", "layout_from", "placements", "to_dtensor"), "meshcomm.layout.dtensor")
+# What stands above the collectives is imported when it is first asked for; DTensor, which some needs, takes a second.
+_LATER = {
+    "Plan": "meshcomm.layout.plan",
+    "einsum": "meshcomm.layout.einsum",
+    "from_dtensor": "meshcomm.layout.dtensor",
+    "global_shape": "meshcomm.layout.shapes",
+    "layout_from": "meshcomm.layout.dtensor",
+    "layout_of": "meshcomm.layout.shapes",
+    "local_shape": "meshcomm.layout.shapes",
+    "partition_spec": "meshcomm.layout.shapes",
+    "placements": "meshcomm.layout.dtensor",
+    "plan": "meshcomm.layout.plan",
+    "reshard": "meshcomm.layout.reshard",
+    "shard_map": "meshcomm.spmd.shard_map",
+    "to_dtensor": "meshcomm.layout.dtensor",
+}
 
 if not typing.TYPE_CHECKING:  # a type checker would take every name for one of these
 
