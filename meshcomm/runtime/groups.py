@@ -11,7 +11,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import exits, shared_memory, world
 from meshcomm.runtime.one_host import Mail, OneHostLink, take_leave
-from meshcomm.runtime.processes import FEW, ProcessLink, kinds_of
+from meshcomm.runtime.processes import FEW, ProcessLink
 from meshcomm.runtime.shared_memory import HERE, Neighbours
 
 __all__ = ["group_of", "link_of"]
@@ -41,8 +41,7 @@ def link_of(ranks: tuple[int, ...]) -> ProcessLink:
 
 
 def _is_small_gloo(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> bool:
-    backends = dist.get_backend_config(group)
-    return kinds_of(backends).get("cpu", backends) == "gloo" and 1 < len(ranks) <= FEW
+    return world.gloo_on_cpu(dist.get_backend_config(group)) and 1 < len(ranks) <= FEW
 
 
 def _mail_of(near: Neighbours, ranks: tuple[int, ...], index: int, timeout: float) -> Mail:

@@ -306,7 +306,7 @@ class _Call:
 
     __slots__ = (
         "_entries", "_error", "_fill", "_lent", "_looking", "_missing", "_once", "_over", "_own", "_result",
-        "_segments", "_tables", "begun", "code", "count", "link", "mail", "number", "op", "packed", "root", "total",
+        "_segments", "_tables", "code", "count", "link", "mail", "number", "packed", "root", "total",
     )  # fmt: skip
 
     def __init__(self, link: OneHostLink, name: str, op: str, dtype: torch.dtype, count: int, root: int) -> None:
@@ -329,8 +329,8 @@ class _Call:
     def post(
         self, packed: Tensor | None, readers: Sequence[int], *, spare: int = 0, table: Sequence[int] | None = None
     ) -> None:
-        """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: numbers in front,
-        in elements of ``packed``.
+        """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: where each reader's
+        run begins and the last one ends, in elements of ``packed``.
         """
         if self.mail.dropped:
             _look_after(self.mail)
@@ -412,7 +412,6 @@ class _Call:
             self._entries = {i: entry for i, entry in self._entries.items() if i in sources}
             self._missing = [i for i in sources if i not in self._entries]
         self._fill, self._result = fill, result
-        self.begun = time.monotonic()
 
     def look(self) -> bool:
         """Whether all have come."""
@@ -493,7 +492,9 @@ class _Call:
             return
         with self._once:
             if not self._over:
-                self._error = CommError(text(self.name, f"index {self._missing} left before it came: {self}."))
+                self._error = CommError(
+                    text(self.name, f"{_named(self._missing)} did not come before the end: {self}.")
+                )
                 segments: dict[int, Segment] = {}
                 for i, entry in self._entries.items():
                     if entry[_SERIAL]:
@@ -636,6 +637,10 @@ def _said(code: int, count: int, root: int) -> str:
     return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"
 
 
+def _named(missing: Sequence[int]) -> str:
+    return f"{'index' if len(missing) == 1 else 'indices'} {', '.join(map(str, missing))}"
+
+
 class _Wait:
     """Waiting for other ranks: look, give way, sleep, and now and then see whether they are alive."""
 
@@ -662,9 +667,7 @@ class _Wait:
             self._next = now + _ALIVE
             self._see(missing)
         if self._end is not None and now > self._end:
-            several = "index" if len(missing) == 1 else "indices"
-            came = f"{several} {', '.join(map(str, missing))} did not come within {self._call.mail.timeout:g} s"
-            self._call.fail(came)
+            self._call.fail(f"{_named(missing)} did not come within {self._call.mail.timeout:g} s")
 
     def _see(self, missing: Sequence[int]) -> None:
         mail = self._call.mail
@@ -689,9 +692,8 @@ class _Reading(Pending):
         """Wait for the others, and read."""
         call = self._call
         if not call.wait_within(call.mail.timeout if timeout is None else timeout):
-            missing = ", ".join(map(str, call.missing))
-            absent = f"index {missing} has" if len(call.missing) == 1 else f"indices {missing} have"
-            raise TimedOutError(f"{absent} not made the call")
+            has = "has" if len(call.missing) == 1 else "have"
+            raise TimedOutError(f"{_named(call.missing)} {has} not made the call")
         return call.finish()
 
     def done(self) -> bool:

@@ -22,7 +22,7 @@ from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.protocol import Post, Want
 from meshcomm.runtime.underway import Messages, Started, Walker
 
-__all__ = ["FEW", "Later", "ProcessLink", "kinds_of"]
+__all__ = ["FEW", "Later", "ProcessLink"]
 
 T = TypeVar("T")
 
@@ -57,11 +57,6 @@ Message = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
 
 
-def kinds_of(backends: str) -> dict[str, str]:
-    """Kind of device to backend; nothing where one backend serves all."""
-    return dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
-
-
 class ProcessLink(PacketLink):
     """A torch ProcessGroup, called by its own methods: they cost half of what ``torch.distributed``'s functions
     cost.
@@ -80,7 +75,7 @@ class ProcessLink(PacketLink):
         self.size = len(ranks)
         self.index = index
         backends = dist.get_backend_config(group)
-        self._kinds = kinds_of(backends)
+        self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
         kinds = self._kinds or {"cuda": backends}
         self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"

@@ -32,6 +32,7 @@ __all__ = [
     "ProcessWorld",
     "current",
     "ensure",
+    "gloo_on_cpu",
     "init",
     "neighbours_of",
     "on_shutdown",
@@ -368,7 +369,7 @@ def _adopt(request: Request) -> _State:
         rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size,
         found.node_rank or 0, device, config, dist.distributed_c10d.default_pg_timeout, adopted=True,
     )  # fmt: skip
-    if _gloo_on_cpu(config):
+    if gloo_on_cpu(config):
         _publish(rank)
     exits.watch(_run_callbacks, _end_group)
     return _State(request, None, here, weakref.ref(_whole_group()))
@@ -382,7 +383,7 @@ def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None
         if here.neighbours is None:
             return None
         return here.neighbours._replace(addresses=tuple(here.neighbours.addresses[rank] for rank in ranks))
-    if not _gloo_on_cpu(here.backend) or here.local_world_size != here.size:
+    if not gloo_on_cpu(here.backend) or here.local_world_size != here.size:
         return None
     store, meeting = _torch.default_store(), _publish(here.rank)
     token = store.compare_set(f"meshcomm/{meeting}/token", "", secrets.token_hex(8)).decode()
@@ -391,7 +392,8 @@ def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None
     return found if found.share() else None
 
 
-def _gloo_on_cpu(config: str) -> bool:
+def gloo_on_cpu(config: str) -> bool:
+    """Whether gloo moves the CPU tensors of a group with these backends."""
     return config == "gloo" or "cpu:gloo" in config.split(",")
 
 
