@@ -20,6 +20,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.layout.plan import Plan, plan
     from meshcomm.layout.reshard import reshard
     from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
+    from meshcomm.spmd.check_vma import check_vma, mark_varying
     from meshcomm.spmd.shard_map import shard_map
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "axis_size",
     "barrier",
     "broadcast",
+    "check_vma",
     "current_mesh",
     "einsum",
     "exchange",
@@ -51,6 +53,7 @@ __all__ = [
     "layout_of",
     "local_shape",
     "make_mesh",
+    "mark_varying",
     "partition_spec",
     "permute",
     "placements",
@@ -74,12 +77,14 @@ __all__ = [
 # What stands above the collectives is imported when it is first asked for; DTensor, which some needs, takes a second.
 _LATER = {
     "Plan": "meshcomm.layout.plan",
+    "check_vma": "meshcomm.spmd.check_vma",
     "einsum": "meshcomm.layout.einsum",
     "from_dtensor": "meshcomm.layout.dtensor",
     "global_shape": "meshcomm.layout.shapes",
     "layout_from": "meshcomm.layout.dtensor",
     "layout_of": "meshcomm.layout.shapes",
     "local_shape": "meshcomm.layout.shapes",
+    "mark_varying": "meshcomm.spmd.check_vma",
     "partition_spec": "meshcomm.layout.shapes",
     "placements": "meshcomm.layout.dtensor",
     "plan": "meshcomm.layout.plan",

@@ -43,16 +43,22 @@ __all__ = [
     "let_into_graph",
     "new_group",
     "outside_transforms",
+    "own_parameters",
     "path_text",
     "primal_of",
     "reduce_scatter_base",
+    "saved_hooks_on_top",
     "set_forward_ad_state",
+    "set_own_parameters",
     "set_sequence_number",
     "tree_flatten",
     "tree_leaves_with_path",
     "tree_unflatten",
     "unwrap_if_dead",
+    "unwrapped",
     "version_of",
+    "watch_functions",
+    "without_modes",
 ]
 
 
@@ -203,11 +209,53 @@ def set_sequence_number(node: Any, number: int) -> None:
         node._set_sequence_nr(number)
 
 
+def saved_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of saved-tensor hooks that autograd would call now; those of a checkpoint switch its recomputation."""
+    pair: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if pair is None else (pair[0], pair[1])
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The table in which a module looks up the parameters that are its own and not its children's."""
+    return module._parameters
+
+
+def set_own_parameters(module: torch.nn.Module, table: dict[str, torch.nn.Parameter | None]) -> None:
+    """Have a module look them up in ``table``."""
+    module.__dict__["_parameters"] = table
+
+
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
     """Make plain tensors, whatever transform, tracing or inference mode the caller is in."""
     with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes(), _any_function():
         yield
+
+
+# ------------------------------------------------------------------------------------------------ watching operations
+
+
+def unwrapped(x: Tensor) -> Tensor | None:
+    """What a torch.func transform has wrapped in ``x``, or None."""
+    functorch = torch._C._functorch
+    return functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else None
+
+
+def without_modes() -> contextlib.AbstractContextManager[None]:
+    """What runs inside is seen by no mode and no subclass of tensors."""
+    return torch._C.DisableTorchFunction()
+
+
+def watch_functions(watch: Callable[..., Any]) -> None:
+    """From now on ``MyFunction.apply(...)`` is ``watch(MyFunction, torch's own apply, args, kwargs)``: modes do not see
+    the call, and autograd takes ``backward`` on trust.
+    """
+    own = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return watch(cls, own, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
 
 
 # ------------------------------------------------------------------------------------------------------- compiling

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm import _torch
+from meshcomm import _torch, watch
 from meshcomm.errors import fail, names
 from meshcomm.places import InProcess, Place, Processes, Solo, rank_here
 from meshcomm.runtime import groups as process_groups
@@ -54,7 +54,7 @@ class Axis:
         self.size = len(ranks)
         self.index = index
         self.link = link
-        self.coordinate = mesh.coordinate
+        self.coordinate = mesh._coordinate()
         self.devices: set[torch.device] = set()  # those that the link is known to move
         self.key = next(_keys)
         _axes[self.key] = self
@@ -175,7 +175,14 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank's position in the mesh, in row-major order of its axes. Raises MeshError outside the mesh."""
+        """This rank's position in the mesh, in row-major order of its axes. Raises MeshError outside the mesh, and
+        VaryingError where varying types are checked: there :func:`axis_index` gives it as a tensor.
+        """
+        if watch.here.watcher is not None:
+            watch.here.watcher.host_value("mesh.rank")
+        return self._rank()
+
+    def _rank(self) -> int:
         mine = self._place.rank()
         if mine is None:
             self._outside_a_rank("mesh.rank")
@@ -197,8 +204,13 @@ class Mesh:
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """Axis name to this rank's index along it, as Python ints. Raises MeshError outside the mesh."""
-        rest, places = self.rank, {}
+        """Axis name to this rank's index along it, as Python ints. Raises as :attr:`rank` does."""
+        if watch.here.watcher is not None:
+            watch.here.watcher.host_value("mesh.coordinate")
+        return self._coordinate()
+
+    def _coordinate(self) -> dict[str, int]:
+        rest, places = self._rank(), {}
         for name, length in reversed(self._shape.items()):
             rest, places[name] = divmod(rest, length)
         return {name: places[name] for name in self._shape}
@@ -228,7 +240,7 @@ class Mesh:
     def _make_device_mesh(self) -> DeviceMesh:
         if isinstance(self._place, Solo):
             world.solo_process_group()
-        self.rank  # noqa: B018  # a rank outside has no groups: say so
+        self._rank()  # a rank outside has no groups: say so
         groups = [process_groups.group_of(self._ranks_along((name,))) for name in self._shape]
         grid = torch.tensor(self._ranks, dtype=torch.int, device="cpu").view(*self._shape.values())
         only = len(groups) == 1
@@ -288,7 +300,7 @@ class Mesh:
             return self._axes[name]
         ranks = self._ranks_along(parts)
         link = SoloLink() if len(ranks) == 1 else self._place.link(ranks)
-        found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, ranks.index(self._ranks[self.rank]), link)
+        found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, ranks.index(self._ranks[self._rank()]), link)
         if self._threads:
             rank_here().axes[self, name] = found
         else:
@@ -316,7 +328,7 @@ class Mesh:
 
     def _ranks_along(self, parts: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that share this rank's place on all other axes, in the order in which the axes are written."""
-        home = self.coordinate
+        home = self._coordinate()
         strides = dict(zip(self._shape, _strides(list(self._shape.values())), strict=True))
         base = sum(home[name] * stride for name, stride in strides.items() if name not in parts)
         places = itertools.product(*(range(self._shape[name]) for name in parts))

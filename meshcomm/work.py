@@ -19,6 +19,7 @@ from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.scheduler import current_rank
+from meshcomm.watch import here
 
 __all__ = ["Work", "begun", "wait"]
 
@@ -120,6 +121,8 @@ class Work(Generic[T]):
             return self._source.wait(timeout)
         grad, inference = self._modes
         with contextlib.ExitStack() as stack:
+            if here.watcher is not None:
+                stack.enter_context(here.watcher.paused())
             if _torch.functorch_active():
                 stack.enter_context(_torch.outside_transforms())
             if torch.is_inference_mode_enabled() != inference:

@@ -16,6 +16,7 @@ from meshcomm.collectives.gather import cut_rows
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then, then_all
+from meshcomm.watch import here
 from meshcomm.work import Work, begun
 
 __all__ = ["all_to_all", "permute", "shift"]
@@ -188,6 +189,19 @@ def all_to_all(
 
     Source: MPI_Alltoall(v); ``jax.lax.all_to_all(tiled=True)``; Ulysses; expert parallelism.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(
+            all_to_all,
+            x,
+            axis,
+            split_dim,
+            concat_dim,
+            send_sizes,
+            recv_sizes,
+            mesh=mesh,
+            bucket_mb=bucket_mb,
+            async_op=async_op,
+        )
     where, run = "all_to_all", start if async_op else apply
     ax = check.axis_of(where, axis, mesh)
     if isinstance(x, Tensor):
@@ -324,6 +338,8 @@ def permute(
 
     Source: ``jax.lax.ppermute``.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(permute, x, axis, perm, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
     ax = check.axis_of("permute", axis, mesh)
     return _moved(_PERMUTE, x, ax, (check.checked_perm("permute", perm, ax),), bucket_mb, async_op)
 
@@ -396,6 +412,8 @@ def shift(
 
     Source: MPI_Cart_shift; ring attention; pipeline stages.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(shift, x, axis, offset, wrap, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
     ax = check.axis_of("shift", axis, mesh)
     if not check.whole_number(offset):
         check.explain("shift", f"offset={offset!r} is not an int.", ax)

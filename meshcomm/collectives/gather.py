@@ -15,6 +15,7 @@ from meshcomm.collectives import buckets, check
 from meshcomm.collectives.rule import Rule, apply, rule_named, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then, then_all
+from meshcomm.watch import here
 from meshcomm.work import Work, begun
 
 __all__ = ["all_gather", "all_gather_invariant", "cut_rows", "gather_over", "join_rows", "shard", "slice_shape"]
@@ -155,6 +156,10 @@ def all_gather(
 
     Source: MPI_Allgather; ``jax.lax.all_gather(tiled=True)``.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(
+            all_gather, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op
+        )
     return _gather("all_gather", _ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
@@ -229,6 +234,10 @@ def all_gather_invariant(
 
     Source: ``jax.lax.all_gather_invariant``; the gather of Megatron's output layer.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(
+            all_gather_invariant, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op
+        )
     return _gather("all_gather_invariant", _ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
@@ -301,6 +310,8 @@ def shard(
 
     Source: Megatron's scatter to the tensor parallel region; a slice by ``axis_index`` in JAX.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(shard, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
     where, run = "shard", start if async_op else apply
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)

@@ -6,6 +6,7 @@ n = size of the axis.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Literal, overload
 
 import torch
@@ -17,6 +18,8 @@ from meshcomm.errors import MeshError, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.protocol import Link, Note, Post, Want
+from meshcomm.runtime.request import duration
+from meshcomm.watch import here
 from meshcomm.work import Work, begun
 
 __all__ = ["barrier", "exchange", "gather", "recv", "reduce", "scatter", "send"]
@@ -100,6 +103,8 @@ def reduce(
 
     Source: MPI_Reduce.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(reduce, x, axis, dst, op, mesh=mesh, async_op=async_op)
     ax = check.axis_of("reduce", axis, mesh)
     check.tensor("reduce", x, ax)
     check.reducible("reduce", x, op, ax)
@@ -155,6 +160,8 @@ def gather(
 
     Source: MPI_Gather.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(gather, x, axis, dst, dim, mesh=mesh, async_op=async_op)
     ax = check.axis_of("gather", axis, mesh)
     check.tensor("gather", x, ax)
     check.checked_index("gather", dst, ax, "dst")
@@ -239,6 +246,8 @@ def scatter(
 
     Source: MPI_Scatter.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(scatter, x, axis, src, dim, like, mesh=mesh, async_op=async_op)
     ax = check.axis_of("scatter", axis, mesh)
     check.checked_index("scatter", src, ax, "src")
     if async_op and like is None:
@@ -353,6 +362,8 @@ def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None
 
     Source: MPI_Send.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(send, x, axis, dst, tag, mesh=mesh, async_op=async_op)
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
@@ -420,6 +431,10 @@ def recv(
 
     Source: MPI_Recv.
     """
+    if here.watcher is not None:
+        return here.watcher.made(
+            recv, axis, mesh, axis, src, shape=shape, dtype=dtype, tag=tag, mesh=mesh, async_op=async_op
+        )
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
@@ -487,6 +502,8 @@ def exchange(
 
     Source: MPI_Sendrecv; ``torch.distributed.batch_isend_irecv``.
     """
+    if here.watcher is not None:
+        return here.watcher.made(exchange, axis, mesh, sends, recvs, axis, mesh=mesh, async_op=async_op)
     ax = check.axis_of("exchange", axis, mesh)
     posts = [_checked_post("exchange", entry, ax) for entry in _entries(sends, "sends", ax)]
     wants = [_checked_want("exchange", entry, ax) for entry in _entries(recvs, "recvs", ax)]
@@ -506,34 +523,60 @@ def exchange(
 
 
 @overload
-def barrier(axis: AxisName, *, mesh: Mesh | None = None, async_op: Literal[False] = False) -> None: ...
+def barrier(
+    axis: AxisName,
+    timeout: float | timedelta | None = None,
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[False] = False,
+) -> None: ...
 @overload
-def barrier(axis: AxisName, *, mesh: Mesh | None = None, async_op: Literal[True]) -> Work[None]: ...
-def barrier(axis: AxisName, *, mesh: Mesh | None = None, async_op: bool = False) -> Any:
+def barrier(
+    axis: AxisName, timeout: None = None, *, mesh: Mesh | None = None, async_op: Literal[True]
+) -> Work[None]: ...
+def barrier(
+    axis: AxisName,
+    timeout: float | timedelta | None = None,
+    *,
+    mesh: Mesh | None = None,
+    async_op: bool = False,
+) -> Any:
     """Return when every rank of ``axis`` has called it.
 
     Args:
         axis: a name, or a tuple of names.
+        timeout: seconds or a timedelta, equal on every rank, after which the ranks that came are told who did not. The
+            ranks then meet at the store of their process group and not through its backend, which tells even where
+            the backend is stuck. Among the ranks of one process no time passes: it runs out when no rank can go on.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 
-    Cost: one all_reduce of a number; on an accelerator alone it also waits for the device.
+    Cost: one all_reduce of a number; on an accelerator alone it also waits for the device. With a time-out some
+    messages to the store.
 
     Raises:
-        MeshError: no such axis.
+        MeshError: no such axis; a time-out that is not positive, or with async_op, whose ``wait`` has its own.
+        CommError: the time is up; it names the absent, on every rank alike, on those that come later too.
 
     Example:
         >>> import meshcomm as mc
         >>> mesh = mc.make_mesh({"dp": 2})
-        >>> mc.launch(lambda: mc.barrier("dp", mesh=mesh), ranks=2)
+        >>> mc.launch(lambda: mc.barrier("dp", timeout=60, mesh=mesh), ranks=2)
         [None, None]
 
-    Source: MPI_Barrier.
+    Source: MPI_Barrier; ``torch.distributed.monitored_barrier``.
     """
     ax = check.axis_of("barrier", axis, mesh)
-    _announce(ax, "barrier")
-    done = _link(ax, async_op).barrier()
-    return begun("barrier", ax, None, done) if async_op else None
+    limit = duration("barrier", timeout)
+    if limit is None:
+        _announce(ax, "barrier")
+        done = _link(ax, async_op).barrier()
+        return begun("barrier", ax, None, done) if async_op else None
+    if async_op:
+        check.explain("barrier", "timeout= with async_op=True.", ax, fix="give the time-out to the wait of the work")
+    _announce(ax, "barrier", timeout=limit.total_seconds())
+    ax.link.barrier_within(limit.total_seconds())
+    return None
 
 
 # -------------------------------------------------------------------------------------------------------- messages

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from meshcomm.collectives import check
 from meshcomm.mesh import AxisName, Mesh
+from meshcomm.watch import here
 
 __all__ = ["axis_index", "axis_size"]
 
@@ -39,6 +40,8 @@ def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> Tensor:
 
     Source: ``jax.lax.axis_index``.
     """
+    if here.watcher is not None:
+        return here.watcher.made(axis_index, axis, mesh, axis, mesh=mesh)  # type: ignore[no-any-return]
     return check.axis_of("axis_index", axis, mesh).index_tensor.clone()
 
 

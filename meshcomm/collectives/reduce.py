@@ -17,6 +17,7 @@ from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then, then_all
+from meshcomm.watch import here
 from meshcomm.work import Work, begun
 
 __all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter"]
@@ -194,6 +195,8 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
 
     Source: ``jax.lax.pvary``; Megatron's copy to the tensor parallel region.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(pvary, x, axis, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
     ax = check.axis_of("pvary", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("pvary", x, ax)
@@ -272,6 +275,8 @@ def all_reduce(
 
     Source: MPI_Allreduce; ``jax.lax.psum``; Megatron's reduce from the tensor parallel region.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(all_reduce, x, axis, op, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
     ax = check.axis_of("all_reduce", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("all_reduce", x, ax)
@@ -357,6 +362,10 @@ def reduce_scatter(
 
     Source: MPI_Reduce_scatter; ``jax.lax.psum_scatter(tiled=True)``; sequence parallelism in Megatron.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(
+            reduce_scatter, x, axis, dim, op, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op
+        )
     where = "reduce_scatter"
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
@@ -437,6 +446,8 @@ def broadcast(
 
     Source: MPI_Bcast; ``jax.lax.pbroadcast``.
     """
+    if here.watcher is not None:
+        return here.watcher.collective(broadcast, x, axis, src, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
     ax = check.axis_of("broadcast", axis, mesh)
     check.checked_index("broadcast", src, ax, "src")
     run = start if async_op else apply

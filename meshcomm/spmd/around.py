@@ -20,7 +20,7 @@ from meshcomm.spmd.assemble import differentiable
 from meshcomm.spmd.reach import Reach
 from meshcomm.spmd.specs import WHERE
 
-__all__ = ["Modes", "OwnState", "body_of", "closed_over", "leaves_behind", "no_tangents"]
+__all__ = ["Modes", "OwnState", "body_of", "closed_over", "leaves_behind", "no_tangents", "not_in_a_body"]
 
 
 class _Here(threading.local):
@@ -33,6 +33,17 @@ _here = _Here()
 @contextlib.contextmanager
 def body_of(mesh: Mesh) -> Iterator[None]:
     """What runs inside is the body of a shard_map over this mesh, whose axes it can name."""
+    not_in_a_body(mesh)
+    _here.mesh = mesh
+    try:
+        with use_mesh(mesh):
+            yield
+    finally:
+        _here.mesh = None
+
+
+def not_in_a_body(mesh: Mesh) -> None:
+    """Refuse a shard_map inside of another one."""
     if _here.mesh is not None:
         fail(
             WHERE,
@@ -40,12 +51,6 @@ def body_of(mesh: Mesh) -> Iterator[None]:
             got=f"mesh {mesh.shape} inside of mesh {_here.mesh.shape}; the values there are a rank's own parts",
             fix="call the function itself there, or use collectives",
         )
-    _here.mesh = mesh
-    try:
-        with use_mesh(mesh):
-            yield
-    finally:
-        _here.mesh = None
 
 
 class OwnState(RandomState):

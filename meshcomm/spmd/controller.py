@@ -95,7 +95,7 @@ class Program:
         mesh = self.mesh
         if current_rank().index not in mesh._ranks:  # type: ignore[union-attr]
             return None
-        coordinate = mesh.coordinate
+        coordinate = mesh._coordinate()
         leaves, parts = [], []
         grad = self.modes.grad if self.order == 0 and wanted is None else wanted is not None
         with self.modes.again(), body_of(mesh), torch.set_grad_enabled(grad):

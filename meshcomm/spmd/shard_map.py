@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
 
 from torch import Tensor
@@ -16,12 +16,16 @@ from meshcomm.errors import fail, names
 from meshcomm.mesh import Mesh
 from meshcomm.places import InProcess
 from meshcomm.runtime.scheduler import current_rank
-from meshcomm.spmd.around import Modes, body_of, closed_over
+from meshcomm.spmd.around import Modes, body_of, closed_over, not_in_a_body
 from meshcomm.spmd.assemble import Outputs
+from meshcomm.spmd.check_vma import checked_mode
+from meshcomm.spmd.checker import Checker
 from meshcomm.spmd.controller import Program, run_global
 from meshcomm.spmd.dtensors import as_dtensor, is_dtensor, part_of
 from meshcomm.spmd.reach import Reach
 from meshcomm.spmd.specs import WHERE, Laid, checked, divisible, joined, laid_out, local_part, spread
+from meshcomm.spmd.vma import marked
+from meshcomm.watch import here
 
 __all__ = ["shard_map"]
 
@@ -36,7 +40,7 @@ def shard_map(
     mesh: Mesh | None = None,
     in_specs: Any,
     out_specs: Any,
-    check_vma: bool | str = False,
+    check_vma: bool | str = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 @overload
 def shard_map(
@@ -45,7 +49,7 @@ def shard_map(
     mesh: Mesh | None = None,
     in_specs: Any,
     out_specs: Any,
-    check_vma: bool | str = False,
+    check_vma: bool | str = True,
 ) -> Callable[P, R]: ...
 def shard_map(
     fn: Callable[..., Any] | None = None,
@@ -53,7 +57,7 @@ def shard_map(
     mesh: Mesh | None = None,
     in_specs: Any,
     out_specs: Any,
-    check_vma: bool | str = False,
+    check_vma: bool | str = True,
 ) -> Any:
     """Make of ``fn``, which works on one rank's parts of tensors, a function of the global tensors.
 
@@ -67,8 +71,8 @@ def shard_map(
     ``fn`` runs, the mesh is the current one.
 
     Type: invariant -> invariant. Within ``fn`` an input varies along the axes that its spec names and is invariant
-    along all others: :func:`pvary` it before it meets what varies. So are the tensors that ``fn`` closes over. An
-    output must vary only along the axes that its spec names.
+    along all others; the tensors that ``fn`` closes over are invariant along all. An output may vary only along the
+    axes that its spec names. ``fn`` is checked as by :func:`check_vma`.
 
     Args:
         fn: the function of one rank's parts; nothing for a decorator. Its effects, such as prints and statistics of
@@ -79,8 +83,9 @@ def shard_map(
             name, a single layout is that of all arguments. ``""`` is a scalar, ``"..."`` is not cut, None is no tensor.
             For a pytree it is a tree of layouts, of which each stands for the whole subtree in its place.
         out_specs: the layouts of what ``fn`` returns, likewise.
-        check_vma: only False for now, which is why it is the default: types are not tracked. Outside of ranks values
-            and gradients that should be equal along an axis are compared all the same.
+        check_vma: True inserts a :func:`pvary` wherever an invariant value that requires grad meets one that varies,
+            "error" refuses there, False looks at nothing and costs nothing. Outside of ranks values and gradients that
+            should be equal along an axis are compared all the same. In compiled code only False works.
 
     Returns: a function with the parameters of ``fn``, of global tensors. On processes DTensors may stand for global
         inputs; if one does, the outputs are DTensors.
@@ -99,7 +104,9 @@ def shard_map(
         MeshError: specs of another number or structure than the arguments or the outputs; a layout that does not fit
             a tensor; a dim that its axes do not divide; a mesh of another world; ranks that return different things; a
             call inside of another shard_map's function.
-        VaryingError: outside of ranks, an output or a gradient that differs along an axis along which it is invariant.
+        VaryingError: an output that varies along an axis that its spec does not name, with the line where that began;
+            all that :func:`check_vma` refuses; outside of ranks, an output or a gradient that differs along an axis
+            along which it is invariant.
         Exception: what ``fn`` raises, with a note of the rank.
 
     Example:
@@ -107,16 +114,13 @@ def shard_map(
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> @mc.shard_map(mesh=mesh, in_specs=("b d", "d (tp f)", "(tp f) d"), out_specs="b d")
         ... def mlp(x, w1, w2):
-        ...     return mc.all_reduce(torch.relu(mc.pvary(x, "tp") @ w1) @ w2, "tp")
+        ...     return mc.all_reduce(torch.relu(x @ w1) @ w2, "tp")
         >>> mlp(torch.ones(1, 2), torch.ones(2, 4), torch.ones(4, 2))
         tensor([[8., 8.]])
 
     Source: ``jax.shard_map``.
     """
-    if check_vma is not False:
-        if check_vma is not True and check_vma != "error":
-            fail(WHERE, f"check_vma={check_vma!r}.", fix='True, "error" or False')
-        fail(WHERE, f"check_vma={check_vma!r} is not available yet.", fix="check_vma=False, and pvary where it is due")
+    mode = checked_mode(WHERE, check_vma)
     if mesh is not None:
         mesh_of(WHERE, "", mesh)
     if isinstance(in_specs, list):
@@ -124,11 +128,13 @@ def shard_map(
     checked(in_specs, "in_specs", mesh)
     checked(out_specs, "out_specs", mesh)
     if fn is None:
-        return lambda fn: _wrapped(fn, mesh, in_specs, out_specs)
-    return _wrapped(fn, mesh, in_specs, out_specs)
+        return lambda fn: _wrapped(fn, mesh, in_specs, out_specs, mode)
+    return _wrapped(fn, mesh, in_specs, out_specs, mode)
 
 
-def _wrapped(fn: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def _wrapped(
+    fn: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any, mode: bool | str
+) -> Callable[..., Any]:
     if not callable(fn):
         fail(WHERE, f"fn is not callable but {type(fn).__name__}.")
     signature = _signature(fn)
@@ -138,7 +144,7 @@ def _wrapped(fn: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs
         if mesh is None:
             checked(in_specs, "in_specs", over)
             checked(out_specs, "out_specs", over)
-        return _Run(fn, over, out_specs, *_matched(signature, in_specs, args, kwargs)).result()
+        return _Run(fn, over, out_specs, mode, *_matched(signature, in_specs, args, kwargs)).result()
 
     return functools.wraps(fn)(run) if inspect.isroutine(fn) else run
 
@@ -261,10 +267,11 @@ class _Run:
         fn: Callable[..., Any],
         mesh: Mesh,
         out_specs: Any,
+        mode: bool | str,
         arguments: list[_Argument],
         bound: inspect.BoundArguments,
     ) -> None:
-        self.fn, self.mesh, self.out_specs = fn, mesh, out_specs
+        self.fn, self.mesh, self.out_specs, self.mode = fn, mesh, out_specs, mode
         self.form = tree_flatten((bound.args, bound.kwargs))[1]
         self.leaves: list[Laid] = []
         for name, spec, value in arguments:
@@ -274,14 +281,30 @@ class _Run:
         for laid in self.cut:
             divisible(laid, mesh)
 
-    def on_parts(self, parts: Iterable[Tensor]) -> Any:
-        """Call the function with these in place of the global tensors."""
+    def on_parts(self, parts: Sequence[Tensor], closed: Iterable[tuple[str, Tensor]]) -> tuple[list[Laid], Any]:
+        """Call the function with these in place of the global tensors: what it returns, laid out, and its form."""
         given = iter(parts)
         leaves = [laid.value if laid.layout is None else next(given) for laid in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.form)
-        return self.fn(*args, **kwargs)
+        if self.mode is False:
+            return self._outputs(self.fn(*args, **kwargs))
+        checker = Checker(self.mesh, insert=self.mode is True)
+        for name, x in closed:
+            if marked(x) is None:
+                checker.know(x, (), f"{name or 'a tensor'}, closed over")
+        for part, laid in zip(parts, self.cut, strict=True):
+            assert laid.layout is not None
+            checker.know(part, laid.layout.axes, f"{laid.label}, by its spec {str(laid.layout)!r}")
+        with checker:
+            laid_out, form = self._outputs(self.fn(*args, **kwargs))
+            return [
+                each
+                if each.layout is None
+                else each._replace(value=checker.result(each.value, each.layout.axes, each.label, str(each.layout)))
+                for each in laid_out
+            ], form
 
-    def outputs(self, result: Any) -> tuple[list[Laid], Any]:
+    def _outputs(self, result: Any) -> tuple[list[Laid], Any]:
         """What the function has returned, compared with its specs."""
         form = tree_flatten(result)[1]
         specs = spread(self.out_specs, result, "output", "out_specs")
@@ -291,11 +314,23 @@ class _Run:
         """The global outputs."""
         if isinstance(self.mesh._place, InProcess) and current_rank() is None:
             return self._outside()
-        return self._inside()
+        if here.watcher is None:
+            return self._inside()
+        not_in_a_body(self.mesh)
+        for laid in self.cut:
+            here.watcher.whole(WHERE, laid.value, laid.label)
+        with here.watcher.paused():
+            results = self._inside()
+        for y in tree_flatten(results)[0]:
+            if isinstance(y, Tensor):
+                here.watcher.made_whole(y, WHERE)
+        return results
 
     def _inside(self) -> Any:
         mesh = self.mesh
-        mesh.rank  # noqa: B018  # a rank of another world: say so
+        mesh._rank()  # a rank of another world: say so
+        values = [laid.value for laid in self.leaves if laid.layout is None]
+        closed = () if self.mode is False else Reach(self.fn, *values).tensors.values()
         with body_of(mesh):
             with_dtensors = any(is_dtensor(x) for x, _, _ in self.cut)
             parts = [
@@ -303,7 +338,7 @@ class _Run:
                 for x, _, layout in self.cut
                 if layout is not None
             ]
-            laid, form = self.outputs(self.on_parts(parts))
+            laid, form = self.on_parts(parts, closed)
             whole = as_dtensor if with_dtensors else joined
             results = [x if layout is None else whole(x, layout, mesh) for x, _, layout in laid]
         return tree_unflatten(results, form)
@@ -315,11 +350,25 @@ class _Run:
         values = [laid.value for laid in self.leaves if laid.layout is None]
         reach = Reach(self.fn, *values)
         inputs = closed_over(reach)
+        names, replaced = [name for name, _ in inputs], {id(x) for _, x in inputs}
+        others = [(name, x) for name, x in reach.tensors.values() if id(x) not in replaced]
+
+        def local(parts: list[Tensor], shared: list[Tensor]) -> Outputs:
+            """One rank's work."""
+            laid, form = self.on_parts(parts, [*zip(names, shared, strict=True), *others])
+            tensors = [each for each in laid if each.layout is not None]
+            return Outputs(
+                [each.value for each in tensors],
+                [each.layout for each in tensors if each.layout is not None],
+                [each.label for each in tensors],
+                ([each.value if each.layout is None else _TENSOR for each in laid], form),
+            )
+
         program = Program(
             mesh=self.mesh,
-            local=self._local,
+            local=local,
             layouts=[laid.layout for laid in self.cut if laid.layout is not None],
-            labels=[*(laid.label for laid in self.cut), *(name for name, _ in inputs)],
+            labels=[*(laid.label for laid in self.cut), *names],
             reach=reach,
             shared=[id(x) for _, x in inputs],
             modes=Modes(),
@@ -327,17 +376,6 @@ class _Run:
         tensors, (rest, form) = run_global(program, [*(laid.value for laid in self.cut), *(x for _, x in inputs)])
         given = iter(tensors)
         return tree_unflatten([next(given) if value is _TENSOR else value for value in rest], form)
-
-    def _local(self, parts: list[Tensor], shared: list[Tensor]) -> Outputs:
-        """One rank's work, outside of ranks."""
-        laid, form = self.outputs(self.on_parts(parts))
-        tensors = [each for each in laid if each.layout is not None]
-        return Outputs(
-            [each.value for each in tensors],
-            [each.layout for each in tensors if each.layout is not None],
-            [each.label for each in tensors],
-            ([each.value if each.layout is None else _TENSOR for each in laid], form),
-        )
 
 
 _TENSOR = object()

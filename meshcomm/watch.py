@@ -1,0 +1,48 @@
+"""Who watches this thread's calls: the checker of varying types, while it is on."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Watcher", "here"]
+
+
+class Watcher(Protocol):
+    """Knows along which axes each value varies."""
+
+    def collective(self, fn: Any, x: Any, axis: Any, /, *args: Any, mesh: Any, **kwargs: Any) -> Any:
+        """Call ``fn``, a public collective, so: check what it takes, and note what it gives."""
+
+    def made(self, fn: Any, axis: Any, mesh: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``fn(*args, **kwargs)``, which takes no tensor and gives one that varies along ``axis``."""
+
+    def laid_out(self, fn: Any, layouts: str, /, *operands: Tensor, mesh: Any, **kwargs: Any) -> Any:
+        """Call ``fn``, whose types stand in a string."""
+
+    def host_value(self, what: str) -> None:
+        """Refuse a Python number that differs between ranks."""
+
+    def drawn(self, x: Tensor) -> None:
+        """Note that ``x`` was drawn at random, differently along ``here.draws_along``."""
+
+    def whole(self, where: str, x: Any, label: str) -> None:
+        """Refuse a tensor that varies at all."""
+
+    def made_whole(self, x: Tensor, what: str) -> None:
+        """Note that ``x`` is invariant along all axes."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """What runs inside is the library's own and not looked at."""
+
+
+class _Here(threading.local):
+    watcher: Watcher | None = None
+    draws_along: frozenset[str] | None = None
+    """The axes along which random functions draw differently; None: all."""
+
+
+here = _Here()
