@@ -24,7 +24,7 @@ MODULES = sorted(
 
 # From the bottom up; a module imports from its own row or a lower one.
 LAYERS = [
-    ("meshcomm.errors", "meshcomm._torch"),
+    ("meshcomm.errors", "meshcomm._torch", "meshcomm.watch"),
     ("meshcomm.runtime",),
     ("meshcomm.launch", "meshcomm.places"),
     ("meshcomm.mesh",),
@@ -32,6 +32,8 @@ LAYERS = [
     ("meshcomm.collectives",),
     ("meshcomm.layout",),
     ("meshcomm.spmd",),
+    ("meshcomm.helpers", "meshcomm.parallel"),
+    ("meshcomm.__main__",),
 ]
 NARROW = {"meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"), "meshcomm.errors": (), "meshcomm._torch": ()}
 
@@ -143,7 +145,7 @@ def test_no_import_hides_in_a_function(module: str) -> None:
 LATE = {
     "meshcomm": {
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
-        "meshcomm.layout.shapes", "meshcomm.spmd.shard_map",
+        "meshcomm.layout.shapes", "meshcomm.spmd.check_vma", "meshcomm.spmd.shard_map",
     },
     "meshcomm.spmd.dtensors": {"meshcomm.layout.dtensor"},
 }  # fmt: skip

@@ -1,0 +1,204 @@
+"""What checking varying types costs the host, with nothing to communicate: one run, ratios, no assertions.
+
+    python -m benchmarks.checker                  # about a minute
+    python -m benchmarks.checker --quick          # some seconds, noisier
+    python -m benchmarks.checker --json out.json
+
+All programs run on a mesh of one rank. "a mode" is a TorchFunctionMode that does nothing: what torch asks of anybody who
+wants to see its operations. The modes take turns in short samples; each number is the median of its samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+import meshcomm as mc
+from benchmarks.overhead import machine, print_table, take_turns
+
+CHAIN = 50
+MODES: tuple[bool | str, ...] = (False, "error", True)
+AXES = {"dp": 1, "tp": 1}
+
+
+class Nothing(TorchFunctionMode):
+    """Sees every operation and lets it pass."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+# ------------------------------------------------------------------------------------------------------- operations
+
+
+def of_one_type(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    for _ in range(CHAIN):
+        x = x * y
+    return x
+
+
+def of_two_types(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """An invariant operand without grad in each."""
+    for _ in range(CHAIN):
+        x = x * w
+    return x
+
+
+def with_pvary(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The same operand, which requires grad: its pvary is made once and remembered."""
+    w = w.detach().requires_grad_()
+    for _ in range(CHAIN):
+        x = x * w
+    return x
+
+
+def views(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    for _ in range(CHAIN):
+        x = x.view(8)
+    return x
+
+
+OPERATIONS = {"one type": of_one_type, "two types": of_two_types, "with pvary": with_pvary, "views": views}
+
+
+def measure_operations(repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds per operation on 8 numbers."""
+    x, y = (mc.mark_varying(torch.rand(8), "dp") for _ in range(2))
+    w = mc.mark_varying(torch.rand(8), ())
+    found = {}
+    for name, chain in OPERATIONS.items():
+
+        def under(mode: Any, chain: Callable[..., Tensor] = chain) -> Callable[[], object]:
+            def run() -> None:
+                with mode():
+                    chain(x, y, w)
+
+            return run
+
+        calls = {
+            ("plain", name): under(nullcontext),
+            ("a mode", name): under(Nothing),
+            ("checked", name): under(mc.check_vma),
+        }
+        times = take_turns(calls, repeats)
+        found[name] = {who: each[name] / CHAIN for who, each in times.items()}
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- a training step
+
+
+def block(p: dict[str, Tensor], x: Tensor, vary: Callable[[Tensor], Tensor]) -> Tensor:
+    """A transformer block, tensor parallel as Megatron has it."""
+    y = vary(layer_norm(x, x.shape[-1:], p["norm1"]))
+    q, k, v = (torch.einsum("bsd,hde->bhse", y, p[name]) for name in ("q", "k", "v"))
+    seen = scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + mc.all_reduce(torch.einsum("bhse,hed->bsd", seen, p["o"]), "tp")
+    y = vary(layer_norm(x, x.shape[-1:], p["norm2"]))
+    return x + mc.all_reduce(torch.relu(y @ p["up"]) @ p["down"], "tp")
+
+
+def parameters(width: int, heads: int) -> dict[str, Tensor]:
+    def weight(*shape: int) -> Tensor:
+        return (torch.randn(shape) / width**0.5).requires_grad_()
+
+    return {
+        "norm1": weight(width), "norm2": weight(width), "q": weight(heads, width, width // heads),
+        "k": weight(heads, width, width // heads), "v": weight(heads, width, width // heads),
+        "o": weight(heads, width // heads, width), "up": weight(width, 4 * width), "down": weight(4 * width, width),
+    }  # fmt: skip
+
+
+SPECS = {
+    "norm1": "d", "norm2": "d", "q": "(tp h) d e", "k": "(tp h) d e", "v": "(tp h) d e", "o": "(tp h) e d",
+    "up": "d (tp f)", "down": "(tp f) d",
+}  # fmt: skip
+
+
+def step_with(mode: bool | str, width: int, tokens: int) -> Callable[[], object]:
+    """Forward and backward of four blocks; with every pvary written out unless they are inserted."""
+    layers = [parameters(width, 4) for _ in range(4)]
+    leaves = [w for layer in layers for w in layer.values()]
+    x = torch.randn(4, tokens, width)
+    written = mode is not True
+
+    @mc.shard_map(in_specs=([SPECS] * 4, "(dp b) s d"), out_specs="", check_vma=mode)
+    def loss(layers: list[dict[str, Tensor]], x: Tensor) -> Tensor:
+        layers = [mc.pvary(layer, "dp") for layer in layers] if written else layers
+        for layer in layers:
+            x = block(layer, x, lambda y: mc.pvary(y, "tp") if written else y)
+        return mc.all_reduce(x.square().mean(), "dp")
+
+    return lambda: torch.autograd.grad(loss(layers, x), leaves)
+
+
+def measure_steps(repeats: int, sizes: Sequence[tuple[int, int]]) -> dict[str, dict[str, float]]:
+    """Seconds per step."""
+    found = {}
+    for width, tokens in sizes:
+        name = f"4 x {tokens} tokens, width {width}"
+        calls = {(str(mode), name): step_with(mode, width, tokens) for mode in MODES}
+        found[name] = {mode: each[name] for mode, each in take_turns(calls, repeats).items()}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def report(operations: dict[str, dict[str, float]], steps: dict[str, dict[str, float]]) -> None:
+    print_table(
+        "One operation on 8 numbers",
+        ["µs", "plain", "a mode", "checked", "checked - plain", "checked - a mode"],
+        [
+            [
+                name,
+                *(f"{1e6 * took[who]:.2f}" for who in ("plain", "a mode", "checked")),
+                *(f"{1e6 * (took['checked'] - took[other]):.2f}" for other in ("plain", "a mode")),
+            ]
+            for name, took in operations.items()
+        ],
+    )
+    print_table(
+        "Forward and backward of four transformer blocks through shard_map",
+        ["ms", *(f"check_vma={mode!r}" for mode in MODES), "error / False", "True / False"],
+        [
+            [
+                name,
+                *(f"{1e3 * took[str(mode)]:.2f}" for mode in MODES),
+                *(f"{took[mode] / took['False']:.2f}" for mode in ("error", "True")),
+            ]
+            for name, took in steps.items()
+        ],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description="What checking varying types costs.")
+    parser.add_argument("--quick", action="store_true", help="small and few: seconds, for CI")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
+    options = parser.parse_args(arguments)
+    repeats = 3 if options.quick else 30
+    with mc.use_mesh(mc.make_mesh(AXES)):
+        operations = measure_operations(repeats)
+        steps = measure_steps(repeats, [(32, 16)] if options.quick else [(64, 64), (256, 128), (512, 256)])
+    info = machine()
+    print(", ".join(f"{key} {value}" for key, value in info.items()))
+    report(operations, steps)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": info, "operations": operations, "steps": steps}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
