@@ -1,0 +1,273 @@
+"""Parallel programs with every pvary left out: what the checker of varying types makes of them.
+
+``vma_programs.py`` has the programs as an expert writes them. Their values and gradients are compared with those of the
+same functions of whole tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves, tree_map
+from vma_programs import BY_NAME, PROGRAMS, Program, Tree, Vary, draw
+
+import meshcomm as mc
+from meshcomm.runtime.inprocess import InProcessLink
+from meshcomm.runtime.protocol import Note
+
+Run = Callable[..., list[Any]]
+NAMES = list(BY_NAME)
+IN_NEED = [each.name for each in PROGRAMS if each.needs_pvary]
+RANKS = {each.name: math.prod(each.axes.values()) for each in PROGRAMS}
+
+
+def left_out(x: Tree, axis: Any, /) -> Tree:
+    """Stands for a pvary that nobody wrote."""
+    return x
+
+
+def one_by_one(x: Tree, axis: Any, /) -> Tree:
+    """pvary without buckets: each tensor is a collective of its own in backward."""
+    found: Tree = tree_map(lambda leaf: mc.pvary(leaf, axis), x)
+    return found
+
+
+VERSIONS: dict[str, tuple[Vary, Any]] = {
+    "expert": (mc.pvary, False),
+    "left out": (left_out, True),
+    "expert, inserting": (mc.pvary, True),
+    "expert, refusing": (mc.pvary, "error"),
+}
+TWICE = ("expert", "left out")
+"""Whose second derivatives are compared, too."""
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for x in tree_leaves(tree):
+        found += x.parameters() if isinstance(x, nn.Module) else [x] if isinstance(x, Tensor) else []
+    return found
+
+
+def given_of(args: Any) -> list[Tensor]:
+    return [x for x in tensors(args) if x.requires_grad]
+
+
+def mixed(outputs: list[Tensor]) -> Tensor:
+    """One number of all outputs, with factors that are no round ones."""
+    live = [y for y in outputs if y.requires_grad]
+    return torch.stack([(y * draw(*y.shape, seed=70 + i, grad=False)).sum() for i, y in enumerate(live)]).sum()
+
+
+def outcome(fn: Callable[..., Any], args: tuple[Any, ...], by_backward: bool, twice: bool) -> list[list[Tensor]]:
+    """Values, gradients with respect to all inputs, and ``twice``: the gradients of a function of these."""
+    given, outputs = given_of(args), tensors(fn(*args))
+    if by_backward:
+        mixed(outputs).backward()
+        return [outputs, [torch.zeros_like(x) if x.grad is None else x.grad for x in given]]
+    first = torch.autograd.grad(mixed(outputs), given, create_graph=twice)
+    live = [g for g in first if g.requires_grad]
+    second: list[Tensor] = []
+    if live:
+        curves = torch.autograd.grad(torch.stack([g.square().sum() for g in live]).sum(), given, allow_unused=True)
+        second = [torch.zeros_like(x) if c is None else c for x, c in zip(given, curves, strict=True)]
+    return [outputs, list(first), second]
+
+
+def check(name: str, pv: Vary, check_vma: Any, twice: bool = False) -> None:
+    """The program gives what the function of whole tensors gives."""
+    program = BY_NAME[name]
+    mine = outcome(program.make(pv, check_vma), program.inputs(), program.on_ranks, twice)
+    right = outcome(program.whole, program.inputs(), program.on_ranks, twice)
+    for what, found, expected in zip(
+        ("value", "gradient", "second derivative")[: len(right)], mine, right, strict=True
+    ):
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            where = f"{name}, {what} {i}: "
+            assert_close(a, b, rtol=1e-9, atol=1e-9, msg=where.__add__)
+
+
+def everywhere(program: Program, fn: Callable[..., Any], *args: Any) -> None:
+    """Where the program can run: outside of ranks if it can."""
+    if program.on_ranks:
+        mc.launch(fn, ranks=RANKS[program.name], args=args)
+    else:
+        fn(*args)
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(BY_NAME) == len(PROGRAMS) >= 50
+    assert len(IN_NEED) >= 49
+    assert sum(bool(each.more) for each in PROGRAMS) <= 1
+    assert {tuple(each.axes.values()) for each in PROGRAMS} == {(4,), (2, 2), (2, 2, 2)}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_and_gradients_are_those_of_the_whole(name: str, version: str) -> None:
+    program = BY_NAME[name]
+    everywhere(program, check, name, *VERSIONS[version], version in TWICE and not program.once)
+
+
+@pytest.mark.parametrize("name", IN_NEED)
+def test_unchecked_they_are_wrong_without_pvary(name: str) -> None:
+    """Or else the programs would prove nothing."""
+    with pytest.raises((AssertionError, mc.VaryingError), match="not close|differs along"):
+        everywhere(BY_NAME[name], check, name, left_out, False)
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+
+def run(program: Program, pv: Vary, check_vma: Any) -> None:
+    """Forwards, and backwards too where the forward knows nothing of gradients."""
+    outputs = tensors(program.make(pv, check_vma)(*program.inputs()))
+    if program.on_ranks:
+        mixed(outputs).backward()
+
+
+def refused(name: str) -> None:
+    program = BY_NAME[name]
+    with pytest.raises(mc.VaryingError) as caught:
+        run(program, left_out, "error")
+    named = [axis for axis in program.axes if repr(axis) in str(caught.value).split("\n")[0]]
+    assert named, f"no axis in the first line of {caught.value}"
+    assert set(named) <= set(program.lacks), caught.value
+
+
+@pytest.mark.parametrize("name", IN_NEED)
+def test_refused_by_the_name_of_the_axis(name: str) -> None:
+    everywhere(BY_NAME[name], refused, name)
+
+
+# -------------------------------------------------------------------------------------------------------------- counts
+
+FREE = ("pvary", "shard")
+"""Nothing is sent for them."""
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[Counter[tuple[str, str]]]:
+    """The collectives that rank 0 of the mesh calls, by name and axes; not what sends nothing."""
+    calls: Counter[tuple[str, str]] = Counter()
+    announce = InProcessLink.announce
+
+    def listen(self: InProcessLink, note: Note) -> None:
+        axis: Any = note.axis
+        if note.what not in FREE and axis.mesh.rank == 0:
+            names = axis.name if isinstance(axis.name, tuple) else (axis.name,)
+            calls[note.what, " ".join(sorted(names))] += 1
+        announce(self, note)
+
+    InProcessLink.announce = listen  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        InProcessLink.announce = announce  # type: ignore[method-assign]
+
+
+Counts = tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]
+
+
+def count(program: Program, pv: Vary, check_vma: Any) -> Counts:
+    """The collectives of the forward and of the backward.
+
+    Outside of ranks the forward runs once more in the backward, which does not count; recomputation by checkpoint does.
+    On ranks both are counted together, with what shard_map sends for its outputs.
+    """
+    if program.on_ranks:
+        with heard() as calls:
+            mc.launch(run, ranks=RANKS[program.name], args=(program, pv, check_vma))
+        return Counter(), calls
+    fn, args = program.make(pv, check_vma), program.inputs()
+    with heard() as forward:
+        total = mixed(tensors(fn(*args)))
+    with heard() as both:
+        torch.autograd.grad(total, given_of(args))
+    assert forward <= both
+    return forward, both - forward
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inserted_are_as_many_as_an_expert_writes(name: str) -> None:
+    """As the expert's with a pvary per tensor. A pvary of a tree puts tensors into buckets, which the checker does not:
+    fewer all_reduces, and a broadcast in the first backward that fixes the order of buckets.
+    """
+    program = BY_NAME[name]
+    expert, inserted = count(program, one_by_one, False), count(program, left_out, True)
+    assert inserted == (expert[0], expert[1] + Counter(dict(program.more)))
+    in_buckets = sum(count(program, mc.pvary, False), Counter())
+    kept = {call: number for call, number in in_buckets.items() if call[0] != "broadcast"}
+    assert Counter(kept) <= sum(expert, Counter())
+
+
+def calls_of(text: str) -> Counter[tuple[str, str]]:
+    """``"all_reduce tp, 4 all_reduce dp"``"""
+    found: Counter[tuple[str, str]] = Counter()
+    for part in filter(None, text.split(", ")):
+        words = part.split(" ")
+        number = int(words.pop(0)) if words[0].isdigit() else 1
+        found[words[0], " ".join(words[1:])] += number
+    return found
+
+
+EXPERT: dict[str, tuple[str, str]] = {
+    "column_and_row_parallel_mlp": ("all_reduce tp", "all_reduce tp, 3 all_reduce dp"),
+    # q, k and v share the sum over tp of the gradient of what they come from; each weight has one over dp.
+    "attention_with_heads_over_tp": ("all_reduce tp", "all_reduce tp, 4 all_reduce dp"),
+    "sequence_parallel_mlp": ("all_gather tp, reduce_scatter tp", "all_gather tp, reduce_scatter tp, all_reduce tp"),
+    "fully_sharded": ("all_gather fsdp, all_reduce fsdp", "reduce_scatter fsdp"),
+    # One for a weight that is used twice.
+    "tied_embedding": ("4 all_reduce tp, all_reduce dp", "all_reduce tp, 2 all_reduce dp"),
+    "pipeline": ("6 shift pp, all_reduce pp", "5 shift pp, all_reduce pp"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT)
+def test_the_expert_is_one(name: str) -> None:
+    """What the numbers above are compared with."""
+    forward, backward = (calls_of(text) for text in EXPERT[name])
+    assert count(BY_NAME[name], one_by_one, False) == (forward, backward)
+
+
+# ------------------------------------------------------------------------------------------------------------ on ranks
+
+
+def check_all(names: list[str], version: str) -> None:
+    for name in names:
+        check(name, *VERSIONS[version])
+
+
+@pytest.mark.parametrize("version", ["expert", "left out"])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_on_ranks_of_one_process(ranks: int, version: str) -> None:
+    mc.launch(check_all, ranks=ranks, args=([name for name in NAMES if RANKS[name] == ranks], version))
+
+
+ON_PROCESSES = [
+    "attention_with_heads_over_tp", "writes_into_a_buffer", "module_closed_over", "data_parallel", "ring_attention",
+    "mixture_of_experts", "tied_embedding", "clipped_gradients", "reentrant_checkpointed_blocks",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["expert", "left out"])
+def test_on_processes(pool4: Any, version: str) -> None:
+    pool4.run(check_all, ON_PROCESSES, version)
+
+
+def refused_all(names: list[str]) -> None:
+    for name in names:
+        refused(name)
+
+
+def test_refused_on_every_rank(run4: Run) -> None:
+    """Each rank says so before it waits for another one."""
+    run4(refused_all, ["fully_sharded_with_prefetch", "training_steps_by_func_grad", *ON_PROCESSES])
