@@ -241,6 +241,90 @@ def test_inductor(pool4: Any) -> None:
     pool4.run(with_inductor)
 
 
+# ------------------------------------------------------------------------------------------------------- shard_map
+
+
+class Parallel(torch.nn.Module):
+    """Its parameters are reached by the function of the shard_map, which closes over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(1, 2, 3, dtype=F64))
+
+
+def mapped(backend: str) -> None:
+    mesh = mc.make_mesh({"dp": 2, "tp": 2})
+    module = Parallel()
+
+    @mc.shard_map(
+        mesh=mesh if backend == "inductor" else None,
+        in_specs=("(dp b) d", {"up": "d (tp f)", "down": "(tp f) d"}, None),
+        out_specs=("(dp b) d", ""),
+        check_vma=False,
+    )
+    def local(x: Tensor, weights: dict[str, Tensor], power: int = 2) -> tuple[Tensor, Tensor]:
+        scale = mc.pvary(module.scale, ("dp", "tp"))
+        hidden = torch.tanh((mc.pvary(x, "tp") * scale) @ mc.pvary(weights["up"], "dp"))
+        y = mc.all_reduce(hidden @ mc.pvary(weights["down"], "dp"), "tp")
+        return y, mc.all_reduce((y**power).sum(), "dp")
+
+    def whole(x: Tensor, weights: dict[str, Tensor], power: int = 2) -> tuple[Tensor, Tensor]:
+        y = torch.tanh((x * module.scale) @ weights["up"]) @ weights["down"]
+        return y, (y**power).sum()
+
+    def run(fn: Callable[..., Any]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(4, 3), (3, 8), (8, 3)]
+        x, up, down = (torch.randn(s, dtype=F64, generator=generator).requires_grad_() for s in shapes)
+        y, loss = fn(x.sin(), {"up": up, "down": down}, power=3)
+        leaves = [x, up, down, *module.parameters()]
+        return [y, loss, *torch.autograd.grad(loss + y.cos().sum(), leaves)]
+
+    expected = run(whole)
+    within = local if backend == "inductor" else lambda *args, **more: local(*args, **more)
+    with mc.use_mesh(mesh):
+        close(run(local), expected, f"eager on rank {mesh.rank}")
+        close(run(compiled(within, backend)), expected, f"compiled on rank {mesh.rank}")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_shard_map(pool4: Any, backend: str) -> None:
+    pool4.run(mapped, backend)
+
+
+def compiled_within() -> None:
+    """The other way round: what stands inside of the shard_map is compiled."""
+    mesh = mc.make_mesh({"tp": 4})
+    block = compiled(lambda x, w: mc.all_reduce((mc.pvary(x, "tp") @ w).tanh().sum(1), "tp"))
+    fn = mc.shard_map(block, mesh=mesh, in_specs=("b d", "d (tp f)"), out_specs="b", check_vma=False)
+    x = torch.linspace(-1, 1, 6, dtype=F64).view(2, 3).requires_grad_()
+    w = torch.linspace(0, 2, 24, dtype=F64).view(3, 8).requires_grad_()
+    found, expected = fn(x, w), (x @ w).tanh().sum(1)
+    close(found, expected, f"rank {mesh.rank}")
+    close(
+        torch.autograd.grad(found.square().sum(), (x, w)),
+        torch.autograd.grad(expected.square().sum(), (x, w)),
+        f"gradients on rank {mesh.rank}",
+    )
+
+
+def test_compiled_within_shard_map(pool4: Any) -> None:
+    pool4.run(compiled_within)
+
+
+def specs_that_do_not_fit() -> None:
+    mesh = mc.make_mesh({"tp": 4})
+    fn = mc.shard_map(lambda x: x, mesh=mesh, in_specs="(tp b)", out_specs="(tp b)", check_vma=False)
+    with pytest.raises(Exception, match=r"dim 'b' of length 6 is not divisible by tp=4"):
+        compiled(fn)(torch.ones(6))
+    with pytest.raises(Exception, match=r"'\(tp b\)' has 1 dim, the tensor 2"):
+        compiled(fn)(torch.ones(4, 4))
+
+
+def test_specs_that_do_not_fit_while_compiling(pool4: Any) -> None:
+    pool4.run(specs_that_do_not_fit)
+
+
 # ---------------------------------------------------------------------------------------------- meshes and in-process
 
 

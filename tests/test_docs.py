@@ -1,4 +1,4 @@
-"""The README's programs run as they stand, and every public function says all that a reader needs, in one order."""
+"""The programs of README and docs run as they stand, and every public function says all that a reader needs, in one order."""
 
 from __future__ import annotations
 
@@ -7,70 +7,104 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import meshcomm as mc
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
-# ----------------------------------------------------------------------------------------------------------- README
+# ------------------------------------------------------------------------------------------------- README and docs/*.md
 
 
-def fences() -> list[tuple[str, int, str]]:
-    """Of each fenced block: its language, the line where it begins, its text."""
+class Fence(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    language: str
+    line: int
+    """Where it begins."""
+    text: str
+
+
+def fences(page: Path) -> list[Fence]:
     found: list[tuple[str, int, list[str]]] = []
     inside = False
-    for number, line in enumerate(README.read_text().splitlines(), 1):
+    for number, line in enumerate(page.read_text().splitlines(), 1):
         if line.lstrip().startswith("```"):
             inside = not inside
             if inside:
                 found.append((line.strip().strip("`").split(" ")[0], number + 1, []))
         elif inside:
             found[-1][2].append(line)
-    assert not inside, "a fence is not closed"
-    return [(language, line, textwrap.dedent("\n".join(lines)) + "\n") for language, line, lines in found]
+    assert not inside, f"a fence of {page.name} is not closed"
+    return [Fence(page, language, line, textwrap.dedent("\n".join(lines)) + "\n") for language, line, lines in found]
 
 
-BLOCKS = [(line, block) for language, line, block in fences() if language in ("python", "py", "pycon")]
+FENCES = [fence for page in PAGES for fence in fences(page)]
+PROGRAMS = [fence for fence in FENCES if fence.language in ("python", "py", "pycon")]
 
 
 def test_the_readme_has_code_within_its_first_60_words() -> None:
-    text = README.read_text()
-    before = text.split("```", 1)[0]
-    assert BLOCKS
+    before = README.read_text().split("```", 1)[0]
+    assert PROGRAMS
     assert len(re.findall(r"\w+", re.sub(r"[#*`|]", " ", before))) <= 60
+
+
+def test_the_readme_begins_with_a_shard_map_and_no_pvary() -> None:
+    first = next(fence.text for fence in PROGRAMS if fence.page == README)
+    assert 'in_specs=("(dp b) d", "d (tp f)", "(tp f) d")' in first
+    assert "pvary" not in first
+    assert "check_vma" not in first
 
 
 def test_no_python_stands_in_another_fence() -> None:
     """It would not be run."""
-    others = [block for language, _, block in fences() if language not in ("python", "py", "pycon")]
+    others = [fence.text for fence in FENCES if fence not in PROGRAMS]
     assert not [block for block in others if re.search(r"^\s*(import|from) \w|\bmc\.\w+\(|>>>", block, re.MULTILINE)]
 
 
-@pytest.mark.parametrize(("line", "block"), BLOCKS, ids=[f"line-{line}" for line, _ in BLOCKS])
-def test_readme(
-    line: int, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Those to files beside it, and to headings."""
+    for target, heading in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text()):
+        there = (page.parent / target) if target else page
+        assert there.exists(), target
+        titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if heading else []
+        slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not heading or heading[1:] in slugs, heading
+
+
+@pytest.mark.parametrize("fence", PROGRAMS, ids=lambda fence: f"{fence.page.name}-line-{fence.line}")
+def test_program(
+    fence: Fence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a namespace of its own, in an empty folder; it prints what the comment under each ``print`` promises."""
+    """In a namespace of its own, in an empty folder; it prints what the comments under its ``print``s promise."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(0)
-    if block.lstrip().startswith(">>>"):
-        example = doctest.DocTestParser().get_doctest(block, namespace, f"README.md:{line}", str(README), line - 1)
+    page, line, block = fence.page, fence.line, fence.text
+    if fence.language == "pycon" or block.lstrip().startswith(">>>"):
+        example = doctest.DocTestParser().get_doctest(block, namespace, f"{page.name}:{line}", str(page), line - 1)
         report: list[str] = []
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
         runner.run(example, out=report.append)
         assert not runner.failures, "".join(report)
         assert runner.tries
     else:
-        # Blank lines in front make the lines of a traceback those of the README.
-        exec(compile("\n" * (line - 1) + block, str(README), "exec", dont_inherit=True), namespace)
-        printed = capsys.readouterr().out
-        for promised in re.findall(r"^print\(.*\n# (.*)$", block, re.MULTILINE):
-            assert promised in printed.splitlines()
+        # Blank lines in front make the lines of a traceback those of the page.
+        exec(compile("\n" * (line - 1) + block, str(page), "exec", dont_inherit=True), namespace)
+        promised = [
+            text[2:]
+            for comments in re.findall(r"^ *print\(.*\n((?:# .*\n)*)", block, re.MULTILINE)
+            for text in comments.splitlines()
+        ]
+        assert capsys.readouterr().out.splitlines() == promised
+        assert promised or page == README
 
 
 def test_the_rule_stands_in_the_readme_in_these_words() -> None:
@@ -103,6 +137,8 @@ LACKING = {
     "shutdown": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
     "wait": {"Type", "Backward", "Cost"},
     "plan": {"Type", "Backward"},
+    "check_vma": {"Backward"},
+    "mark_varying": {"Backward"},
     "current_mesh": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
 }
 FUNCTIONS = [name for name in mc.__all__ if inspect.isfunction(getattr(mc, name))]

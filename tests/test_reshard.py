@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from oracle import Oracle
 from torch import Tensor
 from torch.testing import assert_close
+from typing_extensions import assert_type
 
 import meshcomm as mc
 from meshcomm.layout.shapes import local_shape
@@ -46,7 +49,7 @@ def part(x: Tensor, state: State, shape: dict[str, int], place: dict[str, int]) 
     return x
 
 
-def every_pair(shape: dict[str, int], length: tuple[int, ...], bad: bool = False) -> int:
+def every_pair(shape: dict[str, int], length: tuple[int, ...], later: bool = False) -> int:
     """Values and gradients of all pairs of layouts; a loss whose gradient differs everywhere."""
     mesh = mc.make_mesh(shape)
     place, count = mesh.coordinate, 0
@@ -58,7 +61,11 @@ def every_pair(shape: dict[str, int], length: tuple[int, ...], bad: bool = False
         for target in everything:
             local = part(x, source, shape, place).clone().requires_grad_()
             text = f"{write(source)} -> {write(target)}"
-            y = mc.reshard(local, text, mesh=mesh)
+            y = (
+                mc.reshard(local, text, mesh=mesh, async_op=True).wait()
+                if later
+                else mc.reshard(local, text, mesh=mesh)
+            )
             assert torch.equal(y, part(x, target, shape, place)), text
             (found,) = torch.autograd.grad(y, local, part(g, target, shape, place))
             assert torch.equal(found, part(g, source, shape, place)), text
@@ -74,6 +81,10 @@ def test_every_layout_to_every_other_one(shape: dict[str, int], length: tuple[in
 
 def test_on_processes(pool4: Any) -> None:
     assert pool4.run(every_pair, {"a": 2, "b": 2}, (4, 4)) == [11 * 11] * 4
+
+
+def test_every_layout_to_every_other_one_later(run4: Run) -> None:
+    assert run4(every_pair, {"a": 2, "b": 2}, (4, 4), True) == [11 * 11] * 4
 
 
 def three_axes() -> None:
@@ -257,6 +268,239 @@ def transformed() -> None:
 
 def test_transforms_and_second_derivatives(run4: Run) -> None:
     run4(transformed)
+
+
+# ----------------------------------------------------------------------------------------------------------- later
+
+SEVERAL = "(a b x) y -> x (a y)"
+"""Two steps that communicate: what is spread over b is gathered, and what is cut over a is moved."""
+LATER = [
+    SEVERAL,
+    "(a x) y -> x (a y)",
+    "(a x) y -> y x",
+    "x y -> (b x) y",
+    "(a b x) y -> (b a x) y",
+    "(a b x) y -> (b x) (a y)",
+]
+
+
+def in_flight() -> None:
+    """Many are under way at once, and x is changed meanwhile; values, gradients and second derivatives are the same."""
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    generator = torch.Generator().manual_seed(mesh.rank)
+    xs = [torch.randn(4, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in LATER]
+    if mesh.rank == 0:
+        assert len(mc.plan(SEVERAL, (16, 4), mesh).collectives) == 2
+
+    def of(later: bool) -> list[Tensor]:
+        mine = [x * 1 for x in xs]
+        if later:
+            works = [mc.reshard(x, text, mesh=mesh, async_op=True) for x, text in zip(mine, LATER, strict=True)]
+            with torch.no_grad():
+                for x, text in zip(mine, LATER, strict=True):
+                    if "x y ->" not in text[:6]:
+                        x.detach().mul_(0)
+            ys = mc.wait(works)
+            assert [work.done() for work in works] == [True] * len(works)
+            assert all(work.wait() is y for work, y in zip(works, ys, strict=True))
+        else:
+            ys = [mc.reshard(x, text, mesh=mesh) for x, text in zip(mine, LATER, strict=True)]
+        first = torch.autograd.grad(sum((y**3).sum() for y in ys), xs, create_graph=True)
+        return [*ys, *first, *torch.autograd.grad(sum((g**2).sum() for g in first), xs)]
+
+    found, expected = of(True), of(False)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_many_are_under_way(run4: Run) -> None:
+    run4(in_flight)
+
+
+def from_grad_to_no_grad() -> None:
+    """The steps that are left to the wait run in the modes of the call."""
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    work = mc.reshard(x, SEVERAL, mesh=mesh, async_op=True)
+    with torch.no_grad():
+        y = work.wait()
+    assert_close(torch.autograd.grad(y.sum(), x)[0], torch.ones_like(x))
+    with torch.no_grad():
+        work = mc.reshard(x, SEVERAL, mesh=mesh, async_op=True)
+    assert not work.wait().requires_grad
+    with torch.inference_mode():
+        work = mc.reshard(x, SEVERAL, mesh=mesh, async_op=True)
+    assert work.wait().is_inference()
+    work = mc.reshard(x.detach(), SEVERAL, mesh=mesh, async_op=True)
+    with torch.inference_mode():
+        assert not work.wait().is_inference()
+    work = mc.reshard(x, SEVERAL, mesh=mesh, async_op=True).then(lambda y: y.sum())
+    assert_close(torch.autograd.grad(work.wait(), x)[0], torch.ones_like(x))
+    batch = torch.randn(3, 4, 4, dtype=torch.float64)
+    found = torch.func.vmap(lambda x: mc.reshard(x, SEVERAL, mesh=mesh, async_op=True).wait())(batch)
+    assert_close(found, torch.stack([mc.reshard(each, SEVERAL, mesh=mesh) for each in batch]))
+
+
+def test_modes_and_transforms_of_works(run4: Run) -> None:
+    run4(from_grad_to_no_grad)
+
+
+def before_the_others() -> list[int]:
+    """The call returns before any other rank makes it: what it is about is appended when the rank comes to it."""
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    seen.append(mesh.rank)
+    x = torch.full((4, 4), float(mesh.rank))
+    work = mc.reshard(x, SEVERAL, mesh=mesh, async_op=True)
+    before = list(seen)
+    work.wait()
+    return before
+
+
+seen: list[int] = []
+
+
+def test_the_first_step_is_begun_and_not_waited_for() -> None:
+    seen.clear()
+    assert mc.launch(before_the_others, ranks=4) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+
+
+def steps_in_order() -> None:
+    """What the call begins, and what is left to the wait."""
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    log: list[str] = []
+
+    def listener(name: str, listen: Callable[..., None]) -> Callable[..., None]:
+        return lambda note: (log.append(f"{note.what} {name}"), listen(note))[1]  # type: ignore[func-returns-value]
+
+    for axis in ("a", "b", ("a", "b")):
+        link = mesh.axis(axis).link
+        link.announce = listener(" ".join(axis), link.announce)  # type: ignore[method-assign]
+    work = mc.reshard(torch.zeros(4, 4), SEVERAL, mesh=mesh, async_op=True)
+    begun = list(log)
+    work.wait()
+    planned = [f"{step.op} {' '.join(step.axes)}" for step in mc.plan(SEVERAL, (16, 4), mesh).steps if step.elements]
+    assert begun == planned[:1]
+    assert log == planned
+
+
+def test_a_work_takes_the_steps_of_the_plan() -> None:
+    mc.launch(steps_in_order, ranks=4)
+
+
+def late() -> None:
+    """Time that runs out loses nothing, in the first step and in a later one."""
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    x = torch.arange(16.0).view(4, 4) + 100 * mesh.rank
+    expected = mc.reshard(x, SEVERAL, mesh=mesh)
+    work = None
+    if mesh.rank == 0:
+        work = mc.reshard(x, SEVERAL, mesh=mesh, async_op=True)
+        with pytest.raises(mc.CommError, match=r"reshard: not done after[\s\S]*f32\[4, 4\] over"):
+            work.wait(timeout=0)
+        mc.send(torch.ones(1), ("a", "b"), 3, mesh=mesh)
+    elif mesh.rank == 3:
+        mc.recv(("a", "b"), 0, shape=(1,), dtype=torch.float32, mesh=mesh)
+    work = work or mc.reshard(x, SEVERAL, mesh=mesh, async_op=True)
+    assert torch.equal(work.wait(timeout=60), expected)
+
+
+def test_time_that_runs_out(run4: Run) -> None:
+    """Rank 3 of four begins when rank 0 has given up once."""
+    run4(late)
+
+
+def dropped() -> list[str]:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mc.reshard(torch.ones(4, 4), SEVERAL, mesh=mesh, async_op=True)
+        gc.collect()
+    mc.all_reduce(torch.ones(1), ("a", "b"), mesh=mesh)
+    return [str(each.message) for each in caught]
+
+
+def test_a_work_that_is_dropped_warns_once(run4: Run) -> None:
+    for messages in run4(dropped):
+        (message,) = messages
+        assert message.startswith("meshcomm.reshard: the Work of f32[4, 4] over ")
+        assert "begun at test_reshard.py:" in message
+        assert "was dropped and never waited for" in message
+
+
+def compiled_works() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    torch.compiler.reset()
+
+    def fn(x: Tensor) -> Tensor:
+        work = mc.reshard(x.sin(), SEVERAL, mesh=mesh, async_op=True)
+        return work.wait().cos()
+
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    found = torch.compile(fn, fullgraph=True, backend="aot_eager")(x)
+    assert_close(found, fn(x))
+    assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(fn(x).sum(), x))
+
+
+def test_works_compile(pool4: Any) -> None:
+    pool4.run(compiled_works)
+
+
+def nothing_to_send() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2, "one": 1})
+    x = torch.randn(4, 4)
+    same = mc.reshard(x, "x y -> x y", mesh=mesh, async_op=True)
+    assert same.done()
+    assert same.wait() is x
+    assert torch.equal(mc.reshard(x, "x y -> y x", mesh=mesh, async_op=True).wait(), x.T)
+    cut = mc.reshard(x, "x y -> x (a y)", mesh=mesh, async_op=True)
+    assert cut.done()
+    assert torch.equal(cut.wait(), x.chunk(2, 1)[mesh.coordinate["a"]])
+    assert torch.equal(mc.reshard(x, "(one x) y -> x (one y)", mesh=mesh, async_op=True).wait(), x)
+    assert mc.reshard(torch.ones(0, 4), SEVERAL, mesh=mesh, async_op=True).wait().shape == (0, 2)
+    assert_type(mc.reshard(x, "x y -> x y", mesh=mesh, async_op=True), mc.Work[Tensor])
+    assert_type(mc.reshard(x, "x y -> x y", mesh=mesh), Tensor)
+    with pytest.raises(mc.MeshError, match="the sides have other dims"):
+        mc.reshard(x, "x y -> x z", mesh=mesh, async_op=True)
+
+
+def test_works_of_plans_that_send_nothing(run4: Run) -> None:
+    run4(nothing_to_send)
+
+
+# ------------------------------------------------------------------------------------------------- under the checker
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_types_are_those_of_the_layouts(later: bool) -> None:
+    """What comes out invariant meets a part of a weight: its gradient is summed, in both ways."""
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+
+    @mc.shard_map(mesh=mesh, in_specs=("(a b x) y", "y (a z)"), out_specs=("x (a y)", "x (a z)"), check_vma=True)
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        moved = mc.reshard(x.sin(), SEVERAL, async_op=True) if later else mc.reshard(x.sin(), SEVERAL)
+        whole = mc.reshard(x, "(a b x) y -> x y", async_op=True) if later else mc.reshard(x, "(a b x) y -> x y")
+        y, z = mc.wait((moved, whole))
+        return y.cos(), z @ w
+
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in ((8, 4), (4, 6)))
+    found, expected = fn(x, w), (x.sin().cos(), x @ w)
+    assert_close(found, expected)
+    grads = [torch.autograd.grad(y.square().sum() + (z**3).sum(), (x, w)) for y, z in (found, expected)]
+    assert_close(grads[0], grads[1])
+
+
+def test_a_layout_that_is_not_so_is_refused() -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+
+    @mc.shard_map(mesh=mesh, in_specs="(b x) y", out_specs="x y")
+    def fn(x: Tensor) -> Tensor:
+        return mc.reshard(x, "x y -> (b x) y")
+
+    with pytest.raises(
+        mc.VaryingError, match=r"operand 0 varies along 'b', and its layout 'x y' says that it does not"
+    ):
+        fn(torch.ones(4, 4))
 
 
 # --------------------------------------------------------------------------------------------------------- errors

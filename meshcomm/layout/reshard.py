@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from meshcomm import _torch
+from meshcomm import _torch, watch
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange import all_to_all, permute
 from meshcomm.collectives.gather import all_gather_invariant, shard
+from meshcomm.errors import CommError
 from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.plan import Step, plan_of, sides_of
 from meshcomm.mesh import Mesh, mesh_with_key
+from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.work import Work, begun
 
 __all__ = ["reshard", "take"]
 
 
-def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None) -> Tensor:
+@overload
+def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: Literal[True]) -> Work[Tensor]: ...
+def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: bool = False) -> Tensor | Work[Tensor]:
     """Take this rank's part of a global tensor in one layout to its part in another.
 
     ::
@@ -40,6 +49,9 @@ def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None) -> Tensor:
         x: this rank's part, with one dim for each of the left side's.
         layouts: ``"src -> dst"``.
         mesh: the current mesh by default.
+        async_op: give a :class:`Work` of the result at once. The first step that communicates is begun; what comes
+            after it happens in the wait, so that works of plans of more than one such step must be waited for in the
+            same order on every rank.
 
     Returns: this rank's part in the layout on the right, new storage; ``x`` itself (a view where dims are moved) if
         nothing has to be sent or cut.
@@ -63,12 +75,20 @@ def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None) -> Tensor:
 
     Source: einops; the layouts of Mesh TensorFlow; array redistribution by portable collectives (Zhang et al., 2021).
     """
+    if watch.here.watcher is not None:
+        return watch.here.watcher.laid_out(reshard, layouts, x, mesh=mesh, async_op=async_op)  # type: ignore[no-any-return]
     where = "reshard"
-    here = check.mesh_of(where, "", mesh)
-    check.tensor(where, x, here.axis(here.axis_names[0], where))
+    over = check.mesh_of(where, "", mesh)
+    check.tensor(where, x, over.axis(over.axis_names[0], where))
     planned = _planned_at_trace_time if torch.compiler.is_compiling() else _planned
-    steps, order = planned(layouts, tuple(x.shape), here._key)
-    x = take(x, steps, here)
+    steps, order = planned(layouts, tuple(x.shape), over._key)
+    if async_op:
+        return _begun(x, steps, order, over)
+    return _ordered(take(x, steps, over), order)
+
+
+def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Its dims as on the right side."""
     return x if order == tuple(range(x.ndim)) else x.permute(order)
 
 
@@ -90,14 +110,89 @@ def _planned_at_trace_time(layouts: str, shape: tuple[int, ...], mesh: int) -> A
 
 def take(x: Tensor, steps: Sequence[Step], mesh: Mesh) -> Tensor:
     """Take the steps of a plan."""
-    for op, axes, dim, to, perm, elements, _ in steps:
-        axis = axes[0] if len(axes) == 1 else axes
-        if op == "shard":
-            x = shard(x, axis, dim, mesh=mesh)
-        elif op == "all_gather_invariant":
-            x = all_gather_invariant(x, axis, dim, mesh=mesh)
-        elif op == "all_to_all":
-            x = all_to_all(x, axis, to, dim, mesh=mesh)
-        elif elements:
-            x = permute(x, axis, perm, mesh=mesh)
+    for step in steps:
+        x = _taken(x, step, mesh, False)
     return x
+
+
+def _taken(x: Tensor, step: Step, mesh: Mesh, async_op: Any) -> Any:
+    op, axes, dim, to, perm, elements, _ = step
+    axis = axes[0] if len(axes) == 1 else axes
+    if op == "shard":
+        return shard(x, axis, dim, mesh=mesh)
+    if op == "all_gather_invariant":
+        return all_gather_invariant(x, axis, dim, mesh=mesh, async_op=async_op)
+    if op == "all_to_all":
+        return all_to_all(x, axis, to, dim, mesh=mesh, async_op=async_op)
+    return permute(x, axis, perm, mesh=mesh, async_op=async_op) if elements else x
+
+
+# ------------------------------------------------------------------------------------------------------------- later
+
+
+def _begun(x: Tensor, steps: Sequence[Step], order: tuple[int, ...], mesh: Mesh) -> Work[Tensor]:
+    """The work of a plan."""
+    if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open():
+        return Work(_ordered(take(x, steps, mesh), order))  # a transform may be over when the work is waited for
+    first = next((step for step in steps if _communicates(step)), None)
+    if first is None:
+        return Work(_ordered(take(x, steps, mesh), order))
+    axis = mesh.axis(first.axes[0] if len(first.axes) == 1 else first.axes, "reshard")
+    return begun("reshard", axis, x, _OnTheWay(x, steps, order, mesh))
+
+
+def _communicates(step: Step) -> bool:
+    return step.op in ("all_gather_invariant", "all_to_all") or (step.op == "permute" and step.elements > 0)
+
+
+def _unwatched() -> AbstractContextManager[None]:
+    """What is between two layouts has no type that a watcher of this thread knows."""
+    return nullcontext() if watch.here.watcher is None else watch.here.watcher.paused()
+
+
+class _OnTheWay(Pending):
+    """A tensor between two steps of a plan."""
+
+    __slots__ = ("_mesh", "_order", "_rest", "_under_way")
+
+    def __init__(self, x: Tensor, steps: Sequence[Step], order: tuple[int, ...], mesh: Mesh) -> None:
+        self._order, self._mesh = order, mesh
+        self._under_way: Tensor | Work[Tensor] = x
+        self._rest = list(steps)
+        self._go_on(x)
+
+    def _go_on(self, x: Tensor) -> None:
+        """Cut as far as the next step that communicates, and begin that."""
+        while self._rest:
+            step = self._rest.pop(0)
+            if _communicates(step):
+                self._under_way = work = _taken(x, step, self._mesh, True)
+                work._claimed = True  # the work of the whole plan says it if nobody waits
+                return
+            x = _taken(x, step, self._mesh, False)
+        self._under_way = x
+
+    def wait(self, timeout: float | None) -> Tensor:
+        """Take the rest of the steps, all within the time."""
+        with _unwatched():
+            return self._wait(None if timeout is None else time.monotonic() + timeout)
+
+    def _wait(self, end: float | None) -> Tensor:
+        while isinstance(work := self._under_way, Work):
+            try:
+                x = work.wait(None if end is None else max(0.0, end - time.monotonic()))
+            except CommError as error:
+                if work._over:
+                    raise
+                raise TimedOutError(str(error)) from None
+            self._go_on(x)
+        return _ordered(work, self._order)
+
+    def done(self) -> bool:
+        """Of the step under way: those after it are begun by a wait only, in the same order on every rank."""
+        return not isinstance(self._under_way, Work) or self._under_way.done()
+
+    def abandon(self) -> None:
+        """Pass it on."""
+        if isinstance(self._under_way, Work) and not self._under_way._over:
+            self._under_way._source.abandon()

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -140,6 +141,8 @@ def _wrapped(
     signature = _signature(fn)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if mode is not False and torch.compiler.is_compiling():
+            fail(WHERE, f"check_vma={mode!r} cannot be compiled.", fix="check_vma=False, and mc.pvary where it is due")
         over = mesh_of(WHERE, "", mesh)
         if mesh is None:
             checked(in_specs, "in_specs", over)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from meshcomm._torch import tree_flatten, tree_leaves_with_path, tree_unflatten
+from meshcomm._torch import at_trace_time, tree_flatten, tree_leaves_with_path, tree_unflatten
 from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.errors import fail, shape_text
-from meshcomm.layout.notation import Layout, parse
+from meshcomm.layout.notation import Dim, Layout, parse
 from meshcomm.layout.shapes import cut, fit
-from meshcomm.mesh import Mesh
+from meshcomm.mesh import Mesh, mesh_with_key
 
 __all__ = ["WHERE", "Laid", "checked", "divisible", "joined", "laid_out", "local_part", "own_part", "spread"]
 
@@ -34,7 +35,7 @@ def checked(specs: Any, label: str, mesh: Mesh | None) -> None:
         if spec is not None and not isinstance(spec, str):
             what = f"{label}{path} is neither a layout nor None but {type(spec).__name__}."
             fail(WHERE, what, got=repr(spec), fix='such as "(dp b) d", "..." for what is not cut, None for no tensor')
-        if spec is not None and mesh is not None:
+        if spec is not None and mesh is not None and not torch.compiler.is_compiling():  # it is read when it is used
             parse(WHERE, spec, mesh.shape)
 
 
@@ -108,13 +109,35 @@ def of_leaf(spec: str | None, leaf: Any, label: str, mesh: Mesh) -> Layout | Non
 
 def of_tensor(spec: str, shape: Sequence[int], label: str, mesh: Mesh) -> Layout:
     """The layout with a name for every dim; an error of it says whose it is."""
-    return fit(f"{WHERE}, {label}", parse(WHERE, spec, mesh.shape), shape, mesh.shape, spec)
+    fitted = _fitted_at_trace_time if torch.compiler.is_compiling() else _fitted
+    found = fitted(spec, tuple(shape), label, mesh._key)
+    return found if isinstance(found, Layout) else Layout(Dim(name, axes) for name, axes in found)
+
+
+def _fitted(spec: str, shape: tuple[int, ...], label: str, mesh: int) -> Layout:
+    sizes = mesh_with_key(mesh).shape
+    return fit(f"{WHERE}, {label}", parse(WHERE, spec, sizes), shape, sizes, spec)
+
+
+@at_trace_time
+def _fitted_at_trace_time(spec: str, shape: tuple[int, ...], label: str, mesh: int) -> Any:
+    return tuple(tuple(dim) for dim in _fitted(spec, shape, label, mesh))  # of types that a graph may hold
 
 
 def divisible(laid: Laid, mesh: Mesh) -> None:
     """The axes divide the dims."""
     assert laid.layout is not None
-    cut(f"{WHERE}, {laid.label}", laid.layout, laid.value.shape, mesh.shape, str(laid.layout))
+    if torch.compiler.is_compiling():
+        _divisible_at_trace_time(tuple(map(tuple, laid.layout)), tuple(laid.value.shape), laid.label, mesh._key)
+    else:
+        cut(f"{WHERE}, {laid.label}", laid.layout, laid.value.shape, mesh.shape, str(laid.layout))
+
+
+@at_trace_time
+def _divisible_at_trace_time(dims: tuple[Any, ...], shape: tuple[int, ...], label: str, mesh: int) -> bool:
+    layout = Layout(Dim(name, axes) for name, axes in dims)
+    cut(f"{WHERE}, {label}", layout, shape, mesh_with_key(mesh).shape, str(layout))
+    return True
 
 
 def local_part(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
