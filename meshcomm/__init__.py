@@ -8,6 +8,7 @@ from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
 from meshcomm.collectives.one_rank import barrier, exchange, gather, recv, reduce, scatter, send
 from meshcomm.collectives.place import axis_index, axis_size
 from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
+from meshcomm.collectives.seeds import fork_rng, sync_seed
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
 from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
@@ -21,6 +22,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.layout.reshard import reshard
     from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
     from meshcomm.spmd.check_vma import check_vma, mark_varying
+    from meshcomm.spmd.rng import rng
     from meshcomm.spmd.shard_map import shard_map
 
 __version__ = "0.1.0"
@@ -44,6 +46,7 @@ __all__ = [
     "current_mesh",
     "einsum",
     "exchange",
+    "fork_rng",
     "from_dtensor",
     "gather",
     "global_shape",
@@ -63,12 +66,14 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reshard",
+    "rng",
     "scatter",
     "send",
     "shard",
     "shard_map",
     "shift",
     "shutdown",
+    "sync_seed",
     "to_dtensor",
     "use_mesh",
     "wait",
@@ -89,6 +94,7 @@ _LATER = {
     "placements": "meshcomm.layout.dtensor",
     "plan": "meshcomm.layout.plan",
     "reshard": "meshcomm.layout.reshard",
+    "rng": "meshcomm.spmd.rng",
     "shard_map": "meshcomm.spmd.shard_map",
     "to_dtensor": "meshcomm.layout.dtensor",
 }

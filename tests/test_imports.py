@@ -145,7 +145,7 @@ def test_no_import_hides_in_a_function(module: str) -> None:
 LATE = {
     "meshcomm": {
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
-        "meshcomm.layout.shapes", "meshcomm.spmd.check_vma", "meshcomm.spmd.shard_map",
+        "meshcomm.layout.shapes", "meshcomm.spmd.check_vma", "meshcomm.spmd.rng", "meshcomm.spmd.shard_map",
     },
     "meshcomm.spmd.dtensors": {"meshcomm.layout.dtensor"},
 }  # fmt: skip

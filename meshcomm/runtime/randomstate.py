@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomState"]
+__all__ = ["RandomState", "mixed"]
 
 _MASK = (1 << 64) - 1
 
 
-def _mix(seed: int, rank: int) -> int:
-    """A seed per rank, far apart for seeds and ranks that are close (the finaliser of splitmix64)."""
-    z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & _MASK
+def mixed(seed: int, index: int) -> int:
+    """A seed of 64 bits per index, far apart for seeds and indices that are close (the finaliser of splitmix64)."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
@@ -53,7 +53,7 @@ class RandomState:
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         """The states as they are now, or those that start from ``(seed, rank)``."""
-        self._seed = None if seed is None else _mix(seed, rank)
+        self._seed = None if seed is None else mixed(seed, rank)
         self._numpy: Any = None
         self._device: Any = None
         self._numpy_whole: Any = None
