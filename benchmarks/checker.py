@@ -4,8 +4,8 @@
     python -m benchmarks.checker --quick          # some seconds, noisier
     python -m benchmarks.checker --json out.json
 
-All programs run on a mesh of one rank. "a mode" is a TorchFunctionMode that does nothing: what torch asks of anybody who
-wants to see its operations. The modes take turns in short samples; each number is the median of its samples.
+All programs run on a mesh of one rank. "a mode" is a TorchFunctionMode that does nothing: what torch asks of anyone who
+sees its operations. The modes take turns in short samples; each number is the median of its samples.
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""benchmarks/train_step.py and checker.py: what they count is right, and short runs of both. No times are judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import checker, train_step
+from benchmarks.tracked import Tracked
+
+ROOT = Path(__file__).parent.parent
+TORCHS = train_step.TORCHS
+
+
+def test_memory_is_that_of_storages() -> None:
+    kilo = 256 * 4  # bytes of 256 floats
+    with Tracked() as seen:
+        x = torch.zeros(256)
+        y = x.view(16, 16)  # no storage of its own
+        assert seen.now == seen.peak == kilo
+        z = y + 1
+        assert seen.now == 2 * kilo
+        del x, y
+        assert seen.now == kilo
+        z.untyped_storage().resize_(0)  # emptied, as fully_shard does
+        assert (seen.now, seen.peak) == (0, 2 * kilo)
+        seen.restart()
+        assert seen.peak == 0
+        w = torch.zeros(512, requires_grad=True)
+        (w * 2).sum().backward()
+        assert w.grad is not None
+        assert seen.now == 4 * kilo
+        assert 4 * kilo < seen.peak < 5 * kilo  # w * 2 is gone when the gradient comes
+
+
+def run(tmp_path: Path, *arguments: str) -> Any:
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.train_step", "--quick", "--json", str(path), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Budgets, of medians" in done.stdout
+    return json.loads(path.read_text())
+
+
+@pytest.mark.timeout(110)
+def test_a_step_on_the_fake_backend(tmp_path: Path) -> None:
+    found = run(tmp_path, "--only", "fake", "--repeats", "1")["fake"]
+    layers = 4
+    ours, theirs, alone = (found[train_step.FSDP][who] for who in ("meshcomm", TORCHS[train_step.FSDP], "one rank"))
+    # Each block is gathered forwards and backwards, what is around them once; each has its gradients scattered.
+    calls = {"allgather": 2 * layers + 1, "reduce_scatter": layers + 1}
+    assert ours["collectives"] == theirs["collectives"] == calls
+    assert alone["collectives"] == {}
+    assert ours["peak"] <= theirs["peak"]
+    assert ours["peak"] < alone["peak"]
+    assert ours["at_rest"] < alone["at_rest"] / 4
+    ours, theirs, alone = (found[train_step.TP][who] for who in ("meshcomm", TORCHS[train_step.TP], "one rank"))
+    assert ours["collectives"] == {"allreduce": 2 * layers - 1}  # the first input needs no gradient
+    assert theirs["collectives"] == {"all_reduce": 2 * layers - 1}
+    assert ours["at_rest"] < alone["at_rest"] / 4
+
+
+@pytest.mark.timeout(110)
+def test_a_step_on_processes(tmp_path: Path) -> None:
+    results = run(tmp_path, "--only", "gloo", "--ranks", "2", "--repeats", "1")
+    assert {kind: set(each) for kind, each in results["gloo"]["2"].items()} == {
+        kind: {"meshcomm", name} for kind, name in TORCHS.items()
+    }
+    assert all(took > 0 for each in results["gloo"]["2"].values() for took in each.values())
+    assert {budget["verdict"] for budget in results["budgets"]} <= {"ok", "over"}
+
+
+def test_the_checkers_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    assert not dist.is_initialized()
+    checker.main(["--quick", "--json", str(path)])
+    results = json.loads(path.read_text())
+    assert set(results["operations"]) == set(checker.OPERATIONS)
+    (step,) = results["steps"].values()
+    assert set(step) == {"False", "error", "True"}
+    assert "check_vma=True" in capsys.readouterr().out
+
+
+def test_the_checked_step_is_the_plain_one() -> None:
+    """The three programs that are compared compute the same."""
+    found = []
+    for mode in checker.MODES:
+        torch.manual_seed(0)
+        with checker.mc.use_mesh(checker.mc.make_mesh(checker.AXES)):
+            found.append(checker.step_with(mode, 16, 4)())
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
