@@ -154,6 +154,8 @@ class Mesh:
         self._axes: dict[AxisName, Axis] = {}
         self._threads = isinstance(place, InProcess)
         self._key = next(_keys)
+        self.strict = False
+        """Whether a tensor on a device that the backends cannot move is an error."""
         _meshes[self._key] = self
 
     # ------------------------------------------------------------------------------------------------- what it is
@@ -262,11 +264,14 @@ class Mesh:
         if device_mesh.mesh_dim_names is None:
             fail(where, "the DeviceMesh has no names.", fix="pass mesh_dim_names= when making it")
         here = world.ensure()
-        if here is None:
+        alone = here is None and world.is_met()  # the group of one that a mesh of one makes for torch's sake
+        if here is None and not alone:
             fail(where, "there is no torch process group.", fix="call dist.init_process_group or mc.init first")
         grid = device_mesh.mesh
         shape = _checked_shape(where, dict(zip(device_mesh.mesh_dim_names, grid.shape, strict=True)))
         ranks = tuple(int(rank) for rank in grid.flatten().tolist())
+        if here is None:
+            return Mesh(shape, ranks, Solo(), 1, device_mesh)
         return _with_links(Mesh(shape, ranks, Processes(), here.size, device_mesh))
 
     # ------------------------------------------------------------------------------------------------------ axes
@@ -364,7 +369,7 @@ def _strides(lengths: Sequence[int]) -> list[int]:
 # -------------------------------------------------------------------------------------------------- making a mesh
 
 
-def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None) -> Mesh:
+def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None, strict: bool = False) -> Mesh:
     """A mesh over all ranks, or over ``ranks``, with these axes, the first one major.
 
     Under a launcher (torchrun, mpiexec, srun) or with torch.distributed initialised the ranks are processes, and
@@ -377,6 +382,8 @@ def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None) ->
             process).
         ranks: the ranks of the world that the mesh is made of, in row-major order; all of them when None. Every rank
             of the world may call; the others get a mesh whose ``rank`` and collectives raise.
+        strict: whether a tensor on a device that the mesh's backends cannot move is an error. It goes by way of a
+            device that they can move, and its result comes back to it, when False.
 
     Returns: a :class:`Mesh`. It is not the current mesh until ``with use_mesh(mesh):``.
 
@@ -396,6 +403,15 @@ def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None) ->
     shape = _checked_shape("make_mesh", axes)
     if ranks is not None and not isinstance(ranks, Sequence):
         fail("make_mesh", f"ranks is a list of ints, not {ranks!r}.")
+    if not isinstance(strict, bool):
+        fail("make_mesh", f"strict={strict!r} is not a bool.")
+    mesh = _mesh_over(shape, ranks)
+    mesh.strict = strict
+    return mesh
+
+
+def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None) -> Mesh:
+    """Over whatever ranks there are."""
     inside = current_rank()
     if inside is not None:
         return _sized(shape, ranks, InProcess(), inside.world.size, "mc.launch started")

@@ -126,7 +126,7 @@ COLLECTIVES = [
 ]  # fmt: skip
 ONE_RANK = ["reduce", "gather", "scatter", "send", "recv", "exchange"]
 # What a label would be about does not exist there.
-LACKING = {
+LACKING: dict[str, set[str]] = {
     "send": {"Returns"},
     "axis_index": set(),
     "axis_size": {"Type", "Backward"},
@@ -140,7 +140,16 @@ LACKING = {
     "check_vma": {"Backward"},
     "mark_varying": {"Backward"},
     "current_mesh": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
+    "is_main": {"Type", "Backward"},
+    "main_only": {"Type", "Backward"},
 }
+LACKING |= {
+    name: {"Type", "Args", "Backward"}
+    for name in (
+        "backend", "device", "get_dist_info", "is_distributed", "local_rank", "local_world_size", "node_rank", "rank",
+        "world_size",
+    )
+}  # fmt: skip
 FUNCTIONS = [name for name in mc.__all__ if inspect.isfunction(getattr(mc, name))]
 
 

@@ -184,15 +184,24 @@ PROGRAM = """
 import json, pathlib, sys
 import torch
 import meshcomm as mc
+from meshcomm.helpers import process
 from meshcomm.runtime import world
 
+ASK = (
+    process.rank, process.world_size, process.local_rank, process.local_world_size, process.node_rank, process.device,
+    process.backend, process.is_distributed, process.is_main, process.get_dist_info,
+)
+before = [str(ask()) for ask in ASK]
 sums = []
 for _ in range(2):
     mesh = mc.make_mesh({"dp": -1})
     sums += mc.all_reduce(torch.tensor([mesh.rank + 1.0]), "dp", mesh=mesh).tolist()
     here = world.current()
+    assert before == [str(ask()) for ask in ASK], "what was known before init is what came of it"
     mc.shutdown()
+    assert before == [str(ask()) for ask in ASK]
 mc.make_mesh({"dp": -1})  # The third world is not shut down.
+assert before[9] == str((here.rank, here.size)), before
 line = [sums, here.rank, here.size, here.local_rank, here.local_world_size, here.node_rank, str(here.device)]
 pathlib.Path(sys.argv[1], f"rank{here.rank}").write_text(json.dumps(line))
 """

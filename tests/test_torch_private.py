@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 import meshcomm as mc
@@ -388,3 +389,107 @@ def test_name_path_text() -> None:
     paths = torch.utils._pytree.tree_flatten_with_path([{"k": (1,)}])[0]
     assert [_torch.path_text(path) for path, _ in paths] == ["[0]['k'][0]"]
     assert _torch.path_text(()) == ""
+
+
+def test_name_saved_hooks_on_top() -> None:
+    assert _torch.saved_hooks_on_top() is None
+    pack, unpack = (lambda x: x), (lambda x: x)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert _torch.saved_hooks_on_top() == (pack, unpack)
+    assert _torch.saved_hooks_on_top() is None
+
+
+class Table(dict[str, Any]):
+    """Counts the looks into it."""
+
+    looks = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.looks += 1
+        return super().__getitem__(name)
+
+
+def test_name_own_parameters() -> None:
+    outer = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    assert not _torch.own_parameters(outer)
+    assert _torch.own_parameters(outer[0]) == {"weight": outer[0].weight, "bias": outer[0].bias}
+
+
+def test_name_set_own_parameters() -> None:
+    """The module looks into the new table, and takes names and parameters from its items."""
+    layer = torch.nn.Linear(2, 1)
+    table = Table(_torch.own_parameters(layer))
+    _torch.set_own_parameters(layer, table)
+    layer(torch.ones(2))
+    assert table.looks == 2
+    assert [name for name, _ in layer.named_parameters()] == list(layer.state_dict()) == ["weight", "bias"]
+    assert table.looks == 2
+
+
+# ------------------------------------------------------------------------------------------------ watching operations
+
+
+def test_name_unwrapped() -> None:
+    x = torch.ones(2)
+    seen: list[Any] = []
+
+    def fn(y: Tensor) -> Tensor:
+        seen.append((_torch.unwrapped(y), _torch.unwrapped(x)))
+        return y.sum()
+
+    grad(fn)(x)
+    vmap(fn)(x[None])
+    assert seen[0][0] is x
+    assert seen[1][0] is not None
+    assert seen[1][0].shape == (1, 2)
+    assert [outer for _, outer in seen] == [None, None]
+
+
+class Counting(TorchFunctionMode):
+    """Counts what it sees."""
+
+    seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_name_without_modes() -> None:
+    x = torch.ones(2)
+    with Counting() as mode:
+        x + x
+        with _torch.without_modes():
+            x + x
+            torch.zeros(2)
+        x + x
+    assert mode.seen == 2
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+def test_name_watch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls by way of ``.apply`` are seen, and stay what they are."""
+    function = torch.autograd.Function
+    monkeypatch.setattr(function, "apply", function.__dict__["apply"])  # put back at the end
+    seen: list[Any] = []
+
+    def watch(cls: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(cls)
+        return own(cls, *args, **kwargs)
+
+    _torch.watch_functions(watch)
+    x = torch.ones(2, requires_grad=True)
+    y = Doubled.apply(x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert (y.tolist(), x.grad.tolist(), seen) == ([2, 2], [2, 2], [Doubled])
+    assert jvp(lambda x: 3 * x, (x.detach(),), (x.detach(),))[1].tolist() == [3, 3]

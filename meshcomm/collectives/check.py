@@ -80,7 +80,7 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
         fix = {"nested": "torch.nested.to_padded_tensor", "quantized": ".dequantize()"}.get(str(form), ".to_dense()")
         explain(where, f"{name} is a {form} tensor.", axis, fix=f"make it dense first: {fix}")
     if x.device not in axis.devices:
-        why = axis.link.check_device(x.device)
+        why = axis.link.check_device(x.device, axis.mesh.strict)
         if why is not None:
             explain(
                 where,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshcomm.errors import fail
 from meshcomm.runtime.rendezvous import this_host
 
-__all__ = ["Card", "Place", "accelerator", "choose_backend", "place", "present", "types_of"]
+__all__ = ["Card", "Place", "accelerator", "backends", "choose_backend", "place", "present", "types_of"]
 
 _CPU_BACKEND = "gloo"
 
@@ -64,6 +64,12 @@ def accelerator() -> tuple[str, str] | None:
         return None
     # A device whose backend is the CPU's has none of its own: its ranks communicate from the CPU.
     return (found.type, own) if own != _CPU_BACKEND and dist.is_backend_available(own) else None
+
+
+def backends() -> list[str]:
+    """The names of the backends that torch can use here, those registered by others too."""
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    return [name for name in known if dist.is_backend_available(name)]
 
 
 def choose_backend(requested: str | None) -> tuple[str, str]:

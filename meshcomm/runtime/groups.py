@@ -10,6 +10,7 @@ import torch.distributed as dist
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import exits, shared_memory, world
+from meshcomm.runtime.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
 from meshcomm.runtime.one_host import Mail, OneHostLink, take_leave
 from meshcomm.runtime.processes import FEW, ProcessLink
 from meshcomm.runtime.shared_memory import HERE, Neighbours
@@ -31,10 +32,11 @@ def link_of(ranks: tuple[int, ...]) -> ProcessLink:
         assert group is not None
         index = ranks.index(here.rank)
         near = world.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
+        detours = lacks_a_way(dist.get_backend_config(group))
         if near is None:
-            _links[ranks] = ProcessLink(group, ranks, index)
+            _links[ranks] = (DetouredLink if detours else ProcessLink)(group, ranks, index)
         else:
-            _links[ranks] = link = OneHostLink(group, ranks, index)
+            _links[ranks] = link = (DetouredOneHostLink if detours else OneHostLink)(group, ranks, index)
             link.mail = _mail_of(near, ranks, index, here.timeout.total_seconds())
             link.mail.adopted = here.adopted
     return _links[ranks]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime import wire
+from meshcomm.runtime.attendance import absent_text
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending, TimedOutError
@@ -147,6 +148,7 @@ class InProcessLink:
     def __init__(self, rank: Rank, ranks: tuple[int, ...]) -> None:
         self.size = len(ranks)
         self.index = ranks.index(rank.index)
+        self._ranks = ranks
         self._rank = rank
         self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle(self.size))
         self._note = Note("a collective", (), (), None, "?")
@@ -171,7 +173,7 @@ class InProcessLink:
         """The caller does."""
         return False
 
-    def check_device(self, device: torch.device) -> str | None:
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Every device with real memory."""
         return "tensors on 'meta' hold no values" if device.type == "meta" else None
 
@@ -321,6 +323,23 @@ class InProcessLink:
     def barrier(self) -> None:
         """Meet for nothing."""
         self._meet((), None, None, lambda given: given)
+
+    def barrier_within(self, seconds: float) -> None:
+        """Meet for nothing; when no rank can go on, those that have come are told who has not, and who comes later
+        too.
+        """
+        call = self._call((), None)
+        meeting = self._join(call, None, lambda given: given)
+        try:
+            self._take(meeting, call, seconds)
+        except TimedOutError:
+            came = {call.rank.index for call in meeting.calls}
+            absent = [f"index {i} (rank {rank})" for i, rank in enumerate(self._ranks) if rank not in came]
+            meeting.error = absent_text(absent, seconds)
+            for rank in meeting.waiting:
+                self._rank.world.wake(rank)
+            meeting.waiting = []
+            raise CommError(meeting.error) from None
 
     # ---------------------------------------------------------------------------------------------- messages
 

@@ -39,7 +39,7 @@ class PacketLink:
         """The caller does."""
         return False
 
-    def check_device(self, device: torch.device) -> str | None:
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Traced tensors were checked before."""
         return None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
-from meshcomm.runtime import wire
+from meshcomm.runtime import attendance, wire
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.packets import PacketLink
 from meshcomm.runtime.pending import then, then_all
@@ -109,7 +109,7 @@ class ProcessLink(PacketLink):
         """A broadcast begins with a copy; so does what the backend reduces in place."""
         return name == "broadcast" or (name == "all_reduce" and not self._on_gloo)
 
-    def check_device(self, device: torch.device) -> str | None:
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Whether a backend is registered for this kind of device."""
         if device.type == "meta" or (self._kinds and device.type not in self._kinds):
             return f"the mesh moves tensors on {', '.join(sorted(self._kinds)) or 'real devices'}"
@@ -343,6 +343,10 @@ class ProcessLink(PacketLink):
             flag.item()  # on an accelerator, wait on the host too
 
         return then(self.all_reduce(torch.zeros(1, device=kind), "sum"), see)
+
+    def barrier_within(self, seconds: float) -> None:
+        """At the store, which knows who has come."""
+        attendance.all_here(self.ranks, self.index, seconds)
 
 
 class Later(ProcessLink):

@@ -71,8 +71,8 @@ class Link(Protocol):
     def announce(self, note: Note) -> None:
         """Say what the next primitive belongs to."""
 
-    def check_device(self, device: torch.device) -> str | None:
-        """Why tensors on ``device`` cannot be moved, or None."""
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """Why tensors on ``device`` cannot be moved (``strict``: without a detour over another one), or None."""
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """Reduce elementwise with ``op`` of REDUCE_OPS; NaN propagates through max and min."""
@@ -106,3 +106,6 @@ class Link(Protocol):
 
     def barrier(self) -> object:
         """Return (nothing of interest) when every rank has come."""
+
+    def barrier_within(self, seconds: float) -> None:
+        """Return when every rank has come; CommError on all of them that names the absent when the time is up."""

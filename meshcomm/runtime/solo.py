@@ -41,7 +41,7 @@ class SoloLink:
         """The caller does."""
         return False
 
-    def check_device(self, device: torch.device) -> str | None:
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Nothing moves, so every device will do."""
         return None
 
@@ -87,4 +87,7 @@ class SoloLink:
         return []
 
     def barrier(self) -> None:
+        """Everyone is here."""
+
+    def barrier_within(self, seconds: float) -> None:
         """Everyone is here."""

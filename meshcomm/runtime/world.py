@@ -34,6 +34,8 @@ __all__ = [
     "ensure",
     "gloo_on_cpu",
     "init",
+    "is_met",
+    "meeting_number",
     "neighbours_of",
     "on_shutdown",
     "shutdown",
@@ -113,6 +115,11 @@ def under_launcher() -> bool:
     if dist.is_initialized():
         return not _is_solo()
     return detect(os.environ) is not None
+
+
+def is_met() -> bool:
+    """Has a process group of torch's been initialised, here or by something else?"""
+    return dist.is_initialized()
 
 
 def _is_solo() -> bool:
@@ -390,6 +397,11 @@ def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None
     told = [store.get(f"meshcomm/{meeting}/address/{rank}").decode() for rank in ranks]
     found = Neighbours(token, tuple(map(Address.read, told)))
     return found if found.share() else None
+
+
+def meeting_number(here: ProcessWorld) -> int:
+    """Tells the groups apart that have met in one store, one after the other; one that ``init`` made has its own."""
+    return _publish(here.rank) if here.adopted else 0
 
 
 def gloo_on_cpu(config: str) -> bool:

@@ -1,0 +1,73 @@
+"""A barrier that knows who is missing: ranks sign in at the store over which their group met.
+
+No backend is asked, so it tells who is missing even where a collective of the backend would wait for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from meshcomm import _torch
+from meshcomm.errors import CommError, text
+from meshcomm.runtime import world
+
+__all__ = ["absent_text", "all_here"]
+
+_LONGEST_PAUSE = 0.02
+
+
+def absent_text(absent: Sequence[str], seconds: float) -> str:
+    """What a barrier says whose time is up."""
+    shown = ", ".join(absent[:16]) + (", ..." if len(absent) > 16 else "")
+    return text(
+        "barrier",
+        f"not everybody came within {seconds:g} s.",
+        got=f"absent: {shown or 'nobody, at last'}",
+        fix="see where they are (py-spy dump --pid), or give a longer timeout=; the ranks that came are all told this",
+    )
+
+
+def all_here(ranks: tuple[int, ...], index: int, seconds: float) -> None:
+    """Return when all of these ranks of the world have called it; the first one whose time is up, and the last one to
+    come, decide for all of them: CommError with the absent, or none.
+    """
+    here = world.current()
+    if here is None or here.backend == "fake":
+        return
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    try:
+        verdict = _meet(f"meshcomm/barrier/{world.meeting_number(here)}/{digest}", ranks, index, seconds)
+    except RuntimeError as error:
+        _lost(error)
+    if verdict:
+        raise CommError(verdict)
+
+
+def _lost(error: RuntimeError) -> NoReturn:
+    reason = str(error).split("\n", 1)[0]
+    what = "the store of the process group does not answer."
+    raise CommError(text("barrier", what, got=reason, fix="look at rank 0, which serves it")) from error
+
+
+def _meet(prefix: str, ranks: tuple[int, ...], index: int, seconds: float) -> str:
+    store, end = _torch.default_store(), time.monotonic() + seconds
+    call = store.add(f"{prefix}/calls/{index}", 1)  # counted there: a group that is adopted again goes on in its store
+    key = f"{prefix}/{call}"
+    store.set(f"{key}/{index}", "here")
+    if store.add(f"{key}/came", 1) == len(ranks):
+        store.compare_set(f"{key}/verdict", "", "all")
+        if call > 1:  # all have left the call before
+            for name in (*map(str, range(len(ranks))), "came", "verdict"):
+                store.delete_key(f"{prefix}/{call - 1}/{name}")
+    pause = 1e-4
+    while not store.check([f"{key}/verdict"]):
+        if time.monotonic() > end:
+            absent = [f"index {i} (rank {rank})" for i, rank in enumerate(ranks) if not store.check([f"{key}/{i}"])]
+            store.compare_set(f"{key}/verdict", "", absent_text(absent, seconds))
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    verdict = store.get(f"{key}/verdict").decode()
+    return "" if verdict == "all" else verdict

@@ -1,0 +1,175 @@
+"""Tensors on devices that a group's backends cannot move, and accelerators that are not CUDA: found, used, gone around."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import toy_device
+
+import meshcomm as mc
+from meshcomm.helpers.objects import all_gather_object
+from meshcomm.helpers.process import device
+from meshcomm.runtime import detour, devices, world
+
+HAS_TOY = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
+needs_toy = pytest.mark.skipif(not HAS_TOY, reason="this torch has no devices in Python")
+
+
+def everything(mesh: mc.Mesh, where: Any) -> dict[str, Any]:
+    """Every collective on tensors that lie there, and where and what their results are."""
+    n, me = mesh.size, mesh.rank
+    x = (torch.arange(4.0) + 10 * me).to(where)
+    other = n - 1 - me
+    with mc.use_mesh(mesh):
+        found: dict[str, Any] = {
+            "sum": mc.all_reduce(x, "a"), "max": mc.all_reduce(x, "a", "max"), "int16": mc.all_reduce(torch.ones(2, dtype=torch.int16).to(where), "a"),
+            "gather": mc.all_gather(x, "a"), "invariant": mc.all_gather_invariant(x, "a"), "scatter": mc.reduce_scatter(x, "a"),
+            "swap": mc.all_to_all(x, "a", 0, 0), "shift": mc.shift(x, "a"), "permute": mc.permute(x, "a", [(0, n - 1)]),
+            "broadcast": mc.broadcast(x, "a", 1), "reduce": mc.reduce(x, "a", 1), "to one": mc.gather(x, "a", 1),
+            "from one": mc.scatter(x if me == 0 else None, "a", like=x[: 4 // n]), "work": mc.all_reduce(x, "a", async_op=True).wait(),
+            "later": mc.shift(x, "a", async_op=True).wait(), "large": mc.all_reduce(torch.ones(2**18).to(where), "a")[:1],
+            "tree": mc.all_reduce({"x": x, "cpu": torch.ones(1)}, "a")["x"],
+        }  # fmt: skip
+        (found["message"],) = mc.exchange([(x.cpu(), other)], [(other, (4,), torch.float32)], "a")
+        mc.barrier("a")
+        mc.barrier("a", timeout=30)
+        objects = all_gather_object({"x": x}, "a")
+    out = {name: None if y is None else (y.device.type, y.cpu().tolist()) for name, y in found.items()}
+    out["object"] = (objects[0]["x"].device.type, objects[1]["x"].cpu().tolist())
+    assert x.cpu().tolist() == [10.0 * me + i for i in range(4)]
+    return out
+
+
+def rejoined(folder: str, name: str, **options: Any) -> int:
+    """This process, out of its world and in a new one."""
+    here = world.current()
+    assert here is not None
+    rank = here.rank
+    world.shutdown()
+    mc.init(init_method=f"file://{folder}/{name}", rank=rank, world_size=2, timeout=30, **options)
+    return rank
+
+
+def around(folder: str) -> list[Any]:
+    """Gloo does not know the device."""
+    toy_device.register(backend=False)
+    rank = rejoined(folder, "gloo", backend="gloo")
+    mesh = mc.make_mesh({"a": 2})
+    assert mesh.device.type == "cpu"
+    assert isinstance(mesh.axis("a").link, detour.DetouredOneHostLink)
+    plain, odd = everything(mesh, "cpu"), everything(mesh, "toy")
+    world.shutdown()
+    os.environ["MESHCOMM_SHARED_MEMORY"] = "0"
+    mc.init(init_method=f"file://{folder}/messages", rank=rank, world_size=2, timeout=30, backend="gloo")
+    mesh = mc.make_mesh({"a": 2}, strict=True)
+    assert type(mesh.axis("a").link) is detour.DetouredLink
+    with pytest.raises(
+        mc.MeshError,
+        match=r"(?s)meshcomm.all_reduce: x is on the wrong device, toy:0.*moves tensors on .*cpu.*move it to cpu",
+    ):
+        mc.all_reduce(torch.ones(2).to("toy"), "a", mesh=mesh)
+    again = everything(mc.make_mesh({"a": 2}), "toy")
+    return [plain, odd, again]
+
+
+@needs_toy
+def test_around_what_the_backend_cannot_move(tmp_path: Any) -> None:
+    for plain, odd, again in mc.launch(around, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=100):
+        assert odd == again
+        for name, value in plain.items():
+            if value is None:
+                assert odd[name] is None, name
+                continue
+            # A message arrives on the mesh's device, an object's tensors on that of the receiver.
+            home = "cpu" if name in ("message", "object") else "toy"
+            assert odd[name] == (home, value[1]), name
+
+
+def found_by_torch(folder: str) -> list[Any]:
+    """A device and a backend that torch knows of, and nobody else."""
+    toy_device.register(backend=True)
+    here = world.current()
+    assert here is not None
+    os.environ["TOY_VISIBLE_DEVICES"] = str(here.rank)  # each process has one of its own
+    world.shutdown()
+    assert devices.accelerator() == ("toy", "toyccl")
+    assert "toyccl" in devices.backends()
+    rank = here.rank
+    mc.init(init_method=f"file://{folder}/toy", rank=rank, world_size=2, timeout=30)
+    now = world.current()
+    assert now is not None
+    assert (now.backend, now.device.type) == ("cpu:gloo,toy:toyccl", "toy")
+    mesh = mc.make_mesh({"a": 2})
+    assert mesh.device.type == device().type == "toy"
+    assert not isinstance(mesh.axis("a").link, detour._Detours)
+    found = everything(mesh, "toy")
+    moved = set(toy_device.calls)
+    assert {"allreduce toy", "_allgather_base toy", "alltoall_base toy", "broadcast toy", "reduce toy"} <= moved, moved
+    return [found, everything(mesh, "cpu")]
+
+
+@needs_toy
+def test_an_accelerator_and_its_backend_are_found_by_torch(tmp_path: Any) -> None:
+    for odd, plain in mc.launch(found_by_torch, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=100):
+        for name, value in plain.items():
+            if value is not None:
+                home = {"message": "toy", "object": "toy"}.get(name, "toy")
+                assert odd[name] == (home, value[1]), name
+
+
+@pytest.mark.parametrize(
+    ("config", "lacking"),
+    [
+        ("cpu:gloo,cuda:nccl", False),
+        ("cuda:nccl", True),
+        ("cpu:gloo", False),
+        ("cpu:gloo,cuda:gloo", False),
+        ("fake", False),
+    ],
+)
+def test_which_groups_need_detours(config: str, lacking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert detour.lacks_a_way(config) == lacking
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert detour.lacks_a_way(config) == (lacking or config == "cpu:gloo")
+
+
+def without_values() -> None:
+    mesh = mc.make_mesh({"a": 4})
+    with pytest.raises(mc.MeshError, match="x is on the wrong device, meta"):
+        mc.all_reduce(torch.ones(2, device="meta"), "a", mesh=mesh)
+    assert not mesh.strict
+
+
+def test_tensors_without_values_go_nowhere(run4: Any) -> None:
+    run4(without_values)
+
+
+def test_strict_is_a_bool() -> None:
+    assert mc.make_mesh({"a": 1}, strict=True).strict
+    with pytest.raises(mc.MeshError, match="strict=1 is not a bool"):
+        mc.make_mesh({"a": 1}, strict=1)  # type: ignore[arg-type]
+
+
+def gpu_around(folder: str) -> list[Any]:
+    here = world.current()
+    assert here is not None
+    rank = here.rank
+    world.shutdown()
+    mc.init(init_method=f"file://{folder}/gloo", rank=rank, world_size=2, backend="cpu:gloo", timeout=60)
+    mesh, kind = mc.make_mesh({"a": 2}), torch.accelerator.current_accelerator().type
+    return [everything(mesh, "cpu"), everything(mesh, kind), kind]
+
+
+@pytest.mark.gpu
+def test_around_on_a_real_accelerator(tmp_path: Any) -> None:
+    for plain, odd, kind in mc.launch(
+        gpu_around, ranks=2, args=(str(tmp_path),), runtime="processes", backend="gloo", timeout=100
+    ):
+        for name, value in plain.items():
+            if value is not None:
+                assert odd[name] == ("cpu" if name in ("message", "object") else kind, value[1]), name
