@@ -15,7 +15,7 @@ from meshcomm.errors import fail, names
 from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.checker import Checker
-from meshcomm.spmd.vma import INVARIANT, Origin, Type, note
+from meshcomm.spmd.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here
 
 __all__ = ["check_vma", "checked_mode", "mark_varying"]
@@ -45,7 +45,10 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
     Type: known are what is made inside (numbers of Python are taken to be the same on every rank), what
     :func:`mark_varying` declares, and what was seen by an earlier check. An operation varies along the axes of its
     operands; random functions along all axes, unless drawn under :func:`rng` or :func:`fork_rng`; collectives as their
-    tables say. Anything else is unknown, and is refused where it requires grad or meets what does.
+    tables say; ``zeros_like`` and the like are invariant, unless they are leaves that require grad, which vary as what
+    they are like. A gradient has the type of its value: that of what is invariant is the sum over the ranks, wherever
+    it is asked for. Anything else is unknown, such as what is made of an array, by an ``nn.Parameter(...)`` inside, by
+    another thread or by compiled code, and is refused where it requires grad or meets what does.
 
     Args:
         mode: True, "error", or False: what runs inside is not looked at, and what it makes is unknown.
@@ -134,5 +137,5 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
     for path, leaf in tree_leaves_with_path(tree):
         if not isinstance(leaf, Tensor):
             fail("mark_varying", f"x{path} is no tensor but {type(leaf).__name__}.", fix="a tensor, pytree or module")
-        note(leaf, kind)
+        declare(leaf, kind)
     return x

@@ -29,29 +29,45 @@ HOST = _words(
 
 FRESH = _words(
     """
-    zeros_like ones_like empty_like new_zeros new_ones new_empty new_empty_strided new_full full_like eye_like
+    zeros_like ones_like empty_like new_zeros new_ones new_empty new_empty_strided new_full full_like
     """
 )
 """Take only shape, dtype and device from their first operand."""
 
-ALIKE = frozenset(["view_as", "reshape_as", "expand_as", "type_as", "to", "is_same_size", "sum_to_size", "resize_as_"])
+ALIKE = frozenset(["view_as", "reshape_as", "expand_as", "type_as", "to", "sum_to_size", "resize_as_"])
 """Take only shape, dtype and device from the operands after the first."""
 
-EACH = frozenset(["broadcast_tensors", "meshgrid", "align_tensors", "atleast_1d", "atleast_2d", "atleast_3d"])
+EACH = frozenset(["broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"])
 """Give one output per operand; so do all that begin with ``_foreach_`` or ``_fused_``."""
+
+SETTLES = _words(
+    """
+    requires_grad_ detach_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ share_memory_
+    _coalesced_ data_ptr retain_grad register_hook register_post_accumulate_grad_hook dim ndimension size stride numel
+    nelement element_size storage_offset is_complex is_floating_point is_contiguous is_conj is_neg is_inference
+    is_signed is_pinned is_shared is_same_size is_set_to get_device __len__ untyped_storage
+    """
+)
+"""Ask, or change, how a tensor is seen, and no values."""
+
+OVERWRITES = _words(
+    """
+    copy_ zero_ fill_ uniform_ normal_ bernoulli_ exponential_ random_ log_normal_ geometric_ cauchy_ trunc_normal_
+    constant_ ones_ zeros_ eye_ dirac_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_
+    sparse_
+    """
+)
+"""Leave nothing of what was in their first operand."""
 
 RANDOM = _words(
     """
     rand randn randint randperm normal bernoulli multinomial poisson binomial _standard_gamma _sample_dirichlet
     rand_like randn_like randint_like uniform_ normal_ bernoulli_ exponential_ random_ log_normal_ geometric_
     cauchy_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_ sparse_
-    uniform gumbel_softmax fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices exponential geometric cauchy log_normal random normal_functional
-    randperm_like rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional rand_like_ randint_like_ rrelu_
-    rrelu
+    uniform exponential geometric cauchy log_normal random normal_functional
     """
 )
-"""Draw numbers."""
+"""Draw numbers, of what they are given no more than shapes and parameters."""
 
 
 class _Dropout(NamedTuple):
@@ -80,9 +96,26 @@ _DROPOUT = {
     "rrelu_": _Dropout(2, "upper", 3, False),
     "scaled_dot_product_attention": _Dropout(4, "dropout_p", -1, True),
     "multi_head_attention_forward": _Dropout(10, "dropout_p", 13, True),
+    "_scaled_dot_product_flash_attention": _Dropout(3, "dropout_p", -1, True),
+    "_scaled_dot_product_flash_attention_for_cpu": _Dropout(3, "dropout_p", -1, True),
+    "_scaled_dot_product_attention_math": _Dropout(4, "dropout_p", -1, True),
+    "_scaled_dot_product_attention_math_for_mps": _Dropout(4, "dropout_p", -1, True),
+    "_scaled_dot_product_fused_attention_overrideable": _Dropout(4, "dropout_p", -1, True),
+    "_scaled_dot_product_efficient_attention": _Dropout(5, "dropout_p", -1, True),
+    "_scaled_dot_product_cudnn_attention": _Dropout(5, "dropout_p", -1, True),
+    "_flash_attention_forward": _Dropout(7, "dropout_p", -1, True),
+    "_flash_attention_forward_no_dropout_inplace": _Dropout(8, "dropout_p", -1, True),
+    "_efficient_attention_forward": _Dropout(8, "dropout_p", -1, True),
+    "_cudnn_rnn": _Dropout(11, "dropout", 12, True),
+    "miopen_rnn": _Dropout(10, "dropout", 11, True),
 }
 _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
-_NOISY = frozenset(["gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d"])
+_NOISY = _words(
+    """
+    gumbel_softmax fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
+    fractional_max_pool3d_with_indices rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional _fused_dropout
+    """
+)
 """Random functions of a value, as dropout is."""
 
 
@@ -102,11 +135,20 @@ class Kind(NamedTuple):
     """Whether a call mixes its operand with random numbers."""
     runs_backward: bool = False
     gradients: bool = False
-
-    @property
-    def ordinary(self) -> bool:
-        """Nothing is special about it."""
-        return not any(self[1:])
+    seeds: str = ""
+    """What the gradients of outputs are called."""
+    settles: bool = False
+    """It changes how a tensor is seen, and no values."""
+    overwrites: bool = False
+    """Nothing of what was in its first operand remains."""
+    silent: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]] | None = None
+    """Into what it writes without counting it as a change."""
+    parts: bool = False
+    """A collective of torch.distributed that gives each rank something else."""
+    from_data: bool = False
+    """It may take data that torch knows nothing of."""
+    ordinary: bool = False
+    """None of these."""
 
 
 @lru_cache(4096)
@@ -117,34 +159,45 @@ def kind_of(func: Any) -> Kind:
         return Kind(str(getattr(func.__self__, "__name__", name)), getter=True)
     if name == "__set__":
         return Kind(str(getattr(func.__self__, "__name__", name)), setter=True)
-    if func in (Tensor.backward, torch.autograd.backward):
-        return Kind(name, runs_backward=True)
+    if func is Tensor.backward:
+        return Kind(name, runs_backward=True, seeds="gradient")
+    if func is torch.autograd.backward:
+        return Kind(name, runs_backward=True, seeds="grad_tensors")
     if func is torch.autograd.grad:
         return Kind(name, runs_backward=True, gradients=True)
+    drops = _drops(name)
+    if drops is None and name not in RANDOM and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        drops = None if name.endswith("_backward") else _always
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    return Kind(
+    kind = Kind(
         name,
         host=name in HOST,
         fresh=name in FRESH,
         alike=name in ALIKE,
         each=name in EACH or name.startswith(("_foreach_", "_fused_")),
         in_place=in_place,
-        random=name in RANDOM and name not in _DROPOUT and name not in _NOISY,
-        drops=_drops(name),
+        random=name in RANDOM,
+        drops=drops,
+        settles=name in SETTLES,
+        overwrites=name in OVERWRITES,
+        parts=_of_torch_distributed(func) and any(word in name for word in _PARTS),
+        silent=_silent(name, getattr(func, "__module__", None) == "torch.nn.functional"),
+        from_data=name in ("tensor", "as_tensor", "asarray"),
     )
+    return kind._replace(ordinary=not any(kind._replace(name="", from_data=False)))
 
 
 _IN_PLACE = _words(
     """
     __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
-    __ilshift__ __irshift__ __imatmul__
+    __ilshift__ __irshift__
     """
 )
 
 
 def _drops(name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
     if name in _NOISY:
-        return lambda args, kwargs: True
+        return _always
     if name in _RECURRENT:
         return _recurrent
     where = _DROPOUT.get(name)
@@ -152,7 +205,7 @@ def _drops(name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | Non
         return None
 
     def drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        p = args[where.p] if len(args) > where.p else kwargs.get(where.p_name, 0.0 if name.startswith("s") else 0.5)
+        p = args[where.p] if len(args) > where.p else kwargs.get(where.p_name, 0.0 if "attention" in name else 0.5)
         training = where.training_default
         if 0 <= where.training < len(args):
             training = args[where.training]
@@ -161,6 +214,48 @@ def _drops(name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | Non
         return bool(training) and p != 0
 
     return drops
+
+
+def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+_STATISTICS = _words(
+    """
+    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update
+    cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts
+    """
+)
+
+
+def _silent(name: str, of_python: bool) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any]] | None:
+    """The statistics of normalisations, and what fused optimizers update."""
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return lambda args, kwargs: [*args[0], args[1]]
+    if name == "batch_norm_update_stats" or (of_python and name in ("batch_norm", "instance_norm")):
+        place, default = 1, name != "batch_norm"
+    elif name in _STATISTICS or name in ("batch_norm", "instance_norm"):
+        place, default = 3, True
+    else:
+        return None
+
+    def silent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", default))
+        if training is False:
+            return []
+        found = [*args[place : place + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+        return [x for x in found if isinstance(x, Tensor)]
+
+    return silent
+
+
+_PARTS = ("recv", "scatter", "all_to_all")
+
+
+def _of_torch_distributed(func: Any) -> bool:
+    return str(getattr(func, "__module__", None)).startswith(
+        ("torch.distributed", "torch._ops._c10d", "torch._ops.c10d")
+    )
 
 
 def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,7 +16,24 @@ from torch import Tensor
 from meshcomm._torch import functorch_active, unwrapped
 from meshcomm.runtime.callsite import call_site
 
-__all__ = ["INVARIANT", "Origin", "Type", "also_written", "join", "marked", "note", "noted", "write"]
+__all__ = [
+    "INVARIANT",
+    "Origin",
+    "Type",
+    "alike",
+    "also_written",
+    "behind",
+    "declare",
+    "forget",
+    "join",
+    "made_like",
+    "marked",
+    "note",
+    "unmark",
+    "unseen_write",
+    "write",
+    "writes",
+]
 
 
 class Origin(NamedTuple):
@@ -84,15 +101,19 @@ INVARIANT = Type({}, plain=True)
 def join(types: Sequence[Type], name: str) -> Type:
     """The type of what is computed from values of these types by the operation ``name``."""
     first = types[0]
-    if all(each is first for each in types):
+    if len(types) == 1:
         return first
-    axes = frozenset().union(*(each.axes for each in types))
-    even = all(len(each.axes) == len(axes) for each in types)
+    axes = first.axes
+    for each in types:
+        axes |= each.axes
+    even = all([len(each.axes) == len(axes) for each in types])  # noqa: C419 -- a generator costs twice as much
     ended: dict[str, Origin] = {}
     for each in types:
-        ended |= each.ended
-    for axis in axes:
-        ended.pop(axis, None)
+        if each.ended:
+            ended |= each.ended
+    if ended:
+        for axis in axes:
+            ended.pop(axis, None)
     for each in types:
         if len(each.axes) == len(axes) and (even or not each.leaf) and ended.keys() == each.ended.keys():
             return each
@@ -119,32 +140,52 @@ def marked(x: Tensor) -> Type | None:
     return found if type(found) is Type else None
 
 
-def noted(x: Tensor) -> Type | None:
-    """The type of ``x``; None if it is unknown."""
-    found = getattr(x, _NAME, None)
-    if type(found) is Type:
-        return found
-    if functorch_active() and (inner := unwrapped(x)) is not None:
-        return noted(inner)
-    base = x._base  # a view that was made out of sight
-    return None if base is None or getattr(base, _SPLIT, False) else marked(base)
+def behind(x: Tensor) -> Tensor | None:
+    """The tensor whose type ``x`` has, if none is noted on it: what torch.func has wrapped, or what a view that was
+    made out of sight is of.
+    """
+    if (inner := unwrapped(x)) is not None:  # of a transform that has ended, too
+        return inner
+    base = x._base
+    return None if base is None or getattr(base, _SPLIT, False) else base
 
 
 _SPLIT = "_meshcomm_split"
 """Views of this tensor have different types."""
 
 
-def note(x: Tensor, kind: Type, known: Container[int] = ()) -> None:
+_LIKE = "_meshcomm_like"
+
+
+def alike(x: Tensor, kind: Type) -> None:
+    """Note that ``x`` was made in the image of a value of this type."""
+    setattr(x, _LIKE, kind)
+
+
+def made_like(x: Tensor) -> Type | None:
+    """The type of that value."""
+    found = getattr(x, _LIKE, None)
+    return found if type(found) is Type else None
+
+
+def unmark(x: Tensor) -> None:
+    """Forget what is noted on ``x``."""
+    setattr(x, _NAME, None)
+
+
+def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = ()) -> None:
     """Note the type of ``x``, and of what torch.func has wrapped in it: that is what remains of it afterwards.
 
-    known: the ids of tensors whose types are kept elsewhere.
+    known: the ids of tensors whose types are kept elsewhere. of: the tensors that were there before.
     """
     setattr(x, _NAME, kind.seen(x.requires_grad))
     base = x._base
     if base is not None:
         found = marked(base)
         if found is None and id(base) not in known:
-            setattr(base, _NAME, kind.seen(base.requires_grad))
+            # What is seen of a base of others says nothing about the rest of it.
+            if not any(x is base or (isinstance(x, Tensor) and x._base is base) for x in of):
+                setattr(base, _NAME, kind.seen(base.requires_grad))
         elif found is None or found.axes != kind.axes:
             setattr(base, _SPLIT, True)
     if functorch_active():
@@ -159,24 +200,65 @@ def _inside(x: Tensor) -> Iterator[Tensor]:
         inner = unwrapped(inner)
 
 
+def declare(x: Tensor, kind: Type) -> None:
+    """Note the type of ``x`` as somebody says that it is, whatever it was; that says nothing of other views."""
+    setattr(x, _NAME, kind.seen(x.requires_grad))
+    if x._base is None:
+        forget(x)
+
+
+class _Writes:
+    """Whether anything was ever written that the types of views do not tell. Until then nobody looks for it."""
+
+    any = False
+
+
+writes = _Writes()
+
+
 def write(x: Tensor, kind: Type) -> None:
     """Note that values of a type were written into ``x``, so that all its views have them."""
     storage = _storage(x)
     before = getattr(storage, _WRITTEN, None)
+    if storage is None or isinstance(before, Origin):
+        return
     if before is None or not kind.axes <= before.axes:
+        writes.any = True
         setattr(storage, _WRITTEN, kind if before is None else Type(kind.since | before.since))
 
 
-def also_written(x: Tensor, kind: Type) -> Type:
-    """The type of ``x``, noted as ``kind``, with what was written into its storage."""
+def unseen_write(x: Tensor, origin: Origin) -> None:
+    """Note that something of unknown type was written into ``x``: so is the type of all its views now."""
+    storage = _storage(x)
+    if storage is not None:
+        writes.any = True
+        setattr(storage, _WRITTEN, origin)
+
+
+def forget(x: Tensor) -> None:
+    """All of ``x`` is other values now, if it is all of its storage."""
+    storage = _storage(x) if writes.any else None
+    if getattr(storage, _WRITTEN, None) is not None and x.numel() * x.element_size() == storage.nbytes():  # type: ignore[union-attr]
+        setattr(storage, _WRITTEN, None)
+
+
+def also_written(x: Tensor, kind: Type) -> Type | Origin:
+    """The type of ``x``, noted as ``kind``, with what was written into its storage; or where unknown values were."""
     written = getattr(_storage(x), _WRITTEN, None)
-    if written is None or written.axes <= kind.axes:
+    if written is None or isinstance(written, Origin):
+        return kind if written is None else written
+    if written.axes <= kind.axes:
         return kind
     return kind.begins(written.axes - kind.axes, next(iter(written.since.values()))).seen(x.requires_grad)
 
 
-def _storage(x: Tensor) -> torch.UntypedStorage:
+def _storage(x: Tensor) -> torch.UntypedStorage | None:
+    """None for tensors, such as sparse ones, that have none to share."""
     innermost = x
-    for inner in _inside(x):
-        innermost = inner
-    return innermost.untyped_storage()
+    if functorch_active():
+        for inner in _inside(x):
+            innermost = inner
+    try:
+        return innermost.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
