@@ -57,6 +57,7 @@ __all__ = [
     "unwrap_if_dead",
     "unwrapped",
     "version_of",
+    "view_again",
     "watch_functions",
     "without_modes",
 ]
@@ -191,6 +192,11 @@ def primal_of(x: Tensor) -> Tensor:
 def version_of(x: Tensor) -> int:
     """How often ``x`` has been changed in place."""
     return x._version
+
+
+def view_again(x: Tensor, base: Tensor) -> Tensor:
+    """The view of ``base`` that ``x`` is of its own."""
+    return x._view_func(base)  # type: ignore[attr-defined, no-any-return]
 
 
 def backward_pass() -> int:

@@ -445,6 +445,16 @@ def test_name_unwrapped() -> None:
     assert [outer for _, outer in seen] == [None, None]
 
 
+def test_name_view_again() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    other = torch.arange(6.0, 12.0).view(2, 3).requires_grad_()
+    for view in (x.T, x[1], x.unbind(1)[2], x[:, 1:].T, x.chunk(2)[1]):
+        again = _torch.view_again(view, other.view(6))  # the base is flat
+        assert again.shape == view.shape
+        assert torch.equal(again, view + 6)
+        assert again.requires_grad
+
+
 class Counting(TorchFunctionMode):
     """Counts what it sees."""
 

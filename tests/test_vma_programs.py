@@ -106,7 +106,6 @@ def everywhere(program: Program, fn: Callable[..., Any], *args: Any) -> None:
 def test_there_are_enough_of_them() -> None:
     assert len(BY_NAME) == len(PROGRAMS) >= 50
     assert len(IN_NEED) >= 49
-    assert sum(bool(each.more) for each in PROGRAMS) <= 1
     assert {tuple(each.axes.values()) for each in PROGRAMS} == {(4,), (2, 2), (2, 2, 2)}
 
 
@@ -196,6 +195,10 @@ def count(program: Program, pv: Vary, check_vma: Any) -> Counts:
     return forward, both - forward
 
 
+ONE_WEIGHT_IN_PARTS = {"multi_query_attention"}
+"""Programs whose expert makes a pvary of each part of a weight."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_inserted_are_as_many_as_an_expert_writes(name: str) -> None:
     """As the expert's with a pvary per tensor. A pvary of a tree puts tensors into buckets, which the checker does not:
@@ -203,7 +206,11 @@ def test_inserted_are_as_many_as_an_expert_writes(name: str) -> None:
     """
     program = BY_NAME[name]
     expert, inserted = count(program, one_by_one, False), count(program, left_out, True)
-    assert inserted == (expert[0], expert[1] + Counter(dict(program.more)))
+    assert inserted[0] == expert[0]
+    assert inserted[1].keys() == expert[1].keys()
+    assert inserted[1] <= expert[1]  # fewer where the parts of one weight go through one pvary
+    if name not in ONE_WEIGHT_IN_PARTS:
+        assert inserted == expert
     in_buckets = sum(count(program, mc.pvary, False), Counter())
     kept = {call: number for call, number in in_buckets.items() if call[0] != "broadcast"}
     assert Counter(kept) <= sum(expert, Counter())

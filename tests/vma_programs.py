@@ -51,8 +51,6 @@ class Program:
     """It runs on ranks only, with ``backward()``: torch refuses ``torch.autograd.grad`` for what is in it."""
     once: bool = False
     """Torch has no second derivative of what is in it."""
-    more: tuple[tuple[tuple[str, str], int], ...] = ()
-    """The collectives by which what is inserted exceeds the expert's: (name, axes) and how many."""
 
     @property
     def needs_pvary(self) -> bool:
@@ -72,13 +70,12 @@ def program(
     *,
     on_ranks: bool = False,
     once: bool = False,
-    more: tuple[tuple[tuple[str, str], int], ...] = (),
 ) -> Callable[[Make], Make]:
     """Registers a ``make``."""
 
     def register(make: Make) -> Make:
         missing = (lacks,) if isinstance(lacks, str) else lacks
-        PROGRAMS.append(Program(make.__name__, axes, make, whole, inputs, missing, on_ranks, once, more))
+        PROGRAMS.append(Program(make.__name__, axes, make, whole, inputs, missing, on_ranks, once))
         return make
 
     return register
@@ -517,9 +514,7 @@ def stacked_whole(x: Tensor, w: Tensor) -> Tensor:
     return attend(q, k, v)
 
 
-@program(
-    {"dp": 4}, stacked_whole, lambda: (draw(4, 2, 3, 6), draw(3, 2, 6, 4)), "dp", more=((("all_reduce", "dp"), 2),)
-)
+@program({"dp": 4}, stacked_whole, lambda: (draw(4, 2, 3, 6), draw(3, 2, 6, 4)), "dp")
 def weights_stacked_in_one(pv: Vary, check_vma: Any) -> Global:
     """pvary of the stack is one all_reduce; inserted where the weights are used, it is one for each of the three."""
     heads = "(dp b) h s d"

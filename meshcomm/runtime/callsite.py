@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["CallSite", "call_site"]
+__all__ = ["CallSite", "asked_in", "call_site"]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_OTHERS = (_HERE, _TORCH, os.path.join(os.path.dirname(_TORCH), "einops"))
 
 
 class CallSite(NamedTuple):
@@ -25,8 +26,16 @@ class CallSite(NamedTuple):
 
 
 def call_site() -> CallSite:
-    """The innermost frame that is neither this library's nor torch's."""
+    """The innermost frame that is neither this library's nor torch's nor einops'."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
     return CallSite(frame.f_code.co_filename, frame.f_lineno)
+
+
+def asked_in(module: str) -> bool:
+    """Whether the innermost frame that is not this library's is one of ``module``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == module

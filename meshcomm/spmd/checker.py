@@ -27,6 +27,7 @@ from meshcomm._torch import (
     unwrap_if_dead,
     unwrapped,
     version_of,
+    view_again,
     watch_functions,
     without_modes,
 )
@@ -36,7 +37,7 @@ from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names, shape_text
 from meshcomm.layout.notation import parse_arrow
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import asked_in, call_site
 from meshcomm.spmd.torch_rules import Kind, kind_of
 from meshcomm.spmd.vma import (
     INVARIANT,
@@ -64,6 +65,10 @@ WHERE = "check_vma"
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
 _LATELY = 64
 """How many values a pvary is remembered for until the next backward; parameters are remembered all the time."""
+
+
+_OFTEN = 8
+"""A view with less than this part of its tensor is varied alone: the sum of the whole would send too much."""
 
 
 class Checker(TorchFunctionMode):
@@ -514,7 +519,7 @@ class Checker(TorchFunctionMode):
             mine = self.type_of(x)
             if mine is None:
                 self._unknown(x, operands, kind.name)
-            if mine.axes:
+            if mine.axes and not asked_in("torch.nn.init"):  # trunc_normal_ draws until all fit: a rank's own affair
                 self._refuse(
                     kind.name,
                     f"makes a Python value of a tensor that varies along {names(sorted(mine.axes))}.",
@@ -618,11 +623,24 @@ class Checker(TorchFunctionMode):
         made = entry.by.get(axes)
         if made is not None and unwrap_if_dead(made) is made:
             return made
-        with self._apart():
-            y = pvary(x, self._names(axes), mesh=self.mesh)
+        base = x._base
+        if base is not None and self._stands_for(base, x, mine):
+            y = view_again(x, self.vary(base, axes, name, operands, found))
+        else:
+            with self._apart():
+                y = pvary(x, self._names(axes), mesh=self.mesh)
         self._note(y, mine.begins(axes, Origin(name, str(call_site()))))
         entry.by[axes] = y
         return y
+
+    def _stands_for(self, base: Tensor, x: Tensor, mine: Type) -> bool:
+        """Whether to vary ``base`` in place of its view ``x``, so that all views of it, such as the parts of one
+        weight, cost one sum.
+        """
+        if not base.requires_grad or functorch_active() or _OFTEN * x.numel() < base.numel():
+            return False
+        whole = self.type_of(base)
+        return whole is not None and whole.axes == mine.axes
 
     def _remembered(self, x: Tensor) -> _Varied:
         if isinstance(x, Parameter) or id(x) in self._known:
