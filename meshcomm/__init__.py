@@ -16,6 +16,7 @@ from meshcomm.runtime.world import init, shutdown
 from meshcomm.work import Work, wait
 
 if typing.TYPE_CHECKING:
+    import meshcomm.parallel  # noqa: F401
     from meshcomm.helpers.main_only import main_only
     from meshcomm.helpers.metrics import Metrics
     from meshcomm.helpers.objects import all_gather_object, broadcast_object, gather_object, scatter_object
@@ -157,6 +158,8 @@ _LATER = {
 if not typing.TYPE_CHECKING:  # a type checker would take every name for one of these
 
     def __getattr__(name):
+        if name == "parallel":
+            return importlib.import_module("meshcomm.parallel")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
@@ -164,4 +167,4 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for one of 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "parallel"})

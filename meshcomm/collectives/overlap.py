@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +21,32 @@ from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_int
 from meshcomm.collectives import buckets
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
+from meshcomm.runtime.one_host import FLOATS, OneHostLink, Parts, Reading
 from meshcomm.runtime.pending import Pending
 
-__all__ = ["vary_tree"]
+__all__ = ["How", "sums_alone", "vary_tree"]
 
 
-def vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
-    """The same values, whose gradients are summed over ``axis``."""
+class How(NamedTuple):
+    """How the gradients of a tree are summed."""
+
+    op: str = "sum"
+    """Or "mean"."""
+    dtype: torch.dtype | None = None
+    """In which they travel; their own by default."""
+    before: Callable[[int], Tensor | None] | None = None
+    """Gives, once, what this rank has collected before for the leaf at a place: it is added to the gradient."""
+    around: Callable[[], Callable[[int], object]] | None = None
+    """Called when a backward pass brings the first gradients: of one leaf in the first pass for a tree, of a bucket
+    later. What it gives is called at the end, with each place for which no rank had a gradient.
+    """
+
+
+_SUM = How()
+
+
+def vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How = _SUM) -> list[Tensor]:
+    """The same values, whose gradients are summed over ``axis``; under transforms and in a graph as ``How()`` says."""
     if torch.compiler.is_compiling():
         refuse_in_process("pvary", axis)
         let_into_graph()
@@ -36,9 +56,14 @@ def vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor
     needy = [at for at, leaf in enumerate(leaves) if leaf.requires_grad and torch.is_grad_enabled()]
     varied = [leaf.view_as(leaf) for leaf in leaves]
     if needy:
-        for at, leaf in zip(needy, _vary([leaves[at] for at in needy], axis, bucket_mb), strict=True):
+        for at, leaf in zip(needy, _vary([leaves[at] for at in needy], axis, bucket_mb, how), strict=True):
             varied[at] = leaf
     return varied
+
+
+def sums_alone(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How = _SUM) -> list[Tensor | None]:
+    """What backward gives on a rank that has no gradient for any of the leaves, when the others run theirs."""
+    return _Sums(leaves, axis, bucket_mb, how).finish([True] * len(leaves))
 
 
 # -------------------------------------------------------------------------------------------- sums during backward
@@ -70,8 +95,8 @@ class _First(threading.local):
 _last = _First()
 
 
-def _vary(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
-    sums = _Sums(leaves, axis, bucket_mb)
+def _vary(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How) -> list[Tensor]:
+    sums = _Sums(leaves, axis, bucket_mb, how)
     token: Tensor = _Wait.apply(sums, *leaves)  # type: ignore[no-untyped-call]
     _torch.set_sequence_number(token.grad_fn, _last.number())
     varied = list(leaves)
@@ -91,8 +116,8 @@ class _Sums:
     for gets none, as it would alone.
     """
 
-    def __init__(self, leaves: list[Tensor], axis: Axis, bucket_mb: float) -> None:
-        self.axis = axis
+    def __init__(self, leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How) -> None:
+        self.axis, self.how = axis, how
         self.kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         self._key = (bucket_mb, *self.kinds)
         known = axis.link.orders.get(self._key)
@@ -106,23 +131,38 @@ class _Sums:
         """Take gradients, and start the buckets whose turn it is, unless somebody differentiates the sums or looks for
         NaN on the way.
         """
-        now = self._passes.setdefault(_torch.backward_pass(), _Pass())
-        now.gradients.update(zip(places, gs, strict=True))
+        number = _torch.backward_pass()
+        now = self._passes.get(number)
+        if now is None:
+            now = self._passes[number] = _Pass()
+            now.without = None if self.how.around is None else self.how.around()
+        now.take(places, gs)
         if self.learning or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return
-        while len(now.totals) < len(self.buckets) and self.buckets[len(now.totals)][0] in now.gradients:
+        while len(now.totals) < len(self.buckets) and self.buckets[len(now.totals)][0] in now.seen:
             self._start(now, self.axis.later)
+        now.read_what_has_come()
 
     def _start(self, now: _Pass, axis: Axis) -> None:
         bucket = self.buckets[len(now.totals)]
+        before, dtype = self.how.before, self.how.dtype or self.kinds[bucket[0]][1]
         parts, flags = [], []
         for at in bucket:
-            shape, dtype, device = self.kinds[at]
-            g = now.gradients.get(at)
+            shape, own, device = self.kinds[at]
+            g = now.gradients.pop(at, None)
+            if before is not None and not torch.is_grad_enabled() and (more := before(at)) is not None:
+                g = more if g is None else g + more
             flags.append(g is not None)
-            parts.append(torch.zeros((1, shape.numel()), dtype=dtype, device=device) if g is None else g.reshape(1, -1))
-        parts.append(torch.tensor([flags], dtype=parts[0].dtype, device=parts[0].device))
-        now.totals.append(apply(rule_named("all_reduce"), torch.cat(parts, 1), axis, ("sum",)))
+            parts.append(torch.zeros(shape.numel(), dtype=own, device=device) if g is None else g.reshape(-1))
+        device = parts[0].device
+        parts.append(_all_there(len(flags), dtype, device) if all(flags) else torch.tensor(flags, device=device))
+        link = axis.link
+        if isinstance(link, OneHostLink) and link.is_later and device.type == "cpu" and dtype in FLOATS:
+            share = 1 / axis.size if self.how.op == "mean" else 1.0
+            now.totals.append(link.all_reduce(Parts(parts, dtype, share), "sum"))
+        else:
+            whole = torch.cat([part.to(dtype) for part in parts])
+            now.totals.append(apply(rule_named("all_reduce"), whole, axis, (self.how.op,)))
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """The sums of the needed leaves, in their order."""
@@ -133,25 +173,28 @@ class _Sums:
                 self._start(now, self.axis.later if later else self.axis)
             else:
                 now.totals.append(None)
+        for total in now.totals:  # all that others may wait for comes before all that this rank waits for
+            if isinstance(total, Reading):
+                total.meet()
         sums: list[Tensor | None] = [None] * len(self.kinds)
         for bucket, total in zip(self.buckets, now.totals, strict=True):
             if total is not None:
                 whole: Tensor = total.wait(None) if isinstance(total, Pending) else total
-                self._unpack(whole, bucket, now.gradients, sums)
+                self._unpack(whole, bucket, now.seen, sums)
+        if now.without is not None:
+            for at, total in enumerate(sums):
+                if total is None and needed[at]:
+                    now.without(at)
         if self.learning and self._key not in self.axis.link.orders:
-            self._agree([*now.gradients, *(at for at in range(len(sums)) if at not in now.gradients)])
+            self._agree([*now.seen, *(at for at in range(len(sums)) if at not in now.seen)])
         return sums
 
-    def _unpack(
-        self, whole: Tensor, bucket: list[int], gradients: dict[int, Tensor | None], sums: list[Tensor | None]
-    ) -> None:
-        place, flags = 0, whole.shape[1] - len(bucket)
-        for i, at in enumerate(bucket):
-            shape = self.kinds[at][0]
-            size = shape.numel()
-            if gradients.get(at) is not None or whole[0, flags + i]:
-                sums[at] = whole[0, place : place + size].view(shape)
-            place += size
+    def _unpack(self, whole: Tensor, bucket: list[int], seen: dict[int, bool], sums: list[Tensor | None]) -> None:
+        dtype = self.kinds[bucket[0]][1]
+        *parts, flags = whole.to(dtype).split([*(self.kinds[at][0].numel() for at in bucket), len(bucket)])
+        for i, (at, part) in enumerate(zip(bucket, parts, strict=True)):
+            if seen.get(at) or flags[i]:
+                sums[at] = part.view(self.kinds[at][0])
 
     def _agree(self, seen: list[int]) -> None:
         """Keep the order that index 0 has seen."""
@@ -163,12 +206,37 @@ class _Sums:
         self.axis.link.orders[self._key] = order
 
 
+@lru_cache(1000)
+def _all_there(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
+        return torch.ones(count, dtype=dtype, device=device)
+
+
 class _Pass:
     """One backward pass: what has come, and what has been started, bucket after bucket."""
 
     def __init__(self) -> None:
-        self.gradients: dict[int, Tensor | None] = {}
+        self.seen: dict[int, bool] = {}  # in the order in which they came: whether there was a gradient
+        self.gradients: dict[int, Tensor] = {}  # until they are on their way: their memory is used again
         self.totals: list[Any] = []
+        self.without: Callable[[int], object] | None = None
+        self._read = 0
+
+    def take(self, places: list[int], gs: Sequence[Tensor | None]) -> None:
+        """What has become ready."""
+        for at, g in zip(places, gs, strict=True):
+            self.seen[at] = g is not None
+            if g is not None:
+                self.gradients[at] = g
+
+    def read_what_has_come(self) -> None:
+        """Add up what all ranks have written, while it is fresh in the processor's caches."""
+        while self._read < len(self.totals):
+            total = self.totals[self._read]
+            # The other kinds would let other ranks go on, or cost more to ask.
+            if isinstance(total, Reading) and not total.read_early():
+                return
+            self._read += 1
 
 
 _MOST_ORDERS = 1000

@@ -12,12 +12,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from meshcomm import _torch
+from meshcomm import _torch, watch
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange import shift
 from meshcomm.collectives.gather import all_gather
@@ -110,6 +112,8 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
     Source: einops; ``jnp.einsum`` under a sharding; tensor and sequence parallelism of Megatron-LM; SUMMA (van de Geijn
         and Watts, 1997).
     """
+    if watch.here.watcher is not None:
+        return watch.here.watcher.laid_out(einsum, layouts, *operands, mesh=mesh, ring=ring)  # type: ignore[no-any-return]
     where = "einsum"
     here = check.mesh_of(where, "", mesh)
     some = here.axis(here.axis_names[0], where)
@@ -146,6 +150,7 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
     return y
 
 
+@lru_cache(1000)
 def _recipe(layouts: str, shapes: tuple[tuple[int, ...], ...], mesh: int) -> Recipe:
     sizes = mesh_with_key(mesh).shape
     return recipe_of("einsum", parse_arrow("einsum", layouts, sizes, len(shapes)), shapes, tuple(sizes.items()))
@@ -172,20 +177,39 @@ def _axis(axes: tuple[str, ...]) -> AxisName:
 
 
 def _moved(x: Tensor, move: Move, mesh: Mesh) -> Tensor:
+    if not (move.alone or move.steps):
+        return pvary(x, _axis(move.varied), mesh=mesh) if move.varied else x
     if move.alone:
         x = x.sum(move.alone, dtype=x.dtype)
         if move.alone_axes:
             x = all_reduce(x, _axis(move.alone_axes), mesh=mesh)
+    varied = tuple(
+        axis for axis in move.varied if not any(_gathers(step, axis, move, at) for at, step in _numbered(move))
+    )
+    due = _smallest(move, mesh) if not any(axis in step.axes for step in move.steps for axis in varied) else None
     for at, step in enumerate(move.steps):
+        if varied and at == due:
+            x = pvary(x, _axis(varied), mesh=mesh)
         # What is gathered to be used in another way by each rank: its gradient is summed where it is scattered.
         if step.op == "all_gather_invariant" and _varies(step.axes, move, at):
             x = all_gather(x, _axis(step.axes), step.dim, mesh=mesh)
         else:
             x = take(x, [step], mesh)
-    varied = tuple(
-        axis for axis in move.varied if not any(_gathers(step, axis, move, at) for at, step in _numbered(move))
-    )
-    return pvary(x, _axis(varied), mesh=mesh) if varied else x
+    return pvary(x, _axis(varied), mesh=mesh) if varied and due in (None, len(move.steps)) else x
+
+
+def _smallest(move: Move, mesh: Mesh) -> int:
+    """Before which step the operand has the fewest elements, the earliest of them: its gradient is summed there."""
+    size, smallest, found = 1.0, 1.0, 0
+    for at, step in enumerate(move.steps):
+        for axis in step.axes:
+            if step.op == "all_gather_invariant":
+                size *= mesh.shape[axis]
+            elif step.op == "shard":
+                size /= mesh.shape[axis]
+        if size < smallest:
+            smallest, found = size, at + 1
+    return found
 
 
 def _numbered(move: Move) -> list[tuple[int, Step]]:
@@ -203,12 +227,35 @@ def _gathers(step: Step, axis: str, move: Move, at: int) -> bool:
 
 
 def _product(parts: Sequence[Tensor], inputs: Sequence[Sequence[str]], output: Sequence[str]) -> Tensor:
+    if not torch.compiler.is_compiling():
+        form = _form(tuple(map(tuple, inputs)), tuple(output))
+        if form is not None:
+            product, *args = form
+            return product(*args, *parts)  # type: ignore[no-any-return]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(itertools.chain(*inputs)))}
-    args: list[object] = []
+    args = []
     for part, dims in zip(parts, inputs, strict=True):
         args += [part, [numbers[name] for name in dims]]
     y: Tensor = torch.einsum(*args, [numbers[name] for name in output])
     return y
+
+
+@lru_cache(1000)
+def _form(inputs: tuple[tuple[str, ...], ...], output: tuple[str, ...]) -> tuple[Any, ...] | None:
+    """The cheapest call for a product: for a matrix and what stands before it one of fewer operations, both ways."""
+    if len(inputs) == 2 and len(inputs[1]) == 2 and inputs[0][-1:] and output[:-1] == inputs[0][:-1]:
+        summed, *_ = reversed(inputs[0])
+        if output and output[-1] not in inputs[0]:
+            if inputs[1] == (output[-1], summed):
+                return (F.linear,)
+            if inputs[1] == (summed, output[-1]):
+                return (torch.matmul,)
+    indices = list(dict.fromkeys(itertools.chain(*inputs)))
+    if len(indices) > len(ascii_letters):
+        return None
+    letters = dict(zip(indices, ascii_letters, strict=False))
+    sides = ["".join(letters[name] for name in side) for side in (*inputs, output)]
+    return torch.einsum, f"{','.join(sides[:-1])}->{sides[-1]}"
 
 
 # ------------------------------------------------------------------------------------------------------- round a ring

@@ -18,7 +18,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,10 +44,12 @@ from meshcomm.runtime.shared_memory import (
 
 T = TypeVar("T")
 
-__all__ = ["LaterOneHostLink", "Mail", "OneHostLink", "take_leave"]
+__all__ = ["FLOATS", "LaterOneHostLink", "Mail", "OneHostLink", "Parts", "Reading", "take_leave"]
 
 _ONE_STEP = 2**18
 """Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
+_APART = 2**14
+"""Bytes of a tensor, in the mean, from which on one pass over it beats one call for many."""
 _LOOKS = 100
 """How often a rank looks and gives way before it sleeps."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
@@ -105,6 +107,18 @@ class Mail:
         return found
 
 
+class Parts(NamedTuple):
+    """1-d CPU tensors that stand one behind the other in what is reduced, as a dtype of ``FLOATS``."""
+
+    parts: Sequence[Tensor]
+    dtype: torch.dtype
+    factor: float = 1.0
+    """What they are multiplied by on the way."""
+
+
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
 class OneHostLink(ProcessLink):
     """A group of processes on one machine."""
 
@@ -116,8 +130,10 @@ class OneHostLink(ProcessLink):
 
     # ------------------------------------------------------------------------------------------- the primitives
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+    def all_reduce(self, x: Tensor | Parts, op: str) -> Tensor:
         """All read all; where that is much, each reduces a part and reads the others' parts."""
+        if isinstance(x, Parts):
+            return self._all_reduce_parts(x, op)
         if not x.is_cpu:
             return super().all_reduce(x, op)
         x = wire.plain(x)
@@ -125,19 +141,38 @@ class OneHostLink(ProcessLink):
         call = self._call("all_reduce", op, x)
         out = torch.empty_like(packed)
         flat, result = wire.from_bytes(out, x.dtype), wire.from_bytes(out, x.dtype).view(x.shape)
-        if self.size == 2 or x.nbytes <= _ONE_STEP:
+        in_parts = self._in_parts(x)
+        call.post(packed, self._others, spare=self._spare(flat) if in_parts else 0)
+        return self._reduced(call, in_parts, op, flat, result)
 
-            def fill(got: list[Tensor]) -> None:
-                wire.fold(op, [wire.from_bytes(each, x.dtype) for each in got], out=flat)
+    def _in_parts(self, x: Tensor) -> bool:
+        return self.size > 2 and x.nbytes > _ONE_STEP
 
-            call.post(packed, self._others)
-        else:
+    def _spare(self, flat: Tensor) -> int:
+        return -(-flat.numel() // self.size) * flat.element_size()
 
-            def fill(got: list[Tensor]) -> None:
-                call.reduce_in_parts([wire.from_bytes(each, x.dtype) for each in got], op, flat)
+    def _reduced(self, call: _Call, in_parts: bool, op: str, out: Tensor, result: Tensor) -> Tensor:
+        def as_numbers(got: list[Tensor]) -> list[Tensor]:
+            return [wire.from_bytes(each, out.dtype) for each in got]
 
-            call.post(packed, self._others, spare=-(-flat.numel() // self.size) * x.element_size())
-        return self._done(call, self._others, fill, result)
+        if not in_parts:
+            return self._done(call, self._others, lambda got: wire.fold(op, as_numbers(got), out=out), result)
+
+        def first(got: list[Tensor]) -> None:
+            call.reduce_own(as_numbers(got), op, out)
+
+        def rest(got: list[Tensor]) -> None:
+            call.reduce_others(as_numbers(got), op, out)
+
+        return self._done(call, self._others, rest, result, first)
+
+    def _all_reduce_parts(self, x: Parts, op: str) -> Tensor:
+        """They are written straight to where the others read them."""
+        out = torch.empty(sum(part.numel() for part in x.parts), dtype=x.dtype, device="cpu")
+        call = self._call("all_reduce", op, out)
+        in_parts = self._in_parts(out)
+        call.post(out, self._others, spare=self._spare(out) if in_parts else 0, write=lambda own: _write(own, x))
+        return self._reduced(call, in_parts, op, out, out)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All read all."""
@@ -274,8 +309,8 @@ class OneHostLink(ProcessLink):
     def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> _Call:
         return _Call(self, name, op, x.dtype, x.numel(), root)
 
-    def _done(self, call: _Call, sources: Sequence[int], fill: Fill, result: T) -> T:
-        call.expect(sources, fill, result)
+    def _done(self, call: _Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
+        call.expect(sources, fill, result, first)
         try:
             call.wait_for_all(self.mail.timeout)
         except BaseException:
@@ -288,12 +323,27 @@ class OneHostLink(ProcessLink):
 class LaterOneHostLink(Later, OneHostLink):
     """The same link; who waits reads."""
 
-    def _done(self, call: _Call, sources: Sequence[int], fill: Fill, result: T) -> T:
-        call.expect(sources, fill, result)
-        return cast(T, _Reading(call))
+    def _done(self, call: _Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
+        call.expect(sources, fill, result, first)
+        return cast(T, Reading(call))
 
 
 OneHostLink.later_form = LaterOneHostLink
+
+
+def _write(own: Tensor, x: Parts) -> None:
+    small = own.nbytes < _APART * len(x.parts)
+    if small or x.factor == 1.0:
+        if all(part.dtype == own.dtype for part in x.parts):
+            torch.cat(list(x.parts), out=own)
+        else:
+            for place, part in zip(own.split([part.numel() for part in x.parts]), x.parts, strict=True):
+                place.copy_(part)
+        if x.factor != 1.0:
+            own.mul_(x.factor)
+        return
+    for place, part in zip(own.split([part.numel() for part in x.parts]), x.parts, strict=True):
+        torch.mul(part, x.factor, out=place)
 
 
 def _copy_rows(out: Tensor, got: Sequence[Tensor]) -> None:
@@ -305,8 +355,8 @@ class _Call:
     """One call of a collective by this rank, from its entry until everything is read."""
 
     __slots__ = (
-        "_entries", "_error", "_fill", "_lent", "_looking", "_missing", "_once", "_over", "_own", "_result",
-        "_segments", "_tables", "code", "count", "link", "mail", "number", "packed", "root", "total",
+        "_entries", "_error", "_fill", "_first", "_lent", "_looking", "_missing", "_once", "_opened", "_over",
+        "_own", "_result", "_segments", "_tables", "code", "count", "link", "mail", "number", "packed", "root", "total",
     )  # fmt: skip
 
     def __init__(self, link: OneHostLink, name: str, op: str, dtype: torch.dtype, count: int, root: int) -> None:
@@ -318,6 +368,9 @@ class _Call:
         self._missing: list[int] = list(link._others)
         self._entries: dict[int, list[int]] = {}
         self._fill: Fill | None = None
+        self._first: Fill | None = None
+        self._opened: list[Tensor] | None = None
+        self._segments: dict[int, Segment] = {}
         self._result: Any = None
         self._own: Tensor | None = None
         self._tables: dict[int, tuple[int, int]] = {}
@@ -327,16 +380,23 @@ class _Call:
     # ----------------------------------------------------------------------------------------------- what it gives
 
     def post(
-        self, packed: Tensor | None, readers: Sequence[int], *, spare: int = 0, table: Sequence[int] | None = None
+        self,
+        packed: Tensor | None,
+        readers: Sequence[int],
+        *,
+        spare: int = 0,
+        table: Sequence[int] | None = None,
+        write: Callable[[Tensor], object] | None = None,
     ) -> None:
         """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: where each reader's
-        run begins and the last one ends, in elements of ``packed``.
+        run begins and the last one ends, in elements of ``packed``. ``write``: writes what is lent, of which ``packed``
+        then has the shape alone.
         """
         if self.mail.dropped:
             _look_after(self.mail)
         self.packed = packed
         try:
-            self._lend(packed, readers, spare, table)
+            self._lend(packed, readers, spare, table, write)
             with self.mail.lock:
                 self._enter()
         except BaseException:  # nobody will hear of it
@@ -345,10 +405,18 @@ class _Call:
                     self._lent.returned(place)
             raise
 
-    def _lend(self, packed: Tensor | None, readers: Sequence[int], spare: int, table: Sequence[int] | None) -> None:
+    def _lend(
+        self,
+        packed: Tensor | None,
+        readers: Sequence[int],
+        spare: int,
+        table: Sequence[int] | None,
+        write: Callable[[Tensor], object] | None,
+    ) -> None:
         mail, link = self.mail, self.link
         if packed is not None and readers and packed.numel():
-            places = (*readers, link.index) if link.is_later or spare else readers
+            keeps = link.is_later or bool(spare) or write is not None
+            places = (*readers, link.index) if keeps else readers
             try:
                 self._lent = lent = shared_memory.room.lend(
                     packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not link.is_later
@@ -358,14 +426,16 @@ class _Call:
             if table is not None:
                 lent.cells[TABLE : TABLE + len(table)] = array("q", table)
             own = lent.bytes[: packed.nbytes].view(packed.dtype)
-            if table is not None and not link.is_later:  # nobody else reads what this rank keeps
+            if write is not None:
+                write(own)
+            elif table is not None and not link.is_later:  # nobody else reads what this rank keeps
                 start, end = table[link.index : link.index + 2]
                 own[:start].copy_(packed[:start])
                 own[end:].copy_(packed[end:])
             else:
                 own.copy_(packed)
             # What is reduced again by who waits no more must not have changed.
-            self._own = own if link.is_later or spare else packed
+            self._own = own if keeps else packed
         elif packed is not None:
             self._own = packed.clone() if link.is_later else packed
         if table is not None:
@@ -406,12 +476,12 @@ class _Call:
 
     # -------------------------------------------------------------------------------------------- what it waits for
 
-    def expect(self, sources: Sequence[int], fill: Fill, result: Any) -> None:
-        """What shall be read, what shall be done with it, and what comes out."""
+    def expect(self, sources: Sequence[int], fill: Fill, result: Any, first: Fill | None = None) -> None:
+        """What shall be read, what shall be done with it (and ``first``, for the others), and what comes out."""
         with self._looking:
             self._entries = {i: entry for i, entry in self._entries.items() if i in sources}
             self._missing = [i for i in sources if i not in self._entries]
-        self._fill, self._result = fill, result
+        self._fill, self._first, self._result = fill, first, result
 
     def look(self) -> bool:
         """Whether all have come."""
@@ -459,17 +529,27 @@ class _Call:
 
     def finish(self) -> Any:
         """Read, once, and return what was borrowed."""
+        return self._read(all_of_it=True)
+
+    def read_early(self) -> None:
+        """When all have come: do what the others may wait for, and all if they wait for nothing."""
+        self._read(all_of_it=self._first is None)
+
+    def _read(self, all_of_it: bool) -> Any:
         with self._once:
             if not self._over:
-                segments: dict[int, Segment] = {}
-                self._segments = segments
                 try:
-                    got = self._got(segments)
-                    if self._fill is not None:
-                        self._fill(got)
+                    if self._opened is None:
+                        got = self._got(self._segments)
+                        if self._first is not None:
+                            self._first(got)
+                        self._opened = got
+                    if all_of_it and self._fill is not None:
+                        self._fill(self._opened)
                 except Exception as error:  # after Ctrl-C it can be read again
                     self._error = error
-                self._end(segments)
+                if all_of_it or self._error is not None:
+                    self._end(self._segments)
         if self._error is not None:
             raise self._error
         return self._result
@@ -483,7 +563,7 @@ class _Call:
         if self._lent is not None:
             self._lent.returned(place)
         self.mail.open.pop(self.number, None)
-        self._fill = self.packed = self._own = self._lent = None
+        self._fill = self._first = self._opened = self.packed = self._own = self._lent = None
         self._segments = {}
 
     def give_up(self) -> None:
@@ -558,18 +638,22 @@ class _Call:
         """Where what index i has for this rank begins and ends, in what it lends."""
         return self._tables.get(i, (0, 0))
 
-    def reduce_in_parts(self, got: list[Tensor], op: str, out: Tensor) -> None:
-        """Each rank its part, and the parts of those that are not waiting now."""
+    def reduce_own(self, got: list[Tensor], op: str, out: Tensor) -> None:
+        """Each rank its part."""
         size, index = self.link.size, self.link.index
         assert self._lent is not None
-        parts = out.tensor_split(size)
-        rows = [each.tensor_split(size) for each in got]
+        part = out.tensor_split(size)[index]
         self._lent.cells[STATE] = _REDUCING
-        wire.fold(op, [row[index] for row in rows], out=parts[index])
+        wire.fold(op, [each.tensor_split(size)[index] for each in got], out=part)
         spare = self._nbytes()
-        mine = self._lent.bytes[spare : spare + parts[index].nbytes]
-        mine.view(out.dtype).copy_(parts[index])
+        mine = self._lent.bytes[spare : spare + part.nbytes]
+        mine.view(out.dtype).copy_(part)
         self._lent.cells[STATE] = _REDUCED
+
+    def reduce_others(self, got: list[Tensor], op: str, out: Tensor) -> None:
+        """The other parts: read, or reduced here for those that are not waiting now."""
+        size, index = self.link.size, self.link.index
+        parts = out.tensor_split(size)
         late = []
         for step in range(1, size):
             i = (index + step) % size
@@ -577,7 +661,7 @@ class _Call:
                 late.append(i)
         for i in late:
             if not self._take(i, parts[i], wait=True):
-                wire.fold(op, [row[i] for row in rows], out=parts[i])
+                wire.fold(op, [each.tensor_split(size)[i] for each in got], out=parts[i])
 
     def _take(self, i: int, part: Tensor, wait: bool = False) -> bool:
         """Copy what index i has reduced, if it has or is about to."""
@@ -680,7 +764,7 @@ class _Wait:
                 self._gone[i] = f"index {i} has left the group (process {neighbour.pid})"
 
 
-class _Reading(Pending):
+class Reading(Pending):
     """A call that is waited for later."""
 
     __slots__ = ("_call",)
@@ -699,6 +783,18 @@ class _Reading(Pending):
     def done(self) -> bool:
         """Whether all have come, or somebody will not."""
         return self._call.look() or self._call.is_hopeless()
+
+    def meet(self) -> None:
+        """Wait until all have made the call, and read what can be read without waiting more."""
+        self._call.wait_for_all(self._call.mail.timeout)
+        self._call.read_early()
+
+    def read_early(self) -> bool:
+        """If all have made the call, read what can be read without waiting; whether they have."""
+        if not self._call.look():
+            return False
+        self._call.read_early()
+        return True
 
     def abandon(self) -> None:
         """What was lent to us must be returned all the same."""

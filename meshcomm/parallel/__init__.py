@@ -1,0 +1,105 @@
+"""Data, fully sharded and tensor parallelism, composed of the collectives.
+
+``fsdp`` has the functions on pytrees of parameters, ``checkpoint`` saves and loads; both are modules.
+"""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from meshcomm.parallel import checkpoint, fsdp
+    from meshcomm.parallel.batch_norm import SyncBatchNorm, convert_batch_norm, sync_batch_norm
+    from meshcomm.parallel.checkpoint import full_state_dict
+    from meshcomm.parallel.ddp import data_parallel, join
+    from meshcomm.parallel.fsdp_module import fully_shard
+    from meshcomm.parallel.fsdp_state import Piece, clip_grad_norm, counts, load_full_state_dict, pieces
+    from meshcomm.parallel.micro_batches import no_sync
+    from meshcomm.parallel.tensor import Column, tensor_parallel, whole_parameters
+    from meshcomm.parallel.tensor_functions import (
+        column_linear,
+        enter,
+        heads_of,
+        leave,
+        parallel_attention,
+        row_linear,
+        sequence_layer_norm,
+        sequence_rms_norm,
+        vocab_cross_entropy,
+        vocab_embedding,
+    )
+
+__all__ = [
+    "Column",
+    "Piece",
+    "SyncBatchNorm",
+    "checkpoint",
+    "clip_grad_norm",
+    "column_linear",
+    "convert_batch_norm",
+    "counts",
+    "data_parallel",
+    "enter",
+    "fsdp",
+    "full_state_dict",
+    "fully_shard",
+    "heads_of",
+    "join",
+    "leave",
+    "load_full_state_dict",
+    "no_sync",
+    "parallel_attention",
+    "pieces",
+    "row_linear",
+    "sequence_layer_norm",
+    "sequence_rms_norm",
+    "sync_batch_norm",
+    "tensor_parallel",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+    "whole_parameters",
+]
+
+# Imported when first asked for: each program needs a part, and checkpoints need DTensor, which takes a second.
+_MODULES = ("checkpoint", "fsdp")
+_LATER = {
+    "Column": "meshcomm.parallel.tensor",
+    "Piece": "meshcomm.parallel.fsdp_state",
+    "SyncBatchNorm": "meshcomm.parallel.batch_norm",
+    "clip_grad_norm": "meshcomm.parallel.fsdp_state",
+    "column_linear": "meshcomm.parallel.tensor_functions",
+    "convert_batch_norm": "meshcomm.parallel.batch_norm",
+    "counts": "meshcomm.parallel.fsdp_state",
+    "data_parallel": "meshcomm.parallel.ddp",
+    "enter": "meshcomm.parallel.tensor_functions",
+    "full_state_dict": "meshcomm.parallel.checkpoint",
+    "fully_shard": "meshcomm.parallel.fsdp_module",
+    "heads_of": "meshcomm.parallel.tensor_functions",
+    "join": "meshcomm.parallel.ddp",
+    "leave": "meshcomm.parallel.tensor_functions",
+    "load_full_state_dict": "meshcomm.parallel.fsdp_state",
+    "no_sync": "meshcomm.parallel.micro_batches",
+    "parallel_attention": "meshcomm.parallel.tensor_functions",
+    "pieces": "meshcomm.parallel.fsdp_state",
+    "row_linear": "meshcomm.parallel.tensor_functions",
+    "sequence_layer_norm": "meshcomm.parallel.tensor_functions",
+    "sequence_rms_norm": "meshcomm.parallel.tensor_functions",
+    "sync_batch_norm": "meshcomm.parallel.batch_norm",
+    "tensor_parallel": "meshcomm.parallel.tensor",
+    "vocab_cross_entropy": "meshcomm.parallel.tensor_functions",
+    "vocab_embedding": "meshcomm.parallel.tensor_functions",
+    "whole_parameters": "meshcomm.parallel.tensor",
+}
+
+if not typing.TYPE_CHECKING:  # a type checker would take every name for one of these
+
+    def __getattr__(name):
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

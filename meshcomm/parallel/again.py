@@ -1,0 +1,123 @@
+"""Weights that autograd does not keep: it saves their place, and backward gathers them again.
+
+A pair of saved-tensor hooks, one for all that is open on a thread, turns a view of a gathered buffer into its place.
+The first place that backward asks for fetches the buffer; it goes when the last place in it has gone, which is when
+autograd has run the last node that needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from meshcomm import _torch
+from meshcomm.errors import fail
+
+__all__ = ["Again", "changed", "close", "enter", "leave", "open_places"]
+
+Span = tuple[int, int, torch.dtype, int, "Again", int]
+"""From and to which address, the elements' dtype and width, whose, and which of its buffers."""
+
+
+class Again:
+    """Buffers that were gathered once, and are when backward needs them."""
+
+    __slots__ = ("__weakref__", "_bounds", "_fetch", "buffers")
+
+    def __init__(self, buffers: Sequence[Tensor], fetch: Callable[[], Sequence[Tensor]]) -> None:
+        self._fetch = fetch
+        self.buffers: Sequence[Tensor] | None = None
+        self._bounds = [
+            (at, (place := buffer.data_ptr(), place + buffer.nbytes, buffer.dtype, buffer.element_size()))
+            for at, buffer in enumerate(buffers)
+            if not buffer.is_complex()  # a view may be conjugated: keep those
+        ]
+
+    def spans(self) -> list[Span]:
+        """Where the buffers lie that were gathered first."""
+        return [(*bound, self, at) for at, bound in self._bounds]
+
+    def fetched(self) -> Sequence[Tensor]:
+        """The buffers, fetched by who asks first."""
+        if self.buffers is None:
+            with torch.no_grad():
+                self.buffers = self._fetch()
+        return self.buffers
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.open: list[Span] = []
+
+
+_here = _Here()
+_DENSE = (Tensor, Parameter)
+
+
+def open_places(again: Again) -> None:
+    """From now on its buffers are saved by place."""
+    _here.open.extend(again.spans())
+
+
+def close(again: Again) -> None:
+    """From now on they are not: the memory may be used for something else."""
+    _here.open = [span for span in _here.open if span[4] is not again]
+
+
+def _pack(x: Tensor) -> tuple[Any, ...]:
+    """A view of an open buffer as its place, anything else with its version."""
+    spans = _here.open
+    if spans and type(x) in _DENSE:
+        place = x.data_ptr()
+        for first, last, dtype, width, again, at in spans:
+            if first <= place < last and x.dtype == dtype:
+                return again, at, x.size(), x.stride(), (place - first) // width
+    return x, x._version
+
+
+def _unpack(saved: tuple[Any, ...]) -> Tensor:
+    if len(saved) == 2:
+        x, version = saved
+        if x._version != version:  # autograd does not look where there are hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(x.shape)} is at version {x._version}; expected version {version} instead"
+            )
+        return x  # type: ignore[no-any-return]
+    again, at, size, stride, offset = saved
+    buffer = again.fetched()[at] if again.buffers is None else again.buffers[at]
+    view: Tensor = buffer.as_strided(size, stride, offset)  # a gathered buffer has a storage of its own
+    return view
+
+
+def enter() -> torch.autograd.graph.saved_tensors_hooks | None:
+    """Put the hooks up for :func:`leave` to take down; None where there are some.
+
+    Other hooks, those of a checkpoint, must stay on top: it would keep what it promises to compute again.
+    """
+    if _torch.saved_hooks_on_top() is not None:
+        return None
+    hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    hooks.__enter__()
+    return hooks
+
+
+def leave(hooks: torch.autograd.graph.saved_tensors_hooks | None) -> None:
+    """Undo :func:`enter`."""
+    if hooks is not None:
+        hooks.__exit__()
+
+
+def changed(where: str) -> NoReturn:
+    """Backward wants weights that are no longer what forward used."""
+    fail(
+        where,
+        "the shards were changed in place between forward and backward, which gathers them again.",
+        fix="step the optimiser after backward, or pass regather=False",
+        kind=RuntimeError,
+    )

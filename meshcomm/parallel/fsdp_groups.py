@@ -1,0 +1,392 @@
+"""Groups of a fully sharded module: one flat shard, one gather, one reduction.
+
+The parameters of a unit that are alike in dtype and in whether they need a gradient are a group: one flat shard, one
+gather, one reduction. Forward of a unit makes two autograd nodes per group. The later one, whose outputs are the
+parameters, packs their gradients in backward and starts the reduction; the earlier one, whose inputs are the shards,
+waits for it. Its number is the lowest, so autograd runs it when nothing else is left: reductions overlap with all of
+backward. Between the two goes an empty tensor, never an unfinished sum.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshcomm import _torch
+from meshcomm.collectives.rule import apply, rule_named
+from meshcomm.errors import fail
+from meshcomm.mesh import Axis
+from meshcomm.parallel.again import Again
+from meshcomm.parallel.flat import Layout
+from meshcomm.runtime.flat import gather_flat, scatter_flat
+from meshcomm.runtime.pending import Pending
+
+__all__ = ["Counts", "Door", "Flow", "Group", "Policy", "Slot"]
+
+_GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
+_AT_LAST = 0
+"""The number of autograd's that comes after all of the user's."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is the same for all units."""
+
+    axis: Axis
+    replica: Axis | None
+    op: str
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    regather: bool
+    prefetch: int
+    device: torch.device
+    offload: bool
+
+
+@dataclass
+class Counts:
+    """What a sharded module has communicated: calls, bytes that this rank has then, and what was started ahead."""
+
+    gathers: int = 0
+    regathers: int = 0
+    ahead: int = 0
+    reductions: int = 0
+    replica_reductions: int = 0
+    bytes_gathered: int = 0
+    bytes_reduced: int = 0
+
+
+_raw: Any = dict.__getitem__
+"""What is registered under a name behind a door."""
+
+
+class Door(dict[str, "nn.Parameter | None"]):
+    """A module's table of parameters: iterated over it gives the shards; looked into it gives the whole parameters
+    while these are there. It has them gathered when a part of forward looks that no unit's forward surrounds, and when
+    a checkpoint computes a part of forward again in backward.
+    """
+
+    def __init__(self, table: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(table)
+        self.views: dict[str, Tensor] = {}
+        self.openers: dict[str, Callable[[], bool]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        view = self.views.get(name)
+        if view is not None:
+            return view
+        opener = self.openers.get(name)
+        return self.views[name] if opener is not None and opener() else _raw(self, name)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter, wherever it is registered."""
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[Door, str]]
+
+
+@dataclass(eq=False)
+class Flow:
+    """What the groups of a module have to do with each other."""
+
+    policy: Policy
+    nothing: Tensor
+    """What goes between the nodes of a group in backward."""
+    counts: Counts = field(default_factory=Counts)
+    quiet: bool = False
+    """Gradients are added up here and not reduced."""
+    flight: list[_Reduction] = field(default_factory=list)
+
+    def advance(self) -> None:
+        """Before the next reduction starts, the one before it takes a step: so much memory is under way and no more."""
+        if self.flight:
+            self.flight[-1].advance()
+
+    def land(self) -> None:
+        """Wait for all reductions, in the order in which they were started."""
+        self.advance()
+        for reduction in self.flight:
+            reduction.total()
+        self.flight.clear()
+
+    def done_with(self, group: Group) -> None:
+        """Backward has the gradients of a group's parameters."""
+
+
+class Group:
+    """Parameters of a unit that go together, and this rank's shard of them."""
+
+    def __init__(self, owner: Flow, slots: list[Slot], layout: Layout, shard: Tensor) -> None:
+        self.owner, self.slots, self.layout = owner, slots, layout
+        self.index = owner.policy.axis.index
+        self.places = layout.places(self.index)
+        self.kept: Tensor | None = None
+        self.adopt(shard)
+
+    def adopt(self, shard: Tensor) -> None:
+        """Make the parameters views of ``shard``, what the layout has stored here."""
+        self.shard = shard
+        self._addresses: list[tuple[nn.Parameter, int]] = []
+        for slot, piece in zip(self.slots, self.layout.cut(shard, self.index), strict=True):
+            slot.param.data = piece
+            self._addresses.append((slot.param, piece.data_ptr()))
+        self._registered = [(door, name, slot.param) for slot in self.slots for door, name in slot.sites]
+        policy = self.owner.policy
+        self._dtype = policy.param_dtype or shard.dtype
+        self._as_it_is = (
+            shard.dtype == self._dtype and shard.device == policy.device and shard.numel() == self.layout.chunk
+        )
+        self._nbytes = self.layout.total * self._dtype.itemsize
+
+    # -------------------------------------------------------------------------------------------- parameters
+
+    def version(self) -> int:
+        """Changes when a parameter is changed in place."""
+        return sum([param._version for param, _ in self._addresses])
+
+    def checked(self) -> Tensor:
+        """The shard, of which the parameters are views: made again if ``module.to`` or a load has replaced some."""
+        for param, address in self._addresses:
+            if param.data_ptr() != address:
+                self._make_again()
+                break
+        return self.shard
+
+    def is_swapped(self) -> bool:
+        """Whether somebody (``functional_call``) has put other tensors in the place of parameters."""
+        return bool([name for door, name, param in self._registered if _raw(door, name) is not param])
+
+    def swap_in(self) -> bool:
+        """Take over parameters that a load has put in the place of ours; whether all are parameters that fit."""
+        for at, slot in enumerate(self.slots):
+            door, name = slot.sites[0]
+            found = _raw(door, name)
+            if type(found) is not nn.Parameter or tuple(found.shape) != self.layout.shape_at(at, self.index):
+                return False
+            if any(_raw(other, alias) is not found for other, alias in slot.sites):
+                return False
+        for slot in self.slots:
+            door, name = slot.sites[0]
+            slot.param = _raw(door, name)
+        self._make_again()
+        return True
+
+    def _make_again(self) -> None:
+        first = self.slots[0].param
+        if any(slot.param.dtype != first.dtype or slot.param.device != first.device for slot in self.slots):
+            fail(
+                "fully_shard",
+                f"parameters of one unit have become different: {self.slots[0].name!r} is {first.dtype} on "
+                f"{first.device}, another is not.",
+                fix="change dtype and device of the whole module at once, or before fully_shard",
+            )
+        shard = torch.zeros(self.layout.stored(self.index), dtype=first.dtype, device=first.device)
+        for slot, (start, length) in zip(self.slots, self.places, strict=True):
+            shard[start : start + length].copy_(slot.param.detach().reshape(-1))
+        self.adopt(shard)
+
+    def flat_of_slots(self) -> Tensor:
+        """The shard, as a function of whatever stands in the place of the parameters: for ``torch.func``."""
+        like = self.shard
+        runs: list[tuple[int, int, Any]] = []
+        for slot, (start, length) in zip(self.slots, self.places, strict=True):
+            if length:
+                door, name = slot.sites[0]
+                runs.append((start, length, _raw(door, name)))
+        parts, end = [], 0
+        for start, length, piece in sorted(runs, key=lambda run: run[0]):
+            parts += [like.new_zeros(start - end), piece.reshape(-1)]
+            end = start + length
+        return torch.cat([*parts, like.new_zeros(self.layout.chunk - end)])
+
+    # -------------------------------------------------------------------------------------------- gathering
+
+    def gather(self, counts: Counts) -> Any:
+        """Start: a buffer ``[n * k]``, or a Pending of it."""
+        shard = self.checked()
+        if not self._as_it_is:
+            shard = self.layout.padded(shard).to(self.owner.policy.device, self._dtype)
+        counts.bytes_gathered += self._nbytes
+        axis = self.owner.policy.axis.later
+        if axis.link.watched or axis.size == 1:
+            return apply(_GATHER, shard, axis, (0, None))
+        return gather_flat(axis.link, shard)
+
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters in a buffer, connected to their shards where autograd is to come back."""
+        if not torch.is_grad_enabled():
+            return self.layout.views(buffer)
+        needy = [at for at, (param, _) in enumerate(self._addresses) if param.requires_grad]
+        if not needy:
+            return self.layout.views(buffer)
+        use = _Use(self, needy)
+        token: Tensor = _shards(use, *[self._addresses[at][0] for at in needy])
+        _torch.set_sequence_number(token.grad_fn, _AT_LAST)
+        views = self.layout.views(buffer)
+        if len(needy) == len(views):
+            return list(_weights(token, use, views))
+        for at, view in zip(needy, _weights(token, use, [views[at] for at in needy]), strict=True):
+            views[at] = view
+        return views
+
+    # -------------------------------------------------------------------------------------------- reducing
+
+    def packed(self, use: _Use, gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """``[n * k]``: the gradients in the dtype in which they are reduced."""
+        policy = self.owner.policy
+        whole: list[Tensor | None] = list(gradients)
+        if len(whole) < len(self.slots):
+            whole = [None] * len(self.slots)
+            for at, g in zip(use.needy, gradients, strict=True):
+                whole[at] = g
+        dtype = policy.param_dtype or self.shard.dtype
+        like = next((g for g in gradients if g is not None), None)
+        like = torch.empty(0, dtype=dtype, device=device) if like is None else like
+        wanted = policy.reduce_dtype or like.dtype
+        if wanted == like.dtype:
+            return self.layout.join(whole, like)
+        if torch.is_grad_enabled():
+            return self.layout.join(whole, like).to(wanted)
+        out = torch.empty(self.layout.total, dtype=wanted, device=like.device)
+        return self.layout.join(whole, like, out)
+
+    def scatter(self, packed: Tensor, axis: Axis) -> Any:
+        """Start, over ``axis`` or its later form: ``[k]``."""
+        self.owner.counts.reductions += 1
+        self.owner.counts.bytes_reduced += packed.nbytes
+        if axis.link.watched or axis.size == 1 or packed.requires_grad:
+            return apply(_SCATTER, packed, axis, (0, self.owner.policy.op, None))
+        return scatter_flat(axis.link, packed, self.owner.policy.op)
+
+    def spread(self, total: Tensor, replica: Axis) -> Any:
+        """Start the sum over the replicas."""
+        self.owner.counts.replica_reductions += 1
+        return apply(_REDUCE, total, replica, (self.owner.policy.op,))
+
+    def pieces(self, total: Tensor, use: _Use) -> list[Tensor]:
+        """The gradients of the shards, of their dtype and on their device."""
+        if total.dtype != self.shard.dtype or total.device != self.shard.device:
+            total = total.to(self.shard.device, self.shard.dtype)
+        pieces = self.layout.cut(total, self.index)
+        return pieces if len(use.needy) == len(pieces) else [pieces[at] for at in use.needy]
+
+
+class _Use:
+    """One forward pass's use of a group, and what backward passes make of it."""
+
+    __slots__ = ("again", "group", "needy", "results")
+
+    def __init__(self, group: Group, needy: list[int]) -> None:
+        self.group, self.needy = group, needy
+        self.again: weakref.ref[Again] | None = None
+        self.results: dict[int, _Reduction] = {}
+
+    def ready(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Take the gradients of the parameters; whether the shards get any now."""
+        group = self.group
+        owner = group.owner
+        weights = None if self.again is None else self.again()
+        if weights is not None and not torch.is_grad_enabled():  # a graph that is kept for another pass keeps them too
+            weights.buffers = None
+        owner.done_with(group)
+        number = _torch.backward_pass()
+        device = owner.policy.device
+        differentiable = torch.is_grad_enabled() or torch.is_anomaly_enabled()
+        if not differentiable:
+            owner.advance()
+        packed = group.packed(self, gradients, device)
+        if group.kept is not None:
+            packed, group.kept = packed + group.kept, None
+        if owner.quiet:
+            group.kept = packed.detach()
+            return False
+        reduction = self.results[number] = _Reduction(group, packed, later=not differentiable)
+        if not differentiable:
+            owner.flight.append(reduction)
+        return True
+
+    def shards(self) -> list[Tensor]:
+        """The gradients of the shards, once they are there."""
+        self.group.owner.land()
+        return self.group.pieces(self.results.pop(_torch.backward_pass()).total(), self)
+
+
+class _Reduction:
+    """A sum of gradients over the ranks on its way."""
+
+    __slots__ = ("_group", "_over_replicas", "_value")
+
+    def __init__(self, group: Group, packed: Tensor, later: bool) -> None:
+        policy = group.owner.policy
+        self._group = group
+        self._over_replicas = False
+        self._value: Any = group.scatter(packed, policy.axis.later if later else policy.axis)
+        if not later:
+            self._add_replicas(policy.replica)
+
+    def _add_replicas(self, replica: Axis | None) -> None:
+        self._over_replicas = True
+        if replica is not None:
+            self._value = self._group.spread(self._value, replica)
+
+    def advance(self) -> None:
+        """Wait for the sum over the ranks that have slices, and start that over the replicas."""
+        if not self._over_replicas:
+            self._settle()
+            replica = self._group.owner.policy.replica
+            self._add_replicas(None if replica is None else replica.later)
+
+    def _settle(self) -> None:
+        if isinstance(self._value, Pending):
+            self._value = self._value.wait(None)
+
+    def total(self) -> Tensor:
+        """This rank's chunk of the sum."""
+        self.advance()
+        self._settle()
+        return self._value  # type: ignore[no-any-return]
+
+
+class _Shards(Function):
+    """Where the shards come in: takes their gradients when all else is done."""
+
+    @staticmethod
+    def forward(ctx: Any, use: _Use, *shards: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=use.group.owner.policy.device)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+        if token is None:
+            return None, *[None] * len(ctx.use.needy)
+        return None, *ctx.use.shards()
+
+
+class _Weights(Function):
+    """Where the parameters come out: starts to reduce their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, use: _Use, views: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        use: _Use = ctx.use
+        return use.group.owner.nothing if use.ready(gradients) else None, None, None
+
+
+# Function.apply looks for torch.func, which `Unit.open` does: 3 of 10 µs.
+_shards: Any = super(Function, _Shards).apply
+_weights: Any = super(Function, _Weights).apply

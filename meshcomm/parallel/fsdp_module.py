@@ -1,0 +1,418 @@
+"""Fully sharded parameters for an ``nn.Module``.
+
+n = size of the axis, p = number of elements of all parameters, u = of the largest unit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm import _torch
+from meshcomm.collectives import check
+from meshcomm.collectives.one_rank import scatter
+from meshcomm.collectives.reduce import broadcast
+from meshcomm.errors import fail, names
+from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.flat import Layout
+from meshcomm.parallel.fsdp_groups import Counts, Door, Group, Policy, Slot
+from meshcomm.parallel.fsdp_state import (
+    Piece,
+    all_matched,
+    clip_grad_norm,
+    counts,
+    full_state_dict,
+    load_full_state_dict,
+    no_sync,
+    pieces,
+)
+from meshcomm.parallel.fsdp_units import Sharded, Unit, is_sharded, register
+
+__all__ = [
+    "Counts",
+    "Piece",
+    "clip_grad_norm",
+    "counts",
+    "full_state_dict",
+    "fully_shard",
+    "load_full_state_dict",
+    "no_sync",
+    "pieces",
+]
+
+M = TypeVar("M", bound=nn.Module)
+Choice = str | type[nn.Module] | nn.Module
+
+
+def fully_shard(
+    module: M,
+    axis: AxisName,
+    *,
+    grads: str,
+    units: Iterable[Choice] | None = None,
+    replica_axis: AxisName | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    regather: bool = True,
+    prefetch: int = 1,
+    whole: bool | Collection[str] = False,
+    offload: bool = False,
+    ignore: Collection[str] = (),
+    init: Callable[[nn.Module], object] | None = None,
+    sync: bool = True,
+    methods: Collection[str] = (),
+    mesh: Mesh | None = None,
+) -> M:
+    """Keep 1/n of each parameter, its gradient and its optimiser state; gather a unit's parameters when it runs.
+
+    ::
+
+                 forward of a unit                       its backward
+        rank 0   shard -> all_gather -> use, let go      all_gather -> gradients -> reduce_scatter -> shard.grad
+        rank 1   shard -> all_gather -> use, let go      all_gather -> gradients -> reduce_scatter -> shard.grad
+
+    The module stays what it is: its class, its names in ``state_dict`` and ``named_parameters``, its hooks and, unless
+    it was on the meta device, its Parameter objects, so that optimisers may be made before or after. Each Parameter
+    becomes this rank's slice, flat; inside of forward the module sees the whole parameters. Parameters belong to the
+    innermost unit that contains all their users; those of no unit are gathered when ``module`` itself runs, and kept
+    until backward has used them.
+
+    Args:
+        module: changed in place. Its parameters may be on the meta device: then one unit after another is made real,
+            initialised and cut, so that no rank ever holds more than its shards and one unit.
+        axis: a name, or a tuple of names: the ranks that keep a slice each.
+        grads: "sum": gradients are summed, for a loss that you reduce over the ranks (the library's rule). "mean": they
+            are averaged over the ranks, for a local loss, as FSDP2 has it.
+        units: the submodules that are gathered each by itself: patterns of their names such as "blocks.*", classes, or
+            the modules. None: the items of every ModuleList that is in no other one.
+        replica_axis: ranks along it keep equal shards (HSDP), and gradients are reduced over it after ``axis``.
+        param_dtype: parameters are gathered and used in this dtype, and floating inputs of units are cast to it;
+            shards, gradients and the optimiser keep their own.
+        reduce_dtype: gradients are reduced in this dtype; by default that in which they were computed.
+        regather: backward gathers a unit's parameters again; otherwise autograd keeps them.
+        prefetch: how many units are gathered ahead, in the order of the last pass; 0: none.
+        whole: True, or patterns of names of units: of these each parameter is kept whole by one rank, for optimisers
+            that need matrices (Muon). On the others it has shape [0]. A unit is sent as n times what its fullest rank
+            has, so units shall have many parameters.
+        offload: shards, gradients and optimiser state stay on the CPU, and units are gathered on the mesh's device.
+        ignore: patterns of names of parameters that stay as they are.
+        init: called with each submodule that has parameters or buffers on the meta device, by default its
+            ``reset_parameters()``. All ranks draw the same random numbers, whatever the mesh.
+        sync: parameters and buffers become those of index 0. Without it they must be equal on all ranks already.
+        methods: names of methods of units (and of ``module``) that gather as forward does.
+        mesh: the current mesh by default.
+
+    Returns: ``module``.
+
+    Backward: reduce_scatter per unit while backward goes on, then all_reduce over ``replica_axis``; waited for at its
+    end. A parameter without a gradient in a unit that has some gets zeros. Double backward works: buffers are then
+    kept. Backward raises if parameters have changed since forward.
+
+    Cost: each rank receives (n-1)/n of p in forward, of p in backward (not without ``regather``), and sends (n-1)/n of
+    the gradients. Memory: p/n, and between forward and backward nothing of the units; while one runs u, and u for each
+    unit that is gathered ahead.
+
+    Raises:
+        MeshError: no such axis; a choice that matches nothing; a module that is sharded already; parameters that are
+            not plain dense tensors; a submodule on the meta device that cannot be initialised.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 2, bias=False), "fsdp", grads="mean", mesh=mesh)
+        ...     model(torch.full((1, 8), 1.0 + mesh.rank)).sum().backward()
+        ...     return model.weight.shape, model.weight.grad[:2].tolist()
+        >>> mc.launch(main, ranks=2)
+        [(torch.Size([8]), [1.5, 1.5]), (torch.Size([8]), [1.5, 1.5])]
+
+    Source: ZeRO stage 3; torch's ``fully_shard``, whose result it is with ``grads="mean"``.
+    """
+    where = "fully_shard"
+    if not isinstance(module, nn.Module):
+        fail(where, f"expected an nn.Module, got {type(module).__name__}.")
+    ax = check.axis_of(where, axis, mesh)
+    replica = None if replica_axis is None else check.axis_of(where, replica_axis, mesh)
+    if grads not in ("sum", "mean"):
+        fail(where, f"grads={grads!r}.", fix='"sum" if you reduce the loss over the ranks, "mean" for a local loss')
+    if not check.whole_number(prefetch) or prefetch < 0:
+        fail(where, f"prefetch={prefetch!r} is not a number of units.", fix="0 or more")
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            fail(where, f"{name}={dtype!r} is not a floating dtype.", fix="such as torch.bfloat16")
+    for part_name, part in module.named_modules():
+        if is_sharded(part):
+            fail(where, f"{part_name or 'the module'!r} is sharded already.", fix="name the parts that are gathered by"
+                 " themselves with units=, and call fully_shard once")  # fmt: skip
+        if isinstance(part, nn.RNNBase):
+            fail(where, f"{part_name!r} is a {type(part).__name__}, which keeps a list of its parameters.",
+                 fix="exclude it with ignore=, or use cells")  # fmt: skip
+    device = ax.mesh.device if offload else _device(module, ax)
+    policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, regather, prefetch, device, offload)
+    owner = Sharded(policy, torch.empty(0, device=policy.device))
+    chosen = _chosen(module, units)
+    plan = _owned(module, chosen, ignore)
+    seed = _shared_seed(policy) if any(slot.param.is_meta for slots in plan.values() for slot in slots) else 0
+    made: dict[str, list[Group]] = {}
+    loads = [0] * ax.size
+    for number, (name, part) in enumerate(reversed(chosen.items())):  # the root last: it may share what units use
+        real = any(not slot.param.is_meta for slot in plan[name])
+        _materialise(where, name, part, chosen, plan[name], policy, init, seed + number)
+        keep = whole if isinstance(whole, bool) else any(fnmatchcase(name, pattern) for pattern in whole)
+        made[name] = _groups(owner, plan[name], keep, sync and real, loads)
+    all_matched(where, "whole", () if isinstance(whole, bool) else whole, chosen)
+    if sync:
+        _share_buffers(module, policy)
+    for name, part in chosen.items():
+        unit = Unit(owner, name, part, made[name], regather and part is not module)
+        owner.units.append(unit)
+        _attach(unit, part, methods)
+    all_matched(
+        where, "methods", methods, {name for name in methods if any(hasattr(u.module, name) for u in owner.units)}
+    )
+    register(module, owner)
+    return module
+
+
+# ----------------------------------------------------------------------------------------------------- what is whose
+
+
+def _device(module: nn.Module, axis: Axis) -> torch.device:
+    return next((param.device for param in module.parameters() if not param.is_meta), axis.mesh.device)
+
+
+def _chosen(module: nn.Module, units: Iterable[Choice] | None) -> dict[str, nn.Module]:
+    """The units by name, the module itself first."""
+    found: dict[str, nn.Module] = {"": module}
+    if units is None:
+        found.update(_items_of_lists(module, ""))
+        return found
+    where = "fully_shard"
+    choices = [units] if isinstance(units, (str, type, nn.Module)) else list(units)
+    named = {name: part for name, part in module.named_modules() if name}
+    picked: set[str] = set()
+    for choice in choices:
+        if isinstance(choice, str):
+            fits = {name for name in named if fnmatchcase(name, choice) and name.count(".") == choice.count(".")}
+        elif isinstance(choice, type):
+            fits = {name for name, part in named.items() if isinstance(part, choice)}
+        else:
+            fits = {name for name, part in named.items() if part is choice}
+        if not fits:
+            fail(where, f"units: {choice if isinstance(choice, (str, type)) else type(choice).__name__!r} is no part "
+                 "of the module.", got=f"parts {names(list(named)[:8])}")  # fmt: skip
+        picked |= fits
+    found.update({name: part for name, part in named.items() if name in picked})
+    return found
+
+
+def _items_of_lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if not isinstance(module, nn.ModuleList):
+            found.update(_items_of_lists(child, f"{prefix}{name}."))
+        elif next(child.parameters(), None) is not None:
+            found[f"{prefix}{name}"] = child
+    return found
+
+
+def _owned(module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[str]) -> dict[str, list[Slot]]:
+    """Each unit's parameters: those of which it is the innermost unit around all users."""
+    where = "fully_shard"
+    unit_of = {part: name for name, part in chosen.items()}
+    chains: dict[nn.Parameter, list[tuple[str, ...]]] = {}
+    slots: dict[nn.Parameter, Slot] = {}
+    doors: dict[nn.Module, Door] = {}
+    ignored: set[str] = set()
+
+    def walk(part: nn.Module, path: str, chain: tuple[str, ...]) -> None:
+        if part in unit_of:
+            chain = (*chain, unit_of[part])
+        for name, param in _torch.own_parameters(part).items():
+            full = f"{path}{name}"
+            pattern = next((each for each in ignore if fnmatchcase(full, each)), None)
+            if param is None or pattern is not None:
+                ignored.add(pattern or "")
+                continue
+            if type(param) is not nn.Parameter or param.layout is not torch.strided:
+                fail(where, f"parameter {full!r} is a {type(param).__name__}, not a dense Parameter.",
+                     fix=f"exclude it: ignore=[{full!r}]")  # fmt: skip
+            if part not in doors:
+                doors[part] = Door(_torch.own_parameters(part))
+            slot = slots.setdefault(param, Slot(full, param, []))
+            if (doors[part], name) not in slot.sites:
+                slot.sites.append((doors[part], name))
+            chains.setdefault(param, []).append(chain)
+        for name, child in part.named_children():
+            walk(child, f"{path}{name}.", chain)
+
+    walk(module, "", ())
+    all_matched(where, "ignore", ignore, ignored)
+    plan: dict[str, list[Slot]] = {name: [] for name in chosen}
+    for param, slot in slots.items():
+        common = chains[param][0]
+        for chain in chains[param][1:]:
+            common = common[
+                : next(
+                    (i for i, (a, b) in enumerate(zip(common, chain, strict=False)) if a != b),
+                    min(len(common), len(chain)),
+                )
+            ]
+        plan[common[-1]].append(slot)
+    for part, door in doors.items():
+        _torch.set_own_parameters(part, door)
+    return plan
+
+
+def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: list[int]) -> list[Group]:
+    """Cut the parameters of a unit."""
+    policy = owner.policy
+    kinds: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    for slot in slots:
+        kinds.setdefault((slot.param.dtype, slot.param.requires_grad), []).append(slot)
+    groups = []
+    for members in kinds.values():
+        tensors = [slot.param.detach() for slot in members]
+        layout = Layout([x.shape for x in tensors], policy.axis.size, whole=whole, loads=loads)
+        with torch.no_grad():
+            shard = _cut(tensors, layout, policy, sync)
+            stored = layout.stored(policy.axis.index)
+            shard = shard[:stored].clone() if stored < layout.chunk else shard
+        if policy.offload:
+            shard = shard.cpu()
+            shard = shard.pin_memory() if policy.device.type != "cpu" else shard
+        groups.append(Group(owner, members, layout, shard))
+    return groups
+
+
+def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> Tensor:
+    axis, first = policy.axis, tensors[0]
+    own = torch.zeros(layout.chunk, dtype=first.dtype, device=policy.device)
+    if not sync:
+        return layout.chunk_of(tensors, axis.index, own)
+    rows = layout.join(tensors, first).view(axis.size, layout.chunk).to(policy.device) if axis.index == 0 else None
+    mesh = axis.mesh
+    own = scatter(rows, axis.name, src=0, like=own[None], mesh=mesh)[0]
+    return own if policy.replica is None else broadcast(own, policy.replica.name, src=0, mesh=mesh)
+
+
+def _share_buffers(module: nn.Module, policy: Policy) -> None:
+    buffers = [each for each in module.buffers() if not each.is_meta]
+    axes = (policy.axis, *(() if policy.replica is None else (policy.replica,)))
+    with torch.no_grad():
+        for axis in axes if buffers else ():
+            for own, first in zip(buffers, broadcast(buffers, axis.name, src=0, mesh=axis.mesh), strict=True):
+                own.copy_(first)
+
+
+# ---------------------------------------------------------------------------------------------- out of nothing
+
+
+def _shared_seed(policy: Policy) -> int:
+    seed = torch.randint(2**48, (), device="cpu").to(policy.device)
+    for axis in (policy.axis, *(() if policy.replica is None else (policy.replica,))):
+        seed = broadcast(seed, axis.name, src=0, mesh=axis.mesh)
+    return int(seed.item())
+
+
+def _materialise(
+    where: str,
+    name: str,
+    unit: nn.Module,
+    chosen: dict[str, nn.Module],
+    slots: list[Slot],
+    policy: Policy,
+    init: Callable[[nn.Module], object] | None,
+    seed: int,
+) -> None:
+    """Make a unit that is on the meta device real, and initialise it as every rank does."""
+    parts = [(path, part) for path, part in _parts(unit, set(chosen.values())) if _is_meta(part)]
+    if not parts:
+        return
+    if init is None:
+        for path, part in parts:
+            if not callable(getattr(part, "reset_parameters", None)):
+                fail(
+                    where,
+                    f"{'.'.join(filter(None, (name, path))) or 'the module'!r} ({type(part).__name__}) is on the meta "
+                    "device and has no reset_parameters().",
+                    fix="pass init=, which is called with it",
+                )
+    for slot in slots:
+        if slot.param.is_meta:
+            slot.param = nn.Parameter(torch.empty_like(slot.param, device=policy.device), slot.param.requires_grad)
+            for door, site in slot.sites:
+                dict.__setitem__(door, site, slot.param)
+    for _, part in parts:
+        for key, buffer in part.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(part, key, torch.empty_like(buffer, device=policy.device))
+    devices = [] if policy.device.type == "cpu" else [policy.device]
+    with torch.random.fork_rng(devices, device_type=policy.device.type if devices else "cuda"), torch.no_grad():
+        torch.manual_seed(seed)
+        for _, part in parts:
+            init(part) if init is not None else part.reset_parameters()  # type: ignore[operator]
+
+
+def _parts(unit: nn.Module, others: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The unit and what is below it in no other unit."""
+    seen = {unit}
+    todo = [("", unit)]
+    while todo:
+        path, part = todo.pop()
+        yield path, part
+        for name, child in reversed(list(part.named_children())):
+            if child not in others and child not in seen:
+                seen.add(child)
+                todo.append((f"{path}.{name}" if path else name, child))
+
+
+def _is_meta(part: nn.Module) -> bool:
+    own = [*_torch.own_parameters(part).values(), *(buffer for _, buffer in part.named_buffers(recurse=False))]
+    return any(x is not None and x.is_meta for x in own)
+
+
+# -------------------------------------------------------------------------------------------------- the hooks
+
+
+def _attach(unit: Unit, module: nn.Module, methods: Collection[str]) -> None:
+    """Gather before forward and these methods, and let go after."""
+    dtype = unit.owner.policy.param_dtype
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def cast_all(tree: Any) -> Any:
+        leaves, spec = _torch.tree_flatten(tree)
+        return _torch.tree_unflatten([cast(leaf) for leaf in leaves], spec)
+
+    def before_and_cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        unit.before()
+        return cast_all(args), cast_all(kwargs)
+
+    if dtype is None:
+        module.register_forward_pre_hook(unit.before, prepend=True)
+    else:
+        module.register_forward_pre_hook(before_and_cast, prepend=True, with_kwargs=True)
+    module.register_forward_hook(unit.after, always_call=True)
+    for name in methods:
+        if callable(getattr(module, name, None)):
+            setattr(module, name, _around(unit, getattr(module, name), cast_all if dtype is not None else None))
+
+
+def _around(unit: Unit, method: Callable[..., Any], cast: Callable[[Any], Any] | None) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            unit.before()
+            return method(*args, **kwargs) if cast is None else method(*cast(args), **cast(kwargs))
+        finally:
+            unit.after()
+
+    return run

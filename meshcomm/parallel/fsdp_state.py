@@ -1,0 +1,324 @@
+"""What goes with a fully sharded module: accumulation, counters, whole states, clipping.
+
+n = size of the axis, p = number of elements of all parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm.collectives.gather import all_gather_invariant
+from meshcomm.collectives.reduce import all_reduce
+from meshcomm.errors import fail, names
+from meshcomm.mesh import AxisName, Mesh
+from meshcomm.parallel.fsdp_groups import Counts
+from meshcomm.parallel.fsdp_units import Sharded, owner_of
+
+__all__ = [
+    "Piece",
+    "all_matched",
+    "clip_grad_norm",
+    "counts",
+    "full_state_dict",
+    "load_full_state_dict",
+    "no_sync",
+    "pieces",
+]
+
+
+def all_matched(where: str, name: str, patterns: Collection[str], found: Iterable[str]) -> None:
+    """Every pattern matches something."""
+    known = list(found)
+    for pattern in patterns:
+        if not any(pattern == each or fnmatchcase(each, pattern) for each in known):
+            fail(where, f"{name}: {pattern!r} matches nothing.", got=names(known[:8]))
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Add gradients up on each rank, and reduce nothing: for all but the last micro-batch of a step.
+
+    ::
+
+        with no_sync(model):     loss(model(x0)).backward()     # no reduce_scatter
+                                 loss(model(x1)).backward()     # reduces the gradients of both
+
+    Args:
+        module: what :func:`fully_shard` was given.
+
+    Cost: the unreduced gradients, p elements on each rank, stay in memory until the next backward outside. Without
+    ``no_sync`` gradients of micro-batches add up in the shards, p/n elements, at a reduction each.
+
+    Raises:
+        MeshError: the module is not sharded.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> from meshcomm.parallel.fsdp_state import counts, no_sync
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 1), "fsdp", grads="mean", mesh=mesh)
+        ...     with no_sync(model):
+        ...         model(torch.ones(1, 8)).sum().backward()
+        ...     model(torch.ones(1, 8)).sum().backward()
+        ...     return model.weight.grad[:2].tolist(), counts(model).reductions
+        >>> mc.launch(main, ranks=2)[0]
+        ([2.0, 2.0], 1)
+
+    Source: ``DistributedDataParallel.no_sync``.
+    """
+    owner = owner_of("no_sync", module)
+    before, owner.quiet = owner.quiet, True
+    try:
+        yield
+    finally:
+        owner.quiet = before
+
+
+def counts(module: nn.Module) -> Counts:
+    """What a sharded module has communicated since :func:`fully_shard`.
+
+    Args:
+        module: what :func:`fully_shard` was given.
+
+    Returns: a copy of the counters: ``gathers`` (``regathers`` of them for backward, ``ahead`` of them before they
+    were needed), ``reductions``, ``replica_reductions``, ``bytes_gathered`` and ``bytes_reduced``.
+
+    Cost: none.
+
+    Raises:
+        MeshError: the module is not sharded.
+
+    Example: see :func:`no_sync`.
+    """
+    return Counts(**vars(owner_of("counts", module).counts))
+
+
+class Piece(NamedTuple):
+    """What this rank keeps of a parameter: elements ``start`` to ``stop`` of the flattened ``shape``."""
+
+    shape: torch.Size
+    start: int
+    stop: int
+    whole: bool
+
+
+def pieces(module: nn.Module) -> dict[str, Piece]:
+    """What this rank keeps of each parameter, by its name.
+
+    Args:
+        module: what :func:`fully_shard` was given.
+
+    Returns: name to :class:`Piece`; a parameter with several names has the first. Of a whole parameter that another
+    rank owns ``start`` and ``stop`` are equal.
+
+    Cost: none.
+
+    Raises:
+        MeshError: the module is not sharded.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> from meshcomm.parallel.fsdp_state import pieces
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> mc.launch(
+        ...     lambda: pieces(fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh))["weight"], ranks=2
+        ... )
+        [Piece(shape=torch.Size([2, 8]), start=0, stop=16, whole=False),
+         Piece(shape=torch.Size([2, 8]), start=0, stop=0, whole=False)]
+    """
+    found = {}
+    for group, at, slot in owner_of("pieces", module).slots():
+        start, stop = group.layout.range_of(at, group.index)
+        found[slot.name] = Piece(group.layout.entries[at].shape, start, stop, group.layout.whole)
+    return found
+
+
+def full_state_dict(module: nn.Module, *, cpu: bool = False) -> dict[str, Any]:
+    """``module.state_dict()`` with the whole parameters, on every rank.
+
+    Args:
+        module: what :func:`fully_shard` was given.
+        cpu: move each unit's to the CPU before the next is gathered.
+
+    Returns: what the unsharded module's ``state_dict()`` would be, in new storage; all ranks call.
+
+    Cost: an all_gather of p elements, unit by unit.
+
+    Raises:
+        MeshError: the module is not sharded.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> from meshcomm.parallel.fsdp_state import full_state_dict
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh)
+        ...     return model.state_dict()["weight"].shape, full_state_dict(model)["weight"].shape
+        >>> mc.launch(main, ranks=2)[0]
+        (torch.Size([16]), torch.Size([2, 8]))
+    """
+    owner = owner_of("full_state_dict", module)
+    state: dict[str, Any] = dict(module.state_dict())
+    aliases = _aliases(module)
+    axis = owner.policy.axis
+    with torch.no_grad():
+        for unit in owner.units:
+            for group in unit.groups:
+                shard = group.layout.padded(group.checked()).to(owner.policy.device)
+                whole = all_gather_invariant(shard, axis.name, mesh=axis.mesh)
+                whole = whole.cpu() if cpu else whole
+                for slot, x in zip(group.slots, group.layout.views(whole), strict=True):
+                    state.update({name: x.clone() for name in aliases[slot.param] if name in state})
+    return state
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Take this rank's slices of whole parameters; buffers and the rest as ``load_state_dict`` takes them.
+
+    Args:
+        module: what :func:`fully_shard` was given.
+        state: the unsharded module's ``state_dict``, equal on every rank; memory-mapped files are read in part.
+        strict: as of ``load_state_dict``.
+
+    Cost: none.
+
+    Raises:
+        MeshError: the module is not sharded; a parameter of another shape.
+        RuntimeError: missing or unexpected names, if ``strict``.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> from meshcomm.parallel.fsdp_state import full_state_dict, load_full_state_dict
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh)
+        ...     load_full_state_dict(model, {"weight": torch.ones(2, 8), "bias": torch.zeros(2)})
+        ...     return full_state_dict(model)["weight"].sum().item()
+        >>> mc.launch(main, ranks=2)
+        [16.0, 16.0]
+    """
+    where = "load_full_state_dict"
+    owner = owner_of(where, module)
+    aliases = _aliases(module)
+    rest = dict(state)
+    own = module.state_dict()
+    for group, at, slot in owner.slots():
+        shape = group.layout.entries[at].shape
+        for name in aliases[slot.param]:
+            if name in rest:
+                if rest[name].shape != shape:
+                    fail(where, f"{name!r} has shape {tuple(rest[name].shape)}, the parameter {tuple(shape)}.")
+                start, stop = group.layout.range_of(at, group.index)
+                rest[name] = rest[name].reshape(-1)[start:stop].view(own[name].shape)
+    module.load_state_dict(rest, strict=strict)
+
+
+def _aliases(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        found.setdefault(param, []).append(name)
+    return found
+
+
+def clip_grad_norm(
+    module: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    also_cut: Mapping[str, AxisName] | None = None,
+) -> Tensor:
+    """Scale all gradients by one factor, so that their norm over the whole model is at most ``max_norm``.
+
+    Type: the slices are varying along the axis, and the norm invariant along all: each slice counts once, a parameter
+    with two names once, what is replicated once.
+
+    Args:
+        module: what :func:`fully_shard` was given. Parameters that it was told to ignore count as replicated.
+        max_norm: the most that the norm shall be.
+        norm_type: 2, another positive number, or ``inf``.
+        also_cut: patterns of names of parameters to the axis along which they are cut besides, such as tensor parallel
+            ones; the same on every rank.
+
+    Returns: the norm before, ``[]``, equal on every rank; float32, or float64 of such gradients.
+
+    Cost: an all_reduce of one element, and one per axis of ``also_cut``.
+
+    Raises:
+        MeshError: the module is not sharded; a pattern that matches nothing; a norm that is not positive.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> from meshcomm.parallel.fsdp_state import clip_grad_norm
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(16, 1, bias=False), "fsdp", grads="mean", mesh=mesh)
+        ...     model(torch.ones(1, 16)).sum().backward()
+        ...     return f"{clip_grad_norm(model, 1.0).item():.3f}", f"{model.weight.grad[0].item():.3f}"
+        >>> mc.launch(main, ranks=2)
+        [('4.000', '0.250'), ('4.000', '0.250')]
+
+    Source: ``torch.nn.utils.clip_grad_norm_``.
+    """
+    where = "clip_grad_norm"
+    owner = owner_of(where, module)
+    if not norm_type > 0:
+        fail(where, f"norm_type={norm_type!r} is not positive.", fix="2.0, or math.inf")
+    ours = {slot.param: slot.name for _, _, slot in owner.slots()}
+    named = dict(module.named_parameters())
+    also = dict(also_cut or {})
+    all_matched(where, "also_cut", also, named)
+    mesh = owner.policy.axis.mesh
+    parts: dict[tuple[str, ...], list[Tensor]] = {}
+    for name, param in named.items():
+        cut = _flat_names(owner.policy.axis.name) if param in ours else ()
+        for pattern, axis in also.items():
+            cut += tuple(each for each in _flat_names(axis) if fnmatchcase(name, pattern) and each not in cut)
+        members = parts.setdefault(cut, [])
+        if param.grad is not None:
+            members.append(param.grad.detach())
+    with torch.no_grad():
+        norms = [_norm_over(grads, cut, norm_type, owner, mesh) for cut, grads in sorted(parts.items())]
+        total = _joint(torch.stack(norms), norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for param in named.values():
+            if param.grad is not None:
+                param.grad.mul_(factor.to(param.grad.device, param.grad.dtype))
+    return total
+
+
+def _flat_names(axis: AxisName) -> tuple[str, ...]:
+    return axis if isinstance(axis, tuple) else (axis,)
+
+
+def _norm_over(grads: Sequence[Tensor], cut: tuple[str, ...], kind: float, owner: Sharded, mesh: Mesh) -> Tensor:
+    """The norm of gradients that are cut along these axes."""
+    dtypes = {group.shard.dtype for unit in owner.units for group in unit.groups}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    device = owner.policy.device
+    norms = [torch.linalg.vector_norm(g, kind, dtype=dtype if g.is_floating_point() else None).to(device)
+             for g in grads if g.numel()]  # fmt: skip
+    own = _joint(torch.stack(norms), kind) if norms else torch.zeros((), dtype=dtype, device=device)
+    if not cut:
+        return own
+    if math.isinf(kind):
+        return all_reduce(own, cut, "max", mesh=mesh)
+    total: Tensor = all_reduce(own**kind, cut, mesh=mesh) ** (1 / kind)
+    return total
+
+
+def _joint(norms: Tensor, kind: float) -> Tensor:
+    joint: Tensor = torch.linalg.vector_norm(norms, kind)
+    return joint

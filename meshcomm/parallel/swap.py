@@ -1,0 +1,95 @@
+"""Running a module's methods with other tensors in place of its parameters, which themselves stay where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from meshcomm.errors import fail
+
+__all__ = ["PLAIN_TABLES", "Around", "Site", "leaves_of", "refuse_sliced", "seen_as", "sites_of"]
+
+
+PLAIN_TABLES = (dict, OrderedDict)
+"""Of parameters. Another kind shows slices to who iterates, and what they are slices of to the module's forward."""
+
+
+def refuse_sliced(where: str, module: nn.Module, fix: str) -> None:
+    """MeshError for a module whose parameters are slices."""
+    if any(type(vars(part)["_parameters"]) not in PLAIN_TABLES for part in module.modules()):
+        fail(where, "the module's parameters are sharded: each rank has slices of them.", fix=fix)
+
+
+class Site(NamedTuple):
+    """Where a parameter stands: in the dict of parameters of a module."""
+
+    module: nn.Module
+    table: dict[str, Tensor | None]
+    name: str
+    value: Tensor
+
+
+class Around:
+    """``call(method, args, kwargs)`` in place of a method; it is copied with its module."""
+
+    def __init__(self, call: Callable[[Callable[..., Any], Any, Any], Any], own: Callable[..., Any]) -> None:
+        self.call, self.own = call, own
+        functools.update_wrapper(self, own, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        return self.call(self.own, args, kwargs)
+
+
+def sites_of(module: nn.Module) -> list[Site]:
+    """Every place at which a parameter stands, each time anew: a module may have been changed."""
+    found, parts, seen = [], [module], {module}
+    while parts:
+        part = parts.pop()
+        own = vars(part)
+        table: dict[str, Tensor | None] = own["_parameters"]
+        found += [Site(part, table, name, p) for name, p in table.items() if p is not None]
+        for inner in reversed(own["_modules"].values()):
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                parts.append(inner)
+    return found
+
+
+def leaves_of(sites: Sequence[Site], transformed: bool) -> list[Tensor]:
+    """Each parameter that a gradient may be asked for, once."""
+    found: dict[int, Tensor] = {}
+    for site in sites:
+        p = site.value
+        if (p.requires_grad or transformed) and (p.is_floating_point() or p.is_complex()):
+            found[id(p)] = p
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let modules see other tensors in place of their parameters."""
+    changed = [(site, values[id(site.value)]) for site in sites if id(site.value) in values]
+    recurrent = list({site.module: None for site, _ in changed if isinstance(site.module, nn.RNNBase)})
+    try:
+        for site, x in changed:
+            site.table[site.name] = x
+        _fill_recurrent(recurrent)
+        yield
+    finally:
+        for site, x in changed:
+            if site.table.get(site.name) is x:  # and was not replaced meanwhile
+                site.table[site.name] = site.value
+        _fill_recurrent(recurrent)
+
+
+def _fill_recurrent(modules: Sequence[nn.Module]) -> None:
+    """Recurrent modules keep a list of their weights beside the parameters."""
+    for module in modules:
+        kept = vars(module)
+        kept["_flat_weights"] = [getattr(module, name, None) for name in kept["_flat_weights_names"]]

@@ -1,0 +1,587 @@
+"""Tensor and sequence parallelism as functions: matrices, vocabularies and heads are cut over an axis.
+
+    column   "b s d, (tp f) d -> b s (tp f)"              x is the same on all ranks, its gradient is summed
+    row      "b s (tp f), d (tp f) -> b s d"              ends in a sum
+    with sequence=True activations between them are cut along s, "b (tp s) d": an all_gather, and a reduce_scatter
+
+Weights lie as torch's modules have them. b batch, s sequence (the last dim but one), d width, f features of a layer,
+v vocabulary, h heads, k length of a head, n size of the axis.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshcomm.collectives import check
+from meshcomm.collectives.gather import all_gather
+from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
+from meshcomm.mesh import Axis, AxisName, Mesh
+
+__all__ = [
+    "column_linear", "enter", "heads_of", "leave", "parallel_attention", "row_linear", "sequence_layer_norm",
+    "sequence_rms_norm", "vocab_cross_entropy", "vocab_embedding",
+]  # fmt: skip
+
+
+def enter(x: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | None = None) -> Tensor:
+    """Take activations to where each rank uses them with its own part of the weights.
+
+    Type: invariant -> varying; varying -> varying with ``sequence``.
+
+    Args:
+        x: ``[..., d]``; with ``sequence`` this rank's ``[..., s/n, d]``.
+        axis: a name, or a tuple of names.
+        sequence: whether ``x`` is cut along the last dim but one.
+        mesh: the current mesh by default.
+
+    Returns: ``[..., d]``, whole. Several layers that use it cost one collective: enter once.
+
+    Backward: an all_reduce; a reduce_scatter with ``sequence``.
+
+    Cost: nothing; an all_gather with ``sequence``.
+
+    Raises:
+        MeshError: no such axis; not a tensor; fewer than two dims with ``sequence``.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import enter
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> x = torch.tensor([[1.0], [2.0]])
+        >>> mc.launch(lambda: enter(x[mesh.rank][None], "tp", sequence=True, mesh=mesh).tolist(), ranks=2)
+        [[[1.0], [2.0]], [[1.0], [2.0]]]
+
+    Source: the operators f and g-bar of Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022).
+    """
+    if not sequence:
+        return pvary(x, axis, mesh=mesh)
+    return all_gather(x, axis, _sequence_dim("enter", x, axis, mesh), mesh=mesh)
+
+
+def leave(y: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | None = None) -> Tensor:
+    """Sum what each rank has computed with its own part of the weights.
+
+    Type: varying -> invariant; varying -> varying with ``sequence``.
+
+    Args:
+        y: ``[..., s, d]``, this rank's part of the sum.
+        axis: a name, or a tuple of names.
+        sequence: whether each rank keeps a part of the last dim but one.
+        mesh: the current mesh by default.
+
+    Returns: ``[..., s, d]``; ``[..., s/n, d]`` with ``sequence``.
+
+    Backward: nothing is sent; an all_gather with ``sequence``.
+
+    Cost: an all_reduce; a reduce_scatter with ``sequence``.
+
+    Raises:
+        MeshError: no such axis; not a tensor; with ``sequence`` a dim that the axis does not divide.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import leave
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> mc.launch(lambda: leave(torch.ones(1), "tp", mesh=mesh).tolist(), ranks=2)
+        [[2.0], [2.0]]
+
+    Source: the operators g and g-bar of Megatron-LM.
+    """
+    if not sequence:
+        return all_reduce(y, axis, mesh=mesh)
+    return reduce_scatter(y, axis, _sequence_dim("leave", y, axis, mesh), mesh=mesh)
+
+
+def _sequence_dim(where: str, x: Tensor, axis: AxisName, mesh: Mesh | None) -> int:
+    if x.ndim < 2:
+        check.explain(
+            where, "there is no dim of the sequence.", check.axis_of(where, axis, mesh), x=x, fix="[..., s, d]"
+        )
+    return x.ndim - 2
+
+
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    axis: AxisName,
+    sequence: bool = False,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """A linear layer of whose outputs each rank computes a part.
+
+    ::
+
+        "b s d, (tp f) d -> b s (tp f)"                   with sequence: "b (tp s) d, (tp f) d -> b s (tp f)"
+
+    Type: ``x`` as :func:`enter` has it; weight, bias and result varying.
+
+    Args:
+        x: ``[..., d]``; ``[..., s/n, d]`` with ``sequence``.
+        weight: ``[f/n, d]``, this rank's rows.
+        bias: ``[f/n]``.
+        axis: a name, or a tuple of names.
+        sequence: whether ``x`` is cut along the sequence.
+        mesh: the current mesh by default.
+
+    Returns: ``[..., f/n]``, for the whole sequence.
+
+    Backward: the gradient of ``x`` is summed over the axis; weight and bias have their own.
+
+    Cost: nothing, and an all_reduce of the gradient of ``x``; with ``sequence`` an all_gather, and a reduce_scatter.
+
+    Raises:
+        MeshError: shapes that do not fit; no such axis.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import column_linear
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> w = torch.tensor([[1.0], [2.0]])
+        >>> mc.launch(lambda: column_linear(torch.ones(1), w[mesh.rank][None], axis="tp", mesh=mesh).tolist(), ranks=2)
+        [[1.0], [2.0]]
+
+    Source: Megatron-LM.
+    """
+    _fits("column_linear", x, weight, bias, axis, mesh)
+    return F.linear(enter(x, axis, sequence=sequence, mesh=mesh), weight, bias)
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    axis: AxisName,
+    sequence: bool = False,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """A linear layer of whose inputs each rank has a part.
+
+    ::
+
+        "b s (tp f), d (tp f) -> b s d"                   with sequence: "b s (tp f), d (tp f) -> b (tp s) d"
+
+    Type: ``x`` and weight varying; bias invariant; the result invariant, varying with ``sequence``.
+
+    Args:
+        x: ``[..., f/n]``, such as :func:`column_linear` gives.
+        weight: ``[d, f/n]``, this rank's columns.
+        bias: ``[d]``, added once.
+        axis: a name, or a tuple of names.
+        sequence: whether each rank keeps a part of the sequence.
+        mesh: the current mesh by default.
+
+    Returns: ``[..., d]``; ``[..., s/n, d]`` with ``sequence``.
+
+    Backward: nothing is sent; with ``sequence`` the gradient is gathered, and that of the bias summed.
+
+    Cost: an all_reduce; with ``sequence`` a reduce_scatter.
+
+    Raises:
+        MeshError: shapes that do not fit; no such axis; with ``sequence`` a sequence that the axis does not divide.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import row_linear
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> x, w = torch.tensor([1.0, 2.0]), torch.tensor([[10.0, 100.0]])
+        >>> def program():
+        ...     mine = slice(mesh.rank, mesh.rank + 1)
+        ...     return row_linear(x[mine], w[:, mine], axis="tp", mesh=mesh).tolist()
+        >>> mc.launch(program, ranks=2)
+        [[210.0], [210.0]]
+
+    Source: Megatron-LM.
+    """
+    _fits("row_linear", x, weight, bias, axis, mesh)
+    y = leave(F.linear(x, weight), axis, sequence=sequence, mesh=mesh)
+    if bias is None:
+        return y
+    return y + (pvary(bias, axis, mesh=mesh) if sequence else bias)
+
+
+def _fits(where: str, x: Tensor, weight: Tensor, bias: Tensor | None, axis: AxisName, mesh: Mesh | None) -> None:
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
+        what = f"weight {list(weight.shape)} does not fit x.shape[-1] = {x.shape[-1] if x.ndim else 'none'}."
+        check.explain(where, what, check.axis_of(where, axis, mesh), x=x, fix="weight is [out, in], this rank's part")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        what = f"bias {list(bias.shape)} does not fit weight {list(weight.shape)}."
+        check.explain(where, what, check.axis_of(where, axis, mesh), x=x)
+
+
+# ------------------------------------------------------------------------------------------------------ vocabularies
+
+
+def vocab_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    axis: AxisName,
+    padding_idx: int | None = None,
+    sequence: bool = False,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """Look up rows of a table of which each rank has a part.
+
+    ::
+
+        "(tp v) d"  ->  "b s d"                           with sequence: "b (tp s) d"
+
+    Type: ids invariant; weight varying; the result invariant, varying with ``sequence``.
+
+    Args:
+        ids: integers ``[...]``, from 0 to v - 1.
+        weight: ``[v/n, d]``, this rank's rows.
+        axis: a name, or a tuple of names.
+        padding_idx: an id whose row gets no gradient.
+        sequence: whether each rank keeps a part of the last dim of ``ids``.
+        mesh: the current mesh by default.
+
+    Returns: ``[..., d]``; ``[..., s/n, d]`` with ``sequence``.
+
+    Backward: each rank's rows get their gradients; with ``sequence`` the gradient is gathered first.
+
+    Cost: an all_reduce of the result; with ``sequence`` a reduce_scatter.
+
+    Raises:
+        MeshError: ids that are no integers, or (on the CPU) not in the vocabulary; no such axis.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import vocab_embedding
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> table = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
+        >>> def look_up():
+        ...     return vocab_embedding(torch.tensor([3, 0]), table.chunk(2)[mesh.rank], axis="tp", mesh=mesh).tolist()
+        >>> mc.launch(look_up, ranks=2)
+        [[[13.0], [10.0]], [[13.0], [10.0]]]
+
+    Source: Megatron-LM.
+    """
+    ax = check.axis_of("vocab_embedding", axis, mesh)
+    rows, mine = _own_rows("vocab_embedding", ids, weight.shape[0], ax)
+    padding = None
+    if padding_idx is not None:
+        local = padding_idx % (weight.shape[0] * ax.size) - ax.index * weight.shape[0]
+        padding = local if 0 <= local < weight.shape[0] else None
+    found = F.embedding(rows, weight, padding).masked_fill(~mine.unsqueeze(-1), 0)
+    return leave(found, axis, sequence=sequence, mesh=ax.mesh)
+
+
+def _own_rows(where: str, ids: Tensor, count: int, axis: Axis, *, ignored: int | None = None) -> tuple[Tensor, Tensor]:
+    """Where in this rank's part each id is (0 if elsewhere), and whether it is there."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        check.explain(where, "ids are not integers.", axis, x=ids)
+    total = count * axis.size
+    if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
+        known = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
+        low, high = (int(bound) for bound in known.aminmax())
+        if low < 0 or high >= total:
+            wrong = low if low < 0 else high
+            check.explain(where, f"id {wrong} is not in a vocabulary of {total}.", axis, x=ids)
+    rows = ids - axis.index_tensor.to(ids.device) * count
+    mine = (rows >= 0) & (rows < count)
+    return rows.masked_fill(~mine, 0), mine
+
+
+def vocab_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    axis: AxisName,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """Cross-entropy of logits of which each rank has a part of the vocabulary; they are never gathered.
+
+    ::
+
+        "b s (tp v), b s ->"
+
+    Type: logits varying; target and result invariant: reduce it over the other axes only.
+
+    Args:
+        logits: ``[..., v/n]``, floating point; half precision is computed in float32.
+        target: integers ``[...]``, from 0 to v - 1, or ``ignore_index``.
+        axis: a name, or a tuple of names.
+        reduction: "mean" over what is not ignored, "sum", or "none".
+        ignore_index: a target that counts nothing.
+        label_smoothing: how much of the target is spread evenly over the vocabulary, from 0 to 1.
+        mesh: the current mesh by default.
+
+    Returns: ``[]``; ``[...]`` with "none". The dtype of the logits, float32 for half precision.
+
+    Backward: softmax minus target, each rank its part; nothing is sent.
+
+    Cost: all_reduces of one number per target for the maximum, and of two (three with smoothing) for the sums.
+
+    Raises:
+        MeshError: shapes that do not fit; targets that are no integers, or (on the CPU) not in the vocabulary; an
+            unknown reduction; no such axis.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import vocab_cross_entropy
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+        >>> def loss():
+        ...     mine = logits.chunk(2, 1)[mesh.rank]
+        ...     return round(vocab_cross_entropy(mine, torch.tensor([2]), axis="tp", mesh=mesh).item(), 4)
+        >>> mc.launch(loss, ranks=2)
+        [1.3863, 1.3863]
+
+    Source: Megatron-LM.
+    """
+    where = "vocab_cross_entropy"
+    ax = check.axis_of(where, axis, mesh)
+    if logits.shape[:-1] != target.shape or not logits.ndim:
+        check.explain(
+            where, f"target {list(target.shape)} does not fit the logits.", ax, x=logits, fix="[...] for [..., v/n]"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        check.explain(where, f"reduction={reduction!r} is none of 'mean', 'sum', 'none'.", ax)
+    if not 0 <= label_smoothing <= 1:
+        check.explain(where, f"label_smoothing={label_smoothing!r} is not from 0 to 1.", ax)
+    rows, mine = _own_rows(where, target, logits.shape[-1], ax, ignored=ignore_index)
+    x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    with torch.no_grad():  # it cancels
+        top = all_reduce(x.amax(-1), axis, "max", mesh=ax.mesh)
+    x = x - pvary(top, axis, mesh=ax.mesh).unsqueeze(-1)
+    picked = x.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
+    parts = [x.exp().sum(-1), picked, *([x.sum(-1)] if label_smoothing else [])]
+    sums = all_reduce(torch.stack(parts), axis, mesh=ax.mesh)
+    log = sums[0].log()
+    loss = log - sums[1]
+    if label_smoothing:
+        even = log - sums[2] / (logits.shape[-1] * ax.size)
+        loss = (1 - label_smoothing) * loss + label_smoothing * even
+    counted = target != ignore_index
+    loss = loss.masked_fill(~counted, 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
+
+
+# ------------------------------------------------------------------------------------------------------------- heads
+
+
+def heads_of(weight: Tensor, heads: int, *, axis: AxisName, mesh: Mesh | None = None) -> Tensor:
+    """This rank's heads of a weight that all ranks have whole, because there are fewer heads than ranks.
+
+    ::
+
+        4 ranks, 2 heads          rank 0, 1  [w0]          rank 2, 3  [w1]
+
+    Type: varying -> varying: :func:`meshcomm.pvary` of a replicated weight.
+
+    Args:
+        weight: ``[h*k, ...]``, a weight or a bias.
+        heads: h, which divides n.
+        axis: a name, or a tuple of names.
+        mesh: the current mesh by default.
+
+    Returns: ``[k, ...]``, a view.
+
+    Backward: zeros for the other heads; the all_reduce of pvary sums over the ranks that share one.
+
+    Cost: nothing; the weight is on all ranks.
+
+    Raises:
+        MeshError: heads that do not divide the axis or the weight; no such axis.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import heads_of
+        >>> mesh = mc.make_mesh({"tp": 4})
+        >>> mc.launch(lambda: heads_of(torch.tensor([1.0, 2.0]), 2, axis="tp", mesh=mesh).item(), ranks=4)
+        [1.0, 1.0, 2.0, 2.0]
+
+    Source: grouped-query attention (Ainslie et al., 2023) with more ranks than groups.
+    """
+    ax = check.axis_of("heads_of", axis, mesh)
+    if not check.whole_number(heads) or heads < 1 or ax.size % heads or weight.shape[0] % heads:
+        what = (
+            f"{heads!r} heads do not divide axis {ax.name!r} (size {ax.size}) and weight.shape[0] = {weight.shape[0]}."
+        )
+        check.explain("heads_of", what, ax, x=weight, fix="where the axis divides the heads, cut the weight")
+    length = weight.shape[0] // heads
+    return weight.narrow(0, ax.index // (ax.size // heads) * length, length)
+
+
+def parallel_attention(
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    axis: AxisName,
+    heads: int,
+    kv_heads: int | None = None,
+    causal: bool = True,
+    sequence: bool = False,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """Attention of which each rank computes some heads.
+
+    ::
+
+        "b s d, (tp h k) d -> b s (tp h k)" for q, k, v;  attention per head;  "b s (tp h k), d (tp h k) -> b s d"
+
+    Type: as :func:`enter` and :func:`leave` have it; weights varying.
+
+    Args:
+        x: ``[b, s, d]``; ``[b, s/n, d]`` with ``sequence``.
+        q: ``[h*k/n, d]``, this rank's heads.
+        k: ``[kv_heads*k/n, d]``; where there are fewer of them than ranks ``[k, d]``, as :func:`heads_of` gives.
+        v: as ``k``.
+        out: ``[d, h*k/n]``.
+        axis: a name, or a tuple of names.
+        heads: h, of all ranks; the axis divides them.
+        kv_heads: of keys and values, which groups of query heads share; h by default.
+        causal: whether a place sees those before it only.
+        sequence: whether activations outside are cut along the sequence.
+        mesh: the current mesh by default.
+
+    Returns: the shape of ``x``.
+
+    Backward: one sum for the gradient of ``x``, whatever the number of weights.
+
+    Cost: one all_reduce forwards and one backwards; with ``sequence`` an all_gather and a reduce_scatter each way.
+
+    Raises:
+        MeshError: heads that the axis does not divide; kv_heads that neither divide nor are divided by the axis;
+            weights that do not fit.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import parallel_attention
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> def attend():
+        ...     w = torch.eye(4).chunk(2)[mesh.rank]  # two heads of length two
+        ...     return parallel_attention(torch.ones(1, 3, 4), w, w, w, w.T, axis="tp", heads=2, mesh=mesh).sum().item()
+        >>> mc.launch(attend, ranks=2)
+        [12.0, 12.0]
+
+    Source: Megatron-LM; Ainslie et al., 2023.
+    """
+    where = "parallel_attention"
+    ax = check.axis_of(where, axis, mesh)
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads % ax.size or heads % kv_heads or (kv_heads % ax.size and ax.size % kv_heads):
+        what = (
+            f"{heads} heads and {kv_heads} of keys and values cannot be divided over axis {ax.name!r} (size {ax.size})."
+        )
+        check.explain(where, what, ax, x=x)
+    here, groups = heads // ax.size, max(1, kv_heads // ax.size)
+    length = q.shape[0] // here
+    for name, weight, count in (("q", q, here), ("k", k, groups), ("v", v, groups)):
+        if tuple(weight.shape) != (count * length, x.shape[-1]):
+            check.explain(where, f"{name} {list(weight.shape)} is not [{count * length}, {x.shape[-1]}].", ax, x=x)
+    x = enter(x, axis, sequence=sequence, mesh=ax.mesh)
+    queries, keys, values = (
+        F.linear(x, weight).unflatten(-1, (count, length)).transpose(-2, -3)
+        for weight, count in ((q, here), (k, groups), (v, groups))
+    )
+    y = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, enable_gqa=here != groups)
+    return row_linear(y.transpose(-2, -3).flatten(-2), out, axis=axis, sequence=sequence, mesh=ax.mesh)
+
+
+# ------------------------------------------------------------------------------------------------------------- norms
+
+
+def sequence_layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    axis: AxisName,
+    eps: float = 1e-5,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """Layer norm of activations that are cut along the sequence.
+
+    Type: ``x`` and result varying; weight and bias invariant.
+
+    Args:
+        x: ``[..., s/n, d]``.
+        weight: ``[d]``.
+        bias: ``[d]``.
+        axis: a name, or a tuple of names.
+        eps: added to the variance.
+        mesh: the current mesh by default.
+
+    Returns: the shape of ``x``.
+
+    Backward: the gradients of weight and bias are summed over the axis.
+
+    Cost: nothing; an all_reduce of ``[d]`` each in backward.
+
+    Raises:
+        MeshError: a weight that is not ``[d]``; no such axis.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import sequence_layer_norm
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> mc.launch(lambda: sequence_layer_norm(torch.tensor([[1.0, 3.0]]), axis="tp", eps=0, mesh=mesh).tolist(), 2)
+        [[[-1.0, 1.0]], [[-1.0, 1.0]]]
+
+    Source: Korthikanti et al., 2022.
+    """
+    w, b = _varied("sequence_layer_norm", x, (weight, bias), axis, mesh)
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+def sequence_rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, axis: AxisName, eps: float | None = None, mesh: Mesh | None = None
+) -> Tensor:
+    """RMS norm of activations that are cut along the sequence.
+
+    Type: ``x`` and result varying; weight invariant.
+
+    Args:
+        x: ``[..., s/n, d]``.
+        weight: ``[d]``.
+        axis: a name, or a tuple of names.
+        eps: added to the mean square; the smallest of the dtype by default.
+        mesh: the current mesh by default.
+
+    Returns: the shape of ``x``.
+
+    Backward: the gradient of the weight is summed over the axis.
+
+    Cost: nothing; an all_reduce of ``[d]`` in backward.
+
+    Raises:
+        MeshError: a weight that is not ``[d]``; no such axis.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel.tensor_functions import sequence_rms_norm
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> mc.launch(lambda: sequence_rms_norm(torch.tensor([[2.0, 2.0]]), axis="tp", mesh=mesh).tolist(), ranks=2)
+        [[[1.0, 1.0]], [[1.0, 1.0]]]
+
+    Source: Korthikanti et al., 2022; Zhang and Sennrich, 2019.
+    """
+    (w,) = _varied("sequence_rms_norm", x, (weight,), axis, mesh)
+    return F.rms_norm(x, x.shape[-1:], w, eps)
+
+
+def _varied(
+    where: str, x: Tensor, params: tuple[Tensor | None, ...], axis: AxisName, mesh: Mesh | None
+) -> list[Tensor | None]:
+    ax = check.axis_of(where, axis, mesh)
+    for p in params:
+        if p is not None and p.shape != x.shape[-1:]:
+            check.explain(where, f"a parameter of shape {list(p.shape)} is not [{math.prod(x.shape[-1:])}].", ax, x=x)
+    return [None if p is None else pvary(p, axis, mesh=ax.mesh) for p in params]
