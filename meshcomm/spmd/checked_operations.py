@@ -1,0 +1,465 @@
+"""What the checker of varying types makes of an operation of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from meshcomm._torch import (
+    at_trace_time,
+    functorch_active,
+)
+from meshcomm.collectives.rule import apply, rule_named
+from meshcomm.errors import VaryingError, fail, names
+from meshcomm.mesh import Axis
+from meshcomm.runtime.callsite import asked_in, call_site
+from meshcomm.spmd.checker_core import WHERE, Core
+from meshcomm.spmd.operands import (
+    along_of,
+    differentiated,
+    is_among,
+    is_array,
+    of_tracked,
+    replaced,
+    tensors_in,
+    text_of,
+    tracked,
+    versions_of,
+)
+from meshcomm.spmd.torch_rules import Kind, kind_of
+from meshcomm.spmd.vma import (
+    INVARIANT,
+    Origin,
+    Type,
+    alike,
+    forget,
+    join,
+    made_like,
+    marked,
+    unmark,
+    unseen_write,
+    write,
+    writes,
+)
+from meshcomm.watch import here
+
+__all__ = ["Operations"]
+
+
+class Operations(Core):
+    """Sees every operation: what varies where any operand does, unless the rules say otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        watcher: object = here.watcher
+        if watcher is not self:
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _untraceable()
+        kind = kind_of(func)
+        if kind.getter:
+            return self._get(kind, func, args)
+        if kind.settles:  # the values stay
+            if kind.name == "requires_grad_":
+                self._own_leaf(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+            return func(*args, **kwargs)
+        operands: list[Tensor] = []
+        tensors_in(args, operands)
+        if kwargs:
+            tensors_in(kwargs.values(), operands)
+        if kind.parts:
+            return self._parts(kind, func, args, kwargs, operands)
+        if kind.silent is not None:
+            return self._silent(kind, func, args, kwargs, operands)
+        if kind.ordinary and not (kwargs and kwargs.get("out") is not None):
+            return self._ordinary(kind, func, args, kwargs, operands)
+        if kind.host:
+            self._host(kind, operands)
+            return func(*args, **kwargs)
+        if kind.runs_backward:
+            return self._backward(kind, func, args, kwargs)
+        if kind.setter:
+            return self._set(kind, func, args)
+        if kind.each:
+            return self._each(kind, func, args, kwargs, operands)
+        return self._special(kind, func, args, kwargs, operands)
+
+    def _ordinary(
+        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """What varies where any operand does."""
+        if not operands:
+            result = func(*args, **kwargs)
+            if not (kind.from_data and args and is_array(args[0])):
+                self._note_all(result, INVARIANT)
+            return result
+        found = self._types(operands, kind.name)
+        if found is None:
+            return self._unseen(kind, func, args, kwargs, operands)
+        whole, given = found[0], args
+        if len(found) > 1:
+            for each in found:
+                if each is not whole:
+                    whole = join(found, kind.name)
+                    args, kwargs = self._evened(operands, found, whole, kind.name, args, kwargs)
+                    break
+        versions = versions_of(operands)
+        result = func(*args, **kwargs) if args is given else self._run(func, args, kwargs, kind.name, True)
+        self._note_all(result, whole, operands)
+        if versions != versions_of(operands):
+            self._changed(operands, versions, whole, kind.name, evened=args is not given)
+        return result
+
+    def _parts(
+        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """torch's own collectives do not say what they write."""
+        result = func(*args, **kwargs)
+        whole = Type(dict.fromkeys(self._all, Origin(kind.name, str(call_site()))))
+        for x in operands:
+            self._written(x, whole)
+        self._note_all(result, whole, operands)
+        return result
+
+    def _silent(
+        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """What writes into some operands without counting that as a change of them."""
+        assert kind.silent is not None
+        into = kind.silent(args, kwargs)
+        found = self._types(operands, kind.name)
+        result = self._ordinary(kind, func, args, kwargs, operands)
+        whole = None if found is None else join(found, kind.name)
+        for x in into:
+            if whole is None:
+                self._unknown_in(x, operands, kind.name)
+            else:
+                self._written(x, whole)
+        return result
+
+    def _unseen(
+        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
+    ) -> Any:
+        """What takes an unknown value gives unknown ones, in what it writes into, too."""
+        versions = versions_of(operands)
+        result = func(*args, **kwargs)
+        for x, before, after in zip(operands, versions, versions_of(operands), strict=True):
+            if before != after:
+                self._unknown_in(x, operands, kind.name)
+        return result
+
+    def _unknown_in(self, x: Tensor, operands: Sequence[Tensor], name: str) -> None:
+        """Something unknown was written into ``x``, which must not be taken for what it was."""
+        if self.type_of(x) is None:
+            return
+        if x.requires_grad:
+            self._unknown(next(y for y in operands if self.type_of(y) is None), operands, name)
+        unseen_write(x, Origin(name, str(call_site())))
+
+    def _types(self, operands: Sequence[Tensor], name: str) -> list[Type] | None:
+        """The types of the operands; None if one is unknown and nothing requires grad."""
+        found: list[Type] = []
+        for x in operands:
+            kind = marked(x)
+            if kind is None or writes.any or not kind.axes <= self._all:
+                kind = self.type_of(x)
+            if kind is None:
+                if torch.is_grad_enabled() and (functorch_active() or any(y.requires_grad for y in operands)):
+                    self._unknown(x, operands, name)
+                return None
+            if kind.plain and x.requires_grad and not (x.is_leaf or of_tracked(x) or functorch_active()):
+                self._from_nowhere(x, name)
+            found.append(kind)
+        return found
+
+    def _evened(
+        self,
+        operands: Sequence[Tensor],
+        found: Sequence[Type],
+        whole: Type,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        but: Tensor | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with a pvary of each operand that requires grad and does not vary as the others do."""
+        others: dict[int, Tensor] = {}
+        if torch.is_grad_enabled():
+            for x, kind in zip(operands, found, strict=True):
+                if len(kind.axes) != len(whole.axes) and x is not but and differentiated(x):
+                    others[id(x)] = self.vary(x, whole.axes - kind.axes, name, operands, found)
+        if not others:
+            return args, kwargs
+        return replaced(args, others), {key: replaced(value, others) for key, value in kwargs.items()}
+
+    def _special(
+        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """Functions that write, draw, or take no more than the shape of an operand."""
+        target: Any = kwargs.get("out")
+        if kind.in_place and operands:
+            target = operands[0]
+        over = kind.overwrites or not kind.in_place
+        over = over and isinstance(target, Tensor) and not (tracked(target) or functorch_active())
+        count = [x for x in operands if not is_among(x, target)]
+        if kind.fresh and operands and kwargs.get("requires_grad"):
+            pass  # a leaf made for each rank's own
+        elif kind.fresh or (kind.random and kind.name.endswith("_like")):
+            count = operands[1:]
+        elif kind.alike:
+            count = operands[:1]
+        elif kind.in_place and target is not None:
+            count = operands[1:] if over else operands
+        found = self._types(count, kind.name)
+        if found is None:
+            return self._unseen(kind, func, args, kwargs, operands)
+        if kind.drops is not None and kind.drops(args, kwargs):
+            found.append(self._dropped(kind, count, found))
+        if kind.random:
+            found.append(self._random(kind.name))
+        whole = join(found, kind.name) if found else INVARIANT
+        if isinstance(target, Tensor):
+            self._make_room(target, whole, kind.name, operands)
+        given = args
+        args, kwargs = self._evened(
+            count, found[: len(count)], whole, kind.name, args, kwargs, target if isinstance(target, Tensor) else None
+        )
+        versions = versions_of(operands)
+        result = func(*args, **kwargs)
+        self._note_all(result, whole, operands)
+        if kind.fresh and isinstance(result, Tensor):
+            like = self.type_of(operands[0])
+            if like is not None and like.axes:
+                alike(result, like)
+        if over:
+            self._overwritten(target, whole)
+        for x in operands:
+            if is_among(x, target) and not over:
+                self._written(x, whole)
+        if not kind.in_place and versions != versions_of(operands):
+            others = [i for i, x in enumerate(operands) if not is_among(x, target)]
+            self._changed(
+                [operands[i] for i in others], [versions[i] for i in others], whole, kind.name, evened=args is not given
+            )
+        elif kind.in_place and versions[1:] != versions_of(operands[1:]):
+            self._changed(operands[1:], versions[1:], whole, kind.name, evened=args is not given)
+        return result
+
+    def _each(
+        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """Functions of lists, element by element."""
+        every = [*args, *kwargs.values()]
+        rows = [arg for arg in every if isinstance(arg, (tuple, list)) and arg and isinstance(arg[0], Tensor)]
+        if not rows:
+            rows = [operands]
+        single = [arg for arg in every if isinstance(arg, Tensor)] if rows != [operands] else []
+        together = [[row[i] for row in rows if i < len(row)] + single for i in range(len(rows[0]))]
+        kinds: list[Type | None] = []
+        others: dict[int, Tensor] = {}
+        for group in together:
+            found = self._types(group, kind.name)
+            whole = None if found is None else join(found, kind.name)
+            kinds.append(whole)
+            if found is None or whole is None or not torch.is_grad_enabled():
+                continue
+            for x, each in zip(group, found, strict=True):
+                if len(each.axes) == len(whole.axes) or not differentiated(x):
+                    continue
+                if kind.in_place and x is group[0]:
+                    got = f"{text_of(x)}, {along_of(each)}, beside what varies along {names(sorted(whole.axes))}"
+                    fix = f"mc.pvary it before, or do without {kind.name}"
+                    self._refuse(kind.name, "writes what varies into a graph of what is invariant.", got, fix)
+                others[id(x)] = self.vary(x, whole.axes - each.axes, kind.name, group, found)
+        if others:
+            args, kwargs = replaced(args, others), {key: replaced(value, others) for key, value in kwargs.items()}
+        versions = [versions_of(group) for group in together]
+        result = func(*args, **kwargs)
+        if isinstance(result, (tuple, list)) and len(result) == len(together):
+            for y, whole in zip(result, kinds, strict=True):
+                if whole is not None:
+                    self._note_all(y, whole, operands)
+        elif isinstance(result, Tensor) and kinds[0] is not None:
+            self._note_all(result, kinds[0], operands)
+        for group, before, whole in zip(together, versions, kinds, strict=True):
+            if kind.name.startswith("_fused_"):  # these do not count
+                for x in group[: len(group) - len(single)]:
+                    if whole is None:
+                        self._unknown_in(x, group, kind.name)
+                    elif (mine := self.type_of(x)) is None or mine.axes != whole.axes:
+                        self._written(x, whole)
+            elif before != (now := versions_of(group)):
+                if whole is not None:
+                    self._changed(group, before, whole, kind.name)
+                    continue
+                for x, old, new in zip(group, before, now, strict=True):
+                    if old != new:
+                        self._unknown_in(x, group, kind.name)
+        return result
+
+    def _get(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
+        """A property: x.T and the like have the type of x, and so has its gradient."""
+        result = func(*args)
+        if isinstance(result, Tensor) and result is not args[0] and kind.name != "_base":
+            if kind.name == "grad" and marked(result) is not None:
+                return result
+            mine = self.type_of(args[0])
+            if mine is not None:
+                self._note(result, self._of_gradient(mine) if kind.name == "grad" else mine, (args[0],))
+        return result
+
+    def _of_gradient(self, kind: Type) -> Type:
+        """The type of the gradient of a value: what is invariant has been summed by the backward of pvary."""
+        axes = self._all - kind.axes
+        return kind.ends(axes, Origin("backward", str(call_site()))) if axes else kind
+
+    def _own_leaf(self, x: Tensor, begins: bool) -> None:
+        """What was made in the image of something that varies, and becomes a leaf, is each rank's own."""
+        if begins and not x.requires_grad and (like := made_like(x)) is not None and self.type_of(x) is not None:
+            self._note(x, join([like, self.type_of(x) or like], "requires_grad_"), (x,))
+
+    def _set(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
+        x, value = args[0], args[1] if len(args) > 1 else None
+        if kind.name == "requires_grad":
+            self._own_leaf(x, bool(value))
+        if isinstance(value, Tensor) and kind.name in ("grad", "data"):
+            mine, theirs = self.type_of(x), self.type_of(value)
+            name = f"x.{kind.name} = ..."
+            if theirs is None and mine is not None and x.requires_grad:
+                self._unknown(value, [value], name)
+            if kind.name == "grad" and mine is not None and theirs is not None and mine.axes != theirs.axes:
+                got = f"x {text_of(x)} {along_of(mine)}; the gradient {along_of(theirs)}"
+                self._refuse(name, "sets a gradient of another type than x has.", got, "leave gradients alone")
+            if kind.name == "data" and mine is not None and theirs is not None:
+                if tracked(x) and (lacks := theirs.axes - mine.axes):
+                    self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
+                result = func(*args)
+                self._note(x, theirs, (x,))
+                return result
+            if kind.name == "data":
+                self._known.pop(id(x), None)
+                unmark(x)
+        return func(*args)
+
+    def _host(self, kind: Kind, operands: Sequence[Tensor]) -> None:
+        for x in operands:
+            mine = self.type_of(x)
+            if mine is None:
+                self._unknown(x, operands, kind.name)
+            if mine.axes and not asked_in("torch.nn.init"):  # trunc_normal_ draws until all fit: a rank's own affair
+                self._refuse(
+                    kind.name,
+                    f"makes a Python value of a tensor that varies along {names(sorted(mine.axes))}.",
+                    f"{text_of(x)}, {along_of(mine)}",
+                    "reduce it first; torch.where in place of if; mc.axis_index(axis) for a rank's place",
+                )
+
+    def _dropped(self, kind: Kind, operands: Sequence[Tensor], found: Sequence[Type]) -> Type:
+        """Each rank drops its own, so the value must be its own."""
+        random = self._random(kind.name)
+        mine = join(found, kind.name)
+        same = random.axes - mine.axes
+        if same:
+            along = names(sorted(same))
+            self._refuse(
+                kind.name,
+                f"draws other numbers on each rank along {along}, along which its input is invariant.",
+                f"x {text_of(operands[0])}, {along_of(mine)}",
+                "draw alike: `with mc.rng(layout, seed=...)` or `with mc.fork_rng(axes)`; mc.pvary(x) before, if each "
+                "rank shall drop its own",
+            )
+        return random
+
+    # ------------------------------------------------------------------------------------------------- writing in place
+
+    def _changed(
+        self, operands: Sequence[Tensor], versions: Sequence[int], whole: Type, name: str, evened: bool = False
+    ) -> None:
+        """Which of the operands an operation has written into shows in their versions."""
+        for x, before, after in zip(operands, versions, versions_of(operands), strict=True):
+            if before != after:
+                mine = self.type_of(x)
+                lacks = whole.axes - mine.axes if mine is not None else frozenset()
+                if lacks and x.requires_grad and (evened or (tracked(x) and not torch.is_grad_enabled())):
+                    assert mine is not None
+                    self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
+                self._written(x, whole)
+
+    def _written(self, x: Tensor, kind: Type) -> None:
+        """Values of a type were written into ``x``."""
+        old = self.type_of(x)
+        if old is not None:
+            kind = join([kind, old], "a write in place")
+            self._note(x, kind, (x,))
+        if x._base is not None and (base := self.type_of(x._base)) is not None:
+            self._note(x._base, join([base, kind], "a write in place"))
+        self._spread(x, kind)
+
+    @staticmethod
+    def _spread(x: Tensor, kind: Type) -> None:
+        """All that shares the memory of ``x`` varies, too."""
+        if kind.axes:
+            origin = Origin("a write in place", str(call_site()))
+            write(x, Type(dict.fromkeys(kind.axes, origin)))
+
+    def _overwritten(self, x: Tensor, kind: Type) -> None:
+        """All values of ``x`` are now of a type, whatever they were."""
+        if x._base is not None:
+            self._written(x, kind)
+            if self.type_of(x) is None:
+                self._note(x, kind, (x,))
+            return
+        self._note(x, kind)
+        forget(x)
+        self._spread(x, kind)
+
+    def _make_room(self, target: Tensor, whole: Type, name: str, operands: Sequence[Tensor]) -> None:
+        """Before something that varies is written into what requires grad and is invariant: pvary of that, in place."""
+        owner = target if target._base is None else target._base
+        mine = self.type_of(owner) or self.type_of(target)
+        if mine is None or not tracked(owner):
+            return
+        missing = whole.axes - mine.axes
+        if not missing:
+            return
+        if functorch_active():
+            self._refuse(
+                name,
+                f"writes what varies along {names(sorted(missing))} into a value that is invariant, under a transform "
+                "of torch.func: no pvary can be inserted there.",
+                f"{text_of(target)}, {along_of(mine)}",
+                f"write it out of place, or mc.pvary(x, {self._names(missing)!r}) before",
+            )
+        if not self.insert:
+            self._due(target, missing, name, operands, [])
+        with self._apart(), torch.enable_grad():
+            _VaryInPlace.apply(owner, self._axis(missing))  # type: ignore[no-untyped-call]
+        self._note(owner, mine.begins(missing, Origin(name, str(call_site()))))
+
+
+class _VaryInPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return apply(rule_named("all_reduce"), g, ctx.axis, ("sum",)), None
+
+
+@at_trace_time
+def _untraceable() -> None:
+    """An exception in traced code would only break the graph; this one is raised by the compiler."""
+    fail(
+        WHERE,
+        "torch.compile cannot trace checked code.",
+        fix="check_vma=False, or `with mc.check_vma(False)` around the call and mc.mark_varying of its result; in "
+        "compiled code mc.pvary is written out",
+        kind=VaryingError,
+    )

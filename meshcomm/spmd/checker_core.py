@@ -1,0 +1,326 @@
+"""What the checker of varying types knows and says: the types of tensors, the pvarys that it has made, its errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
+
+from meshcomm._torch import (
+    functorch_active,
+    unwrap_if_dead,
+    view_again,
+    without_modes,
+)
+from meshcomm.collectives.reduce import pvary
+from meshcomm.errors import VaryingError, fail, names
+from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.operands import (
+    along_of,
+    text_of,
+    tracked,
+    version,
+)
+from meshcomm.spmd.torch_rules import Kind
+from meshcomm.spmd.vma import (
+    INVARIANT,
+    Origin,
+    Type,
+    also_written,
+    behind,
+    marked,
+    note,
+    writes,
+)
+from meshcomm.watch import Watcher, here
+
+__all__ = ["WHERE", "Core"]
+
+WHERE = "check_vma"
+_MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
+_LATELY = 64
+"""How many values a pvary is remembered for until the next backward; parameters are remembered all the time."""
+
+
+_OFTEN = 8
+"""A view with less than this part of its tensor is varied alone: the sum of the whole would send too much."""
+
+
+class Core(TorchFunctionMode):
+    """Tracks what runs on this thread while it is entered, as the part of one rank of ``mesh``."""
+
+    def __init__(self, mesh: Mesh, *, insert: bool) -> None:
+        """``insert``: a missing pvary is made; otherwise it is an error."""
+        super().__init__()
+        self.mesh, self.insert = mesh, insert
+        self._all = frozenset(mesh.axis_names)
+        self._known: dict[int, tuple[Tensor, Type]] = {}
+        self._always: OrderedDict[int, _Varied] = OrderedDict()
+        self._lately: OrderedDict[int, _Varied] = OrderedDict()
+        self._outer: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._outer.append(here.watcher)
+        here.watcher = cast(Watcher, self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        here.watcher = self._outer.pop()
+        if not self._outer:
+            self._always.clear()
+            self._lately.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is not looked at. Modes stay on: another checker may start inside."""
+        outer, here.watcher = here.watcher, None
+        try:
+            yield
+        finally:
+            here.watcher = outer
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What runs inside is not looked at, and is seen by no other mode either."""
+        with self.paused(), without_modes():
+            yield
+
+    # ------------------------------------------------------------------------------------------------- types of tensors
+
+    def know(self, x: Tensor, axes: Iterable[str], what: str) -> None:
+        """``x``, which is others' too, varies along these axes here."""
+        kind = Type(dict.fromkeys(axes, Origin(what, leaf=True))) if axes else INVARIANT
+        self._known[id(x)] = x, kind.seen(x.requires_grad)
+
+    def type_of(self, x: Tensor) -> Type | None:
+        """Along which axes ``x`` varies; None if that is unknown."""
+        kind = marked(x)
+        if kind is None:
+            known = self._known.get(id(x))
+            if known is not None:
+                kind = known[1]
+            else:
+                other = behind(x)
+                kind = None if other is None else self.type_of(other)
+                if kind is None:
+                    return None
+        if not kind.axes <= self._all:  # over another mesh, whose axes lie anyhow
+            return None
+        return self._with_writes(x, kind) if writes.any else kind
+
+    def _with_writes(self, x: Tensor, kind: Type) -> Type | None:
+        """Its type, noted as ``kind``, with what was written into its storage through other tensors."""
+        whole = also_written(x, kind)
+        if isinstance(whole, Origin):
+            return None
+        if whole is not kind and tracked(x) and torch.is_grad_enabled():
+            base = x._base
+            lacks = whole.axes - kind.axes if base is None else whole.axes - (marked(base) or kind).axes
+            if lacks:
+                self._out_of_graph(x, kind, lacks, str(whole.since[min(lacks)]))
+        return whole
+
+    def _out_of_graph(self, x: Tensor, kind: Type, axes: frozenset[str], by: str) -> NoReturn:
+        self._refuse(
+            f"a write into {text_of(x)}",
+            f"that varies along {names(sorted(axes))} went past the graph of a value that requires grad and is "
+            "invariant: its gradient would be one rank's part.",
+            f"{by}; the value {along_of(kind)}",
+            f"mc.pvary(x, {self._names(axes)!r}) before, or write into x itself, not through .detach() or .data",
+        )
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, evened: bool) -> Any:
+        """Call it; with a pvary in place of an operand, it must not write into that."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not evened or "Output 0 of Pvary is a view" not in str(error):
+                raise
+            what = "changes an operand in place that requires grad and is invariant, where others vary."
+            self._refuse(name, what, str(error).split(". ")[0], "pvary the operand before, or do it out of place")
+
+    def _note(self, x: Tensor, kind: Type, of: Sequence[Tensor] = ()) -> None:
+        """Note a type; ``of``: what was there before, of which ``x`` may be a view."""
+        if self._known:
+            self._known.pop(id(x), None)
+        note(x, kind, self._known, of)
+
+    def _note_all(self, result: Any, kind: Type, but: Sequence[Tensor] = ()) -> None:
+        """Note the type of every tensor in a result that is none of those that were given."""
+        if isinstance(result, Tensor):
+            for x in but:
+                if result is x:
+                    return
+            self._note(result, kind, but)
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self._note_all(part, kind, but)
+
+    def drawn(self, x: Tensor) -> None:
+        """Note that ``x`` was drawn at random."""
+        with without_modes():
+            self._note(x, self._random("random numbers"))
+
+    def _random(self, name: str) -> Type:
+        axes = self._all if here.draws_along is None else here.draws_along & self._all
+        return Type(dict.fromkeys(axes, Origin(name, str(call_site())))) if axes else INVARIANT
+
+    def whole(self, where: str, x: Any, label: str) -> None:
+        """Refuse a tensor that varies at all."""
+        with without_modes():
+            self._whole(where, x, label)
+
+    def _whole(self, where: str, x: Any, label: str) -> None:
+        kind = self.type_of(x)
+        if kind is None:
+            self._unknown(x, [x], where)
+        if kind.axes:
+            what = f"takes global tensors, and {label} varies along {names(sorted(kind.axes))}."
+            self._refuse(where, what, f"{text_of(x)}, {along_of(kind)}", "call it with what is the same on every rank")
+
+    def made_whole(self, x: Tensor, what: str) -> None:
+        """Note that ``x`` is invariant along all axes."""
+        with without_modes():
+            self._note(x, INVARIANT.ends(self._all, Origin(what, str(call_site()))))
+
+    def _backward(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A backward pass."""
+        raise NotImplementedError
+
+    def host_value(self, what: str) -> None:
+        """Refuse a rank's place as a Python number."""
+        fail(
+            WHERE,
+            f"{what} is a Python number that differs between ranks: nobody could see what varies with it.",
+            got=f"at {call_site()}; mesh {self.mesh.shape}",
+            fix="mc.axis_index(axis), a tensor that varies; torch.where in place of if",
+            kind=VaryingError,
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ pvary
+
+    def vary(
+        self, x: Tensor, axes: frozenset[str], name: str, operands: Sequence[Tensor] = (), found: Sequence[Type] = ()
+    ) -> Tensor:
+        """pvary of ``x``: the one that was made before, if ``x`` is what it was then."""
+        if not self.insert:
+            self._due(x, axes, name, operands, found)
+        mine = self.type_of(x)
+        assert mine is not None
+        entry = self._remembered(x)
+        made = entry.by.get(axes)
+        if made is not None and unwrap_if_dead(made) is made:
+            return made
+        base = x._base
+        if base is not None and self._stands_for(base, x, mine):
+            y = view_again(x, self.vary(base, axes, name, operands, found))
+        else:
+            with self._apart():
+                y = pvary(x, self._names(axes), mesh=self.mesh)
+        self._note(y, mine.begins(axes, Origin(name, str(call_site()))))
+        entry.by[axes] = y
+        return y
+
+    def _stands_for(self, base: Tensor, x: Tensor, mine: Type) -> bool:
+        """Whether to vary ``base`` in place of its view ``x``, so that all views of it, such as the parts of one
+        weight, cost one sum.
+        """
+        if not base.requires_grad or functorch_active() or _OFTEN * x.numel() < base.numel():
+            return False
+        whole = self.type_of(base)
+        return whole is not None and whole.axes == mine.axes
+
+    def _remembered(self, x: Tensor) -> _Varied:
+        if isinstance(x, Parameter) or id(x) in self._known:
+            store: OrderedDict[int, _Varied] = self._always
+        else:  # it may have ended for everybody else
+            store = self._lately
+        entry = store.get(id(x))
+        if entry is None or entry.x is not x or entry.version != version(x):
+            entry = store[id(x)] = _Varied(x)
+        store.move_to_end(id(x))
+        if len(self._lately) > _LATELY:
+            self._lately.popitem(last=False)
+        return entry
+
+    def _names(self, axes: frozenset[str]) -> AxisName:
+        ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)
+        return ordered[0] if len(ordered) == 1 else ordered
+
+    def _axis(self, axes: frozenset[str]) -> Axis:
+        return self.mesh.axis(self._names(axes), WHERE)
+
+    # ----------------------------------------------------------------------------------------------------------- errors
+
+    def _refuse(self, name: str, what: str, got: str, fix: str) -> NoReturn:
+        parts = [got] if got else []
+        parts.append(f"mesh {self.mesh.shape}")
+        fail(WHERE, f"{name} at {call_site()} {what}", got="; ".join(parts), fix=fix, kind=VaryingError)
+
+    def _unknown(self, x: Tensor, operands: Sequence[Tensor], name: str) -> NoReturn:
+        place = next((i for i, y in enumerate(operands) if y is x), 0)
+        grad = ", requires grad" if x.requires_grad else ""
+        fix = f"{_MARK}; or make it, or pass it, where it is seen"
+        if isinstance(x, Parameter):
+            fix = (
+                "mc.mark_varying(module, axes) of the module that it is a parameter of, () for what is the same on all"
+            )
+        what, got = "a tensor that was made out of sight", f"operand {place}, {text_of(x)}{grad}"
+        if (kind := marked(x)) is not None:
+            if isinstance(written := also_written(x, kind), Origin):
+                what = f"a tensor into which {written} wrote one that was made out of sight"
+            elif foreign := sorted(kind.axes - self._all):
+                what = f"a tensor that varies along {names(foreign)} of another mesh"
+        self._refuse(name, f"takes {what}: along which axes it varies is unknown.", got, fix)
+
+    def _from_nowhere(self, x: Tensor, name: str) -> NoReturn:
+        node = type(x.grad_fn).__name__
+        self._refuse(
+            name,
+            f"takes the result of a custom autograd function, {node}, that was called out of sight.",
+            f"{text_of(x)}",
+            "call it as MyFunction.apply(...), not through a name that `apply` was bound to before; or "
+            "mc.mark_varying(its result, axes), after mc.pvary of its inputs",
+        )
+
+    def _due(
+        self,
+        x: Tensor,
+        axes: frozenset[str],
+        name: str,
+        operands: Sequence[Tensor],
+        found: Sequence[Type],
+    ) -> NoReturn:
+        """A pvary is missing."""
+        along = names(sorted(axes))
+        place = next((f"operand {i}" for i, y in enumerate(operands) if y is x), "x")
+        others = [
+            f"operand {i}, {text_of(y)}, {along_of(kind)}"
+            for i, (y, kind) in enumerate(zip(operands, found, strict=False))
+            if kind.axes & axes
+        ]
+        mine = self.type_of(x) or INVARIANT
+        self._refuse(
+            name,
+            f"takes a value that requires grad and is invariant along {along}, where others vary: a pvary is missing.",
+            "; ".join([f"{place}, {text_of(x)}, {along_of(mine)}", *others[:2]]),
+            f"mc.pvary({place}, {self._names(axes)!r}) before; check_vma=True inserts it",
+        )
+
+
+class _Varied:
+    """What pvary made of a tensor, by axes."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.version = x, version(x)
+        self.by: dict[frozenset[str], Tensor] = {}
