@@ -36,9 +36,7 @@ import meshcomm as mc
 from benchmarks import plots
 from benchmarks.overhead import Budget, machine, print_budgets, print_table
 from benchmarks.tracked import Tracked
-from meshcomm.parallel.ddp import data_parallel
-from meshcomm.parallel.fsdp_module import fully_shard
-from meshcomm.parallel.tensor import tensor_parallel
+from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
 
 RANKS = 8
 PLAIN = "one rank"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import meshcomm as mc
 from meshcomm.helpers.process import is_distributed, world_size
-from meshcomm.parallel.ddp import data_parallel, join, no_sync
+from meshcomm.parallel import data_parallel, join, no_sync
 
 STEPS, B, D = 5, 8, 16
 

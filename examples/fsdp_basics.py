@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import meshcomm as mc
-from meshcomm.parallel import fsdp
-from meshcomm.parallel.fsdp_module import fully_shard
-from meshcomm.parallel.fsdp_state import clip_grad_norm, counts, full_state_dict, pieces
+from meshcomm.parallel import clip_grad_norm, counts, fsdp, fully_shard, pieces
+from meshcomm.parallel.fsdp_state import full_state_dict
 
 RANKS, WIDTH, LAYERS, ROWS, STEPS = 4, 64, 4, 32, 5
 

@@ -19,9 +19,7 @@ from issued import issued, said
 from torch import Tensor, nn
 
 import meshcomm as mc
-from meshcomm.parallel.ddp import data_parallel
-from meshcomm.parallel.tensor import Column, tensor_parallel, whole_parameters
-from meshcomm.parallel.tensor_functions import vocab_cross_entropy
+from meshcomm.parallel import Column, data_parallel, tensor_parallel, vocab_cross_entropy, whole_parameters
 
 STEPS, B, S, D, H, V, LAYERS = 5, 4, 32, 32, 4, 256, 2
 TEXT = (__doc__ or "").encode()

@@ -69,7 +69,7 @@ def sync_batch_norm(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.batch_norm import sync_batch_norm
+        >>> from meshcomm.parallel import sync_batch_norm
         >>> mesh = mc.make_mesh({"dp": 2})
         >>> def normed():
         ...     return sync_batch_norm(torch.tensor([[2.0 * mesh.rank]]), "dp", eps=0.0, mesh=mesh).item()
@@ -197,7 +197,7 @@ def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.batch_norm import convert_batch_norm
+        >>> from meshcomm.parallel import convert_batch_norm
         >>> mesh = mc.make_mesh({"dp": 2})
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         >>> mc.launch(lambda: type(convert_batch_norm(model, "dp", mesh=mesh)[1]).__name__, ranks=2)

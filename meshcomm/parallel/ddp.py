@@ -98,7 +98,7 @@ def data_parallel(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.ddp import data_parallel
+        >>> from meshcomm.parallel import data_parallel
         >>> mesh = mc.make_mesh({"dp": 2})
         >>> def step():
         ...     model = data_parallel(torch.nn.Linear(1, 1, bias=False), "dp", grads="mean", mesh=mesh)
@@ -153,7 +153,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.ddp import data_parallel, no_sync
+        >>> from meshcomm.parallel import data_parallel, no_sync
         >>> mesh = mc.make_mesh({"dp": 2})
         >>> def step():
         ...     model = data_parallel(torch.nn.Linear(1, 1, bias=False), "dp", grads="sum", mesh=mesh)
@@ -208,7 +208,7 @@ def join(module: nn.Module, step: Callable[[], object] | None = None) -> Iterato
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.ddp import data_parallel, join
+        >>> from meshcomm.parallel import data_parallel, join
         >>> mesh = mc.make_mesh({"dp": 2})
         >>> def train():
         ...     model = data_parallel(torch.nn.Linear(1, 1, bias=False), "dp", grads="sum", mesh=mesh)

@@ -123,7 +123,7 @@ def fully_shard(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> from meshcomm.parallel import fully_shard
         >>> mesh = mc.make_mesh({"fsdp": 2})
         >>> def main():
         ...     model = fully_shard(torch.nn.Linear(8, 2, bias=False), "fsdp", grads="mean", mesh=mesh)

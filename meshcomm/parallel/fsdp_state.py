@@ -61,8 +61,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.fsdp_module import fully_shard
-        >>> from meshcomm.parallel.fsdp_state import counts, no_sync
+        >>> from meshcomm.parallel import fully_shard
+        >>> from meshcomm.parallel import counts, no_sync
         >>> mesh = mc.make_mesh({"fsdp": 2})
         >>> def main():
         ...     model = fully_shard(torch.nn.Linear(8, 1), "fsdp", grads="mean", mesh=mesh)
@@ -127,8 +127,8 @@ def pieces(module: nn.Module) -> dict[str, Piece]:
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.fsdp_module import fully_shard
-        >>> from meshcomm.parallel.fsdp_state import pieces
+        >>> from meshcomm.parallel import fully_shard
+        >>> from meshcomm.parallel import pieces
         >>> mesh = mc.make_mesh({"fsdp": 2})
         >>> mc.launch(
         ...     lambda: pieces(fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh))["weight"], ranks=2
@@ -159,7 +159,7 @@ def full_state_dict(module: nn.Module, *, cpu: bool = False) -> dict[str, Any]:
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> from meshcomm.parallel import fully_shard
         >>> from meshcomm.parallel.fsdp_state import full_state_dict
         >>> mesh = mc.make_mesh({"fsdp": 2})
         >>> def main():
@@ -199,7 +199,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.fsdp_module import fully_shard
+        >>> from meshcomm.parallel import fully_shard
         >>> from meshcomm.parallel.fsdp_state import full_state_dict, load_full_state_dict
         >>> mesh = mc.make_mesh({"fsdp": 2})
         >>> def main():
@@ -260,8 +260,8 @@ def clip_grad_norm(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.fsdp_module import fully_shard
-        >>> from meshcomm.parallel.fsdp_state import clip_grad_norm
+        >>> from meshcomm.parallel import fully_shard
+        >>> from meshcomm.parallel import clip_grad_norm
         >>> mesh = mc.make_mesh({"fsdp": 2})
         >>> def main():
         ...     model = fully_shard(torch.nn.Linear(16, 1, bias=False), "fsdp", grads="mean", mesh=mesh)

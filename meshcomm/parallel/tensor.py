@@ -105,7 +105,7 @@ def tensor_parallel(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor import tensor_parallel
+        >>> from meshcomm.parallel import tensor_parallel
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> def program():
         ...     mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
@@ -154,7 +154,7 @@ def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor import tensor_parallel, whole_parameters
+        >>> from meshcomm.parallel import tensor_parallel, whole_parameters
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> def program():
         ...     layer = torch.nn.Sequential(torch.nn.Linear(4, 8))

@@ -49,7 +49,7 @@ def enter(x: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | Non
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import enter
+        >>> from meshcomm.parallel import enter
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> x = torch.tensor([[1.0], [2.0]])
         >>> mc.launch(lambda: enter(x[mesh.rank][None], "tp", sequence=True, mesh=mesh).tolist(), ranks=2)
@@ -84,7 +84,7 @@ def leave(y: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | Non
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import leave
+        >>> from meshcomm.parallel import leave
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> mc.launch(lambda: leave(torch.ones(1), "tp", mesh=mesh).tolist(), ranks=2)
         [[2.0], [2.0]]
@@ -140,7 +140,7 @@ def column_linear(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import column_linear
+        >>> from meshcomm.parallel import column_linear
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> w = torch.tensor([[1.0], [2.0]])
         >>> mc.launch(lambda: column_linear(torch.ones(1), w[mesh.rank][None], axis="tp", mesh=mesh).tolist(), ranks=2)
@@ -188,7 +188,7 @@ def row_linear(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import row_linear
+        >>> from meshcomm.parallel import row_linear
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> x, w = torch.tensor([1.0, 2.0]), torch.tensor([[10.0, 100.0]])
         >>> def program():
@@ -254,7 +254,7 @@ def vocab_embedding(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import vocab_embedding
+        >>> from meshcomm.parallel import vocab_embedding
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> table = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
         >>> def look_up():
@@ -329,7 +329,7 @@ def vocab_cross_entropy(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import vocab_cross_entropy
+        >>> from meshcomm.parallel import vocab_cross_entropy
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
         >>> def loss():
@@ -399,7 +399,7 @@ def heads_of(weight: Tensor, heads: int, *, axis: AxisName, mesh: Mesh | None = 
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import heads_of
+        >>> from meshcomm.parallel import heads_of
         >>> mesh = mc.make_mesh({"tp": 4})
         >>> mc.launch(lambda: heads_of(torch.tensor([1.0, 2.0]), 2, axis="tp", mesh=mesh).item(), ranks=4)
         [1.0, 1.0, 2.0, 2.0]
@@ -463,7 +463,7 @@ def parallel_attention(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import parallel_attention
+        >>> from meshcomm.parallel import parallel_attention
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> def attend():
         ...     w = torch.eye(4).chunk(2)[mesh.rank]  # two heads of length two
@@ -530,7 +530,7 @@ def sequence_layer_norm(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import sequence_layer_norm
+        >>> from meshcomm.parallel import sequence_layer_norm
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> mc.launch(lambda: sequence_layer_norm(torch.tensor([[1.0, 3.0]]), axis="tp", eps=0, mesh=mesh).tolist(), 2)
         [[[-1.0, 1.0]], [[-1.0, 1.0]]]
@@ -566,7 +566,7 @@ def sequence_rms_norm(
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.tensor_functions import sequence_rms_norm
+        >>> from meshcomm.parallel import sequence_rms_norm
         >>> mesh = mc.make_mesh({"tp": 2})
         >>> mc.launch(lambda: sequence_rms_norm(torch.tensor([[2.0, 2.0]]), axis="tp", mesh=mesh).tolist(), ranks=2)
         [[[1.0, 1.0]], [[1.0, 1.0]]]
