@@ -226,9 +226,6 @@ def test_the_check_finds_private_names() -> None:
 FORMATS = {
     "meshcomm.mesh": {"torch.distributed.device_mesh"},
     "meshcomm.layout.dtensor": {"torch.distributed.device_mesh", "torch.distributed.tensor"},
-    "meshcomm.parallel.checkpoint": {
-        "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner",
-    },
     "meshcomm.parallel.checkpoint_files": {
         f"torch.distributed.checkpoint.{name}"
         for name in ("default_planner", "filesystem", "metadata", "planner", "planner_helpers", "storage")

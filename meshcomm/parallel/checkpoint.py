@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.serialization import get_crc32_options
 
 from meshcomm.collectives import check
@@ -23,7 +21,16 @@ from meshcomm.errors import MeshError, fail
 from meshcomm.helpers.objects import broadcast_object, gather_object, scatter_object
 from meshcomm.helpers.parcels import FIX, Courier
 from meshcomm.mesh import Axis, Mesh, current_mesh, make_mesh
-from meshcomm.parallel.checkpoint_files import Planner, Reader, Root, Writer, global_plan, local_plan
+from meshcomm.parallel.checkpoint_files import (
+    Metadata,
+    Planner,
+    Reader,
+    Root,
+    SavePlan,
+    Writer,
+    global_plan,
+    local_plan,
+)
 from meshcomm.parallel.checkpoint_parts import Entries, collect, plain_problem, state_names
 from meshcomm.parallel.checkpoint_state import Restoring, random_states, set_random_states
 

@@ -39,7 +39,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from meshcomm.errors import fail, shape_text
 from meshcomm.parallel.checkpoint_parts import Box, Entries, Path, Spread
 
-__all__ = ["Planner", "Reader", "Root", "Writer", "global_plan", "local_plan", "read_metadata"]
+__all__ = [
+    "Metadata", "Planner", "Reader", "Root", "SavePlan", "Writer", "global_plan", "local_plan", "read_metadata",
+]  # fmt: skip
 
 _TABLE = ".metadata"
 _FINISHED = re.compile(r"step-(\d+)\Z")
