@@ -144,7 +144,7 @@ class Core(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            if not evened or "Output 0 of Pvary is a view" not in str(error):
+            if not evened or "Output 0 of Pvary" not in str(error):
                 raise
             what = "changes an operand in place that requires grad and is invariant, where others vary."
             self._refuse(name, what, str(error).split(". ")[0], "pvary the operand before, or do it out of place")
