@@ -36,7 +36,8 @@ import meshcomm as mc
 from meshcomm.parallel.checkpoint import full_state_dict, latest, load, save
 from meshcomm.parallel.checkpoint_parts import Place
 from meshcomm.parallel.ddp import data_parallel
-from meshcomm.parallel.fsdp_module import fully_shard, pieces
+from meshcomm.parallel.fsdp_module import fully_shard
+from meshcomm.parallel.fsdp_state import pieces
 from meshcomm.parallel.tensor import Column, tensor_parallel
 from meshcomm.runtime.workers import WorkerPool
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshcomm.errors import MeshError, fail, names, shape_text
-from meshcomm.parallel.fsdp_module import Piece, pieces
+from meshcomm.parallel.fsdp_state import Piece, pieces
 
 __all__ = [
     "Box", "Entries", "Named", "Path", "Place", "Spread", "collect", "named", "optimizer_names", "optimizer_path",

@@ -20,30 +20,11 @@ from meshcomm.collectives.reduce import broadcast
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.flat import Layout
-from meshcomm.parallel.fsdp_groups import Counts, Door, Group, Policy, Slot
-from meshcomm.parallel.fsdp_state import (
-    Piece,
-    all_matched,
-    clip_grad_norm,
-    counts,
-    full_state_dict,
-    load_full_state_dict,
-    no_sync,
-    pieces,
-)
+from meshcomm.parallel.fsdp_groups import Door, Group, Policy, Slot
+from meshcomm.parallel.fsdp_state import all_matched
 from meshcomm.parallel.fsdp_units import Sharded, Unit, is_sharded, register
 
-__all__ = [
-    "Counts",
-    "Piece",
-    "clip_grad_norm",
-    "counts",
-    "full_state_dict",
-    "fully_shard",
-    "load_full_state_dict",
-    "no_sync",
-    "pieces",
-]
+__all__ = ["fully_shard"]
 
 M = TypeVar("M", bound=nn.Module)
 Choice = str | type[nn.Module] | nn.Module

@@ -194,7 +194,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
     Cost: none.
 
     Raises:
-        MeshError: the module is not sharded; a parameter of another shape.
+        MeshError: the module is not sharded; no mapping; a parameter of another shape.
         RuntimeError: missing or unexpected names, if ``strict``.
 
     Example:
@@ -211,6 +211,10 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
     """
     where = "load_full_state_dict"
     owner = owner_of(where, module)
+    if not isinstance(state, Mapping):
+        what = f"state is no mapping but {type(state).__name__}."
+        fix = "the whole state_dict on every rank; what is on one rank alone goes through mc.broadcast_object"
+        fail(where, what, fix=fix)
     aliases = _aliases(module)
     rest = dict(state)
     own = module.state_dict()
