@@ -25,6 +25,7 @@ from meshcomm.runtime.scheduler import carry_over, current_rank
 from meshcomm.runtime.scheduler import local as _ranks
 from meshcomm.runtime.solo import SoloLink
 from meshcomm.runtime.traced import TracedLink
+from meshcomm.runtime.wrapped import bare
 
 __all__ = ["Axis", "AxisName", "Mesh", "axis_with_key", "current_mesh", "make_mesh", "mesh_with_key", "use_mesh"]
 
@@ -83,7 +84,7 @@ class Axis:
         """
         if self.is_traced:
             return self
-        link = self.link
+        link: Any = bare(self.link)
         if isinstance(link, ProcessLink):
             link = cast(Link, TracedLink(link))  # what goes to or from one rank is not traced
         return Axis(self.mesh, self.name, self.ranks, self.index, link, index_tensor)

@@ -33,6 +33,7 @@ from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.inprocess import InProcessLink
 from meshcomm.runtime.pending import Pending, then
 from meshcomm.runtime.protocol import Note
+from meshcomm.runtime.wrapped import bare
 
 __all__ = ["Rule", "apply", "refuse_in_process", "rule_named", "start"]
 
@@ -248,7 +249,7 @@ _finish: Any = super(Function, _Finish).apply  # under a transform too: see `Rul
 
 def refuse_in_process(name: str, axis: Axis) -> None:
     """Compiled code runs without the change-overs that in-process ranks need."""
-    if isinstance(axis.link, InProcessLink):
+    if isinstance(bare(axis.link), InProcessLink):
         fail(
             name,
             "torch.compile does not work on in-process ranks.",
