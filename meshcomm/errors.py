@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
-__all__ = ["CommError", "MeshError", "VaryingError", "fail", "names", "shape_text", "text"]
+__all__ = [
+    "CommError",
+    "MeshError",
+    "VaryingError",
+    "fail",
+    "held",
+    "is_held",
+    "likely",
+    "listeners",
+    "names",
+    "shape_text",
+    "text",
+]
 
 
 class MeshError(ValueError):
@@ -34,14 +50,56 @@ def text(where: str, what: str, *, got: str = "", fix: str = "") -> str:
     return "\n".join(lines)
 
 
+listeners: list[Callable[[str], object]] = []
+"""Who is told of the calls that are refused: the guard."""
+
+
+class _Held(threading.local):
+    depth = 0
+
+
+_held = _Held()
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """What is refused in here is caught and handled: the other ranks need not know, or are told otherwise."""
+    _held.depth += 1
+    try:
+        yield
+    finally:
+        _held.depth -= 1
+
+
+def is_held() -> bool:
+    """Whether nobody is told."""
+    return _held.depth > 0
+
+
 def fail(where: str, what: str, *, got: str = "", fix: str = "", kind: type[Exception] = MeshError) -> NoReturn:
     """Raise ``kind`` with the house's text."""
-    raise kind(text(where, what, got=got, fix=fix)) from None
+    message = text(where, what, got=got, fix=fix)
+    if listeners and kind is MeshError and not _held.depth:
+        for listener in listeners:
+            listener(message)
+    raise kind(message) from None
 
 
 def names(items: Iterable[object]) -> str:
     """``'a', 'b', 'c'``: a list of known names for an error."""
     return ", ".join(repr(item) for item in items)
+
+
+def likely(given: object, known: Iterable[str]) -> str:
+    """``; did you mean 'tp'?``, if a known name is near; what its letters are, if they only look like those of one."""
+    if not isinstance(given, str):
+        return ""
+    lower = {name.lower(): name for name in known}
+    odd = next((letter for letter in given if not letter.isascii()), None)
+    if odd is not None and all(name.isascii() for name in lower):
+        return f"; {odd!r} is {unicodedata.name(odd, f'U+{ord(odd):04X}')}"
+    near = difflib.get_close_matches(given.lower(), lower, 1)
+    return f"; did you mean {lower[near[0]]!r}?" if near else ""
 
 
 _SHORT = {

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from meshcomm.errors import fail, names, shape_text
+from meshcomm.errors import MeshError, fail, is_held, names, shape_text, text
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 
 __all__ = [
-    "axis_of", "checked_dim", "checked_index", "checked_perm", "checked_sizes", "even", "explain", "mesh_of",
-    "no_gradient", "own", "reducible", "slices", "tensor", "total", "whole_number",
+    "apart", "are_lengths", "axis_of", "checked_dim", "checked_index", "checked_perm", "checked_sizes", "even",
+    "explain", "mesh_of", "no_gradient", "own", "reducible", "slices", "tensor", "total", "whole_number",
 ]  # fmt: skip
 
 _INTS = (
@@ -42,7 +44,10 @@ def explain(where: str, what: str, axis: Axis, *, x: Tensor | None = None, got: 
         parts.append(f"x {shape_text(x.dtype, x.shape)}")
     at = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
     parts += [f"mesh {axis.mesh.shape}", f"at {at}"]
-    fail(where, what, got="; ".join(parts), fix=fix)
+    message = text(where, what, got="; ".join(parts), fix=fix)
+    if not (torch.compiler.is_compiling() or is_held()):
+        axis.link.refuse(where, message.split("\n", 1)[0], axis)
+    raise MeshError(message) from None
 
 
 def mesh_of(where: str, name: AxisName, mesh: Mesh | None) -> Mesh:
@@ -94,12 +99,21 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
 
 def _odd_tensor(where: str, x: object, axis: Axis, name: str) -> None:
     if not isinstance(x, Tensor):
-        explain(
-            where, f"{name} is not a tensor but {type(x).__name__}.", axis, fix="pass a tensor or a pytree of tensors"
-        )
+        explain(where, f"{name} is not a tensor but {type(x).__name__}.", axis, fix=_made_of(x))
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
         fix = "pass .to_local()" if hasattr(x, "to_local") else "pass a plain tensor"
         explain(where, f"{name} is a {type(x).__name__}, whose data is not one dense tensor.", axis, fix=fix)
+
+
+def _made_of(x: object) -> str:
+    """How what is no tensor becomes one, in the words for what it is."""
+    if isinstance(x, Iterator):
+        return "list(...) of it, a pytree"
+    if hasattr(x, "__array__"):
+        return "torch.as_tensor(...) of it"
+    if hasattr(x, "parameters"):
+        return "list(module.parameters()), or its state_dict()"
+    return "wait for it first" if hasattr(x, "wait") else "pass a tensor or a pytree of tensors"
 
 
 def reducible(where: str, x: Tensor, op: str, axis: Axis) -> None:
@@ -125,15 +139,18 @@ def _cast(op: str, dtype: torch.dtype) -> str:
 
 
 def whole_number(value: object) -> bool:
-    """An int, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """An int, one of numpy's too, and not a bool."""
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    return isinstance(value, Integral)
 
 
 def checked_dim(where: str, x: Tensor, dim: int, axis: Axis, name: str = "dim") -> int:
     """``dim`` counted from the front."""
     if not whole_number(dim) or not -x.ndim <= dim < x.ndim:
-        explain(where, f"{name}={dim!r} is not a dim of x.", axis, x=x, fix=f"an int from {-x.ndim} to {x.ndim - 1}")
-    return dim % x.ndim
+        fix = f"an int from {-x.ndim} to {x.ndim - 1}" if x.ndim else "x has none: x.reshape(1)"
+        explain(where, f"{name}={dim!r} is not a dim of x.", axis, x=x, fix=fix)
+    return int(dim) % x.ndim
 
 
 def checked_index(where: str, value: int, axis: Axis, name: str) -> int:
@@ -145,7 +162,7 @@ def checked_index(where: str, value: int, axis: Axis, name: str) -> int:
             axis,
             fix=f"an int from 0 to {axis.size - 1}; it is an index along the axis, not a global rank",
         )
-    return value
+    return int(value)
 
 
 def even(where: str, x: Tensor, dim: int, axis: Axis, extra: str = ", or pass sizes=") -> None:
@@ -174,18 +191,26 @@ def checked_sizes(where: str, sizes: Sequence[int] | None, axis: Axis, name: str
     """One length per index of the axis."""
     if sizes is None:
         return None
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not all(whole_number(s) and s >= 0 for s in sizes):
-        explain(
-            where, f"{name}={sizes!r} is not a list of lengths.", axis, fix="one non-negative int per index of the axis"
-        )
+    if not are_lengths(sizes) or sum(sizes) >= 2**63:
+        fix = "one non-negative int per index of the axis, below 2**63 in all"
+        fix += "; sizes.tolist()" if hasattr(sizes, "tolist") else ""
+        explain(where, f"{name}={sizes!r} is not a list of lengths.", axis, fix=fix)
     if len(sizes) != axis.size:
         explain(
             where,
             f"{name} has {len(sizes)} lengths, axis {axis.name!r} has size {axis.size}.",
             axis,
             got=f"{name}={sizes!r}",
+            fix="one length per index of the axis, the same list on every rank",
         )
-    return tuple(sizes)
+    return tuple(map(int, sizes))
+
+
+def are_lengths(shape: object) -> bool:
+    """A sequence of non-negative ints, which neither a string nor bytes are."""
+    if not isinstance(shape, Sequence) or isinstance(shape, (str, bytes, bytearray)):
+        return False
+    return all(whole_number(length) and length >= 0 for length in shape)
 
 
 def total(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, name: str = "sizes") -> None:
@@ -197,6 +222,7 @@ def total(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, nam
             axis,
             x=x,
             got=f"{name}={tuple(sizes)}",
+            fix=f"lengths that sum to {x.shape[dim]}",
         )
 
 
@@ -209,16 +235,19 @@ def own(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, name:
             axis,
             x=x,
             got=f"{name}={tuple(sizes)}",
+            fix="the length of the dim on each index, the same list on every rank",
         )
 
 
 def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tuple[tuple[int, int], ...]:
     """Pairs of indices along the axis, with no source and no destination twice."""
-    try:
-        pairs: list[Any] = [tuple(pair) for pair in perm]
+    fix = "perm is a list of (source, destination) indices along the axis"
+    fix += ": list(perm.items())" if isinstance(perm, Mapping) else ""
+    try:  # of pairs without end the first that are too many tell enough
+        given = () if isinstance(perm, Mapping) else itertools.islice(perm, axis.size + 1)
+        pairs: list[Any] = [()] if isinstance(perm, Mapping) else [tuple(pair) for pair in given]
     except TypeError:
         pairs = [()]
-    fix = "perm is a list of (source, destination) indices along the axis"
     for pair in pairs:
         if len(pair) != 2 or not all(whole_number(index) for index in pair):
             explain(where, f"perm={perm!r} is not made of pairs of ints.", axis, fix=fix)
@@ -233,7 +262,16 @@ def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tup
             explain(
                 where, f"{name} {twice} stands twice in perm.", axis, got=f"perm={pairs}", fix=f"name each {name} once"
             )
-    return tuple(pairs)
+    return tuple((int(source), int(destination)) for source, destination in pairs)
+
+
+def apart(where: str, axis: Axis, other: Axis, name: str) -> None:
+    """Two axes have no part in common."""
+    theirs = other.name if isinstance(other.name, tuple) else (other.name,)
+    both = [part for part in (axis.name if isinstance(axis.name, tuple) else (axis.name,)) if part in theirs]
+    if both:
+        what = f"axis {axis.name!r} and {name} {other.name!r} have {names(both)} in common."
+        explain(where, what, axis, fix="each axis of the mesh in one of them")
 
 
 def no_gradient(where: str, x: Tensor, axis: Axis, instead: str) -> None:

@@ -39,6 +39,9 @@ class PacketLink:
         """The caller does."""
         return False
 
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """Nobody is told; those who wait find out when their time is up."""
+
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Traced tensors were checked before."""
         return None

@@ -71,6 +71,9 @@ class Link(Protocol):
     def announce(self, note: Note) -> None:
         """Say what the next primitive belongs to."""
 
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """This rank does not make the call ``where`` that the others may make, for it was wrong: tell who waits."""
+
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Why tensors on ``device`` cannot be moved (``strict``: without a detour over another one), or None."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from meshcomm.errors import fail
 from meshcomm.runtime.launchers import CHOICES, LOOPBACK, Launcher
 
-__all__ = ["Request", "duration", "host_port"]
+__all__ = ["GUARD", "Request", "duration", "guard_wanted", "host_port"]
+
+GUARD = "MESHCOMM_GUARD"
+"""The variable of the environment that is 1 where ranks shall compare their calls."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Request:
     store: Store | None = None
     port: int | None = None
     timeout: timedelta | None = None
+    guard: bool | None = None
 
     @staticmethod
     def checked(
@@ -38,6 +42,7 @@ class Request:
         store: Store | None,
         port: int | None,
         timeout: float | timedelta | None,
+        guard: bool | None,
     ) -> Request:
         """The request, if each argument is one that can be meant and they do not contradict each other."""
         if init_method == "env://":
@@ -51,6 +56,7 @@ class Request:
             store,
             _count("port", port, 1, 65535),
             duration("init", timeout),
+            _switch("guard", guard),
         )
         request._check_together()
         return request
@@ -107,13 +113,33 @@ def _count(name: str, value: int | None, low: int, high: int | None = None) -> i
     return value
 
 
+def _switch(name: str, value: bool | None) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        fail("init", f"{name} must be True, False or None.", got=repr(value))
+    return value
+
+
+def guard_wanted(value: bool | None) -> bool:
+    """``value``, or what the environment says."""
+    if value is not None:
+        return value
+    found = os.environ.get(GUARD, "0")
+    if found not in ("", "0", "1"):
+        fail("init", f"{GUARD}={found!r} is not known.", fix="0 or 1, equal in all processes")
+    return found == "1"
+
+
+_LONGEST = timedelta(days=10_000).total_seconds()
+"""What clocks of every kind can still count."""
+
+
 def duration(where: str, timeout: float | timedelta | None) -> timedelta | None:
     """A time-out as a timedelta, in whichever of its forms it was given."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     good = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not good or not math.isfinite(seconds) or seconds <= 0:
+    if not good or not 0 < seconds <= _LONGEST:
         fail(where, "timeout must be a positive number of seconds, or a timedelta.", got=repr(timeout))
     return timedelta(seconds=seconds)
 

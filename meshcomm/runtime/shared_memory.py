@@ -32,6 +32,9 @@ __all__ = [
     "GONE",
     "HERE",
     "LEAVING",
+    "NOTE",
+    "NOTES",
+    "NOTE_RING",
     "PAGE",
     "READERS",
     "STATE",
@@ -291,7 +294,10 @@ _DIRECTORY = PAGE // 8
 _BOXES = 2 * PAGE
 """Where the boxes begin; before them lie pairs of key and place."""
 _MOST_BOXES = 1000
-_ARENA = 8 * (_BOXES + _MOST_BOXES * _BOX)
+NOTES, NOTE_RING, NOTE = 2**16, 8, 4096
+"""What the guard writes: bytes for the process, the calls of a group that it keeps, and bytes for one of them."""
+_NOTES_AT = 8 * (_BOXES + _MOST_BOXES * _BOX)
+_ARENA = _NOTES_AT + NOTES + _MOST_BOXES * NOTE_RING * NOTE
 
 
 class Box:
@@ -337,11 +343,22 @@ class Arena:
 
     def box(self, key: int) -> Box | None:
         """The box with this key, if it has been made."""
+        place = self.place(key)
+        return None if place is None else Box(self._cells, self._cells[_DIRECTORY + 2 + 2 * place])
+
+    def place(self, key: int) -> int | None:
+        """Which of the boxes it is."""
         cells = self._cells
-        for i in range(cells[_DIRECTORY]):
-            if cells[_DIRECTORY + 1 + 2 * i] == key:
-                return Box(cells, cells[_DIRECTORY + 2 + 2 * i])
-        return None
+        return next((i for i in range(cells[_DIRECTORY]) if cells[_DIRECTORY + 1 + 2 * i] == key), None)
+
+    def notes(self) -> memoryview[int]:
+        """Bytes about this process as a whole."""
+        return self._memory.view[_NOTES_AT : _NOTES_AT + NOTES]
+
+    def notes_of(self, place: int) -> memoryview[int]:
+        """Bytes about the last calls of the group with this box."""
+        start = _NOTES_AT + NOTES + place * NOTE_RING * NOTE
+        return self._memory.view[start : start + NOTE_RING * NOTE]
 
     def make_box(self, key: int) -> Box:
         """A box with this key; raises OSError when there is no room for one more."""

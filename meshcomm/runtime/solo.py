@@ -37,6 +37,9 @@ class SoloLink:
     def announce(self, note: Note) -> None:
         """Nobody listens."""
 
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """Nobody waits."""
+
     def copies(self, name: str, x: Tensor) -> bool:
         """The caller does."""
         return False

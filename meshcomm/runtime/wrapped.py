@@ -88,6 +88,10 @@ class WrappedLink:
         if self.inner.watched:
             self.inner.announce(self.note)
 
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """As the inner link does."""
+        self.inner.refuse(where, why, axis)
+
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """As the inner link does."""
         return self.inner.check_device(device, strict)

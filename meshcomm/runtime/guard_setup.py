@@ -1,0 +1,158 @@
+"""How the guard begins and ends: where it writes, and how it knows that a rank is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshcomm import _torch, errors
+from meshcomm.runtime import guard as guards
+from meshcomm.runtime import shared_memory, world
+from meshcomm.runtime.guard import Guard
+from meshcomm.runtime.guard_board import Group, SharedBoard, SharedShelf, StoreBoard, StoreShelf
+from meshcomm.runtime.guarded import GuardedLink
+from meshcomm.runtime.one_host import OneHostLink
+from meshcomm.runtime.processes import ProcessLink
+
+__all__ = ["begin_if_wanted", "end", "under_guard"]
+
+_LOOK = 0.5
+"""Seconds after which the thread that watches other processes sees whether it is still wanted."""
+
+
+def begin_if_wanted(here: world.ProcessWorld) -> None:
+    """The guard of this process, if ``init`` was asked for one."""
+    if guards.current() is not None or here.backend == "fake" or here.size == 1:
+        return
+    world.agree_on_guard(here)
+    if not here.guard:
+        return
+    near = world.neighbours_of(here, range(here.size))
+    prefix = f"meshcomm/guard/{world.meeting_number(here)}"
+    if near is not None:
+        leases = [address.lease for address in near.addresses]
+        others = [None if i == here.rank else shared_memory.neighbour(lease) for i, lease in enumerate(leases)]
+        made = Guard(here.rank, here.size, SharedShelf(here.rank, others), _is_there, _ended_near(others))
+    else:
+        shelf = StoreShelf(prefix, here.rank)
+        made = Guard(here.rank, here.size, shelf, _is_there, lambda rank: _ended_afar(f"{prefix}/ended/{rank}"))
+        _watch_neighbours(prefix, here)
+    guards.set_current(made)
+    made.begin()
+    errors.listeners.append(guards.failed)
+
+
+def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | ProcessLink:
+    """The link of the group of this name, guarded if the guard is on."""
+    guard, here = guards.current(), world.current()
+    if guard is None or here is None:
+        return link
+    shared = isinstance(link, OneHostLink) and isinstance(guard.shelf, SharedShelf)
+    digest = hashlib.sha256(name.encode()).digest()
+    at = f"meshcomm/guard/{world.meeting_number(here)}/{digest.hex()[:16]}"
+    if shared:
+        group = Group(link.mail.key, link.ranks, at)
+        return GuardedLink(link, guard, group, SharedBoard(link.mail, link.index), timeout)
+    group = Group(int.from_bytes(digest[:7], "little"), link.ranks, at)
+    return GuardedLink(link, guard, group, StoreBoard(group, link.index), timeout)
+
+
+def end() -> None:
+    """This rank makes no more calls."""
+    guard = guards.current()
+    if guard is not None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            guard.leave()
+        errors.listeners.remove(guards.failed)
+        guards.set_current(None)
+
+
+def _is_there(key: str) -> bool:
+    return bool(_torch.default_store().check([key]))
+
+
+def _ended_near(others: list[shared_memory.Neighbour | None]) -> Callable[[int], str]:
+    def ended(rank: int) -> str:
+        other = others[rank]
+        return f"has ended (process {other.pid})" if other is not None and other.is_gone() else ""
+
+    return ended
+
+
+def _ended_afar(key: str) -> str:
+    store = _torch.default_store()
+    return bytes(store.get(key)).decode() if store.check([key]) else ""
+
+
+# ------------------------------------------------------------------------- processes that do not share their memory
+
+
+def _machine() -> str:
+    """Where a process number means the same."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(pid: int) -> str:
+    """Tells a process from a later one with its number."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+
+
+def _watch_neighbours(prefix: str, here: world.ProcessWorld) -> None:
+    """Tell everybody, at the store, of processes on this machine that end: nobody else would know."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    with contextlib.suppress(OSError):
+        store = _torch.default_store()
+        store.set(f"{prefix}/process/{here.rank}", json.dumps([_machine(), os.getpid(), _started(os.getpid())]))
+        thread = threading.Thread(target=_watch, args=(store, prefix, here), name="meshcomm watch", daemon=True)
+        thread.start()
+
+
+def _watch(store: dist.Store, prefix: str, here: world.ProcessWorld) -> None:  # type: ignore[name-defined]
+    waiting = set(range(here.size)) - {here.rank}
+    poll, watched = select.poll(), dict[int, tuple[int, int]]()
+    me = os.getpid()
+    try:
+        while guards.current() is not None and os.getpid() == me:
+            for rank in [rank for rank in waiting if store.check([f"{prefix}/process/{rank}"])]:
+                waiting.discard(rank)
+                machine, pid, started = json.loads(store.get(f"{prefix}/process/{rank}"))
+                if machine == _machine():
+                    fd = _opened(pid, started)
+                    if fd is None:
+                        _tell(store, prefix, rank, pid)
+                    else:
+                        watched[fd] = rank, pid
+                        poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll(1000 * (0.05 if waiting else _LOOK)):
+                poll.unregister(fd)
+                os.close(fd)
+                _tell(store, prefix, *watched.pop(fd))
+    except (RuntimeError, OSError):  # the store is gone
+        pass
+    for fd in watched:
+        os.close(fd)
+
+
+def _opened(pid: int, started: str) -> int | None:
+    try:
+        fd = os.pidfd_open(pid)
+        if _started(pid) == started:
+            return fd
+        os.close(fd)
+    except OSError:
+        pass
+    return None
+
+
+def _tell(store: dist.Store, prefix: str, rank: int, pid: int) -> None:  # type: ignore[name-defined]
+    store.set(f"{prefix}/ended/{rank}", f"has ended (process {pid})")

@@ -1,0 +1,443 @@
+"""Links under guard: every primitive waits, before it moves anything, until its ranks agree on what it is.
+
+Those that are waited for later agree on a thread of the group, one after the other, and begin there.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import CommError, text
+from meshcomm.runtime import exits
+from meshcomm.runtime.attendance import all_here
+from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
+from meshcomm.runtime.guard_board import GAVE_UP, MADE, REFUSED, Board, Entry, Group
+from meshcomm.runtime.guard_messages import Letters
+from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.protocol import Link, Note
+from meshcomm.runtime.said import Said, Words, axis_text, calls_text, fingerprint, place_of
+from meshcomm.runtime.wrapped import Primitive, WrappedLink
+
+__all__ = ["GuardedLink"]
+
+_LINGER = 0.2
+"""Seconds that a rank which sees a difference gives the others to come too, so that all can be told of."""
+_MOST_WORDS = 4096
+_DRAIN = 2.0
+"""Seconds that a rank that leaves gives what nobody waited for."""
+
+
+class GuardedLink(WrappedLink):
+    """A link whose ranks compare their calls first."""
+
+    def __init__(self, inner: Link, guard: Guard, group: Group, board: Board, timeout: float) -> None:
+        super().__init__(inner)
+        self.room = _Room(self.index, guard, group, board, timeout)
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """What is begun later is read later."""
+        return False
+
+    def run(self, what: Primitive) -> Any:
+        """Agree, then go."""
+        room = self.room
+        if what.name == "barrier_within":
+            return self._realign(what)
+        room.guard.acts()
+        if what.name == "exchange":
+            return room.letters.run(what, self.note, self.is_later)
+        said = room.said(self.note, what)
+        on_cpu = what.x is None or what.x.is_cpu
+        if (self.is_later and on_cpu) or not room.idle():
+            begun = room.later(said, what)
+            return begun if self.is_later else begun.wait(None)
+        room.meet(room.next(), said, what, for_program=True)
+        return what.go()
+
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """This rank does not make the call that the others may make: it was wrong."""
+        room = self.room
+        if where in ("send", "recv", "exchange"):
+            room.guard.failed(why)
+            return
+        room.guard.acts()
+        words = Words(place_of(axis), where, axis_text(axis), str(call_site())).write()
+        room.refuse(Entry(REFUSED, (0, 0), 2, words, why))
+
+    def _realign(self, what: Primitive) -> None:
+        """A meeting apart from the calls: afterwards all count them alike, whatever has failed before."""
+        seconds, words = (
+            what.key[1],
+            Words(place_of(self.note.axis), "barrier", axis_text(self.note.axis), str(call_site())),
+        )
+        self.room.align(lambda: self.room.come_together(seconds, words))
+
+    def end(self) -> None:
+        """No more calls."""
+        self.room.end()
+
+
+class _Room:
+    """What both forms of a guarded link share: where its calls are."""
+
+    def __init__(self, index: int, guard: Guard, group: Group, board: Board, timeout: float) -> None:
+        self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
+        self.others = [i for i in range(len(group.ranks)) if i != index]
+        self.letters = Letters(index, guard, group, timeout)
+        self._number = 0
+        self._lock = threading.Lock()
+        self._words: dict[Any, Said] = {}
+        self._queue: _Queue | None = None
+
+    def said(self, note: Note, what: Primitive) -> Said:
+        """Of this call; the same call at the same place in the program is put into words once."""
+        site = call_site()
+        runs = (tuple(what.send), tuple(what.recv)) if what.name == "all_to_all" else ()
+        key: tuple[Any, ...] = (
+            note.what,
+            note.given,
+            note.needs_grad,
+            note.dtype,
+            note.shape,
+            note.fixed,
+            note.tree,
+            what.key,
+            runs,
+            site,
+        )
+        key = (*key, getattr(note.axis, "key", None))
+        try:
+            found = self._words.get(key)
+        except TypeError:  # an argument without a hash
+            return fingerprint(note, what, site)
+        if found is None:
+            self.guard.places = getattr(note.axis, "places", dict)()
+            if len(self._words) >= _MOST_WORDS:
+                self._words.clear()
+            found = self._words[key] = fingerprint(note, what, site)
+        return found
+
+    # ---------------------------------------------------------------------------------------------- numbers
+
+    def next(self) -> int:
+        """The number of the call that is made now; the others may have given it up already, for an error that this
+        rank has raised instead.
+        """
+        with self._lock:
+            self._number += 1
+            while self.guard.failures and self._is_blamed(self._number):
+                self._number += 1
+            self.guard.issued[self.group.key] = self._number
+            return self._number
+
+    def _is_blamed(self, number: int) -> bool:
+        me = self.guard.rank
+        entries = [self.board.look(i, number) for i in self.others]
+        return any(each is not None and each.state == GAVE_UP and each.blames[0] == me for each in entries)
+
+    def align(self, meet: Callable[[], object]) -> None:
+        """Between two of these meetings: count on from the rank that has made the most calls."""
+        meet()
+        if self._queue is not None:
+            self._queue.drain(self.timeout)
+        self.board.count(self._number)
+        meet()
+        with self._lock:
+            self._number = max(self._number, *self.board.count())
+            self.guard.issued[self.group.key] = self._number
+
+    def come_together(self, seconds: float, words: Words) -> None:
+        """At the store."""
+        wait = Wait(self.group, 0, str(words), words.place)
+        last = time.monotonic()
+
+        def hope(keys: dict[int, str]) -> str:
+            nonlocal last
+            if time.monotonic() - last < LONG:
+                return ""
+            last, wait.keys = time.monotonic(), keys
+            long()
+            # Who cannot go on elsewhere is told there, and may come here then.
+            gone = [self.guard.why_gone(rank, self.group.key, self._number + 1) for rank in keys]
+            reason = next(filter(None, gone), "")
+            if not reason:
+                return ""
+            return text("barrier", "not everybody will come.", got=f"{reason}; {self.guard.where_all_are()}")
+
+        with self.guard.waiting(wait, for_program=True) as long:
+            all_here(self.group.ranks, self.index, seconds, hope)
+
+    def idle(self) -> bool:
+        """Whether no earlier call waits for the others' agreement."""
+        return self._queue is None or self._queue.idle
+
+    def later(self, said: Said, what: Primitive) -> _Deferred:
+        """Agree and begin when those before have."""
+        if self._queue is None:
+            self._queue = _Queue()
+        number, inference = self.next(), torch.is_inference_mode_enabled()
+
+        def begin() -> Any:
+            self.meet(number, said, what, for_program=False)
+            with torch.inference_mode(inference), torch.no_grad():
+                return what.go()
+
+        return _Deferred(self, number, self._queue.put(begin))
+
+    def refuse(self, entry: Entry) -> None:
+        """Write it, after what was called before."""
+        number = self.next()
+        if self._queue is None or self._queue.idle:
+            self.board.post(number, entry)
+        else:
+            self._queue.put(lambda: self.board.post(number, entry))
+
+    def end(self) -> None:
+        """Let what was begun begin, and stop."""
+        if self._queue is not None:
+            self._queue.drain(_DRAIN)
+            self._queue.end()
+
+    # ---------------------------------------------------------------------------------------------- meeting
+
+    def meet(self, number: int, said: Said, what: Primitive, *, for_program: bool) -> None:
+        """Return when all ranks have called the same; CommError when they have not, or will not."""
+        self.board.post(number, Entry.of(said))
+        words = Words.read(said.words)
+        wait = Wait(self.group, number, str(words), words.place)
+        meeting = _Meeting(self, number, said, what, wait)
+        try:
+            with self.guard.waiting(wait, for_program=for_program) as long:
+                meeting.wait_for_all(long)
+        except CommError:
+            raise
+        except BaseException:  # Ctrl-C
+            meeting.give_up("it was interrupted")
+            raise
+        self.board.forget(number)
+
+
+class _Meeting:
+    """One call of one rank, from its entry until all ranks agree."""
+
+    def __init__(self, room: _Room, number: int, said: Said, what: Primitive, wait: Wait) -> None:
+        self.room, self.number, self.said, self.what, self._wait = room, number, said, what, wait
+        self.missing = list(room.others)
+        self.found: dict[int, Entry] = {}
+
+    def wait_for_all(self, long: Callable[[], None]) -> None:
+        """Look, give way, sleep; when that is long, tell, and see whether there is hope."""
+        start = time.monotonic()
+        looks, pause, next_look = 0, FIRST_PAUSE, start + LONG
+        while not self._look():
+            looks += 1
+            if looks < FEW_LOOKS:
+                os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
+                continue
+            time.sleep(pause)
+            pause = min(1.2 * pause, 1e-3)
+            now = time.monotonic()
+            if now < next_look:
+                continue
+            next_look = now + LONG
+            long()
+            self._hope()
+            if now - start > self.room.timeout:
+                self._late(now - start)
+
+    def _look(self) -> bool:
+        for i in list(self.missing):
+            entry = self.room.board.look(i, self.number)
+            if entry is None:
+                continue
+            self.missing.remove(i)
+            self.found[i] = entry
+            if entry.state != MADE or not self.said.agrees(entry.digest, entry.gradient) or not self._fits(i, entry):
+                self._differ()
+        return not self.missing
+
+    def _fits(self, index: int, entry: Entry) -> bool:
+        """Whether what goes between this rank and another one has one length for both."""
+        if self.what.name != "all_to_all" or not self.what.send:
+            return True
+        theirs, me = entry.words, self.room.index
+        if not theirs.send:
+            return True
+        return theirs.send[me] == self.what.recv[index] and theirs.recv[me] == self.what.send[index]
+
+    def _differ(self) -> NoReturn:
+        """Say who called what, when those that are about to come have come."""
+        end = time.monotonic() + _LINGER
+        while self.missing and time.monotonic() < end:
+            for i in list(self.missing):
+                entry = self.room.board.look(i, self.number)
+                if entry is not None:
+                    self.missing.remove(i)
+                    self.found[i] = entry
+            time.sleep(1e-3)
+        entries = self.found.values()
+        different = any(each.state != REFUSED and not self.said.agrees(each.digest, each.gradient) for each in entries)
+        if all(entry.state == MADE for entry in entries) or different:
+            calls = [entry.words for entry in entries if entry.state != REFUSED]
+            self._fail("the ranks made different calls.", calls_text([Words.read(self.said.words), *calls]))
+        self._fail("not all ranks are in this call any more.", _given_up(entries))
+
+    def _hope(self) -> None:
+        room = self.room
+        ranks = [room.group.ranks[i] for i in self.missing]
+        reason, blames = room.guard.why_never(self._wait, ranks)
+        if not reason or self._look():  # it came before it went
+            return
+        if reason.startswith(DEADLOCK):
+            self._fail("deadlock: ranks wait for each other.", reason)
+        self._fail("not all ranks will come.", f"{reason}; {room.guard.where_all_are()}", blames)
+
+    def _late(self, seconds: float) -> NoReturn:
+        ranks = self.room.group.ranks
+        name = self.room.guard.name
+        absent = ", ".join(name(ranks[i]) for i in self.missing)
+        came = ", ".join(name(rank) for i, rank in enumerate(ranks) if i not in self.missing)
+        since = time.strftime("%H:%M:%S", time.localtime(self._wait.since))
+        what = f"not all ranks came within {seconds:.3g} s, since {since}."
+        got = f"not there: {absent}; there: {came}; {self.room.guard.where_all_are()}"
+        self._fail(what, got)
+
+    def _fail(self, what: str, got: str, blames: tuple[int, int] = (-1, 0)) -> NoReturn:
+        words = Words.read(self.said.words)
+        self.give_up(f"{what} {got}", blames)
+        raise CommError(
+            text(
+                words.call.split(" ", 1)[0],
+                what,
+                got=f"{got}\n  here: {words.place} called {words}, call {self.number} of this axis",
+                fix="every rank of an axis must make the same calls on it in the same order;"
+                " after an error that was caught, meet with mc.barrier(axis, timeout=...)",
+            )
+        )
+
+    def give_up(self, why: str, blames: tuple[int, int] = (-1, 0)) -> None:
+        """Tell those that come later."""
+        entry = Entry(GAVE_UP, self.said.digest, self.said.gradient, self.said.words, why, blames)
+        self.room.board.post(self.number, entry)
+
+
+def _given_up(entries: Iterable[Entry]) -> str:
+    """What the ranks say that have not made the call, or have given it up."""
+    refused = [entry for entry in entries if entry.state == REFUSED]
+    if refused:
+        first = refused[0]
+        return f"{first.words.place} called {first.words.call} at {first.words.site} and has raised: {first.why}"
+    first = next(entry for entry in entries if entry.state == GAVE_UP)
+    return f"{first.words.place} called {first.words} and has given up: {first.why}"
+
+
+# -------------------------------------------------------------------------------------------------------- for later
+
+
+class _Task:
+    """A call that begins on the group's thread."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self.fn: Callable[[], Any] | None = fn
+        self.over = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+
+    def run(self) -> None:
+        assert self.fn is not None
+        try:
+            self.result = self.fn()
+        except BaseException as error:
+            self.error = error
+        self.fn = None
+        self.over.set()
+        if self.abandoned and isinstance(self.result, Pending):
+            self.result.abandon()
+
+
+class _Queue:
+    """A thread that begins one group's calls in order."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._left: list[_Task] = []
+        threading.Thread(target=self._live, name="meshcomm guard", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all have begun."""
+        while self._left and self._left[0].over.is_set():
+            self._left.pop(0)
+        return not self._left
+
+    def put(self, fn: Callable[[], Any]) -> _Task:
+        """Call it after those before."""
+        task = _Task(fn)
+        _ = self.idle
+        self._left.append(task)
+        self._tasks.put(task)
+        return task
+
+    def drain(self, seconds: float) -> None:
+        """Wait for all of them, so long at most."""
+        end = time.monotonic() + seconds
+        for task in list(self._left):
+            task.over.wait(max(0.0, end - time.monotonic()))
+
+    def end(self) -> None:
+        """After what is in the queue."""
+        self._tasks.put(None)
+
+    def _live(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if exits.leaving():
+                return
+            task.run()
+            del task
+
+
+class _Deferred(Pending):
+    """A call on the group's thread, and then whatever its transport gives."""
+
+    __slots__ = ("_number", "_room", "_task")
+
+    def __init__(self, room: _Room, number: int, task: _Task) -> None:
+        self._room, self._number, self._task = room, number, task
+
+    def wait(self, timeout: float | None) -> Any:
+        """Until it has begun, and then until it is done."""
+        task, start = self._task, time.monotonic()
+        if not task.over.wait(LONG if timeout is None else min(LONG, timeout)):
+            with self._room.guard.program_waits(self._room.group, self._number):
+                left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
+                if not task.over.wait(left):
+                    raise TimedOutError("not all ranks have made the call")
+        if task.error is not None:
+            raise task.error
+        if isinstance(task.result, Pending):
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
+            task.result = task.result.wait(left)
+        return task.result
+
+    def done(self) -> bool:
+        """Whether a wait would return at once."""
+        task = self._task
+        if not task.over.is_set():
+            return False
+        return not isinstance(task.result, Pending) or task.result.done()
+
+    def abandon(self) -> None:
+        """It begins all the same, for the others."""
+        self._task.abandoned = True
+        if self._task.over.is_set() and isinstance(self._task.result, Pending):
+            self._task.result.abandon()
