@@ -136,6 +136,8 @@ class Guard:
         self._threads: set[int] = set()
         self._acknowledged: dict[int, int] = {}
         self.issued: dict[int, int] = {}
+        self.rooms: list[Any] = []
+        """Of all groups."""
         self.places: dict[int, str] = {}
         """Where the ranks of the world are on the mesh that was used last: ``dp=1,tp=0``."""
 
@@ -244,23 +246,24 @@ class Guard:
         """Of another rank of the world."""
         return Status.read(self.shelf.status(rank))
 
-    def why_never(self, wait: Wait, missing: Sequence[int]) -> tuple[str, tuple[int, int]]:
-        """Why one of these ranks of the world will not come, and whose so many-th error is the reason; nothing if they
-        may come.
+    def why_never(self, wait: Wait, missing: Sequence[int], *, sure: bool) -> str:
+        """Why one of these ranks of the world will not come; nothing if they may come. ``sure``: this rank does not
+        wait for them any more, if there is a reason.
         """
         for rank in missing:
             reason = self.why_gone(rank, wait.group.key, wait.number)
             if reason:
-                return reason, (-1, 0)
+                return reason
             status = self.status(rank)
             if self._has_news(rank, status) and not status.waits:
-                self._acknowledged[rank] = status.failures - self.failures
-                return f"{self.name(rank)} has raised an error instead: {status.failure}", (rank, status.failures)
+                if sure:
+                    self._acknowledged[rank] = status.failures - self.failures
+                return f"{self.name(rank)} has raised an error instead: {status.failure}"
             if (self.rank, wait.id) in status.condemned:
-                return self._condemn(status.condemned, status.verdict), (-1, 0)
-        return self._deadlock(wait), (-1, 0)
+                return self._condemn(status.condemned, status.verdict) if sure else status.verdict
+        return self._deadlock(wait, sure)
 
-    def _deadlock(self, wait: Wait) -> str:
+    def _deadlock(self, wait: Wait, sure: bool) -> str:
         """Who waits in what, if whom this wait is for waits for this rank."""
         seen: Seen = {}
         circle = self._circle(self.rank, wait, [], set(), seen)
@@ -271,7 +274,7 @@ class Guard:
             return ""
         if {r: s.version for r, s in seen.items()} != {r: s.version for r, s in again.items()}:
             return ""
-        return self._condemn(circle, f"{DEADLOCK}; {self.where_all_are()}")
+        return self._condemn(circle, f"{DEADLOCK}; {self.where_all_are()}") if sure else DEADLOCK
 
     def _condemn(self, circle: list[tuple[int, int]], verdict: str) -> str:
         with self._lock:
@@ -367,9 +370,20 @@ def set_current(guard: Guard | None) -> None:
     _current[:] = [] if guard is None else [guard]
 
 
+_TALKING = frozenset(
+    (
+        "all_gather", "all_gather_invariant", "all_gather_object", "all_reduce", "all_reduce_params", "all_to_all",
+        "barrier", "broadcast", "broadcast_object", "collect_results", "einsum", "exchange", "gather", "gather_object",
+        "Metrics.reduce", "permute", "recv", "reduce", "reduce_scatter", "reshard", "scatter", "scatter_object", "send",
+        "shard_map", "shift", "sync_seed", "weighted_mean",
+    )
+)  # fmt: skip
+"""The functions over an axis in which ranks wait for each other."""
+
+
 def failed(text: str) -> None:
     """A call was refused before it was known over which axis it would have been."""
-    if _current:
+    if _current and text.split(":", 1)[0].removeprefix("meshcomm.") in _TALKING:
         _current[-1].failed(text)
 
 

@@ -18,6 +18,7 @@ from meshcomm.runtime.shared_memory import NOTE, NOTE_RING, NOTES, Neighbour, ar
 
 __all__ = [
     "GAVE_UP",
+    "LEAVING",
     "MADE",
     "REFUSED",
     "Board",
@@ -29,8 +30,10 @@ __all__ = [
     "StoreShelf",
 ]
 
-MADE, GAVE_UP, REFUSED = range(3)
-"""A call that was made; one that the rank no longer waits in; one that it did not make, for it was wrong."""
+MADE, GAVE_UP, REFUSED, LEAVING = range(4)
+"""A call that was made; one that the rank no longer waits in; one that it did not make, for it was wrong; one that it
+is about to give up, or not: who sees that waits.
+"""
 
 
 class Entry(NamedTuple):
@@ -41,10 +44,10 @@ class Entry(NamedTuple):
     gradient: int
     data: bytes
     """Its words."""
+    errors: int = 0
+    """How many errors this rank has raised since its last call here, in calls over it is not known which axis."""
     why: str = ""
     """Why it was given up or refused."""
-    blames: tuple[int, int] = (-1, 0)
-    """The rank of the world whose so many-th error was the reason."""
 
     @property
     def words(self) -> Words:
@@ -52,9 +55,13 @@ class Entry(NamedTuple):
         return Words.read(self.data)
 
     @staticmethod
-    def of(said: Said) -> Entry:
+    def of(said: Said, errors: int, state: int = MADE, why: str = "") -> Entry:
         """A call that is made now."""
-        return Entry(MADE, said.digest, said.gradient, said.words)
+        return Entry(state, said.digest, said.gradient, said.words, errors, why)
+
+    def agrees(self, said: Said, errors: int) -> bool:
+        """Whether it is the same call."""
+        return said.agrees(self.digest, self.gradient) and self.errors == errors
 
 
 class Board(Protocol):
@@ -97,8 +104,9 @@ class Group(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------- shared memory
 
-_NUMBER, _STATE, _DIGEST, _GRADIENT, _LENGTH, _WHY, _BLAMED = 0, 1, 2, 4, 5, 6, 7
-_CELLS, _DATA, _WHY_AT, _COUNT_AT = 9, 128, 2560, 128 - 8
+_STATE = 1
+"""Cells: the number, the state, two of the digest, gradient, errors, lengths of the words and of the reason."""
+_CELLS, _DATA, _WHY_AT, _COUNT_AT = 8, 128, 2560, 128 - 8
 _LAST = NOTE // 8
 
 
@@ -126,7 +134,7 @@ class SharedBoard:
             cells[at * _LAST] = 0
             view[base + _DATA : base + _DATA + len(data)] = data
         view[base + _WHY_AT : base + _WHY_AT + len(why)] = why
-        rest = (*entry.digest, entry.gradient, len(data), len(why), *entry.blames)
+        rest = (*entry.digest, entry.gradient, entry.errors, len(data), len(why))
         cells[at * _LAST + 2 : at * _LAST + _CELLS] = array("q", rest)
         cells[at * _LAST + _STATE] = entry.state
         cells[at * _LAST] = number
@@ -139,13 +147,13 @@ class SharedBoard:
             return None
         view = self._views[index]
         assert view is not None
-        found, state, *digest, gradient, length, why, blamed, times = cells[at * _LAST : at * _LAST + _CELLS].tolist()
+        found, state, *digest, gradient, errors, length, why = cells[at * _LAST : at * _LAST + _CELLS].tolist()
         base = at * NOTE
         data = bytes(view[base + _DATA : base + _DATA + length])
         reason = bytes(view[base + _WHY_AT : base + _WHY_AT + why]).decode(errors="replace")
         if found != number or cells[at * _LAST] != number:  # it is far ahead
-            return Entry(GAVE_UP, (0, 0), 2, data, "it has gone on without the others")
-        return Entry(state, (digest[0], digest[1]), gradient, data, reason, (blamed, times))
+            return Entry(GAVE_UP, (0, 0), 2, data, 0, "it has gone on without the others")
+        return Entry(state, (digest[0], digest[1]), gradient, data, errors, reason)
 
     def _map(self, index: int) -> memoryview[int] | None:
         neighbour = self._mail.neighbours[index]
@@ -214,7 +222,7 @@ class SharedShelf:
 
 # --------------------------------------------------------------------------------------------------------- the store
 
-_HEAD = struct.Struct("<qqqqqqqq")
+_HEAD = struct.Struct("<qqqqqqq")
 
 
 class StoreBoard:
@@ -230,7 +238,7 @@ class StoreBoard:
         if number not in self._kept:
             self._kept.append(number)
         why = entry.why.encode()
-        head = _HEAD.pack(entry.state, *entry.digest, entry.gradient, len(entry.data), len(why), *entry.blames)
+        head = _HEAD.pack(entry.state, *entry.digest, entry.gradient, entry.errors, len(entry.data), len(why))
         _torch.default_store().set(f"{self._prefix}/{number}/{self._index}", head + entry.data + why)  # type: ignore[arg-type]
 
     def look(self, index: int, number: int) -> Entry | None:
@@ -256,10 +264,10 @@ class StoreBoard:
 
 def unpacked(data: bytes) -> Entry:
     """The inverse of what ``post`` writes."""
-    state, first, second, gradient, length, why, blamed, times = _HEAD.unpack_from(data)
+    state, first, second, gradient, errors, length, why = _HEAD.unpack_from(data)
     words = data[_HEAD.size : _HEAD.size + length]
     reason = data[_HEAD.size + length : _HEAD.size + length + why].decode(errors="replace")
-    return Entry(state, (first, second), gradient, words, reason, (blamed, times))
+    return Entry(state, (first, second), gradient, words, errors, reason)
 
 
 class StoreShelf:

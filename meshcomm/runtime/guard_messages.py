@@ -151,7 +151,7 @@ class Letters:
 
     def _hope(self, wait: Wait, left: list[_Side], words: Words, waited: float) -> None:
         missing = [self._group.ranks[side.other] for side in left]
-        reason, _ = self._guard.why_never(wait, missing)
+        reason = self._guard.why_never(wait, missing, sure=True)
         if reason and any(_torch.default_store().check([side.theirs]) for side in left):
             return
         if reason.startswith(DEADLOCK):

@@ -20,7 +20,7 @@ from meshcomm.runtime import exits
 from meshcomm.runtime.attendance import all_here
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
-from meshcomm.runtime.guard_board import GAVE_UP, MADE, REFUSED, Board, Entry, Group
+from meshcomm.runtime.guard_board import GAVE_UP, LEAVING, MADE, REFUSED, Board, Entry, Group
 from meshcomm.runtime.guard_messages import Letters
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Link, Note
@@ -42,6 +42,7 @@ class GuardedLink(WrappedLink):
     def __init__(self, inner: Link, guard: Guard, group: Group, board: Board, timeout: float) -> None:
         super().__init__(inner)
         self.room = _Room(self.index, guard, group, board, timeout)
+        guard.rooms.append(self.room)
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is begun later is read later."""
@@ -71,15 +72,24 @@ class GuardedLink(WrappedLink):
             return
         room.guard.acts()
         words = Words(place_of(axis), where, axis_text(axis), str(call_site())).write()
-        room.refuse(Entry(REFUSED, (0, 0), 2, words, why))
+        room.refuse(Entry(REFUSED, (0, 0), 2, words, 0, why))
 
     def _realign(self, what: Primitive) -> None:
-        """A meeting apart from the calls: afterwards all count them alike, whatever has failed before."""
+        """A meeting apart from the calls: afterwards all count them alike, whatever has failed before, along this axis
+        and all others on which only ranks of this one are.
+        """
         seconds, words = (
             what.key[1],
             Words(place_of(self.note.axis), "barrier", axis_text(self.note.axis), str(call_site())),
         )
-        self.room.align(lambda: self.room.come_together(seconds, words))
+        room = self.room
+        inside = [each for each in room.guard.rooms if set(each.group.ranks) <= set(room.group.ranks)]
+        room.come_together(seconds, words)
+        for each in inside:
+            each.say_count()
+        room.come_together(seconds, words)
+        for each in inside:
+            each.align()
 
     def end(self) -> None:
         """No more calls."""
@@ -93,7 +103,7 @@ class _Room:
         self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
         self.others = [i for i in range(len(group.ranks)) if i != index]
         self.letters = Letters(index, guard, group, timeout)
-        self._number = 0
+        self._number = self._errors = 0
         self._lock = threading.Lock()
         self._words: dict[Any, Said] = {}
         self._queue: _Queue | None = None
@@ -128,31 +138,25 @@ class _Room:
 
     # ---------------------------------------------------------------------------------------------- numbers
 
-    def next(self) -> int:
-        """The number of the call that is made now; the others may have given it up already, for an error that this
-        rank has raised instead.
-        """
+    def next(self) -> tuple[int, int]:
+        """The number of the call that is made now, and how many errors this rank has raised since the last one."""
         with self._lock:
             self._number += 1
-            while self.guard.failures and self._is_blamed(self._number):
-                self._number += 1
             self.guard.issued[self.group.key] = self._number
-            return self._number
+            before, self._errors = self._errors, self.guard.failures
+            return self._number, self._errors - before
 
-    def _is_blamed(self, number: int) -> bool:
-        me = self.guard.rank
-        entries = [self.board.look(i, number) for i in self.others]
-        return any(each is not None and each.state == GAVE_UP and each.blames[0] == me for each in entries)
-
-    def align(self, meet: Callable[[], object]) -> None:
-        """Between two of these meetings: count on from the rank that has made the most calls."""
-        meet()
+    def say_count(self) -> None:
+        """How many calls this rank has made."""
         if self._queue is not None:
             self._queue.drain(self.timeout)
         self.board.count(self._number)
-        meet()
+
+    def align(self) -> None:
+        """Count on from the rank that has made the most calls."""
         with self._lock:
             self._number = max(self._number, *self.board.count())
+            self._errors = self.guard.failures
             self.guard.issued[self.group.key] = self._number
 
     def come_together(self, seconds: float, words: Words) -> None:
@@ -184,18 +188,18 @@ class _Room:
         """Agree and begin when those before have."""
         if self._queue is None:
             self._queue = _Queue()
-        number, inference = self.next(), torch.is_inference_mode_enabled()
+        turn, inference = self.next(), torch.is_inference_mode_enabled()
 
         def begin() -> Any:
-            self.meet(number, said, what, for_program=False)
+            self.meet(turn, said, what, for_program=False)
             with torch.inference_mode(inference), torch.no_grad():
                 return what.go()
 
-        return _Deferred(self, number, self._queue.put(begin))
+        return _Deferred(self, turn[0], self._queue.put(begin))
 
     def refuse(self, entry: Entry) -> None:
         """Write it, after what was called before."""
-        number = self.next()
+        number, _ = self.next()
         if self._queue is None or self._queue.idle:
             self.board.post(number, entry)
         else:
@@ -209,30 +213,35 @@ class _Room:
 
     # ---------------------------------------------------------------------------------------------- meeting
 
-    def meet(self, number: int, said: Said, what: Primitive, *, for_program: bool) -> None:
+    def meet(self, turn: tuple[int, int], said: Said, what: Primitive, *, for_program: bool) -> None:
         """Return when all ranks have called the same; CommError when they have not, or will not."""
-        self.board.post(number, Entry.of(said))
         words = Words.read(said.words)
-        wait = Wait(self.group, number, str(words), words.place)
-        meeting = _Meeting(self, number, said, what, wait)
+        wait = Wait(self.group, turn[0], str(words), words.place)
+        meeting = _Meeting(self, turn, said, what, wait)
+        meeting.say(MADE)
         try:
             with self.guard.waiting(wait, for_program=for_program) as long:
                 meeting.wait_for_all(long)
         except CommError:
             raise
         except BaseException:  # Ctrl-C
-            meeting.give_up("it was interrupted")
+            meeting.say(GAVE_UP, "it was interrupted")
             raise
-        self.board.forget(number)
+        self.board.forget(turn[0])
 
 
 class _Meeting:
     """One call of one rank, from its entry until all ranks agree."""
 
-    def __init__(self, room: _Room, number: int, said: Said, what: Primitive, wait: Wait) -> None:
-        self.room, self.number, self.said, self.what, self._wait = room, number, said, what, wait
+    def __init__(self, room: _Room, turn: tuple[int, int], said: Said, what: Primitive, wait: Wait) -> None:
+        self.room, self.said, self.what, self._wait = room, said, what, wait
+        self.number, self.errors = turn
         self.missing = list(room.others)
         self.found: dict[int, Entry] = {}
+
+    def say(self, state: int, why: str = "") -> None:
+        """Write this rank's entry."""
+        self.room.board.post(self.number, Entry.of(self.said, self.errors, state, why))
 
     def wait_for_all(self, long: Callable[[], None]) -> None:
         """Look, give way, sleep; when that is long, tell, and see whether there is hope."""
@@ -250,20 +259,30 @@ class _Meeting:
                 continue
             next_look = now + LONG
             long()
-            self._hope()
-            if now - start > self.room.timeout:
-                self._late(now - start)
+            if self._why(now - start, sure=False):
+                self._leave(now - start)
 
     def _look(self) -> bool:
+        """Whether all have come; none of them is about to give up, for all or none may go on."""
+        early = [i for i in self.room.others if i not in self.missing]
         for i in list(self.missing):
             entry = self.room.board.look(i, self.number)
-            if entry is None:
-                continue
-            self.missing.remove(i)
-            self.found[i] = entry
-            if entry.state != MADE or not self.said.agrees(entry.digest, entry.gradient) or not self._fits(i, entry):
-                self._differ()
-        return not self.missing
+            if entry is not None:
+                self.missing.remove(i)
+                self._compare(i, entry)
+        if self.missing:
+            return False
+        for i in [*early, *(i for i, entry in self.found.items() if entry.state == LEAVING)]:
+            entry = self.room.board.look(i, self.number)
+            assert entry is not None
+            self._compare(i, entry)
+        return all(entry.state == MADE for entry in self.found.values())
+
+    def _compare(self, index: int, entry: Entry) -> None:
+        self.found[index] = entry
+        same = entry.agrees(self.said, self.errors) and self._fits(index, entry)
+        if not same or entry.state in (GAVE_UP, REFUSED):
+            self._differ()
 
     def _fits(self, index: int, entry: Entry) -> bool:
         """Whether what goes between this rank and another one has one length for both."""
@@ -284,22 +303,44 @@ class _Meeting:
                     self.missing.remove(i)
                     self.found[i] = entry
             time.sleep(1e-3)
-        entries = self.found.values()
-        different = any(each.state != REFUSED and not self.said.agrees(each.digest, each.gradient) for each in entries)
-        if all(entry.state == MADE for entry in entries) or different:
-            calls = [entry.words for entry in entries if entry.state != REFUSED]
-            self._fail("the ranks made different calls.", calls_text([Words.read(self.said.words), *calls]))
-        self._fail("not all ranks are in this call any more.", _given_up(entries))
+        made = [entry for entry in self.found.values() if entry.state != REFUSED]
+        if not all(self.said.agrees(entry.digest, entry.gradient) for entry in made):
+            calls = [Words.read(self.said.words), *(entry.words for entry in made)]
+            self._fail("the ranks made different calls.", calls_text(calls))
+        odd = [entry.words.place for entry in made if entry.errors != self.errors]
+        if odd:
+            me = Words.read(self.said.words).place
+            got = f"{', '.join([me] if self.errors else odd)} has raised an error in another call"
+            self._fail("not all ranks have come here by the same calls.", got)
+        gone = [entry for entry in self.found.values() if entry.state in (GAVE_UP, REFUSED)]
+        if gone:
+            self._fail("not all ranks are in this call any more.", _given_up(gone))
+        self._fail(
+            "the ranks made different calls.", calls_text([Words.read(self.said.words), *(e.words for e in made)])
+        )
 
-    def _hope(self) -> None:
-        room = self.room
-        ranks = [room.group.ranks[i] for i in self.missing]
-        reason, blames = room.guard.why_never(self._wait, ranks)
-        if not reason or self._look():  # it came before it went
-            return
-        if reason.startswith(DEADLOCK):
+    def _why(self, seconds: float, *, sure: bool) -> str:
+        """Why it makes no sense to wait any more."""
+        ranks = [self.room.group.ranks[i] for i in self.missing]
+        reason = self.room.guard.why_never(self._wait, ranks, sure=sure)
+        return reason or ("late" if seconds > self.room.timeout else "")
+
+    def _leave(self, seconds: float) -> None:
+        """Give up, unless the others have come meanwhile: those that come now see it, and do not go on either."""
+        self.say(LEAVING)
+        reason = "" if self._all_came() else self._why(seconds, sure=True)
+        if not reason:
+            self.say(MADE)
+        elif reason == "late":
+            self._late(seconds)
+        elif reason.startswith(DEADLOCK):
             self._fail("deadlock: ranks wait for each other.", reason)
-        self._fail("not all ranks will come.", f"{reason}; {room.guard.where_all_are()}", blames)
+        else:
+            self._fail("not all ranks will come.", f"{reason}; {self.room.guard.where_all_are()}")
+
+    def _all_came(self) -> bool:
+        self._look()
+        return not self.missing
 
     def _late(self, seconds: float) -> NoReturn:
         ranks = self.room.group.ranks
@@ -311,9 +352,9 @@ class _Meeting:
         got = f"not there: {absent}; there: {came}; {self.room.guard.where_all_are()}"
         self._fail(what, got)
 
-    def _fail(self, what: str, got: str, blames: tuple[int, int] = (-1, 0)) -> NoReturn:
+    def _fail(self, what: str, got: str) -> NoReturn:
         words = Words.read(self.said.words)
-        self.give_up(f"{what} {got}", blames)
+        self.say(GAVE_UP, f"{what} {got}")
         raise CommError(
             text(
                 words.call.split(" ", 1)[0],
@@ -323,11 +364,6 @@ class _Meeting:
                 " after an error that was caught, meet with mc.barrier(axis, timeout=...)",
             )
         )
-
-    def give_up(self, why: str, blames: tuple[int, int] = (-1, 0)) -> None:
-        """Tell those that come later."""
-        entry = Entry(GAVE_UP, self.said.digest, self.said.gradient, self.said.words, why, blames)
-        self.room.board.post(self.number, entry)
 
 
 def _given_up(entries: Iterable[Entry]) -> str:
