@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported: ranks outnumber cores, and each process would start a thread per core.
@@ -26,10 +27,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    settle()
+
+
+def settle() -> None:
+    """What is there to stay, torch's modules and all tests, is no longer looked at by each collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[WorkerPool]:
     """Four gloo ranks in processes of their own, started by the first test that asks and kept to the end of the run."""
     with WorkerPool(4) as pool:
+        pool.run(settle)
+        yield pool
+
+
+class PoolWith(WorkerPool):
+    """A pool whose workers see these variables, those that are started again too."""
+
+    def __init__(self, ranks: int, **variables: str) -> None:
+        super().__init__(ranks)
+        self.variables = variables
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.variables.items():
+                patch.setenv(name, value)
+            return super().run(fn, *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def guarded4() -> Iterator[WorkerPool]:
+    """Four ranks under guard that share memory."""
+    with PoolWith(4, MESHCOMM_GUARD="1") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def guarded4_at_the_store() -> Iterator[WorkerPool]:
+    """Four ranks under guard that write what they call to the store."""
+    with PoolWith(4, MESHCOMM_GUARD="1", MESHCOMM_SHARED_MEMORY="0") as pool:
         yield pool
 
 

@@ -22,7 +22,6 @@ from meshcomm.runtime.said import told
 __all__ = ["DEADLOCK", "LONG", "Guard", "Status", "Wait", "current", "failed", "home", "set_current"]
 
 DEADLOCK = "nobody can go on"
-HOME = "returned from its function, or failed in it"
 LONG = 0.1
 """Seconds of waiting after which a rank says so, and between looks at what the others say."""
 FEW_LOOKS, FIRST_PAUSE = 100, 2e-5
@@ -67,8 +66,8 @@ class Status:
     """What a process says of itself."""
 
     version: int = 0
-    home: bool = False
-    """Whether its function has returned."""
+    home: str = ""
+    """How its function has ended."""
     left: bool = False
     """Whether it has left the group for good."""
     failures: int = 0
@@ -234,10 +233,10 @@ class Guard:
             self._status.left = True
             self._tell()
 
-    def home(self, value: bool) -> None:
-        """Whether this rank's function has returned: it makes no more calls until it is given another one."""
+    def home(self, how: str) -> None:
+        """How this rank's function has ended: it makes no more calls until it is given another one."""
         with self._lock:
-            self._status.home = value
+            self._status.home = how
             self._tell()
 
     # --------------------------------------------------------------------------------------------- looking
@@ -251,14 +250,14 @@ class Guard:
         wait for them any more, if there is a reason.
         """
         for rank in missing:
-            reason = self.why_gone(rank, wait.group.key, wait.number)
-            if reason:
-                return reason
             status = self.status(rank)
             if self._has_news(rank, status) and not status.waits:
                 if sure:
                     self._acknowledged[rank] = status.failures - self.failures
                 return f"{self.name(rank)} has raised an error instead: {status.failure}"
+            reason = self.why_gone(rank, wait.group.key, wait.number)
+            if reason:
+                return reason
             if (self.rank, wait.id) in status.condemned:
                 return self._condemn(status.condemned, status.verdict) if sure else status.verdict
         return self._deadlock(wait, sure)
@@ -297,7 +296,7 @@ class Guard:
         if reason:
             return f"{self.name(rank)} {reason}"
         if status.home and status.issued.get(key, 0) < number:
-            return f"{self.name(rank)} has {HOME}"
+            return f"{self.name(rank)} has {status.home}"
         return ""
 
     def _circle(
@@ -352,8 +351,8 @@ class Guard:
             if wait is not None and not reason:
                 groups.setdefault(f"called {wait.words}", []).append(wait.place)
             else:
-                elsewhere = HOME if status.home else "computing, or waiting for something else"
-                groups.setdefault(reason or elsewhere, []).append(self.name(rank))
+                elsewhere = reason or status.home or "computing, or waiting for something else"
+                groups.setdefault(elsewhere, []).append(self.name(rank))
         return told([(places, did) for did, places in groups.items()])
 
 
@@ -387,7 +386,7 @@ def failed(text: str) -> None:
         _current[-1].failed(text)
 
 
-def home(value: bool) -> None:
-    """This rank has returned from what it was given to run, or begins something."""
+def home(how: str) -> None:
+    """How what this rank was given to run has ended; nothing where it begins."""
     if _current:
-        _current[-1].home(value)
+        _current[-1].home(how)

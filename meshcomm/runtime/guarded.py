@@ -276,22 +276,28 @@ class _Meeting:
             entry = self.room.board.look(i, self.number)
             assert entry is not None
             self._compare(i, entry)
-        return all(entry.state == MADE for entry in self.found.values())
+        if any(entry.state != MADE for entry in self.found.values()):
+            return False
+        self._check_lengths()
+        return True
 
     def _compare(self, index: int, entry: Entry) -> None:
         self.found[index] = entry
-        same = entry.agrees(self.said, self.errors) and self._fits(index, entry)
-        if not same or entry.state in (GAVE_UP, REFUSED):
+        if not entry.agrees(self.said, self.errors) or entry.state in (GAVE_UP, REFUSED):
             self._differ()
 
-    def _fits(self, index: int, entry: Entry) -> bool:
-        """Whether what goes between this rank and another one has one length for both."""
-        if self.what.name != "all_to_all" or not self.what.send:
-            return True
-        theirs, me = entry.words, self.room.index
-        if not theirs.send:
-            return True
-        return theirs.send[me] == self.what.recv[index] and theirs.recv[me] == self.what.send[index]
+    def _check_lengths(self) -> None:
+        """What goes from one rank to another has one length for both: every rank compares all of them, so that all find
+        the same.
+        """
+        if self.what.name != "all_to_all":
+            return
+        words = {i: entry.words for i, entry in self.found.items()}
+        words[self.room.index] = Words.read(self.said.words)
+        if not all(each.send for each in words.values()):  # too many to be told
+            return
+        if any(words[i].send[j] != words[j].recv[i] for i in words for j in words):
+            self._differ()
 
     def _differ(self) -> NoReturn:
         """Say who called what, when those that are about to come have come."""

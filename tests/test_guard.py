@@ -1,0 +1,461 @@
+"""The guard: ranks that call different things, wait for each other or for one that will not come are told, soon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_random_programs import one_program, one_tangent
+from torch import Tensor
+
+import meshcomm as mc
+from meshcomm.runtime import guard as guards
+from meshcomm.runtime.guarded import GuardedLink
+from meshcomm.runtime.wrapped import bare
+
+F64 = torch.float64
+BOTH = ("dp", "tp")
+SOON = 20.0
+"""Seconds: far below the time-out of five minutes, and far above a second, for the machine may be busy."""
+
+GUARDED = ["guarded4", "guarded4_at_the_store"]
+
+
+@pytest.fixture(params=GUARDED, ids=["shared", "store"])
+def guarded(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@contextlib.contextmanager
+def square() -> Iterator[mc.Mesh]:
+    with mc.use_mesh(mc.make_mesh({"dp": 2, "tp": 2})) as mesh:
+        yield mesh
+
+
+def x(n: int = 8) -> Tensor:
+    return torch.ones(n)
+
+
+def works_on() -> None:
+    """Every axis gives the right numbers, after the meeting that follows an error."""
+    mc.barrier(BOTH, timeout=60)
+    mesh = mc.current_mesh()
+    assert mesh is not None
+    mine = torch.tensor(10.0**mesh.rank)
+    for axis in ("dp", "tp", BOTH, ("tp", "dp")):
+        ranks = mesh.axis(axis).ranks
+        assert mc.all_reduce(mine, axis).item() == sum(10.0**rank for rank in ranks)
+        assert mc.all_gather(mine, axis, async_op=True).wait().tolist() == [10.0**rank for rank in ranks]
+
+
+# --------------------------------------------------------------------------------------------- one rank is different
+
+Case = tuple[Callable[[], Any], Callable[[], Any], str]
+"""What rank 3 does, what the others do, and what all are told: who called what."""
+
+
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: (first(), second())
+
+
+CALLED: dict[str, Case] = {
+    "operation": (
+        lambda: mc.all_reduce(x(), BOTH), lambda: mc.all_gather(x(), BOTH),
+        (r"dp=1,tp=1 called all_reduce f32\[8\] \(op='sum'\) over \('dp', 'tp'\) at test_guard.py:\d+;"
+        r" the other 3 called all_gather f32\[8\] \(dim=0\) over \('dp', 'tp'\) at test_guard.py:\d+"),
+    ),
+    "reduce op": (
+        lambda: mc.all_reduce(x(), BOTH, "max"), lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 called all_reduce f32\[8\] \(op='max'\) .*; the other 3 called all_reduce f32\[8\] \(op='sum'\)",
+    ),
+    "dtype": (
+        lambda: mc.all_reduce(x().to(torch.int32), BOTH), lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 called all_reduce i32\[8\] .*; the other 3 called all_reduce f32\[8\]",
+    ),
+    "shape of one size": (
+        lambda: mc.all_reduce(x().view(2, 4), BOTH), lambda: mc.all_reduce(x().view(4, 2), BOTH),
+        r"dp=1,tp=1 called all_reduce f32\[2, 4\] .*; the other 3 called all_reduce f32\[4, 2\]",
+    ),
+    "length": (
+        lambda: mc.all_reduce(x(9), BOTH), lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 called all_reduce f32\[9\] .*; the other 3 called all_reduce f32\[8\]",
+    ),
+    "dim": (
+        lambda: mc.all_gather(torch.ones(4, 4), BOTH, 1), lambda: mc.all_gather(torch.ones(4, 4), BOTH),
+        r"dp=1,tp=1 called all_gather f32\[4, 4\] \(dim=1\) .*; the other 3 called all_gather f32\[4, 4\] \(dim=0\)",
+    ),
+    "root": (
+        lambda: mc.broadcast(x(), BOTH, 2), lambda: mc.broadcast(x(), BOTH),
+        r"dp=1,tp=1 called broadcast f32\[8\] \(src=2\) .*; the other 3 called broadcast f32\[8\] \(src=0\)",
+    ),
+    "perm": (
+        lambda: mc.permute(x(), BOTH, [(0, 1)]), lambda: mc.permute(x(), BOTH, [(0, 2)]),
+        r"dp=1,tp=1 called permute f32\[8\] \(perm=\(\(0, 1\),\)\) .*; the other 3 called permute f32\[8\] \(perm=\(\(0, 2\),\)\)",
+    ),
+    "splits": (
+        lambda: mc.all_to_all(x(), BOTH, 0, 0, [1, 3, 2, 2], [2] * 4), lambda: mc.all_to_all(x(), BOTH, 0, 0, [2] * 4, [2] * 4),
+        r"dp=1,tp=1 called all_to_all f32\[8\] \(.*sending \[1, 3, 2, 2\] and receiving \[2, 2, 2, 2\] elements\)",
+    ),
+    "tree": (
+        lambda: mc.all_reduce({"w": x(), "b": x(2)}, BOTH), lambda: mc.all_reduce({"w": x(), "c": x(2)}, BOTH),
+        r"dp=1,tp=1 called all_reduce x\['b'\] f32\[2\], x\['w'\] f32\[8\] .*; the other 3 called all_reduce x\['c'\]",
+    ),
+    "gradient": (
+        lambda: mc.all_reduce(x().requires_grad_(), BOTH), lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 called all_reduce f32\[8\] \(op='sum'\) that needs a gradient .*; the other 3 called all_reduce f32\[8\]",
+    ),
+    "later": (
+        lambda: mc.all_reduce(x(), BOTH, "max", async_op=True).wait(), lambda: mc.all_reduce(x(), BOTH, async_op=True).wait(),
+        r"dp=1,tp=1 called all_reduce f32\[8\] \(op='max'\) .*; the other 3 called all_reduce f32\[8\] \(op='sum'\)",
+    ),
+    "a skipped call": (
+        lambda: mc.all_gather(x(), BOTH), both(lambda: mc.all_reduce(x(), BOTH), lambda: mc.all_gather(x(), BOTH)),
+        r"dp=1,tp=1 called all_gather f32\[8\] .*; the other 3 called all_reduce f32\[8\]",
+    ),
+    "an object": (
+        lambda: mc.all_gather_object([1], BOTH), lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 called all_gather_object .*; the other 3 called all_reduce f32\[8\]",
+    ),
+    "wrong on one": (
+        lambda: mc.all_reduce("text", BOTH), lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 called all_reduce at test_guard.py:\d+ and has raised: meshcomm.all_reduce: x is not a tensor but str",
+    ),
+    "no such axis on one": (
+        lambda: mc.all_reduce(x(), "ep"), lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 \(rank 3\) has raised an error instead: meshcomm.all_reduce: no axis 'ep' in the mesh",
+    ),
+    "returned": (
+        lambda: None, lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 \(rank 3\) has returned from its function",
+    ),
+    "returned, later": (
+        lambda: None, lambda: mc.all_reduce(x(), BOTH, async_op=True).wait(),
+        r"dp=1,tp=1 \(rank 3\) has returned from its function",
+    ),
+}  # fmt: skip
+ALONE = ("returned", "returned, later", "no such axis on one")
+"""Rank 3 itself gets no error, or its own."""
+
+
+def differ(case: str) -> tuple[float, str]:
+    """Every rank but one that has nothing to wait for is told, and soon."""
+    odd, usual, _ = CALLED[case]
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)
+        start = time.monotonic()
+        try:
+            (odd if mesh.rank == 3 else usual)()
+        except (mc.CommError, mc.MeshError) as error:
+            return time.monotonic() - start, f"{type(error).__name__} {error}"
+        return 0.0, "nothing"
+
+
+def fails(folder: str) -> None:
+    """Rank 3 does not catch its own error; the others note what they are told."""
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)
+        try:
+            mc.all_reduce(x(), BOTH) if mesh.rank != 3 else 1 / 0
+        except mc.CommError as error:
+            Path(folder, str(mesh.rank)).write_text(str(error))
+            raise
+
+
+def goes_on() -> None:
+    with square():
+        works_on()
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_one_that_is_different(guarded: Any, case: str) -> None:
+    found = guarded.run(differ, case)
+    for rank, (seconds, text) in enumerate(found):
+        if rank == 3 and case in ALONE:
+            assert text == "nothing" or text.startswith("MeshError")
+        elif rank == 3 and case == "wrong on one":
+            assert text.startswith("MeshError meshcomm.all_reduce: x is not a tensor")
+        else:
+            assert text.startswith("CommError"), f"rank {rank}: {text}"
+            assert seconds < SOON
+            assert re.search(CALLED[case][2], text), f"rank {rank}: {text}"
+            assert f"here: dp={rank // 2},tp={rank % 2} called" in text
+    guarded.run(goes_on)
+
+
+def test_one_that_fails(guarded: Any, tmp_path: Path) -> None:
+    with pytest.raises(mc.CommError, match="rank 3 failed in fails: ZeroDivisionError: division by zero"):
+        guarded.run(fails, str(tmp_path))
+    for rank in range(3):
+        assert (
+            "dp=1,tp=1 (rank 3) has failed: ZeroDivisionError: division by zero"
+            in Path(tmp_path, str(rank)).read_text()
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- deadlocks
+
+
+def two_axes() -> str:
+    """Ranks 0 and 3 take dp first, 1 and 2 tp: nobody's other side comes."""
+    with square() as mesh:
+        order = ("dp", "tp") if mesh.rank in (0, 3) else ("tp", "dp")
+        with pytest.raises(mc.CommError) as caught:
+            both(lambda: mc.all_reduce(x(), order[0]), lambda: mc.all_reduce(x(), order[1]))()
+        works_on()
+    return str(caught.value)
+
+
+def test_two_axes_in_another_order(guarded: Any) -> None:
+    for rank, text in enumerate(guarded.run(two_axes)):
+        assert "deadlock: ranks wait for each other" in text
+        axis = "dp" if rank in (0, 3) else "tp"
+        assert f"here: dp={rank // 2},tp={rank % 2} called all_reduce f32[8] (op='sum') over '{axis}'" in text
+    assert any(
+        re.search(r"and dp=\d,tp=\d called .* over 'dp' .*; the other 2 called .* over 'tp'", text)
+        or re.search(r"and dp=\d,tp=\d called .* over 'tp' .*; the other 2 called .* over 'dp'", text)
+        for text in guarded.run(two_axes)
+    )
+
+
+def waits_are_no_deadlock() -> None:
+    """Rank 3 is late; 2 waits for it, 0 for 2, and 1 for both: all of it comes to an end."""
+    with square() as mesh:
+        if mesh.rank == 3:
+            time.sleep(3 * guards.LONG)
+        order = ("tp", "dp") if mesh.rank > 1 else ("dp", "tp")
+        if mesh.rank in (2, 3):
+            assert mc.all_reduce(x(), order[0]).sum() == 16
+            assert mc.all_reduce(x(), order[1]).sum() == 16
+        else:
+            assert mc.all_reduce(x(), "dp").sum() == 16
+            time.sleep(3 * guards.LONG)
+        if mesh.rank < 2:
+            assert mc.all_reduce(x(), "tp").sum() == 16
+
+
+def test_who_waits_for_one_that_waits(guarded: Any) -> None:
+    guarded.run(waits_are_no_deadlock)
+
+
+def receives() -> str:
+    """0 and 2 receive from each other, and nobody sends; 1 and 3 talk past each other by the tag."""
+    with square() as mesh:
+        other = 1 - mesh.coordinate["dp"]
+        calls: list[Callable[[], Any]] = [
+            lambda: mc.recv("dp", other, shape=(3,), dtype=torch.float32),
+            lambda: mc.send(x(3), "dp", 1, tag=5),
+            lambda: mc.recv("dp", other, shape=(3,), dtype=torch.float32),
+            lambda: mc.recv("dp", 0, tag=6, shape=(3,), dtype=torch.float32),
+        ]
+        with pytest.raises(mc.CommError) as caught:
+            calls[mesh.rank]()
+        works_on()
+    return str(caught.value)
+
+
+def test_messages_that_nobody_sends(guarded: Any) -> None:
+    for text in guarded.run(receives):
+        assert "deadlock: ranks wait for each other" in text
+        assert re.search(r"called (recv from|send to) \d \(tag \d\) f32\[3\] over 'dp' at test_guard.py", text)
+
+
+def unlike_messages() -> str:
+    with square() as mesh:
+        send, receive = lambda: mc.send(x(3), "dp", 1), lambda: mc.recv("dp", 0, shape=(4,), dtype=torch.float32)
+        with pytest.raises(mc.CommError) as caught:
+            (send if mesh.coordinate["dp"] == 0 else receive)()
+        works_on()
+        if mesh.coordinate["dp"] == 0:
+            mc.send(torch.arange(3.0), "dp", 1)
+        else:
+            assert mc.recv("dp", 0, shape=(3,), dtype=torch.float32).tolist() == [0, 1, 2]
+    return str(caught.value)
+
+
+def test_messages_that_do_not_fit(guarded: Any) -> None:
+    for text in guarded.run(unlike_messages):
+        assert "a message does not fit" in text
+        assert "f32[3]" in text
+        assert "f32[4]" in text
+
+
+# ---------------------------------------------------------------------------------------------------- right programs
+
+
+def right_programs() -> None:
+    """Values, gradients, second derivatives and tangents of random programs."""
+    for seed in (200, 201, 202):
+        one_program(seed, (2, 2), seed % 2 == 0)
+    one_tangent(203, (2, 2))
+
+
+def later_in_any_order() -> None:
+    """Ranks start the same works and wait in different orders, across axes, with messages between."""
+    with square() as mesh:
+        r = mesh.rank
+        works = {
+            "a": mc.all_reduce(torch.tensor(float(r)), "dp", async_op=True),
+            "b": mc.all_gather(torch.tensor([r]), "tp", async_op=True),
+            "c": mc.all_reduce({"w": x() * r, "b": x(2)}, BOTH, async_op=True),
+            "d": mc.shift(torch.tensor(r), "dp", async_op=True),
+        }
+        sent = mc.send(torch.tensor([r]), "dp", 1 - mesh.coordinate["dp"], async_op=True)
+        got = mc.recv("dp", 1 - mesh.coordinate["dp"], shape=(1,), dtype=torch.int64)
+        sent.wait()
+        assert got.tolist() == [(r + 2) % 4]
+        order = sorted(works, reverse=r % 2 == 1)
+        found = {name: works[name].wait() for name in order}
+        assert found["a"] == r + (r + 2) % 4
+        assert found["b"].tolist() == [r - r % 2, r - r % 2 + 1]
+        assert found["c"]["w"].tolist() == [6.0] * 8
+        assert found["d"] == (r + 2) % 4
+        works_on()
+
+
+def trained() -> list[float]:
+    """Some steps of FSDP beside DDP: buckets and gathers that overlap."""
+    with square() as mesh:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+        mc.parallel.fully_shard(model, "dp", grads="mean", replica_axis="tp")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for step in range(3):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + mesh.rank), dtype=F64)
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mc.all_reduce(loss.detach(), BOTH, "mean").item())
+    return losses
+
+
+def is_guarded() -> None:
+    with square() as mesh:
+        assert guards.current() is not None
+        assert isinstance(mesh.axis("dp").link, GuardedLink)
+
+
+def errors_on_all() -> None:
+    """What all ranks do wrong in the same way is their own error, and nobody else's."""
+    with square() as mesh:
+        for wrong in (
+            lambda: mc.all_reduce(None, "dp"),
+            lambda: mc.all_reduce(x(), "ep"),
+            lambda: mc.shard(x(3), "tp"),
+        ):
+            with pytest.raises(mc.MeshError):
+                wrong()
+            assert mc.all_reduce(x(), "dp").sum() == 16
+        with pytest.raises(mc.MeshError):
+            mc.scatter(x(3) if mesh.coordinate["tp"] == 0 else None, "tp")
+        with pytest.raises(mc.MeshError):
+            mc.broadcast_object(lambda: 0, "tp")
+        for axis in ("dp", "tp", BOTH):
+            assert mc.all_reduce(x(), axis).sum() == 8 * mesh.axis(axis).size
+
+
+def test_right_programs(guarded: Any) -> None:
+    guarded.run(is_guarded)
+    guarded.run(right_programs)
+    guarded.run(later_in_any_order)
+    guarded.run(errors_on_all)
+
+
+def test_training_is_the_same(guarded: Any, pool4: Any) -> None:
+    under, bare_ = guarded.run(trained), pool4.run(trained)
+    assert under == bare_
+    assert under[0][0] > under[0][-1]
+
+
+# ------------------------------------------------------------------------------------------------------ what is left
+
+
+def keys_left() -> tuple[int, int]:
+    """How many keys of the guard a hundred calls leave at the store."""
+    with square() as mesh:
+        works_on()
+        before = len(guard_keys())
+        for _ in range(25):
+            mc.all_reduce(x(), BOTH)
+            mc.all_gather(x(), "tp", async_op=True).wait()
+            mc.shift(x(), "dp")
+            if mesh.coordinate["dp"] == 0:
+                mc.send(x(3), "dp", 1)
+            else:
+                mc.recv("dp", 0, shape=(3,), dtype=torch.float32)
+        works_on()
+        return before, len(guard_keys())
+
+
+def guard_keys() -> list[str]:
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415
+
+    return [key for key in _get_default_store().list_keys() if "guard" in key]
+
+
+def test_nothing_is_left_at_the_store(guarded: Any) -> None:
+    for before, after in guarded.run(keys_left):
+        assert after <= before + 8
+
+
+def without() -> None:
+    """No link is wrapped, and nobody listens."""
+    assert guards.current() is None
+    with square() as mesh:
+        link = mesh.axis("dp").link
+        assert not isinstance(link, GuardedLink)
+        assert link is bare(link)
+        assert not link.watched
+
+
+def test_off_costs_nothing(pool4: Any) -> None:
+    pool4.run(without)
+
+
+# ----------------------------------------------------------------------------------------------------------- turning on
+
+
+def test_a_variable_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCOMM_GUARD", "yes")
+    with pytest.raises(mc.MeshError, match=r"meshcomm.init: MESHCOMM_GUARD='yes' is not known.\n  fix: 0 or 1"):
+        mc.init(rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+SCRIPT = """
+import os, sys
+import meshcomm as mc, torch
+rank = int(sys.argv[1])
+try:
+    mc.init(rank=rank, world_size=2, init_method=f"file://{sys.argv[2]}", guard=rank == 0, timeout=60)
+except mc.MeshError as error:
+    print(error)
+"""
+
+
+def test_on_in_some_processes_only(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, env={**os.environ}
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=90)
+            assert "the guard is on in some processes only.\n  got: off on rank 1" in out
+    finally:
+        for process in processes:
+            process.kill()
