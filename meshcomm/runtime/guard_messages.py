@@ -51,6 +51,8 @@ class Letters:
         self._last: dict[Route, threading.Event] = {}
         self._lock = threading.Lock()
         self._unfit: list[_Side] = []
+        self._left: list[str] = []  # keys that nobody may come to read
+        self._since = 0
 
     def run(self, what: Primitive, note: Note, later: bool) -> Any:
         """Meet the other sides, then go; on a thread of its own if it is waited for later."""
@@ -61,6 +63,17 @@ class Letters:
         if later:
             return _Posted(lambda: self._deliver(sides, words, before, over, what, for_program=False))
         return self._deliver(sides, words, before, over, what, for_program=True)
+
+    def begin_again(self, number: int) -> None:
+        """Count anew; ``number`` is one that all ranks have agreed on, and higher than the last."""
+        store = _torch.default_store()
+        with self._lock:
+            for key in self._left:
+                store.delete_key(key)
+            self._left.clear()
+            self._unfit.clear()
+            self._counts.clear()
+            self._since = number
 
     def _call_text(self, what: Primitive, note: Note) -> str:
         sent = [f"to {dst} (tag {tag}) {shape_text(x.dtype, x.shape)}" for x, dst, tag in what.posts]
@@ -74,7 +87,7 @@ class Letters:
         todo += [((src, me, tag), src, shape_text(dtype, shape), False) for src, shape, dtype, tag, _ in what.wants]
         for route, other, shown, sends in todo:
             count = self._counts[route, sends] = self._counts.get((route, sends), 0) + 1
-            key = f"{self._group.name}/message/{route[0]}>{route[1]}/{route[2]}/{count}"
+            key = f"{self._group.name}/message/{self._since}/{route[0]}>{route[1]}/{route[2]}/{count}"
             keys = (f"{key}/sent", f"{key}/wanted") if sends else (f"{key}/wanted", f"{key}/sent")
             sides.append(_Side(*keys, other, shown, sends))
             last = self._last.get(route)
@@ -113,6 +126,7 @@ class Letters:
             nothing = json.dumps([f"nothing, for it has given up: {error}", words.place, str(words)])
             for side in [side for side in sides if side not in self._unfit]:  # who differs knows by itself
                 store.set(side.mine, nothing)
+            self._left += [side.mine for side in sides]
             raise
         finally:
             for side in came:

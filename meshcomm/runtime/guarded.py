@@ -33,7 +33,7 @@ _LINGER = 0.2
 """Seconds that a rank which sees a difference gives the others to come too, so that all can be told of."""
 _MOST_WORDS = 4096
 _DRAIN = 2.0
-"""Seconds that a rank that leaves gives what nobody waited for."""
+"""Seconds that a rank which leaves, or meets the others in a barrier, gives what was begun before."""
 
 
 class GuardedLink(WrappedLink):
@@ -103,7 +103,7 @@ class _Room:
         self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
         self.others = [i for i in range(len(group.ranks)) if i != index]
         self.letters = Letters(index, guard, group, timeout)
-        self._number = self._errors = 0
+        self._number = self._errors = self.void = 0
         self._lock = threading.Lock()
         self._words: dict[Any, Said] = {}
         self._queue: _Queue | None = None
@@ -149,15 +149,18 @@ class _Room:
     def say_count(self) -> None:
         """How many calls this rank has made."""
         if self._queue is not None:
+            self._queue.drain(_DRAIN)  # all are here: what has not begun by then has no other side
+            self.void = self._number
             self._queue.drain(self.timeout)
         self.board.count(self._number)
 
     def align(self) -> None:
-        """Count on from the rank that has made the most calls."""
+        """Count on from the rank that has made the most calls, and one more: it is new to all."""
         with self._lock:
-            self._number = max(self._number, *self.board.count())
+            self._number = max(self._number, *self.board.count()) + 1
             self._errors = self.guard.failures
             self.guard.issued[self.group.key] = self._number
+        self.letters.begin_again(self._number)
 
     def come_together(self, seconds: float, words: Words) -> None:
         """At the store."""
@@ -327,6 +330,8 @@ class _Meeting:
 
     def _why(self, seconds: float, *, sure: bool) -> str:
         """Why it makes no sense to wait any more."""
+        if self.number <= self.room.void:
+            return "the ranks have met in a barrier since, which ends what was begun before"
         ranks = [self.room.group.ranks[i] for i in self.missing]
         reason = self.room.guard.why_never(self._wait, ranks, sure=sure)
         return reason or ("late" if seconds > self.room.timeout else "")
