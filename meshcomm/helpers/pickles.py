@@ -139,7 +139,8 @@ def _bytes_of(x: Tensor) -> Tensor:
     if x.device.type == "meta":
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = wire.plain(x.cpu()).reshape(-1)
-    flat = flat if flat.numel() == 0 or flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    # Not is_contiguous(): whatever the stride, that holds for no elements, and a view as bytes does not.
+    flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 

@@ -6,9 +6,11 @@ n = size of the axis.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from meshcomm.collectives import check
-from meshcomm.errors import MeshError
+from meshcomm.errors import MeshError, held
 from meshcomm.helpers.objects import packed, unpacked
 from meshcomm.helpers.parcels import FIX, Courier
 from meshcomm.helpers.pickles import pack
@@ -59,7 +61,8 @@ def collect_results(
         device: what the bytes travel through: "cpu", or the mesh's device ("cuda"), where its backend is faster. A mesh
             whose backend cannot move CPU tensors uses its device.
         tmpdir: a folder that all ranks see. If given, the results go through files in it, which ``dst`` removes, and
-            only a kilobyte from each rank through collectives.
+            only a kilobyte from each rank through collectives. Nobody but this user can read the files; a digest of
+            each goes through the collectives, and ``dst`` unpickles nothing that is not what its peer has written.
         mesh: the current mesh by default.
 
     Returns: on ``dst`` a list of ``size`` new objects; None elsewhere. Tensors inside arrive on the receiver's device
@@ -88,10 +91,13 @@ def collect_results(
     ax = check.axis_of(_WHERE, axis, mesh)
     courier = Courier(_WHERE, ax, None, size=size, dst=dst, files=tmpdir is not None)
     try:
-        check.checked_index(_WHERE, dst, ax, "dst")
-        if not check.whole_number(size) or size < 0:
-            check.explain(_WHERE, f"size={size!r} is not a number of samples.", ax, fix="len(dataset)")
-        route = _route(device, ax)
+        with held():
+            dst = check.checked_index(_WHERE, dst, ax, "dst")
+            if not check.whole_number(size) or size < 0:
+                check.explain(_WHERE, f"size={size!r} is not a number of samples.", ax, fix="len(dataset)")
+            if tmpdir is not None and not isinstance(tmpdir, (str, os.PathLike)):
+                check.explain(_WHERE, f"tmpdir={tmpdir!r} is no path.", ax, fix="a folder that all ranks see, or None")
+            route = _route(device, ax)
     except MeshError as error:
         courier.refuse(error)
         raise
@@ -149,11 +155,13 @@ def _through_files(
         trouble = None
         try:
             here.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (here / str(me)).write_bytes(data)
-        except OSError as error:
-            trouble = f"cannot write to tmpdir {str(folder)!r}: {error.strerror or error}"
-        sizes = [row.size for row in courier.meet(trouble, len(data))]
-        got, trouble = _read(here, sizes) if me == dst else (None, None)
+            with open(here / str(me), "xb", opener=_private) as file:
+                file.write(data)
+        except (OSError, ValueError) as error:  # a path that no system can have is a ValueError
+            trouble = f"cannot write to tmpdir {str(folder)!r}: {getattr(error, 'strerror', None) or error}"
+        rows = courier.meet(trouble, len(data), hashlib.sha256(data).digest())
+        sent = [(row.size, bytes(row.inline)) for row in rows]
+        got, trouble = _read(here, sent) if me == dst else (None, None)
         courier.meet(trouble)
     return got
 
@@ -167,21 +175,32 @@ def _removed(folder: Path, me: int, dst: int) -> Iterator[None]:
         if me == dst:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 (folder / str(me)).unlink()
                 folder.rmdir()
 
 
-def _read(folder: Path, sizes: Sequence[int]) -> tuple[list[bytearray] | None, str | None]:
+def _private(path: str, flags: int) -> int:
+    """Opens no link, waits for no pipe, and makes what only this user can read."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def _read(folder: Path, sent: Sequence[tuple[int, bytes]]) -> tuple[list[bytearray] | None, str | None]:
+    """What the ranks have written. It will be unpickled: so it must have the digest that its rank has told."""
     found = []
-    for i, size in enumerate(sizes):
+    for i, (size, digest) in enumerate(sent):
         try:
-            found.append(bytearray((folder / str(i)).read_bytes()))
+            with open(folder / str(i), "rb", opener=_private) as file:
+                there = os.fstat(file.fileno())
+                whole = stat.S_ISREG(there.st_mode) and there.st_size == size
+                found.append(bytearray(file.read() if whole else b""))
         except OSError as error:
             return None, (
                 f"cannot read what index {i} wrote to tmpdir: {error.strerror or error}"
                 f"{FIX}use a folder that all machines share, or leave tmpdir= out"
             )
-        if len(found[-1]) != size:
-            return None, f"index {i} wrote {size} bytes to tmpdir, {len(found[-1])} are there"
+        if not whole:
+            return None, f"index {i} wrote {size} bytes to tmpdir, {there.st_size} are there"
+        if hashlib.sha256(found[-1]).digest() != digest:
+            return None, f"what index {i} wrote to tmpdir has been changed{FIX}a folder that nobody else can write to"
     return found, None

@@ -22,9 +22,9 @@ from meshcomm.helpers.objects import broadcast_object, gather_object, scatter_ob
 from meshcomm.helpers.parcels import FIX, Courier
 from meshcomm.mesh import Axis, Mesh, current_mesh, make_mesh
 from meshcomm.parallel.checkpoint_files import (
+    TABLE,
     Metadata,
     Planner,
-    Reader,
     Root,
     SavePlan,
     Writer,
@@ -32,6 +32,7 @@ from meshcomm.parallel.checkpoint_files import (
     local_plan,
 )
 from meshcomm.parallel.checkpoint_parts import Entries, collect, plain_problem, state_names
+from meshcomm.parallel.checkpoint_reader import Reader
 from meshcomm.parallel.checkpoint_state import Restoring, random_states, set_random_states
 
 __all__ = ["Checkpoint", "full_state_dict", "latest", "load", "save"]
@@ -128,7 +129,8 @@ def save(
     _checked_module(where, module, optimizer)
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if value is not None and (not check.whole_number(value) or value < least):
-            fail(where, f"{name}={value!r} is not a number from {least} on.")
+            fail(where, f"{name}={value!r} is not a number from {least} on.", fix=f"an int from {least} on, or None")
+    step = None if step is None else int(step)
     axis = _axis(where, mesh)
     team = _Team(where, axis, path=root.path, step=step, keep=keep)
     step = team.tell(lambda: _new_step(where, root, step))
@@ -174,10 +176,12 @@ def load(
     was equal on all ranks.
 
     **What is trusted.** Loading runs no code that a file names. Torch keeps the table of contents as a pickle and its
-    own reader unpickles whatever is in it; here an unpickler reads it that knows the few classes of such tables and
-    refuses all others. Values that are no tensors torch's planner loads with ``weights_only=False``; here they, and all
-    tensors, are loaded with ``weights_only=True``. Files are read from the folder itself alone. What remains is torch's
-    own reading of tensor files. Who loads the same folder with ``torch.distributed.checkpoint.load`` has none of this.
+    own reader unpickles whatever is in it; here it is read as data, and any name in it that torch does not write is an
+    error. Values that are no tensors torch's planner loads with ``weights_only=False``; here they, and all tensors, are
+    loaded with ``weights_only=True``. Files are named in the folder itself alone (one may be a link to another place,
+    as tools that share files make them). What remains is torch's own reading of tensor files, and what a module's
+    ``set_extra_state`` does with what it is given. Who loads the same folder with ``torch.distributed.checkpoint.load``
+    has none of this.
 
     Type: all ranks of the mesh call.
 
@@ -304,7 +308,7 @@ def full_state_dict(
     where = "checkpoint.full_state_dict"
     _checked_module(where, module, None)
     if shared not in ("copy", "drop"):
-        fail(where, f"shared={shared!r} is neither 'copy' nor 'drop'.")
+        fail(where, f"shared={shared!r} is neither 'copy' nor 'drop'.", fix="one of them")
     axis = _axis(where, mesh)
     check.checked_index(where, dst, axis, "dst")
     team = _Team(where, axis, dst=dst)
@@ -416,16 +420,18 @@ def _axis(where: str, mesh: Mesh | None) -> Axis:
 
 
 def _checked_path(where: str, path: object) -> str:
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or not isinstance(os.fspath(path), str):
-        fail(where, f"path={path!r} is no path.")
-    return os.path.abspath(os.fspath(path))
+    given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(given, str) or not given or "\0" in given:
+        fail(where, f"path={path!r} is no path.", fix="a folder, as a string or a pathlib.Path")
+    return os.path.abspath(given)
 
 
 def _checked_module(where: str, module: object, optimizer: object) -> None:
     if not isinstance(module, nn.Module):
-        fail(where, f"module is not a torch.nn.Module but {type(module).__name__}.")
+        fail(where, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        fail(where, f"optimizer is not a torch.optim.Optimizer but {type(optimizer).__name__}.")
+        what = f"optimizer is not a torch.optim.Optimizer but {type(optimizer).__name__}."
+        fail(where, what, fix="an optimiser of the module's parameters, or None")
 
 
 def _checked_plain(where: str, name: str, value: Any) -> Any:
@@ -437,7 +443,7 @@ def _checked_plain(where: str, name: str, value: Any) -> Any:
 
 def _new_step(where: str, root: Root, step: int | None) -> int:
     if os.path.exists(root.path) and not os.path.isdir(root.path):
-        fail(where, f"{root.path!r} is no folder.")
+        fail(where, f"{root.path!r} is no folder.", fix="a folder, or a path that is not there yet")
     steps = root.steps()
     if step is None:
         return steps[-1] + 1 if steps else 0
@@ -448,7 +454,7 @@ def _new_step(where: str, root: Root, step: int | None) -> int:
 
 
 def _existing(where: str, root: Root) -> str:
-    if os.path.isfile(os.path.join(root.path, ".metadata")):
+    if os.path.isfile(os.path.join(root.path, TABLE)):
         return root.path
     found = latest(root.path)
     if found is None:
@@ -468,5 +474,7 @@ def _ours(reader: Reader, axis: Axis) -> tuple[Checkpoint, Any]:
         known[key] = reader.plain(name) if name in reader.paths else None
     same = known["mesh"] == list(axis.mesh.shape.items())
     mine: Mapping[str, Any] = reader.plain(f"{_OURS}.rank.{axis.index}") if same else {}
+    if not isinstance(mine, dict) or not isinstance(mine.get("random", {}), dict):
+        fail(reader.where, f"what the checkpoint has of rank {axis.index} is not what save writes.", got=reader.folder)
     found = Checkpoint(reader.folder, known["step"], known["extra"], mine.get("extra"), same)
     return found, mine.get("random")

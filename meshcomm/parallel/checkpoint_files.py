@@ -1,7 +1,7 @@
 """Checkpoints on disk: folders that appear whole or not at all, in the format of ``torch.distributed.checkpoint``.
 
-A folder is written under another name, brought to the disk, and renamed. What is unpickled of it is a table of names,
-sizes and places, by an unpickler that knows the classes of such tables and no others.
+A folder is written under another name, brought to the disk, and renamed. ``checkpoint_reader`` reads it: nothing here
+does, for torch's own way is to unpickle it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import errno
 import io
 import math
 import os
-import pickle
 import re
 import shutil
 import uuid
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +35,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshcomm.errors import fail, shape_text
-from meshcomm.parallel.checkpoint_parts import Box, Entries, Path, Spread
+from meshcomm.parallel.checkpoint_parts import Entries, Path
 
 __all__ = [
-    "Metadata", "Planner", "Reader", "Root", "SavePlan", "Writer", "global_plan", "local_plan", "read_metadata",
+    "TABLE", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "Planner", "Root", "SavePlan", "TensorProperties",
+    "TensorStorageMetadata", "Writer", "check_files", "create_read_items_for_chunk_list", "global_plan", "local_plan",
 ]  # fmt: skip
 
-_TABLE = ".metadata"
+TABLE = ".metadata"
+"""The file with the table of contents."""
 _FINISHED = re.compile(r"step-(\d+)\Z")
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
 
@@ -64,7 +64,7 @@ class Root:
         except (FileNotFoundError, NotADirectoryError):
             return []
         found = [int(match[1]) for match in map(_FINISHED.match, inner) if match]
-        return sorted(step for step in found if os.path.isfile(os.path.join(self.folder(step), _TABLE)))
+        return sorted(step for step in found if os.path.isfile(os.path.join(self.folder(step), TABLE)))
 
     def folder(self, step: int) -> str:
         """Where the checkpoint of a step is."""
@@ -231,164 +231,7 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-# ---------------------------------------------------------------------------------------------------------- reading
-
-
-class _Tables(pickle.Unpickler):
-    """Knows the classes of a table and nothing else: what it makes are values, no file can have it call a function."""
-
-    _KNOWN = frozenset(
-        [
-            *(("torch.distributed.checkpoint.metadata", name) for name in (
-                "Metadata", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata", "ChunkStorageMetadata",
-                "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")),
-            *(("pathlib._local", name) for name in ("PosixPath", "WindowsPath", "Path")),
-            ("collections", "OrderedDict"),
-        ]
-    )  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in self._KNOWN:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a table of contents")
-        return super().find_class(module, name)
-
-
-def read_metadata(where: str, folder: str) -> Metadata:
-    """The table of a checkpoint, as far as it is plain data."""
-    try:
-        with open(os.path.join(folder, _TABLE), "rb") as file:
-            table = _Tables(file).load()
-        if not isinstance(table, Metadata) or not isinstance(table.state_dict_metadata, dict):
-            raise pickle.UnpicklingError(f"a {type(table).__name__} is no table of contents")
-        table.planner_data = dict(table.planner_data or {})
-        table.storage_data = dict(table.storage_data)
-    except FileNotFoundError:
-        fail(where, f"there is no finished checkpoint at {folder!r}.",
-             fix="what save was given, one of its steps, or what torch.distributed.checkpoint wrote")  # fmt: skip
-    except Exception as error:  # whatever a file that is no table makes of the unpickler
-        fail(where, f"the table of contents of {folder!r} cannot be read: {type(error).__name__}: {error}.")
-    return table
-
-
-class _Piece(NamedTuple):
-    """A part of what is stored, and where it goes."""
-
-    offsets: Sequence[int]
-    lengths: Sequence[int]
-    target: Tensor
-
-
-class Reader:
-    """Reads tensors in part, and plain data; nothing is looked at that was not asked for."""
-
-    def __init__(self, where: str, folder: str) -> None:
-        self.where, self.folder = where, folder
-        self.sums = False
-        """Whether the files have check sums, which torch writes by default and does not look at."""
-        self.table = read_metadata(where, folder)
-        self.paths: dict[str, Path] = {
-            key: tuple(self.table.planner_data.get(key, (key,))) for key in self.table.state_dict_metadata
-        }
-
-    def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """What is known of a tensor; None if it is none."""
-        found = self.table.state_dict_metadata.get(key)
-        return found if isinstance(found, TensorStorageMetadata) else None
-
-    def known(self, key: str) -> TensorStorageMetadata:
-        """The same of one that is there."""
-        found = self.tensor(key)
-        if found is None:
-            fail(self.where, f"{key!r} is no tensor.", got=self.folder)
-        return found
-
-    def plain(self, key: str) -> Any:
-        """A value that is no tensor."""
-        info = self._info(MetadataIndex(key))
-        check_files(self.where, self.folder, [info])
-        return self._load(info)
-
-    def plan(self, wanted: Iterable[tuple[str, Spread]]) -> dict[str, dict[MetadataIndex, list[_Piece]]]:
-        """What to read from which file; checks that it is there."""
-        files: dict[str, dict[MetadataIndex, list[_Piece]]] = {}
-        infos = []
-        for key, spread in wanted:
-            stored = self.known(key)
-            boxes = [box for box in spread.boxes if math.prod(box.sizes)]
-            here = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-            count = 0
-            for item in create_read_items_for_chunk_list(key, stored, here):
-                info = self._info(item.storage_index)
-                infos.append(info)
-                box = boxes[item.dest_index.index]  # type: ignore[index]
-                piece = _Piece(item.storage_offsets, item.lengths, _narrowed(box, item.dest_offsets, item.lengths))
-                files.setdefault(info.relative_path, {}).setdefault(item.storage_index, []).append(piece)
-                count += math.prod(item.lengths)
-            if count != sum(math.prod(box.sizes) for box in boxes):
-                fail(self.where, f"the checkpoint has not all of {key!r}.", got=self.folder)
-        check_files(self.where, self.folder, infos)
-        return files
-
-    def read(self, files: Mapping[str, Mapping[MetadataIndex, Sequence[_Piece]]]) -> None:
-        """Fill the targets."""
-        for items in files.values():
-            for index, pieces in sorted(items.items(), key=lambda item: self._info(item[0]).offset):
-                stored = self._load(self._info(index))
-                known = self.known(index.fqn)
-                sizes = next(chunk.sizes for chunk in known.chunks if chunk.offsets == index.offset)
-                if type(stored) is not Tensor or stored.dtype != known.properties.dtype or stored.shape != sizes:
-                    fail(
-                        self.where,
-                        f"the file is not what the table says it is: a part of {index.fqn!r}.",
-                        got=self.folder,
-                    )
-                for piece in pieces:
-                    part = stored
-                    for dim, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
-                        part = part.narrow(dim, offset, length)
-                    piece.target.copy_(part)
-
-    def _info(self, index: MetadataIndex) -> Any:
-        try:
-            info = self.table.storage_data[index]
-        except KeyError:
-            fail(self.where, f"the table does not say where {index.fqn!r} is.", got=self.folder)
-        name = info.relative_path
-        if name != os.path.basename(name) or name in ("", ".", "..") or info.transform_descriptors:
-            fail(self.where, f"{index.fqn!r} is not in a file of the checkpoint, or is compressed.",
-                 got=f"{name!r}, {info.transform_descriptors}")  # fmt: skip
-        return info
-
-    def _load(self, info: Any) -> Any:
-        with open(os.path.join(self.folder, info.relative_path), "rb") as file:
-            file.seek(info.offset)
-            data = io.BytesIO(file.read(info.length))
-        if self.sums:
-            self._check_sums(data, info.relative_path)
-        return torch.load(data, map_location="cpu", weights_only=True)
-
-    def _check_sums(self, data: io.BytesIO, name: str) -> None:
-        try:
-            with zipfile.ZipFile(data) as members:
-                bad = members.testzip()
-        except zipfile.BadZipFile as error:
-            bad = str(error)
-        if bad is not None:
-            fail(self.where, f"file {name!r} in {self.folder!r} is damaged.", got=bad, fix="take an earlier checkpoint")
-        data.seek(0)
-
-
-def _narrowed(box: Box, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    target = box.view
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        target = target.narrow(dim, offset, length)
-    return target
+# ------------------------------------------------------------------------------------------------------ what is there
 
 
 def check_files(where: str, folder: str, infos: Iterable[Any]) -> None:

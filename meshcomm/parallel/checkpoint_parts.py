@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshcomm.errors import MeshError, fail, names, shape_text
+from meshcomm.errors import MeshError, fail, held, names, shape_text
 from meshcomm.parallel.fsdp_state import Piece, pieces
 
 __all__ = [
@@ -255,7 +255,8 @@ def _refuse_inner(module: nn.Module, places: Mapping[int, Place]) -> None:
 
 def _pieces(part: nn.Module) -> dict[str, Piece]:
     try:
-        return pieces(part)
+        with held():
+            return pieces(part)
     except MeshError:  # not sharded
         return {}
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import fail, names, shape_text
-from meshcomm.parallel.checkpoint_files import Reader
 from meshcomm.parallel.checkpoint_parts import Named, Path, Place, Spread, named, optimizer_names, state_names
+from meshcomm.parallel.checkpoint_reader import Reader
 
 __all__ = ["Restoring", "random_states", "set_random_states"]
 
@@ -83,8 +83,8 @@ class Restoring:
     def _tensor(self, key: str, target: Spread, wrong: list[str]) -> None:
         stored = self.reader.tensor(key)
         assert stored is not None
-        if tuple(stored.size) != target.shape or stored.properties.dtype != target.dtype:
-            there = shape_text(stored.properties.dtype, stored.size)
+        if stored.size != target.shape or stored.dtype != target.dtype:
+            there = shape_text(stored.dtype, stored.size)
             wrong.append(f"{key!r} is {there} in the checkpoint and {shape_text(target.dtype, target.shape)} here")
         else:
             self._wanted.append((key, target))
@@ -105,7 +105,8 @@ class Restoring:
                 if stored is None:
                     found.append(_Leaf(path[len(at) :], self.reader.plain(key)))
                 else:
-                    room = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+                    stored = self.reader.backed(key)
+                    room = torch.empty(stored.size, dtype=stored.dtype, device="cpu")
                     self._wanted.append((key, Spread.whole(room)))
                     found.append(_Leaf(path[len(at) :], room))
         return found
@@ -181,7 +182,7 @@ class Restoring:
         stored = self.reader.tensor(key)
         if stored is None:
             return _Leaf(tail, self.reader.plain(key))
-        dtype, size = stored.properties.dtype, tuple(stored.size)
+        size, dtype, _ = self.reader.backed(key)
         if size == place.shape and may_be_cut:
             room = torch.zeros_like(p.detach(), dtype=dtype)
             self._tensor(key, place.of(room), wrong)

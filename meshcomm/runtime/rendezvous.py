@@ -6,6 +6,7 @@ No port need be known beforehand, except where the user or the launcher names on
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import ipaddress
 import os
@@ -13,18 +14,45 @@ import secrets
 import socket
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from meshcomm.errors import CommError, MeshError, fail
+from meshcomm.errors import CommError, fail
+from meshcomm.runtime import exits, peers
 
-__all__ = ["file_store", "join", "launch_key", "local_store", "loopback_server", "ready", "tcp_store", "this_host"]
+__all__ = [
+    "file_store",
+    "join",
+    "launch_key",
+    "local_store",
+    "loopback_server",
+    "ready",
+    "tcp_store",
+    "this_host",
+    "within",
+]
+
+T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
+
+_SOON, _LOOK = 0.3, 0.5
+"""Seconds after which, and between which, who waits looks whether others have ended."""
+_FEW = 64
+"""Up to so many ranks: each asks for each, and asks again and again (a wait of the store's own that runs out of time
+says so on stderr)."""
+_PAUSE = 0.03
+_SLACK = 2.0
+"""Seconds beyond a time-out that a store may take to keep it by itself."""
+_HEARING = 1.0
+"""The most seconds that rank 0 stays for others to hear of a failure."""
+_FIRST_ONE = "look at the messages of that process: it failed first"
 
 # A store outlives shutdown(), so that an init() that follows cannot reach the dying server of the one before.
 _stores: dict[str, Store] = {}
@@ -40,11 +68,13 @@ def this_host() -> str:
 # ------------------------------------------------------------------------------------------------------------- stores
 
 
-def tcp_store(host: str, port: int, *, serve: bool, timeout: timedelta) -> Store:
-    """The store at ``host:port``, which this process serves or reaches."""
+def tcp_store(host: str, port: int, *, serve: bool, timeout: timedelta, one_machine: bool = False) -> Store:
+    """The store at ``host:port``, which this process serves or reaches; ``one_machine`` if it is known that all ranks
+    are on this one.
+    """
     key = f"tcp://{host}:{port}"
     if key not in _stores:
-        _stores[key] = _served(host, port, timeout) if serve else _reached(host, port, timeout)
+        _stores[key] = _served(host, port, timeout, one_machine) if serve else _reached(host, port, timeout)
     return _stores[key]
 
 
@@ -71,10 +101,10 @@ def loopback_server(timeout: timedelta) -> TCPStore:
     return _store_on(listener, LOOPBACK, timeout)
 
 
-def _served(host: str, port: int, timeout: timedelta) -> TCPStore:
-    # We bind the port ourselves: the error is then ours, and a loopback address is not offered to the whole network.
+def _served(host: str, port: int, timeout: timedelta, one_machine: bool) -> TCPStore:
+    # We bind the port ourselves: the error is then ours, and it is not offered to more of the network than was named.
     try:
-        listener = _listener(host, port)
+        listener = _listener(port, _address(host, one_machine))
     except OSError as error:
         what = f"rank 0 cannot serve port {port} for the other ranks: {error.strerror}."
         fix = "another program has it: give another port by MASTER_PORT, or by init's port= or init_method="
@@ -82,14 +112,28 @@ def _served(host: str, port: int, timeout: timedelta) -> TCPStore:
     return _store_on(listener, host, timeout)
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def _address(host: str, one_machine: bool) -> str | None:
+    """The only address at which the others will look for this host; None if it may have several. A name may mean one
+    address here and another one elsewhere: that of this machine is often loopback in its own /etc/hosts.
+    """
     if host == "localhost":
-        return socket.create_server((LOOPBACK, port), backlog=1024)
+        return LOOPBACK
     with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        if address.is_loopback:
-            family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-            return socket.create_server((host, port), family=family, backlog=1024)
+        return None if ipaddress.ip_address(host).is_unspecified else host
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]) if one_machine else None
+    return None
+
+
+def _listener(port: int, address: str | None) -> socket.socket:
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL or ipaddress.ip_address(address).is_loopback:
+                raise
+        # Nobody here has this address: another machine forwards to one that is ours.
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
@@ -103,12 +147,38 @@ def _store_on(listener: socket.socket, host: str, timeout: timedelta) -> TCPStor
 
 
 def _reached(host: str, port: int, timeout: timedelta) -> TCPStore:
-    try:
+    def connect() -> TCPStore:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    try:
+        return within(timeout, connect)
     except RuntimeError as error:
         what = f"no answer from rank 0's store at {host}:{port} within {timeout.total_seconds():g} s."
         fix = "start all ranks; check MASTER_ADDR and MASTER_PORT, the firewall, and rank 0's own messages"
         fail("init", what, got=_first_line(error), fix=fix, kind=CommError)
+
+
+def within(timeout: timedelta, do: Callable[[], T]) -> T:
+    """Call it, but not for ever: a store's client waits so for a server that has stopped, or that is something else."""
+    done: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        with exits.blocked():
+            try:
+                done.append(do())
+            except BaseException as error:
+                errors.append(error)
+
+    exits.never_abort()
+    thread = threading.Thread(target=run, name="meshcomm store", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _SLACK)  # ends early where the calls keep the time-out by themselves
+    if errors:
+        raise errors[0]
+    if not done:
+        raise RuntimeError("who listens there says nothing: it is stopped, or another program has the port")
+    return done[0]
 
 
 def _first_line(error: BaseException) -> str:
@@ -212,59 +282,141 @@ def join(store: Store, rank: int, size: int, card: str, timeout: timedelta) -> t
 
     Returns the part of the store that belongs to this meeting, and every rank's ``card``. Meetings in one store are
     told apart by counting arrivals: nobody leaves before all have come, so ``init`` may follow ``shutdown`` in a
-    store that lives on (torchrun's does).
+    store that lives on. One that outlives processes too, torchrun's agent's, has a part for each attempt: a rank of an
+    earlier one may have ended before it came.
     """
+    peers.forget()
+    try:
+        here = within(timeout, lambda: _arrive(store, rank, size, card))
+    except RuntimeError as error:
+        _lost(rank, error)
+    _await(here, "go", rank, size, timeout)
+    told = [card.decode() for card in here.multi_get([f"card/{r}" for r in range(size)])]
+    signs, cards = zip(*(each.split("\n", 1) for each in told), strict=True)
+    peers.met(here, rank, signs)
+    return here, list(cards)
+
+
+def _arrive(store: Store, rank: int, size: int, card: str) -> Store:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt:
+        store = PrefixStore(f"meshcomm/attempt/{attempt}", store)
     meeting = (store.add("meshcomm/arrivals", 1) - 1) // size
     here = PrefixStore(f"meshcomm/{meeting}", store)
     agreed = here.compare_set("size", "", str(size)).decode()
     if agreed != str(size):
-        here.set("go", f"world sizes differ: some ranks were started with {agreed}, rank {rank} with {size}")
+        here.set("go", f"?world sizes differ: some ranks were started with {agreed}, rank {rank} with {size}")
     elif here.add(f"rank/{rank}", 1) > 1:
-        here.set("go", f"two processes are rank {rank} of {size}")
+        here.set("go", f"?two processes are rank {rank} of {size}")
     else:
-        here.set(f"card/{rank}", card)
-        if here.add("arrived", 1) == size:
-            here.set("go", "ok")
-    _await(here, "go", rank, size, timeout)
-    verdict = here.get("go").decode()
-    if verdict != "ok":
-        raise MeshError(f"meshcomm.init: {verdict}.\n  fix: give each process its own rank and the same world size")
-    return here, [card.decode() for card in here.multi_get([f"card/{r}" for r in range(size)])]
+        here.set(f"card/{rank}", f"{peers.sign()}\n{card}")
+        if here.add("go/came", 1) == size:
+            here.compare_set("go", "", "ok")
+    return here
 
 
 def agreed(here: Store, rank: int, size: int, mine: bool, timeout: timedelta) -> bool:
     """Whether all ranks say yes."""
     if not mine:
         here.set("no", "1")
-    if here.add("said", 1) == size:
-        here.set("all said", "no" if here.check(["no"]) else "yes")
-    _await(here, "all said", rank, size, timeout)
-    return here.get("all said") == b"yes"
+    return _all_say(here, "all said", rank, size, timeout, lambda: "no" if here.check(["no"]) else "ok") == "ok"
 
 
 def ready(here: Store, rank: int, size: int, timeout: timedelta) -> None:
     """Wait until all ranks are past set-up: only then may rank 0 end, and its store with it."""
-    if here.add("ready", 1) == size:
-        here.set("all ready", "ok")
-    _await(here, "all ready", rank, size, timeout)
+    _all_say(here, "all ready", rank, size, timeout, lambda: "ok")
 
 
-def _await(here: Store, key: str, rank: int, size: int, timeout: timedelta) -> None:
+def _all_say(here: Store, key: str, rank: int, size: int, timeout: timedelta, verdict: Callable[[], str]) -> str:
+    def say() -> None:
+        here.set(f"{key}/{rank}", "1")
+        if here.add(f"{key}/came", 1) == size:
+            here.compare_set(key, "", verdict())
+
+    return _await(here, key, rank, size, timeout, say)
+
+
+def _await(here: Store, key: str, rank: int, size: int, timeout: timedelta, first: Callable[[], object] = bool) -> str:
+    """The verdict, which the last one to come gives, or the first one who gives up: then for all who wait."""
+
+    def waited() -> str:
+        first()
+        return _verdict(here, key, rank, size, timeout)
+
     try:
-        here.wait([key], timeout)
-        return
+        verdict = within(timeout, waited)
     except RuntimeError as error:
-        reason = _first_line(error)
-    missing: list[int] = []
-    with contextlib.suppress(RuntimeError):
-        missing = [r for r in range(size) if not here.check([f"rank/{r}"])]
-    if not missing:
-        fail("init", f"rank {rank} lost the other ranks during set-up.", got=reason, kind=CommError)
-    shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-    fail(
-        "init",
-        f"only {size - len(missing)} of {size} ranks came within {timeout.total_seconds():g} s.",
-        got=f"rank {rank} waits for rank {shown}",
-        fix="start as many processes as the world size says, or give a longer timeout=",
-        kind=CommError,
-    )
+        who = peers.account(range(size), closed=True)
+        _lost(rank, error, who)
+    if verdict.startswith("?"):
+        fail("init", f"{verdict[1:]}.", fix="give each process its own rank and the same world size")
+    if verdict.startswith("!"):
+        what, whom, fix = verdict[1:].split("\n")
+        fail("init", what, got=f"rank {rank} waits for {whom}", fix=fix, kind=CommError)
+    return verdict
+
+
+def _lost(rank: int, error: RuntimeError, who: str = "") -> NoReturn:
+    what = f"rank {rank} lost the other ranks during set-up{': ' if who else '.'}{who}"
+    fix = "look at the messages of rank 0, or of torchrun: it serves the store over which the ranks meet"
+    fail("init", what, got=_first_line(error), fix=_FIRST_ONE if who else fix, kind=CommError)
+
+
+def _verdict(here: Store, key: str, rank: int, size: int, timeout: timedelta) -> str:
+    end, look, pause = time.monotonic() + timeout.total_seconds(), time.monotonic() + _SOON, 1e-3
+    while not here.check([key]):
+        now = time.monotonic()
+        if now > look:
+            look = now + _LOOK
+            gone = _gone(here, key, rank, size)
+            if gone:
+                here.compare_set(key, "", f"!{_ranks(gone)} ended during set-up.\n{_ranks(gone)}\n{_FIRST_ONE}")
+        if now >= end:
+            here.compare_set(key, "", _late(here, key, size, timeout))
+        elif size <= _FEW:
+            time.sleep(min(pause, max(0.0, end - now)))
+            pause = min(1.5 * pause, _PAUSE)
+        else:
+            with contextlib.suppress(RuntimeError):  # the time is up, or the store is gone, which a check tells
+                here.wait([key], timedelta(seconds=max(1e-3, end - now)))
+    verdict = here.get(key).decode()
+    if verdict.startswith(("!", "?")):
+        _hear(here, key, rank)
+    return verdict
+
+
+def _late(here: Store, key: str, size: int, timeout: timedelta) -> str:
+    mark = "card" if key == "go" else key
+    missing = [r for r in range(size) if not here.check([f"{mark}/{r}"])]
+    limit = f"within {timeout.total_seconds():g} s"
+    if key == "go":
+        what = f"only {size - len(missing)} of {size} ranks came {limit}."
+        return f"!{what}\n{_ranks(missing)}\nstart as many processes as the world size says, or give a longer timeout="
+    how = peers.account(missing)
+    what = f"{_ranks(missing)} did not come through set-up {limit}{': ' if how else ''}{how}."
+    return f"!{what}\n{_ranks(missing)}\n{_FIRST_ONE}"
+
+
+def _gone(here: Store, key: str, rank: int, size: int) -> list[int]:
+    """Those that had come to this meeting, have not come to this point, and will not."""
+    if size > _FEW:
+        return []
+    mark = "card" if key == "go" else key
+    others = [r for r in range(size) if r != rank and here.check([f"card/{r}"])]
+    if key != "go":
+        others = [r for r in others if not here.check([f"{mark}/{r}"])]
+    gone = [r for r in others if peers.ended(here.get(f"card/{r}").decode().split("\n", 1)[0])]
+    return [] if here.check([key]) else gone
+
+
+def _hear(here: Store, key: str, rank: int) -> None:
+    """Who serves the store stays until the others have heard why it leaves."""
+    here.add(f"{key}/heard", 1)
+    end = time.monotonic() + _HEARING
+    while rank == 0 and here.add(f"{key}/heard", 0) < here.add(f"{key}/came", 0) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}"
