@@ -13,7 +13,6 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from issued import issued, said
 from torch import Tensor, nn
 
 import meshcomm as mc
@@ -58,12 +57,12 @@ def as_module(mesh: mc.Mesh) -> list[Tensor]:
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(STEPS):
         x, target = (mc.shard(each.to(mesh.device), "dp") for each in batch(step))
-        with issued(mesh) as forward:
+        with mc.trace() as t:
             loss = F.mse_loss(model(x), target)
-        with issued(mesh) as backward:
             loss.backward()
         if mesh.rank == 0 and step < 2:
-            print(f"step {step}: loss {loss.item():.4f}; sent forwards: {said(forward)}; backwards: {said(backward)}")
+            forward, backward = t.summary(backward=False), t.summary(backward=True)
+            print(f"step {step}: loss {loss.item():.4f}; sent forwards: {forward}; backwards: {backward}")
         adam.step()
         adam.zero_grad()
     return [p.detach() for p in model.parameters()]
@@ -91,7 +90,7 @@ def uneven(mesh: mc.Mesh) -> None:
         sgd.zero_grad()
 
     x, _ = (each.to(mesh.device) for each in batch(0))
-    with issued(mesh) as sent, no_sync(model):
+    with mc.trace() as sent, no_sync(model):
         model(x).sum().backward()
     model(x).sum().backward()  # reduces both
     step()
@@ -101,7 +100,7 @@ def uneven(mesh: mc.Mesh) -> None:
             step()
     spread = max(mc.all_reduce(p.detach(), "dp", "max").sub(p).abs().max().item() for p in model.parameters())
     if mesh.rank == 0:
-        print(f"under no_sync sent: {said(sent)}; after uneven batches parameters differ by {spread}")
+        print(f"under no_sync sent: {sent.summary()}; after uneven batches parameters differ by {spread}")
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from issued import issued, said
 from torch import Tensor, nn
 
 import meshcomm as mc
@@ -99,16 +98,15 @@ def train(mesh: mc.Mesh) -> tuple[list[float], dict[str, Tensor] | None]:
     losses = []
     for step in range(STEPS):
         ids, target = (mc.shard(each, DATA) for each in batch(step, mesh.device))
-        with issued(mesh) as forward:
+        with mc.trace() as t:
             loss = vocab_cross_entropy(model(ids), target, axis="tp")  # the same on all ranks of tp
-        with issued(mesh) as backward:
             loss.backward()
         adam.step()
         adam.zero_grad()
         losses.append(mc.all_reduce(loss.detach(), DATA, "mean").item())
         if mesh.rank == 0 and step == 1:
-            print(f"a step sends forwards {said(forward)}")
-            print(f"    and backwards {said(backward)}")
+            print(f"a step sends forwards {t.summary(backward=False)}")
+            print(f"    and backwards {t.summary(backward=True)}")
     return losses, full_state_dict(model)
 
 

@@ -1,0 +1,128 @@
+"""What a trace costs the host when it is off, and when it is on: one run, ratios, no assertions.
+
+    python -m benchmarks.tracing                  # about a minute
+    python -m benchmarks.tracing --quick          # some seconds, noisier
+    python -m benchmarks.tracing --json out.json
+
+One all_reduce, on torch's fake backend (8 ranks, of which this process is one), which moves nothing, and between 8
+in-process ranks. An axis that was never traced, one after a trace of it was closed, and one in a trace take turns in
+short samples; each number is the median of its samples, in time of the processor, which others that use the machine do
+not lengthen. An axis that was traced has its own link back: "after" over "never" is 1.0, give or take the noise that
+"another" over "never" shows, of two axes of which neither was traced.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
+
+import torch
+import torch.distributed as dist
+
+import meshcomm as mc
+from benchmarks.overhead import RANKS, machine, print_table
+from meshcomm.tracing.traces import trace
+
+STATES = ("never traced", "another one", "after a trace", "in a trace")
+MODES = ("no grad", "and backward")
+
+Times = dict[str, dict[str, float]]
+"""Mode to state to seconds per call."""
+
+
+def call_in(mode: str, elements: int, mesh: mc.Mesh) -> Callable[[], object]:
+    x = torch.ones(elements, requires_grad=mode == MODES[1])
+    if mode == MODES[0]:
+        return lambda: mc.all_reduce(x, "tp", mesh=mesh)
+    g = torch.ones(elements)
+    return lambda: torch.autograd.grad(mc.all_reduce(x, "tp", mesh=mesh), x, g)
+
+
+def sample(state: str, mode: str, elements: int, count: int) -> float:
+    """Seconds of this process per call, over an axis made for this sample."""
+    mesh = mc.make_mesh({"tp": RANKS})
+    call = call_in(mode, elements, mesh)
+    call()
+    if state == "after a trace":
+        with trace():
+            call()
+    with trace() if state == "in a trace" else nullcontext():
+        mc.barrier("tp", mesh=mesh)
+        start = time.process_time()
+        for _ in range(count):
+            call()
+        return (time.process_time() - start) / count
+
+
+def take_turns(repeats: int, elements: int, count: int) -> Times:
+    """The same number of calls on every rank, or they would not meet."""
+    taken: dict[str, dict[str, list[float]]] = {mode: {state: [] for state in STATES} for mode in MODES}
+    for number in range(repeats):
+        for mode in MODES:
+            for state in STATES[number % 4 :] + STATES[: number % 4]:
+                taken[mode][state].append(sample(state, mode, elements, count))
+    return {mode: {state: median(each) for state, each in states.items()} for mode, states in taken.items()}
+
+
+def in_process(repeats: int, count: int) -> Times:
+    """Seconds for all ranks together."""
+    return mc.launch(take_turns, ranks=RANKS, args=(repeats, 16, count))[0]
+
+
+def on_fake(repeats: int, count: int) -> Times:
+    dist.init_process_group("fake", rank=0, world_size=RANKS)
+    return take_turns(repeats, 16, count)
+
+
+def report(found: dict[str, Times]) -> None:
+    for where, times in found.items():
+        rows = []
+        for mode, took in times.items():
+            never = took[STATES[0]]
+            rows.append(
+                [
+                    mode,
+                    *(f"{1e6 * took[state]:.2f}" for state in STATES),
+                    *(f"{took[STATES[i]] / never:.3f}" for i in (2, 1, 3)),
+                    f"{1e6 * (took[STATES[3]] - never):.2f}",
+                ]
+            )
+        head = ["µs", *STATES, "after / never", "another / never", "in / never", "in - never"]
+        print_table(f"One all_reduce of 16 elements, {where}", head, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description="What a trace costs, off and on.")
+    parser.add_argument("--quick", action="store_true", help="few samples: seconds, for CI")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
+    options = parser.parse_args(arguments)
+    repeats, few = (2, 2) if options.quick else (40, 10)
+    info = machine()
+    print(", ".join(f"{key} {value}" for key, value in info.items()))
+    gc.disable()  # of the process, and so of all ranks
+    found = {
+        f"{RANKS} in-process ranks together": in_process(repeats, few),
+        "the fake backend": on_fake(repeats, 10 * few),
+    }
+    gc.enable()
+    report(found)
+    if options.json:
+        results: dict[str, Any] = {"machine": info, "repeats": repeats, "all_reduce": found}
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=2)
+    mc.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

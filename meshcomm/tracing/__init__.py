@@ -1,0 +1,1 @@
+"""What was communicated: traces of it, and budgets for it."""

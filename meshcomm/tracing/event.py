@@ -1,0 +1,244 @@
+"""One primitive that ran, in figures, and tables of many.
+
+n = size of the axis, b = bytes of the tensor given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import shape_text
+from meshcomm.mesh import AxisName
+from meshcomm.runtime.callsite import CallSite
+from meshcomm.runtime.wrapped import Primitive
+
+__all__ = [
+    "OPERATIONS",
+    "Totals",
+    "TraceEvent",
+    "axis_text",
+    "bytes_of",
+    "bytes_text",
+    "grouped",
+    "most",
+    "per_rank",
+    "table_of",
+]
+
+OPERATIONS = (
+    "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift", "broadcast",
+    "reduce", "gather", "scatter", "send", "recv", "exchange", "barrier",
+    "broadcast_object", "all_gather_object", "gather_object", "scatter_object", "collect_results", "main_only",
+    "Metrics.reduce", "checkpoint.save", "checkpoint.load", "checkpoint.full_state_dict",
+)  # fmt: skip
+"""What the operations of events are called."""
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """One primitive of one rank: what an operation of the library does on one tensor, or on one bucket of a pytree.
+
+    Times are the host's, in seconds since the trace began: on an accelerator a call that is queued is over; among ranks
+    of one process the turns of others are in it.
+    """
+
+    operation: str
+    """The public name: "all_gather_invariant", "shift", "broadcast_object"."""
+    primitive: str
+    """What it asked of the transport: "all_gather", "permute", "broadcast"."""
+    axis: AxisName
+    size: int
+    """Ranks along the axis."""
+    rank: int
+    """Which rank of the world this is."""
+    place: str
+    """Where on the mesh: "dp=0, tp=1"."""
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    """Of the tensor that this rank gave, as the transport got it: flat for a bucket, with the ranks in front where it
+    is cut for them; () for several messages or none.
+    """
+    payload: int
+    """Bytes that this rank gave to the call: none where its tensor is not read, as on the others in a broadcast."""
+    wire: int
+    """Bytes that it sends to other ranks, or receives from them, whichever is more, by the operation's ``Cost``."""
+    site: CallSite | None
+    """The user's line; in backward that of the forward call where it is known, else that of ``backward()``; None on a
+    thread of autograd's own.
+    """
+    backward: bool
+    """Whether autograd's backward ran it."""
+    asynchronous: bool
+    """Whether it was issued to be waited for later: by ``async_op=True``, or by the library itself."""
+    start: float
+    issue: float | None
+    """How long the call took; None if it had not returned when the trace ended."""
+    wait: float
+    """How long it was waited for after the call."""
+    end: float | None
+    """When it was known to be done; None if that was not before the trace ended."""
+    error: str | None = None
+    """The kind of exception that it raised."""
+
+    @property
+    def duration(self) -> float | None:
+        """From the start to the end; None while there is no end."""
+        return None if self.end is None else self.end - self.start
+
+    @property
+    def way(self) -> str:
+        """ "forward" or "backward"."""
+        return "backward" if self.backward else "forward"
+
+    def __str__(self) -> str:
+        x = "" if self.dtype is None else f" of {shape_text(self.dtype, self.shape)}"
+        return f"{self.operation}{x} over {axis_text(self.axis)} at {self.site or 'an unknown line'}"
+
+
+class Totals(NamedTuple):
+    """What one rank has communicated over an axis."""
+
+    calls: int
+    payload: int
+    wire: int
+    seconds: float
+    """From start to end, of all that have ended."""
+    waited: float
+    """After the calls."""
+
+
+def axis_text(axis: AxisName) -> str:
+    """``dp`` or ``dp,tp``."""
+    return axis if isinstance(axis, str) else ",".join(axis)
+
+
+def bytes_text(count: float) -> str:
+    """``512 B``, ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 10_000 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+# ---------------------------------------------------------------------------------------------------------- bytes
+
+
+def bytes_of(what: Primitive, size: int, index: int) -> tuple[int, int]:
+    """What this rank gives, and what moves between it and the others."""
+    if what.name == "exchange":
+        sent = sum(x.nbytes for x, _, _ in what.posts)
+        return sent, max(sent, sum(_length(shape) * dtype.itemsize for _, shape, dtype, _, _ in what.wants))
+    if what.name == "scatter":
+        return _of_scatter(what, size)
+    b = 0 if what.x is None else _nbytes(what.x)
+    if what.name == "all_to_all":
+        assert what.x is not None
+        width = what.x.dtype.itemsize
+        return b, width * max(sum(runs) - runs[index] for runs in (what.send, what.recv))
+    if what.name in ("broadcast", "permute", "gather"):
+        return _to_or_from_one(what, b, size, index)
+    return b, _WIRE[what.name](b, size) if what.name in _WIRE else 0
+
+
+_WIRE: dict[str, Callable[[int, int], int]] = {
+    "all_reduce": lambda b, n: -(-2 * (n - 1) * b // n),
+    "all_gather": lambda b, n: (n - 1) * b,
+    "reduce_scatter": lambda b, n: (n - 1) * b // n,
+    "reduce": lambda b, n: b,
+}
+
+
+def _to_or_from_one(what: Primitive, b: int, size: int, index: int) -> tuple[int, int]:
+    if what.name == "permute":
+        source, destination = what.key[-2:]
+        sends, receives = destination not in (None, index), source not in (None, index)
+        return 0 if destination is None else b, b if sends or receives else 0
+    root = what.key[-1]
+    if what.name == "gather":
+        return b, (size - 1) * b if root == index else b
+    return b if root == index else 0, b
+
+
+def _of_scatter(what: Primitive, size: int) -> tuple[int, int]:
+    dtype, shape = what.key[1:3]
+    row = _length(shape) * dtype.itemsize
+    return (0, row) if what.x is None else (size * row, (size - 1) * row)
+
+
+def _nbytes(x: Any) -> int:
+    return x.nbytes if isinstance(x, Tensor) else 0
+
+
+def _length(shape: Iterable[int]) -> int:
+    length = 1
+    for each in shape:
+        length *= each
+    return length
+
+
+# --------------------------------------------------------------------------------------------------------- tables
+
+
+def per_rank(events: Iterable[TraceEvent]) -> dict[int, Totals]:
+    """Rank to its sums."""
+    found: dict[int, list[Any]] = {}
+    for event in events:
+        sums = found.setdefault(event.rank, [0, 0, 0, 0.0, 0.0])
+        for i, more in enumerate((1, event.payload, event.wire, event.duration or 0.0, event.wait)):
+            sums[i] += more
+    return {rank: Totals(*sums) for rank, sums in found.items()}
+
+
+def most(events: Iterable[TraceEvent]) -> tuple[Totals, int]:
+    """Each figure of the rank where it is largest, and how many ranks there are."""
+    ranks = per_rank(events)
+    figures: Any = zip(*ranks.values(), strict=True)
+    return Totals(*(max(each) for each in figures)), len(ranks)
+
+
+def grouped(events: Iterable[TraceEvent], key: Callable[[TraceEvent], Any]) -> dict[Any, list[TraceEvent]]:
+    """In the order in which the keys first occur."""
+    found: dict[Any, list[TraceEvent]] = {}
+    for event in events:
+        found.setdefault(key(event), []).append(event)
+    return found
+
+
+_HEAD = ("operation", "axis", "way", "calls", "ranks", "payload", "wire", "ms", "waited", "at")
+_TEXT = (0, 1, 2, 9)
+"""The columns that begin at the left."""
+
+
+def table_of(events: Iterable[TraceEvent]) -> str:
+    """A line per operation, axis, way and call site; figures per rank, the largest where ranks differ."""
+    lines = [_HEAD]
+    for same in grouped(events, lambda e: (e.operation, e.axis, e.backward, e.site)).values():
+        first, (totals, ranks) = same[0], most(same)
+        open_ones = any(event.end is None for event in same)
+        lines.append(
+            (
+                first.operation, axis_text(first.axis), first.way, str(totals.calls), str(ranks),
+                bytes_text(totals.payload), bytes_text(totals.wire),
+                f"{1e3 * totals.seconds:.3f}{'+' if open_ones else ''}",
+                f"{1e3 * totals.waited:.3f}" if totals.waited else "", str(first.site or "?"),
+            )
+        )  # fmt: skip
+    return _aligned(lines) if len(lines) > 1 else "nothing was communicated"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rows = (
+        "  ".join(
+            f"{cell:<{w}}" if i in _TEXT else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+    return "\n".join(row.rstrip() for row in rows)

@@ -1,0 +1,265 @@
+"""Recorders: links around those of axes, while somebody wants to know of every primitive.
+
+An axis has its own link back when the last one who listens has left: nothing is in the path then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from meshcomm._torch import backward_pass
+from meshcomm.mesh import Axis
+from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.one_host import Parts
+from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.protocol import Link, Note
+from meshcomm.runtime.wrapped import Primitive, WrappedLink
+from meshcomm.tracing.event import TraceEvent, bytes_of
+
+__all__ = ["Record", "attach", "detach"]
+
+_clock = time.perf_counter_ns
+_SECOND = 1e9
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+_lock = threading.RLock()
+
+
+class Record:
+    """One primitive while it runs."""
+
+    __slots__ = (
+        "_axis", "_bytes", "_dtype", "_note", "_primitive", "_shape", "asynchronous", "backward", "began", "ended",
+        "error", "returned", "site", "waited",
+    )  # fmt: skip
+
+    def __init__(self, axis: _Place, what: Primitive, note: Note, asynchronous: bool) -> None:
+        x = what.x
+        self._axis, self._note, self._primitive = axis, note.what, what.name
+        self._dtype = None if x is None else x.dtype
+        self._shape: tuple[int, ...] = () if x is None else tuple(x.shape)
+        self._bytes = bytes_of(what, axis.size, axis.index)
+        self.asynchronous = asynchronous
+        self.backward = backward_pass() != -1
+        self.site = _site()
+        self.waited = 0
+        self.returned: int | None = None
+        self.ended: int | None = None
+        self.error: str | None = None
+        self.began = _clock()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is done, or has failed; the first time counts."""
+        if self.ended is None:
+            self.ended = _clock()
+            self.error = None if error is None else type(error).__name__
+
+    def event(self, origin: int) -> TraceEvent:
+        """What is known by now; times count from ``origin``."""
+        axis, ended = self._axis, self.ended
+        return TraceEvent(
+            operation=self._note, primitive=self._primitive,
+            axis=axis.name, size=axis.size, rank=axis.rank, place=axis.place,
+            dtype=self._dtype, shape=self._shape, payload=self._bytes[0], wire=self._bytes[1],
+            site=self.site, backward=self.backward, asynchronous=self.asynchronous,
+            start=(self.began - origin) / _SECOND,
+            issue=None if self.returned is None else (self.returned - self.began) / _SECOND,
+            wait=self.waited / _SECOND,
+            end=None if ended is None else (ended - origin) / _SECOND,
+            error=self.error,
+        )  # fmt: skip
+
+
+class _Place:
+    """An axis, for records that outlive it."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.name, self.size, self.index = axis.name, axis.size, axis.index
+        self.rank = axis.ranks[axis.index]
+        self.place = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
+
+
+class _Recorder(WrappedLink):
+    """Records every primitive, for all who listen (each has a list); otherwise it passes for the link inside."""
+
+    def __init__(self, inner: Link, axis: Axis) -> None:
+        super().__init__(inner)
+        self.place = _Place(axis)
+        self.heard_by: list[tuple[list[Record], ...]] = [()]  # shared by both forms
+
+    # Some take another way for a kind of link that they know, and all ranks must take the same one, traced or not.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of the link inside, for ``isinstance``."""
+        return type(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def announce(self, note: Note) -> None:
+        """Keep it, and leave the user's line at the node of autograd that is being made, if one is."""
+        super().announce(note)
+        if note.needs_grad:
+            node = sys._getframe(2).f_locals.get("ctx")
+            if isinstance(node, torch.autograd.function.FunctionCtx):
+                node.call_site = _site()  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """Leave no cycle: it would keep a group of processes, or of ranks, until the next collection."""
+        if self._twin is not None:
+            self._twin._twin = None
+            self._twin = None
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Any:
+        """With both ends in the key, to count what is sent."""
+        key = ("permute", x.dtype, tuple(x.shape), source, destination)
+        return self.run(Primitive("permute", x, key, lambda: self.inner.permute(x, source, destination)))
+
+    def all_reduce(self, x: Tensor | Parts, op: str) -> Any:
+        """Nobody announces one of parts that lie apart."""
+        if not isinstance(x, Parts):
+            return super().all_reduce(x, op)
+        whole = torch.empty(sum(part.numel() for part in x.parts), dtype=x.dtype, device="meta")
+        self.note = Note("all_reduce", (op,), ("op",), None, "?", whole.dtype, whole.shape)
+        return self.run(Primitive("all_reduce", whole, (), lambda: self.inner.all_reduce(cast(Tensor, x), op)))
+
+    def run(self, what: Primitive) -> Any:
+        """Run it, and record it for all who listen."""
+        listeners = self.heard_by[0]
+        if not listeners:  # somebody has kept this link beyond the trace
+            return what.go()
+        record = Record(self.place, what, self.note, self.is_later)
+        for records in listeners:
+            records.append(record)
+        try:
+            result = what.go()
+        except BaseException as error:
+            record.end(error)
+            raise
+        if isinstance(result, Pending):
+            record.returned = _clock()
+            return _Watched(result, record)
+        record.end()
+        record.returned = record.ended
+        return result
+
+
+class _Watched:
+    """A primitive under way, whose end is recorded by who waits for it; otherwise it passes for the one inside."""
+
+    __slots__ = ("__weakref__", "_record", "_source")
+
+    def __init__(self, source: Any, record: Record) -> None:
+        self._source, self._record = source, record
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of the one inside: as with links."""
+        return type(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _Watched.__slots__:
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def meet(self) -> None:
+        """Where the one inside can: wait for the others to make the call, and note how long."""
+        began = _clock()
+        self._source.meet()
+        if self._record.ended is None:
+            self._record.waited += _clock() - began
+
+    def wait(self, timeout: float | None) -> Any:
+        """Wait, and note how long."""
+        record, began = self._record, _clock()
+        try:
+            value = self._source.wait(timeout)
+        except TimedOutError:
+            record.waited += _clock() - began
+            raise
+        except BaseException as error:
+            record.end(error)
+            raise
+        if record.ended is None:
+            record.waited += _clock() - began
+            record.end()
+        return value
+
+    def done(self) -> bool:
+        """As the one inside; what is done has ended."""
+        done: bool = self._source.done()
+        if done:
+            self._record.end()
+        return done
+
+
+# ---------------------------------------------------------------------------------------------- coming and going
+
+
+def attach(axis: Axis, records: list[Record]) -> None:
+    """Put every primitive over ``axis`` into ``records``: not of a graph that is compiled, nor of one rank alone."""
+    if axis.is_traced or axis.size == 1:
+        return
+    with _lock:
+        link: Any = axis.link
+        recorder = link if type(link) is _Recorder else _Recorder(link, axis)
+        recorder.heard_by[0] = (*_without(recorder.heard_by[0], records), records)
+        _install(axis, cast(Link, recorder))
+
+
+def detach(axis: Axis, records: list[Record]) -> None:
+    """No more; the last one to go leaves the axis as it was."""
+    with _lock:
+        recorder: Any = axis.link
+        if type(recorder) is not _Recorder:
+            return
+        recorder.heard_by[0] = _without(recorder.heard_by[0], records)
+        if not recorder.heard_by[0]:
+            _install(axis, recorder.inner)
+            recorder.forget()
+
+
+def _without(heard_by: tuple[list[Record], ...], records: list[Record]) -> tuple[list[Record], ...]:
+    return tuple(other for other in heard_by if other is not records)
+
+
+def _install(axis: Axis, link: Link) -> None:
+    if axis.link is link:
+        return
+    axis.link = link
+    if axis._later is not None and axis._later is not axis:
+        axis._later.link = link.later()
+
+
+# ---------------------------------------------------------------------------------------------------- call sites
+
+
+def _site() -> CallSite | None:
+    """The user's line that a primitive is due to: that of the node which autograd is running, if it is known; else of
+    this call.
+    """
+    for frame in _library_frames() if backward_pass() != -1 else ():
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.startswith(_PACKAGE):
+            left: CallSite | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
+            if left is not None:
+                return left
+    site = call_site()
+    return None if site.file.startswith(_TORCH) else site
+
+
+def _library_frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
+        yield frame
+        frame = frame.f_back
