@@ -1,12 +1,13 @@
-"""``python -m meshcomm``: the doctor."""
+"""``python -m meshcomm``: the doctor; ``python -m meshcomm explain DIR``: what the dumps of the ranks say."""
 
 from __future__ import annotations
 
 import sys
 
-from meshcomm.helpers.doctor import main
+from meshcomm.helpers import doctor, explain
 
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    sys.exit(main())
+    wanted = sys.argv[1:]
+    sys.exit(explain.main(wanted[1:]) if wanted[:1] == ["explain"] else doctor.main())

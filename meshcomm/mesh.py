@@ -8,6 +8,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from numbers import Integral
 from typing import Any, NoReturn, cast
 
 import torch
@@ -15,19 +17,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import _torch, watch
-from meshcomm.errors import fail, names
+from meshcomm.errors import fail, likely, names
 from meshcomm.places import InProcess, Place, Processes, Solo, rank_here
 from meshcomm.runtime import groups as process_groups
 from meshcomm.runtime import world
 from meshcomm.runtime.processes import ProcessLink
 from meshcomm.runtime.protocol import Link
+from meshcomm.runtime.request import duration
 from meshcomm.runtime.scheduler import carry_over, current_rank
 from meshcomm.runtime.scheduler import local as _ranks
 from meshcomm.runtime.solo import SoloLink
 from meshcomm.runtime.traced import TracedLink
 from meshcomm.runtime.wrapped import bare
 
-__all__ = ["Axis", "AxisName", "Mesh", "axis_with_key", "current_mesh", "make_mesh", "mesh_with_key", "use_mesh"]
+__all__ = [
+    "Axis", "AxisName", "Mesh", "all_axes", "axis_with_key", "current_mesh", "make_mesh", "mesh_with_key",
+    "on_new_axis", "use_mesh",
+]  # fmt: skip
 
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or several in order, the first one major."""
@@ -65,6 +71,8 @@ class Axis:
                 index_tensor = torch.tensor(index, device=mesh.device)
         self.index_tensor = index_tensor
         self._later: Axis | None = None
+        for told in _told:
+            told(self)
 
     @property
     def later(self) -> Axis:
@@ -89,12 +97,28 @@ class Axis:
             link = cast(Link, TracedLink(link))  # what goes to or from one rank is not traced
         return Axis(self.mesh, self.name, self.ranks, self.index, link, index_tensor)
 
+    def places(self) -> dict[int, str]:
+        """Rank of the world to its place on the mesh: ``dp=1,tp=0``."""
+        return self.mesh.places()
+
     def __repr__(self) -> str:
         at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
         return f"{self.name!r} ({at})"
 
 
 _axes: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
+
+_told: list[Callable[[Axis], object]] = []
+
+
+def on_new_axis(tell: Callable[[Axis], object]) -> None:
+    """Call ``tell`` with every axis that is made from now on."""
+    _told.append(tell)
+
+
+def all_axes() -> list[Axis]:
+    """Those of all meshes, and of all ranks of this process."""
+    return [axis for ref in _axes.valuerefs() if (axis := ref()) is not None]
 
 
 _meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
@@ -157,6 +181,8 @@ class Mesh:
         self._key = next(_keys)
         self.strict = False
         """Whether a tensor on a device that the backends cannot move is an error."""
+        self.timeout: timedelta | None = None
+        """After how long its collectives give up; None: after as long as ``init`` was told."""
         _meshes[self._key] = self
 
     # ------------------------------------------------------------------------------------------------- what it is
@@ -244,7 +270,7 @@ class Mesh:
         if isinstance(self._place, Solo):
             world.solo_process_group()
         self._rank()  # a rank outside has no groups: say so
-        groups = [process_groups.group_of(self._ranks_along((name,))) for name in self._shape]
+        groups = [process_groups.group_of(self._ranks_along((name,)), self.timeout) for name in self._shape]
         grid = torch.tensor(self._ranks, dtype=torch.int, device="cpu").view(*self._shape.values())
         only = len(groups) == 1
         return DeviceMesh.from_group(
@@ -261,7 +287,8 @@ class Mesh:
         """
         where = "Mesh.from_device_mesh"
         if not isinstance(device_mesh, DeviceMesh):
-            fail(where, f"expected a torch DeviceMesh, got {type(device_mesh).__name__}.")
+            fix = "init_device_mesh(..., mesh_dim_names=...) of torch.distributed makes one; mc.make_mesh one of ours"
+            fail(where, f"expected a torch DeviceMesh, got {type(device_mesh).__name__}.", fix=fix)
         if device_mesh.mesh_dim_names is None:
             fail(where, "the DeviceMesh has no names.", fix="pass mesh_dim_names= when making it")
         here = world.ensure()
@@ -288,6 +315,14 @@ class Mesh:
         except (KeyError, TypeError):
             return self._find(name, where)
 
+    def places(self) -> dict[int, str]:
+        """Rank of the world to its place on the mesh: ``dp=1,tp=0``."""
+        grid = itertools.product(*(range(length) for length in self._shape.values()))
+        return {
+            rank: ",".join(f"{name}={i}" for name, i in zip(self._shape, place, strict=True))
+            for rank, place in zip(self._ranks, grid, strict=True)
+        }
+
     def size_of(self, name: AxisName, where: str = "mesh.size_of") -> int:
         """How many ranks the axis has; needs no rank."""
         return math.prod(self._shape[part] for part in self._checked_names(name, where))
@@ -305,8 +340,10 @@ class Mesh:
         if name in self._axes:
             return self._axes[name]
         ranks = self._ranks_along(parts)
-        link = SoloLink() if len(ranks) == 1 else self._place.link(ranks)
+        link = SoloLink() if len(ranks) == 1 else self._place.link(ranks, self.timeout)
         found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, ranks.index(self._ranks[self._rank()]), link)
+        if (log := getattr(bare(link), "log", None)) is not None:
+            log.named(found.name, found.coordinate)
         if self._threads:
             rank_here().axes[self, name] = found
         else:
@@ -324,7 +361,7 @@ class Mesh:
                     where,
                     what,
                     got=f"axis {name!r}; mesh {self._shape}",
-                    fix=f"one of {names(self._shape)}, or a tuple",
+                    fix=f"one of {names(self._shape)}, or a tuple{likely(part, self._shape)}",
                 )
         if len(set(parts)) != len(parts):
             fail(where, "an axis is named twice.", got=f"axis {name!r}; mesh {self._shape}", fix="name each axis once")
@@ -370,7 +407,13 @@ def _strides(lengths: Sequence[int]) -> list[int]:
 # -------------------------------------------------------------------------------------------------- making a mesh
 
 
-def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None, strict: bool = False) -> Mesh:
+def make_mesh(
+    axes: Mapping[str, int],
+    *,
+    ranks: Sequence[int] | None = None,
+    strict: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Mesh:
     """A mesh over all ranks, or over ``ranks``, with these axes, the first one major.
 
     Under a launcher (torchrun, mpiexec, srun) or with torch.distributed initialised the ranks are processes, and
@@ -385,13 +428,19 @@ def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None, st
             of the world may call; the others get a mesh whose ``rank`` and collectives raise.
         strict: whether a tensor on a device that the mesh's backends cannot move is an error. It goes by way of a
             device that they can move, and its result comes back to it, when False.
+        timeout: seconds or a timedelta, equal on every rank, after which a collective over an axis of this mesh gives
+            up with an error that says who did not come; None: as long as :func:`meshcomm.init` was told, 5 minutes by
+            default. Axes with a time-out of their own have process groups of their own. Among the ranks of one process
+            no time passes, and a rank that does not come is an error at once.
 
     Returns: a :class:`Mesh`. It is not the current mesh until ``with use_mesh(mesh):``.
 
-    Cost: the members of each axis set up a process group together, once per set of ranks; nothing in-process.
+    Cost: the members of each axis set up a process group together, once per set of ranks and time-out; nothing
+    in-process.
 
     Raises:
-        MeshError: sizes that do not multiply to the number of ranks, bad names or sizes, ranks twice or out of range.
+        MeshError: sizes that do not multiply to the number of ranks, bad names or sizes, ranks twice or out of range, a
+            time-out that is not positive.
 
     Example:
         >>> import meshcomm as mc
@@ -403,26 +452,40 @@ def make_mesh(axes: Mapping[str, int], *, ranks: Sequence[int] | None = None, st
     """
     shape = _checked_shape("make_mesh", axes)
     if ranks is not None and not isinstance(ranks, Sequence):
-        fail("make_mesh", f"ranks is a list of ints, not {ranks!r}.")
+        fail("make_mesh", f"ranks is a list of ints, not {ranks!r}.", fix="a list, in the order of the mesh")
     if not isinstance(strict, bool):
-        fail("make_mesh", f"strict={strict!r} is not a bool.")
-    mesh = _mesh_over(shape, ranks)
-    mesh.strict = strict
+        fail("make_mesh", f"strict={strict!r} is not a bool.", fix="True or False")
+    limit = duration("make_mesh", timeout)
+    mesh = _mesh_over(shape, ranks, limit)
+    mesh.strict, mesh.timeout = strict, limit
     return mesh
 
 
-def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None) -> Mesh:
+_MOST = 2**20
+"""Of a mesh that knows its ranks one by one and has no launcher to bound them."""
+
+
+def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None, timeout: timedelta | None) -> Mesh:
     """Over whatever ranks there are."""
     inside = current_rank()
     if inside is not None:
         return _sized(shape, ranks, InProcess(), inside.world.size, "mc.launch started")
     here = world.ensure()
     if here is not None:
-        return _with_links(_sized(shape, ranks, Processes(), here.size, "the launcher started"))
+        mesh = _sized(shape, ranks, Processes(), here.size, "the launcher started")
+        mesh.timeout = timeout  # before there are links
+        return _with_links(mesh)
     total = math.prod(abs(length) for length in shape.values()) if ranks is None else len(ranks)
+    if total > _MOST:
+        what = f"{total} are more ranks than a mesh of ranks in one process may have, {_MOST}."
+        fail("make_mesh", what, got=repr(shape), fix="smaller sizes, or start the ranks with a launcher")
     if total == 1:
         return _sized(shape, ranks, Solo(), 1, "a plain process has")
-    size = total if ranks is None else max([total, *(rank + 1 for rank in ranks if isinstance(rank, int))])
+    size = (
+        total
+        if ranks is None
+        else max([total, *(rank + 1 for rank in ranks if isinstance(rank, int) and rank < _MOST)])
+    )
     return _sized(shape, ranks, InProcess(), size, "there are")
 
 
@@ -439,12 +502,12 @@ def _checked_shape(where: str, axes: Mapping[str, int]) -> dict[str, int]:
         fail(where, "a mesh needs a mapping of axis names to sizes.", got=repr(axes), fix='such as {"dp": 2, "tp": 4}')
     for name, length in axes.items():
         if not isinstance(name, str) or not name.isidentifier():
-            fail(where, f"axis name {name!r} is not an identifier.", got=repr(dict(axes)))
-        if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
+            fail(where, f"axis name {name!r} is not an identifier.", got=repr(dict(axes)), fix="such as 'dp'")
+        if isinstance(length, bool) or not isinstance(length, Integral) or (length < 1 and length != -1):
             fail(where, f"axis {name!r} has size {length!r}.", got=repr(dict(axes)), fix="a positive int, or one -1")
     if list(axes.values()).count(-1) > 1:
         fail(where, "more than one size is -1.", got=repr(dict(axes)), fix="give all sizes but one")
-    return dict(axes)
+    return {name: int(length) for name, length in axes.items()}
 
 
 def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: Place, world_size: int, who: str) -> Mesh:

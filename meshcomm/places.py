@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import cast
+
 import torch
 
 from meshcomm.runtime import groups, world
@@ -26,9 +29,9 @@ class Processes:
         here = world.current()
         return None if here is None else here.size
 
-    def link(self, ranks: tuple[int, ...]) -> Link:
+    def link(self, ranks: tuple[int, ...], timeout: timedelta | None) -> Link:
         """A link between these ranks, which call this together the first time."""
-        return groups.link_of(ranks)
+        return cast(Link, groups.link_of(ranks, timeout))
 
     def device(self) -> torch.device:
         """The device that ``init`` chose."""
@@ -49,8 +52,8 @@ class InProcess:
         here = current_rank()
         return None if here is None else here.world.size
 
-    def link(self, ranks: tuple[int, ...]) -> Link:
-        """A link of the rank that is running to these ranks."""
+    def link(self, ranks: tuple[int, ...], timeout: timedelta | None) -> Link:
+        """A link of the rank that is running to these ranks; no time passes among them."""
         return InProcessLink(rank_here(), ranks)
 
     def device(self) -> torch.device:
@@ -69,7 +72,7 @@ class Solo:
         """One."""
         return 1
 
-    def link(self, ranks: tuple[int, ...]) -> Link:
+    def link(self, ranks: tuple[int, ...], timeout: timedelta | None) -> Link:
         """A link to nobody."""
         return SoloLink()
 

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -16,12 +16,16 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, shape_text, text
 from meshcomm.mesh import Axis
+from meshcomm.runtime import peers
 from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.lateness import Late, late_text
 from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.recorder import ENDED, AxisAt, failed
+from meshcomm.runtime.request import duration
 from meshcomm.runtime.scheduler import current_rank
 from meshcomm.watch import here
 
-__all__ = ["Work", "begun", "wait"]
+__all__ = ["Work", "begun", "checked_limit", "limited", "wait"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -91,17 +95,55 @@ class Work(Generic[T]):
             if not self._over:
                 left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
                 try:
-                    self._value = self._finish(left)
+                    return self._finished(left)
                 except TimedOutError as late:
                     raise CommError(self._late(time.monotonic() - began, str(late))) from None
-                except Exception as error:
-                    self._error = error
-                    raise
-                finally:
-                    if self._error is not None or hasattr(self, "_value"):
-                        self._over = True
-                        self._source = None
             return self._value
+
+    def _finished(self, timeout: float | None) -> T:
+        try:
+            self._value = self._finish(timeout)
+        except TimedOutError:
+            raise
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            if self._error is not None or hasattr(self, "_value"):
+                self._over = True
+                self._source = None
+        return self._value
+
+    def wait_or_give_up(self, timeout: float) -> T:
+        """The result, or CommError after so many seconds; then nobody can wait for it any more, and the others, when
+        they come, get what this rank has given.
+        """
+        if self._over:
+            return self.wait()
+        self._claimed = True
+        try:
+            return self._finished(timeout)
+        except TimedOutError as late:
+            error = CommError(self._too_late(timeout, late))
+        with self._lock, contextlib.suppress(Exception):
+            self._over, self._error = True, error
+            source, self._source = self._source, None
+            if (record := source.record()) is not None and record[ENDED] is None:
+                failed(record, error)
+            source.abandon()
+        raise error
+
+    def _too_late(self, waited: float, late: TimedOutError) -> str:
+        title, record = self._title, self._source.record()
+        if title is None or record is None:
+            return self._late(waited, str(late), again=False)
+        link: Any = title.axis.link
+        log = link.log
+        absent = range(len(log.ranks)) if late.missing is None else late.missing
+        real = self._rank is None
+        found = peers.account([log.ranks[i] for i in absent]) if real else ""
+        axis = AxisAt(title.axis.name, title.axis.coordinate)
+        return late_text(Late(title.what, log, record, waited, late.missing, late.came, late.known, found, real, axis))
 
     @contextlib.contextmanager
     def _locked(self, timeout: float | None) -> Iterator[None]:
@@ -158,6 +200,8 @@ class Work(Generic[T]):
             [4.0, 4.0]
         """
         self._claimed = True
+        if not callable(fn):
+            fail("then", f"fn is not callable but {type(fn).__name__}.", fix="a function of the result")
         if torch.compiler.is_compiling():
             return Work(fn(self.wait()))
         return Work(_Follow(self, fn), getattr(self, "_title", None))
@@ -172,7 +216,7 @@ class Work(Generic[T]):
                 yield
         return self.wait()
 
-    def _late(self, waited: float, absent: str = "") -> str:
+    def _late(self, waited: float, absent: str = "", *, again: bool = True) -> str:
         title = getattr(self, "_title", None)
         what, got = ("wait", "") if title is None else (title.what, str(title))
         since = time.monotonic() - self._began
@@ -180,7 +224,8 @@ class Work(Generic[T]):
             what,
             f"not done after {waited:.3g} s of waiting, {since:.3g} s after it began.",
             got="; ".join(part for part in (got, absent) if part),
-            fix="wait again, nothing is lost; or see where the other ranks are, for one of them has not made this call"
+            fix=("wait again, nothing is lost; or" if again else "the call was given up;")
+            + " see where the other ranks are, for one of them has not made this call"
             " (py-spy dump --pid, faulthandler.dump_traceback_later; among in-process ranks that is an error which"
             " names the rank and the line)",
         )
@@ -253,6 +298,25 @@ def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[A
     return Work(result, _Title(what, axis, x)) if isinstance(result, Pending) else Work(result)
 
 
+def limited(fn: Callable[..., Any], timeout: object, async_op: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a public collective: begin it, wait so long, and give it up then."""
+    seconds = checked_limit(fn.__name__, timeout, async_op)
+    work: Work[Any] = fn(*args, **kwargs, async_op=True)
+    return work.wait_or_give_up(seconds)
+
+
+def checked_limit(where: str, timeout: object, async_op: bool) -> float:
+    """The seconds of a time-out of a single call."""
+    if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open():
+        what = "timeout= in compiled code or under a torch.func transform."
+        fail(where, what, fix="give it to the mesh: make_mesh(..., timeout=)")
+    limit = duration(where, cast(Any, timeout))
+    if async_op:
+        fail(where, "timeout= with async_op=True.", fix="give the time-out to the wait of the work")
+    assert limit is not None
+    return limit.total_seconds()
+
+
 def _event_loop_runs() -> bool:
     try:
         asyncio.get_running_loop()
@@ -266,7 +330,7 @@ def _seconds(timeout: object) -> float | None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
         fail("wait", f"timeout={timeout!r} is not a number of seconds.", fix="a number from 0 on, or None")
-    return min(float(timeout), threading.TIMEOUT_MAX / 2)
+    return float(min(timeout, threading.TIMEOUT_MAX / 2))
 
 
 @overload
@@ -299,7 +363,10 @@ def wait(tree: Any, timeout: float | None = None) -> Any:
     seconds = _seconds(timeout)
     if isinstance(tree, Work):
         return tree.wait(seconds)
-    leaves, spec = _torch.tree_flatten(tree)
+    try:
+        leaves, spec = _torch.tree_flatten(tree)
+    except RecursionError:
+        fail("wait", "the tree contains itself, or is nested too deeply.", fix="a list or a dict of works")
     end = None if seconds is None else time.monotonic() + seconds
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Work):

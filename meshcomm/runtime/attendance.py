@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import world
 
-__all__ = ["absent_text", "all_here"]
+__all__ = ["Hope", "absent_text", "all_here"]
 
 _LONGEST_PAUSE = 0.02
 
@@ -30,16 +30,20 @@ def absent_text(absent: Sequence[str], seconds: float) -> str:
     )
 
 
-def all_here(ranks: tuple[int, ...], index: int, seconds: float) -> None:
-    """Return when all of these ranks of the world have called it; the first one whose time is up, and the last one to
-    come, decide for all of them: CommError with the absent, or none.
+Hope = Callable[[dict[int, str]], str]
+"""Is told which keys the others have not written, by rank of the world; why they never will, or nothing."""
+
+
+def all_here(ranks: tuple[int, ...], index: int, seconds: float, hope: Hope | None = None) -> None:
+    """Return when all of these ranks of the world have called it; the first one whose time is up (or who has no
+    ``hope``), and the last one to come, decide for all of them: CommError with the absent, or none.
     """
     here = world.current()
     if here is None or here.backend == "fake":
         return
     digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     try:
-        verdict = _meet(f"meshcomm/barrier/{world.meeting_number(here)}/{digest}", ranks, index, seconds)
+        verdict = _meet(f"meshcomm/barrier/{world.meeting_number(here)}/{digest}", ranks, index, seconds, hope)
     except RuntimeError as error:
         _lost(error)
     if verdict:
@@ -52,7 +56,7 @@ def _lost(error: RuntimeError) -> NoReturn:
     raise CommError(text("barrier", what, got=reason, fix="look at rank 0, which serves it")) from error
 
 
-def _meet(prefix: str, ranks: tuple[int, ...], index: int, seconds: float) -> str:
+def _meet(prefix: str, ranks: tuple[int, ...], index: int, seconds: float, hope: Hope | None) -> str:
     store, end = _torch.default_store(), time.monotonic() + seconds
     call = store.add(f"{prefix}/calls/{index}", 1)  # counted there: a group that is adopted again goes on in its store
     key = f"{prefix}/{call}"
@@ -67,6 +71,12 @@ def _meet(prefix: str, ranks: tuple[int, ...], index: int, seconds: float) -> st
         if time.monotonic() > end:
             absent = [f"index {i} (rank {rank})" for i, rank in enumerate(ranks) if not store.check([f"{key}/{i}"])]
             store.compare_set(f"{key}/verdict", "", absent_text(absent, seconds))
+        elif hope is not None and pause >= _LONGEST_PAUSE:
+            keys = {rank: f"{key}/{i}" for i, rank in enumerate(ranks)}
+            left = {rank: name for rank, name in keys.items() if not store.check([name])}
+            reason = hope(left) if left else ""
+            if reason:
+                store.compare_set(f"{key}/verdict", "", reason)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     verdict = store.get(f"{key}/verdict").decode()

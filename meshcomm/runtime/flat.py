@@ -15,6 +15,7 @@ from meshcomm import _torch
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.processes import Later
 from meshcomm.runtime.protocol import Link
+from meshcomm.runtime.recorder import Marked
 from meshcomm.runtime.underway import Started
 
 __all__ = ["gather_flat", "scatter_flat"]
@@ -28,8 +29,9 @@ def gather_flat(link: Link, x: Tensor) -> Any:
         return then(link.all_gather(x), _as_one)
     assert isinstance(link, Later)
     out = x.new_empty(link.size * x.numel())
+    record = link.log.begin("all_gather", "", x.dtype, x.shape)
     work = link._start("all_gather", lambda: _torch.allgather_base(link.group, out, x))
-    return Started(work, out, partial(link._error, "all_gather"), gloo=False, keep=x)
+    return Marked(Started(work, out, partial(link._error, "all_gather"), gloo=False, keep=x), record)
 
 
 def scatter_flat(link: Link, x: Tensor, op: str) -> Any:
@@ -40,9 +42,10 @@ def scatter_flat(link: Link, x: Tensor, op: str) -> Any:
         return link.reduce_scatter(x.view(link.size, x.numel() // link.size), op)
     assert isinstance(link, Later)
     out = x.new_empty(x.numel() // link.size)
+    record = link.log.begin("reduce_scatter", op, x.dtype, (link.size, x.numel() // link.size))
     options = link._scatter_options[op if native else "sum"]
     work = link._start("reduce_scatter", lambda: _torch.reduce_scatter_base(link.group, out, x, options))
-    started: Any = Started(work, out, partial(link._error, "reduce_scatter"), gloo=False, keep=x)
+    started: Any = Marked(Started(work, out, partial(link._error, "reduce_scatter"), gloo=False, keep=x), record)
     return started if native else then(started, lambda total: total.div_(link.size))
 
 

@@ -1,54 +1,71 @@
-"""torch's process groups and the links over them, one for each set of ranks."""
+"""torch's process groups and the links over them, one for each set of ranks and time-out."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
-from meshcomm.runtime import exits, shared_memory, world
+from meshcomm.runtime import exits, guard_setup, recorder, shared_memory, world
 from meshcomm.runtime.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
+from meshcomm.runtime.guarded import GuardedLink
 from meshcomm.runtime.one_host import Mail, OneHostLink, take_leave
 from meshcomm.runtime.processes import FEW, ProcessLink
 from meshcomm.runtime.shared_memory import HERE, Neighbours
+from meshcomm.runtime.wrapped import bare
 
 __all__ = ["group_of", "link_of"]
 
-_links: dict[tuple[int, ...], ProcessLink] = {}
+_links: dict[tuple[tuple[int, ...], timedelta], ProcessLink | GuardedLink] = {}
 _mails: dict[int, Mail] = {}
 
 
-def link_of(ranks: tuple[int, ...]) -> ProcessLink:
-    """The link of these ranks of the world in this order; its members call it together the first time."""
-    if ranks not in _links:
-        here = world.current()
-        assert here is not None
-        whole = ranks == tuple(range(here.size))
-        digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        group = dist.group.WORLD if whole else _torch.new_group(ranks, f"meshcomm_{digest}", here.timeout)
-        assert group is not None
-        index = ranks.index(here.rank)
-        near = world.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
-        detours = lacks_a_way(dist.get_backend_config(group))
-        if near is None:
-            _links[ranks] = (DetouredLink if detours else ProcessLink)(group, ranks, index)
-        else:
-            _links[ranks] = link = (DetouredOneHostLink if detours else OneHostLink)(group, ranks, index)
-            link.mail = _mail_of(near, ranks, index, here.timeout.total_seconds())
-            link.mail.adopted = here.adopted
-    return _links[ranks]
+def link_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> ProcessLink | GuardedLink:
+    """The link of these ranks of the world in this order, with this time-out or the world's; its members call it
+    together the first time.
+    """
+    here = world.current()
+    assert here is not None
+    limit = here.timeout if timeout is None else timeout
+    if (ranks, limit) not in _links:
+        guard_setup.begin_if_wanted(here)
+        made = _made(here, ranks, limit)
+        _links[ranks, limit] = guard_setup.under_guard(made, f"{ranks} {limit.total_seconds()}", limit.total_seconds())
+    return _links[ranks, limit]
+
+
+def _made(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> ProcessLink:
+    usual = limit == here.timeout
+    name = repr(ranks) if usual else f"{ranks} {limit.total_seconds()}"
+    if usual and ranks == tuple(range(here.size)):
+        group = dist.group.WORLD
+    else:
+        group = _torch.new_group(ranks, f"meshcomm_{hashlib.sha256(name.encode()).hexdigest()[:16]}", limit)
+    assert group is not None
+    index = ranks.index(here.rank)
+    ring = recorder.own_ring(recorder.Owner(here.rank, here.size))
+    log = ring.log(ranks, index, None if usual else limit.total_seconds())
+    near = world.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
+    detours = lacks_a_way(dist.get_backend_config(group))
+    if near is None:
+        return (DetouredLink if detours else ProcessLink)(group, ranks, index, log)
+    link = (DetouredOneHostLink if detours else OneHostLink)(group, ranks, index, log)
+    link.mail = _mail_of(near, name, index, limit.total_seconds())
+    link.mail.adopted = here.adopted
+    return link
 
 
 def _is_small_gloo(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> bool:
     return world.gloo_on_cpu(dist.get_backend_config(group)) and 1 < len(ranks) <= FEW
 
 
-def _mail_of(near: Neighbours, ranks: tuple[int, ...], index: int, timeout: float) -> Mail:
-    """The mailboxes of these ranks: those that they had, where a group is adopted again."""
-    key = int.from_bytes(hashlib.sha256(f"{near.token} {ranks}".encode()).digest()[:7], "little")
+def _mail_of(near: Neighbours, name: str, index: int, timeout: float) -> Mail:
+    """The mailboxes of a group of this name: those that it had, where it is adopted again."""
+    key = int.from_bytes(hashlib.sha256(f"{near.token} {name}".encode()).digest()[:7], "little")
     if key not in _mails:
         leases = [address.lease for address in near.addresses]
         try:
@@ -61,15 +78,21 @@ def _mail_of(near: Neighbours, ranks: tuple[int, ...], index: int, timeout: floa
     return _mails[key]
 
 
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def group_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> dist.ProcessGroup:
     """torch's process group of these ranks."""
-    return link_of(ranks).group
+    link: ProcessLink = bare(link_of(ranks, timeout))
+    return link.group
 
 
 def _forget() -> None:
+    for link in _links.values():
+        if isinstance(link, GuardedLink):
+            link.end()
+    guard_setup.end()
+    recorder.retire()
     take_leave([mail for mail in _mails.values() if exits.leaving() or not mail.adopted])
     # A reference to a process group that outlives destroy_process_group ends the interpreter with SIGABRT.
-    for link in _links.values():
+    for link in map(bare, _links.values()):
         if link.walker is not None:
             link.walker.end()
             link.walker = None
@@ -86,7 +109,7 @@ world.on_shutdown(_forget)
 
 def _forked() -> None:
     # The child is another process: what it does is not to be taken for its parent's.
-    for link in _links.values():
+    for link in map(bare, _links.values()):
         vars(link).pop("mail", None)
     _mails.clear()
 

@@ -11,36 +11,16 @@ rest, but if another has begun its own to be waited for later, it reduces that p
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import threading
-import time
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from meshcomm import _torch
-from meshcomm.errors import CommError, shape_text, text
-from meshcomm.runtime import shared_memory, wire
-from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime import wire
+from meshcomm.runtime.one_host_calls import Call, Fill, Mail, Reading, take_leave
 from meshcomm.runtime.processes import Later, ProcessLink
-from meshcomm.runtime.protocol import REDUCE_OPS
-from meshcomm.runtime.shared_memory import (
-    ENTRIES,
-    GONE,
-    HERE,
-    LEAVING,
-    STATE,
-    TABLE,
-    Box,
-    Lease,
-    Neighbour,
-    Segment,
-)
+from meshcomm.runtime.recorder import failed
 
 T = TypeVar("T")
 
@@ -50,61 +30,12 @@ _ONE_STEP = 2**18
 """Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
 _APART = 2**14
 """Bytes of a tensor, in the mean, from which on one pass over it beats one call for many."""
-_LOOKS = 100
-"""How often a rank looks and gives way before it sleeps."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
-_ALIVE = 0.05
-"""Seconds between looks at whether the others are alive."""
-_HELPFUL = 0.1
-"""Seconds after which a rank reduces what another one should have reduced."""
-_PATIENCE, _FAILING = 30.0, 2.0
-"""Seconds that a rank that leaves gives the others to read, at least; and at most if it leaves because of an error."""
-_REDUCING, _REDUCED = 1, 2
-
-_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
-          "scatter", "barrier")  # fmt: skip
-_DTYPES = tuple(
-    sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=lambda each: str(each))
-)
-_CALL = {call: number << 16 for number, call in enumerate(_CALLS)}
-_OP = {op: number << 8 for number, op in enumerate(("", *REDUCE_OPS))}
-_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _COPIED = frozenset(
     (
         "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift",
         "broadcast",
     )
 )  # fmt: skip
-
-_NUMBER, _CODE, _COUNT, _ROOT, _FD, _SERIAL, _SIZE, _KEPT, _LATER, _OFFSET, _LENGTH = range(11)
-Fill = Callable[[list[Tensor]], object]
-"""Takes what each rank has brought, to be read until it returns."""
-
-
-class Mail:
-    """The mailboxes of one group: the own one, those of the others, and the number of the last call."""
-
-    def __init__(self, key: int, index: int, neighbours: Sequence[Neighbour | None], timeout: float) -> None:
-        """``neighbours``: None for this rank."""
-        self.key, self.index, self.neighbours, self.timeout = key, index, tuple(neighbours), timeout
-        self.others = tuple(i for i in range(len(self.neighbours)) if i != index)
-        self.own = shared_memory.arena().make_box(key)
-        self.boxes: list[Box | None] = [self.own if each is None else each.arena.box(key) for each in neighbours]
-        self.number = 0
-        self.adopted = False
-        self.lock = threading.Lock()
-        self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
-        self.open: dict[int, _Call] = {}
-        self.dropped: list[_Call] = []
-
-    def box(self, index: int) -> Box | None:
-        """That of another rank, once it has made it."""
-        found = self.boxes[index]
-        if found is None:
-            neighbour = self.neighbours[index]
-            assert neighbour is not None
-            found = self.boxes[index] = neighbour.arena.box(self.key)
-        return found
 
 
 class Parts(NamedTuple):
@@ -151,7 +82,7 @@ class OneHostLink(ProcessLink):
     def _spare(self, flat: Tensor) -> int:
         return -(-flat.numel() // self.size) * flat.element_size()
 
-    def _reduced(self, call: _Call, in_parts: bool, op: str, out: Tensor, result: Tensor) -> Tensor:
+    def _reduced(self, call: Call, in_parts: bool, op: str, out: Tensor, result: Tensor) -> Tensor:
         def as_numbers(got: list[Tensor]) -> list[Tensor]:
             return [wire.from_bytes(each, out.dtype) for each in got]
 
@@ -306,14 +237,16 @@ class OneHostLink(ProcessLink):
     def _others(self) -> tuple[int, ...]:
         return self.mail.others
 
-    def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> _Call:
-        return _Call(self, name, op, x.dtype, x.numel(), root)
+    def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> Call:
+        shape = x.shape
+        return Call(self, name, op, x.dtype, shape.numel(), root, self._note(name, op, x.dtype, shape, root))
 
-    def _done(self, call: _Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
+    def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
         call.expect(sources, fill, result, first)
         try:
             call.wait_for_all(self.mail.timeout)
-        except BaseException:
+        except BaseException as error:
+            failed(call.record, error)
             self.mail.dropped.append(call)
             raise
         call.finish()
@@ -323,7 +256,7 @@ class OneHostLink(ProcessLink):
 class LaterOneHostLink(Later, OneHostLink):
     """The same link; who waits reads."""
 
-    def _done(self, call: _Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
+    def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
         call.expect(sources, fill, result, first)
         return cast(T, Reading(call))
 
@@ -349,523 +282,3 @@ def _write(own: Tensor, x: Parts) -> None:
 def _copy_rows(out: Tensor, got: Sequence[Tensor]) -> None:
     for row, each in zip(out, got, strict=True):
         row.copy_(each)
-
-
-class _Call:
-    """One call of a collective by this rank, from its entry until everything is read."""
-
-    __slots__ = (
-        "_entries", "_error", "_fill", "_first", "_lent", "_looking", "_missing", "_once", "_opened", "_over",
-        "_own", "_result", "_segments", "_tables", "code", "count", "link", "mail", "number", "packed", "root", "total",
-    )  # fmt: skip
-
-    def __init__(self, link: OneHostLink, name: str, op: str, dtype: torch.dtype, count: int, root: int) -> None:
-        self.link, self.mail = link, link.mail
-        self.code, self.count, self.root = _CALL[name] + _OP[op] + _DTYPE[dtype], count, root
-        self.total = 1
-        self._lent: Segment | None = None
-        self.number = 0
-        self._missing: list[int] = list(link._others)
-        self._entries: dict[int, list[int]] = {}
-        self._fill: Fill | None = None
-        self._first: Fill | None = None
-        self._opened: list[Tensor] | None = None
-        self._segments: dict[int, Segment] = {}
-        self._result: Any = None
-        self._own: Tensor | None = None
-        self._tables: dict[int, tuple[int, int]] = {}
-        self._once, self._looking, self._over = threading.Lock(), threading.Lock(), False
-        self._error: Exception | None = None
-
-    # ----------------------------------------------------------------------------------------------- what it gives
-
-    def post(
-        self,
-        packed: Tensor | None,
-        readers: Sequence[int],
-        *,
-        spare: int = 0,
-        table: Sequence[int] | None = None,
-        write: Callable[[Tensor], object] | None = None,
-    ) -> None:
-        """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: where each reader's
-        run begins and the last one ends, in elements of ``packed``. ``write``: writes what is lent, of which ``packed``
-        then has the shape alone.
-        """
-        if self.mail.dropped:
-            _look_after(self.mail)
-        self.packed = packed
-        try:
-            self._lend(packed, readers, spare, table, write)
-            with self.mail.lock:
-                self._enter()
-        except BaseException:  # nobody will hear of it
-            if self._lent is not None:
-                for place in (*readers, self.link.index):
-                    self._lent.returned(place)
-            raise
-
-    def _lend(
-        self,
-        packed: Tensor | None,
-        readers: Sequence[int],
-        spare: int,
-        table: Sequence[int] | None,
-        write: Callable[[Tensor], object] | None,
-    ) -> None:
-        mail, link = self.mail, self.link
-        if packed is not None and readers and packed.numel():
-            keeps = link.is_later or bool(spare) or write is not None
-            places = (*readers, link.index) if keeps else readers
-            try:
-                self._lent = lent = shared_memory.room.lend(
-                    packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not link.is_later
-                )
-            except OSError as error:
-                self.fail(f"there is no memory to share: {error.strerror or error}")
-            if table is not None:
-                lent.cells[TABLE : TABLE + len(table)] = array("q", table)
-            own = lent.bytes[: packed.nbytes].view(packed.dtype)
-            if write is not None:
-                write(own)
-            elif table is not None and not link.is_later:  # nobody else reads what this rank keeps
-                start, end = table[link.index : link.index + 2]
-                own[:start].copy_(packed[:start])
-                own[end:].copy_(packed[end:])
-            else:
-                own.copy_(packed)
-            # What is reduced again by who waits no more must not have changed.
-            self._own = own if keeps else packed
-        elif packed is not None:
-            self._own = packed.clone() if link.is_later else packed
-        if table is not None:
-            self._tables[link.index] = table[link.index], table[link.index + 1]
-
-    def _enter(self) -> None:
-        mail, lent = self.mail, self._lent
-        self.number = number = mail.number + 1
-        if number % (ENTRIES // 4) == 0:
-            self._make_way()
-        at, cells = mail.own.at(number), mail.own.cells
-        where = (lent.fd, lent.serial, lent.whole, lent.kept) if lent is not None else (0, 0, 0, 0)
-        place = (lent.offset, lent.size) if lent is not None else (0, 0)
-        cells[at + 1 : at + 11] = array("q", (self.code, self.count, self.root, *where, self.link.is_later, *place))
-        mail.open[number] = self
-        mail.number = number
-        cells[at] = number  # last: now it is there
-
-    def _make_way(self) -> None:
-        """Say what was seen, and wait until the others have seen what will be written over."""
-        mail = self.mail
-        end = time.monotonic() + mail.timeout
-        waiting = list(mail.others)
-        first = _Wait(self, end)
-        while True:
-            calls = list(mail.open.items())  # other threads finish theirs
-            for _, call in calls:
-                call.look()
-            seen = next((number - 1 for number, call in calls if call._missing), self.number - 1)
-            for i in mail.others:
-                box = mail.box(i)
-                if box is not None:
-                    box.drain(mail.index, seen)
-            waiting = [i for i in waiting if mail.own.drained(i) < self.number - ENTRIES // 2]
-            if not waiting:
-                return
-            first.more(waiting)
-
-    # -------------------------------------------------------------------------------------------- what it waits for
-
-    def expect(self, sources: Sequence[int], fill: Fill, result: Any, first: Fill | None = None) -> None:
-        """What shall be read, what shall be done with it (and ``first``, for the others), and what comes out."""
-        with self._looking:
-            self._entries = {i: entry for i, entry in self._entries.items() if i in sources}
-            self._missing = [i for i in sources if i not in self._entries]
-        self._fill, self._first, self._result = fill, first, result
-
-    def look(self) -> bool:
-        """Whether all have come."""
-        if not self._missing:
-            return True
-        with self._looking:
-            missing = []
-            for i in self._missing:
-                box = self.mail.boxes[i] or self.mail.box(i)
-                if box is not None and box.cells[at := box.at(self.number)] == self.number:
-                    self._entries[i] = box.cells[at : at + 11].tolist()
-                else:
-                    missing.append(i)
-            self._missing = missing
-        return not missing
-
-    def is_hopeless(self) -> bool:
-        """Whether it cannot come to an end, for somebody has left before coming."""
-        return any(self.mail.readers[i].is_leaving() for i in self._missing) and not self.look()
-
-    def wait_for_all(self, timeout: float) -> None:
-        """Until all have come; CommError if they will not."""
-        if self.look():
-            return
-        wait = _Wait(self, time.monotonic() + timeout)
-        while not self.look():
-            wait.more(self._missing)
-
-    @property
-    def missing(self) -> list[int]:
-        """Those that have not come."""
-        return self._missing
-
-    def wait_within(self, timeout: float) -> bool:
-        """Whether all have come within the time."""
-        end = time.monotonic() + timeout
-        wait = _Wait(self, None)
-        while not self.look():
-            if time.monotonic() > end:
-                return False
-            wait.more(self._missing)
-        return True
-
-    # ---------------------------------------------------------------------------------------------- what it reads
-
-    def finish(self) -> Any:
-        """Read, once, and return what was borrowed."""
-        return self._read(all_of_it=True)
-
-    def read_early(self) -> None:
-        """When all have come: do what the others may wait for, and all if they wait for nothing."""
-        self._read(all_of_it=self._first is None)
-
-    def _read(self, all_of_it: bool) -> Any:
-        with self._once:
-            if not self._over:
-                try:
-                    if self._opened is None:
-                        got = self._got(self._segments)
-                        if self._first is not None:
-                            self._first(got)
-                        self._opened = got
-                    if all_of_it and self._fill is not None:
-                        self._fill(self._opened)
-                except Exception as error:  # after Ctrl-C it can be read again
-                    self._error = error
-                if all_of_it or self._error is not None:
-                    self._end(self._segments)
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def _end(self, segments: Mapping[int, Segment]) -> None:
-        """Return what was borrowed, and let go of everything."""
-        self._over = True
-        place = self.link.index
-        for segment in segments.values():
-            segment.returned(place)
-        if self._lent is not None:
-            self._lent.returned(place)
-        self.mail.open.pop(self.number, None)
-        self._fill = self._first = self._opened = self.packed = self._own = self._lent = None
-        self._segments = {}
-
-    def give_up(self) -> None:
-        """Return what was lent to this rank, if the call cannot come to an end any more."""
-        if not self.is_hopeless():
-            return
-        with self._once:
-            if not self._over:
-                self._error = CommError(
-                    text(self.name, f"{_named(self._missing)} did not come before the end: {self}.")
-                )
-                segments: dict[int, Segment] = {}
-                for i, entry in self._entries.items():
-                    if entry[_SERIAL]:
-                        with contextlib.suppress(CommError):
-                            segments[i] = self._borrow(entry, i)
-                self._end(segments)
-
-    @property
-    def name(self) -> str:
-        """Of the primitive."""
-        return _CALLS[self.code >> 16]
-
-    def _got(self, segments: dict[int, Segment]) -> list[Tensor]:
-        link = self.link
-        packed = self.packed
-        wrong = lost = None
-        for i, entry in self._entries.items():
-            if entry[_SERIAL]:
-                try:
-                    segments[i] = self._borrow(entry, i)
-                except CommError as error:  # the others want back what they have lent
-                    lost = error
-            if entry[_CODE] != self.code or entry[_COUNT] != self.count or self._another_root(entry):
-                wrong = i
-        if wrong is not None:
-            self._differ(wrong)
-        if lost is not None:
-            raise lost
-        if packed is None:
-            return []
-        got = [packed[:0]] * link.size
-        for i, segment in segments.items():
-            stop = self.total * self._nbytes()
-            if self._tables:
-                cell = TABLE + link.index
-                self._tables[i] = segment.cells[cell], segment.cells[cell + 1]
-                stop = segment.cells[TABLE + link.size] * packed.element_size()
-            got[i] = segment.bytes[:stop].view(packed.dtype)
-        assert self._own is not None
-        got[link.index] = self._own
-        return got
-
-    def _nbytes(self) -> int:
-        return self.count * _DTYPES[self.code & 255].itemsize
-
-    def _another_root(self, entry: list[int]) -> bool:
-        if self.code >> 16 == _PERMUTE:
-            return entry[_ROOT] != self.link.index
-        return entry[_ROOT] != self.root
-
-    def _borrow(self, entry: list[int], source: int) -> Segment:
-        neighbour = self.mail.neighbours[source]
-        assert neighbour is not None
-        lease = Lease(neighbour.pid, entry[_FD], entry[_SERIAL], entry[_SIZE], entry[_OFFSET], entry[_LENGTH])
-        try:
-            return shared_memory.borrow(lease, keep=bool(entry[_KEPT]))
-        except OSError as error:
-            self.fail(f"the memory of index {source} cannot be read: {error.strerror or error}")
-
-    def table_of(self, i: int) -> tuple[int, int]:
-        """Where what index i has for this rank begins and ends, in what it lends."""
-        return self._tables.get(i, (0, 0))
-
-    def reduce_own(self, got: list[Tensor], op: str, out: Tensor) -> None:
-        """Each rank its part."""
-        size, index = self.link.size, self.link.index
-        assert self._lent is not None
-        part = out.tensor_split(size)[index]
-        self._lent.cells[STATE] = _REDUCING
-        wire.fold(op, [each.tensor_split(size)[index] for each in got], out=part)
-        spare = self._nbytes()
-        mine = self._lent.bytes[spare : spare + part.nbytes]
-        mine.view(out.dtype).copy_(part)
-        self._lent.cells[STATE] = _REDUCED
-
-    def reduce_others(self, got: list[Tensor], op: str, out: Tensor) -> None:
-        """The other parts: read, or reduced here for those that are not waiting now."""
-        size, index = self.link.size, self.link.index
-        parts = out.tensor_split(size)
-        late = []
-        for step in range(1, size):
-            i = (index + step) % size
-            if not self._take(i, parts[i]):
-                late.append(i)
-        for i in late:
-            if not self._take(i, parts[i], wait=True):
-                wire.fold(op, [each.tensor_split(size)[i] for each in got], out=parts[i])
-
-    def _take(self, i: int, part: Tensor, wait: bool = False) -> bool:
-        """Copy what index i has reduced, if it has or is about to."""
-        segment = self._segments[i]
-        if wait:
-            waiting = _Wait(self, time.monotonic() + _HELPFUL)
-            while (state := segment.cells[STATE]) != _REDUCED:
-                if state != _REDUCING and self._entries[i][_LATER]:
-                    return False
-                try:
-                    waiting.more([i])
-                except CommError:  # it is slow or gone: everything to do its part is here
-                    return False
-        elif segment.cells[STATE] != _REDUCED:
-            return False
-        start = self._nbytes()
-        part.copy_(segment.bytes[start : start + part.nbytes].view(part.dtype))
-        return True
-
-    # ------------------------------------------------------------------------------------------------------ errors
-
-    def __str__(self) -> str:
-        return _said(self.code, self.count, self.root)
-
-    def _differ(self, other: int) -> NoReturn:
-        entry = self._entries[other]
-        theirs = _said(entry[_CODE], entry[_COUNT], entry[_ROOT])
-        raise CommError(
-            text(
-                self.name,
-                f"the ranks called different things: index {other} {theirs}, index {self.link.index} {self}.",
-                got=f"call {self.number} of a group of {self.link.size}",
-                fix="make the same calls in the same order on all ranks",
-            )
-        )
-
-    def fail(self, what: str) -> NoReturn:
-        """With where this was, and what to look at."""
-        raise CommError(
-            text(
-                self.name,
-                f"the transport failed: {what}",
-                got=f"call {self.number} of index {self.link.index} of a group of {self.link.size}: {self}",
-                fix="look at the other ranks: the first one that failed or stopped is the cause",
-            )
-        )
-
-
-_PERMUTE = _CALLS.index("permute")
-
-
-def _said(code: int, count: int, root: int) -> str:
-    call, op, dtype = _CALLS[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
-    extra = [op] if op else []
-    if root >= 0:
-        extra.append(f"{'to' if call in ('permute', 'reduce', 'gather') else 'from'} {root}")
-    return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"
-
-
-def _named(missing: Sequence[int]) -> str:
-    return f"{'index' if len(missing) == 1 else 'indices'} {', '.join(map(str, missing))}"
-
-
-class _Wait:
-    """Waiting for other ranks: look, give way, sleep, and now and then see whether they are alive."""
-
-    __slots__ = ("_call", "_end", "_gone", "_looks", "_next", "_pause")
-
-    def __init__(self, call: _Call, end: float | None) -> None:
-        self._call, self._end = call, end
-        self._looks, self._pause, self._next = 0, _FIRST_PAUSE, 0.0
-        self._gone: dict[int, str] = {}
-
-    def more(self, missing: Sequence[int]) -> None:
-        """A little, after having looked for what is missing."""
-        for i in missing if self._gone else ():
-            if i in self._gone:  # and nothing has come that it did before it went
-                self._call.fail(self._gone[i])
-        self._looks += 1
-        if self._looks < _LOOKS:
-            os.sched_yield()
-            return
-        time.sleep(self._pause)
-        self._pause = min(1.2 * self._pause, _LONGEST_PAUSE)
-        now = time.monotonic()
-        if now > self._next:
-            self._next = now + _ALIVE
-            self._see(missing)
-        if self._end is not None and now > self._end:
-            self._call.fail(f"{_named(missing)} did not come within {self._call.mail.timeout:g} s")
-
-    def _see(self, missing: Sequence[int]) -> None:
-        mail = self._call.mail
-        for i in missing:
-            box, neighbour = mail.box(i), mail.neighbours[i]
-            assert neighbour is not None
-            if neighbour.is_gone():
-                self._gone[i] = f"index {i} has ended (process {neighbour.pid})"
-            elif box is not None and box.state() != HERE:
-                self._gone[i] = f"index {i} has left the group (process {neighbour.pid})"
-
-
-class Reading(Pending):
-    """A call that is waited for later."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: _Call) -> None:
-        self._call = call
-
-    def wait(self, timeout: float | None) -> Any:
-        """Wait for the others, and read."""
-        call = self._call
-        if not call.wait_within(call.mail.timeout if timeout is None else timeout):
-            has = "has" if len(call.missing) == 1 else "have"
-            raise TimedOutError(f"{_named(call.missing)} {has} not made the call")
-        return call.finish()
-
-    def done(self) -> bool:
-        """Whether all have come, or somebody will not."""
-        return self._call.look() or self._call.is_hopeless()
-
-    def meet(self) -> None:
-        """Wait until all have made the call, and read what can be read without waiting more."""
-        self._call.wait_for_all(self._call.mail.timeout)
-        self._call.read_early()
-
-    def read_early(self) -> bool:
-        """If all have made the call, read what can be read without waiting; whether they have."""
-        if not self._call.look():
-            return False
-        self._call.read_early()
-        return True
-
-    def abandon(self) -> None:
-        """What was lent to us must be returned all the same."""
-        call = self._call
-        if call.number in call.mail.open and call not in call.mail.dropped:
-            call.mail.dropped.append(call)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, TypeError):  # at the end of the interpreter
-            if not self._call._over:
-                self.abandon()
-
-
-class _Reader:
-    """Another rank of a group, as one who has been lent something."""
-
-    def __init__(self, mail: Mail, index: int) -> None:
-        self._mail, self._index, self.place = mail, index, index
-
-    def is_gone(self) -> bool:
-        """Whether the process has ended, or has nothing to do with the group any more."""
-        return self._is(GONE)
-
-    def is_leaving(self) -> bool:
-        """Whether it will make no more calls."""
-        return self._is(LEAVING)
-
-    def _is(self, state: int) -> bool:
-        neighbour, box = self._mail.neighbours[self._index], self._mail.box(self._index)
-        return (box is not None and box.state() >= state) or (neighbour is not None and neighbour.is_gone())
-
-
-def _finish(call: _Call) -> None:
-    """For those who do not wait: whatever the caller is in the middle of has nothing to do with it."""
-    # Its result may have been made in inference mode.
-    with contextlib.suppress(Exception), _torch.outside_transforms(), torch.inference_mode():
-        call.finish()
-
-
-def _look_after(mail: Mail) -> None:
-    """Read what nobody waits for."""
-    for call in list(mail.dropped):
-        if call.look():
-            _finish(call)
-        else:
-            call.give_up()
-        if call._over:
-            with contextlib.suppress(ValueError):  # another thread was here
-                mail.dropped.remove(call)
-
-
-def take_leave(mails: Sequence[Mail]) -> None:
-    """Read what has come, and wait until the others have read what came from here.
-
-    A group that was adopted is left at the end of the process only: it goes on, and may be adopted again.
-    """
-    for mail in mails:
-        mail.own.say(LEAVING)
-    failing = sys.exc_info()[0] is not None or hasattr(sys, "last_value") or hasattr(sys, "last_exc")
-    patience = _FAILING if failing else max([_PATIENCE, *(mail.timeout for mail in mails)])
-    end, pause = time.monotonic() + patience, 1e-5
-    while True:
-        for mail in mails:
-            for call in list(mail.open.values()):
-                if call.look():
-                    _finish(call)
-                else:
-                    call.give_up()
-        if not mails or not shared_memory.room.is_wanted() or time.monotonic() > end:
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    for mail in mails:
-        mail.own.say(GONE)

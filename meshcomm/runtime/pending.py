@@ -7,7 +7,7 @@ that packs before a primitive and unpacks after it serves both, if what comes af
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 __all__ = ["AllOf", "Pending", "TimedOutError", "then", "then_all"]
@@ -18,6 +18,19 @@ S = TypeVar("S")
 
 class TimedOutError(Exception):
     """A wait was not long enough; nothing is lost and it can be repeated."""
+
+    def __init__(
+        self,
+        text: str = "",
+        missing: Sequence[int] | None = None,
+        came: Sequence[int] = (),
+        known: Mapping[int, str] | None = None,
+    ) -> None:
+        """``missing``: the indices that are waited for and have not come, where that is known; ``came``: those that
+        have; ``known``: what is known of the others.
+        """
+        super().__init__(text)
+        self.missing, self.came, self.known = missing, came, known or {}
 
 
 class Pending:
@@ -32,6 +45,10 @@ class Pending:
     def done(self) -> bool:
         """Whether :meth:`wait` would return (or raise) at once."""
         raise NotImplementedError
+
+    def record(self) -> Any:
+        """What is noted of the call that is waited for, where that is known."""
+        return None
 
     def abandon(self) -> None:
         """Nobody will wait: leave everything in a state in which that does no harm."""
@@ -58,6 +75,10 @@ class _Then(Pending):
         """What comes after takes no time."""
         return self._source is None or self._source.done()
 
+    def record(self) -> Any:
+        """The source's."""
+        return None if self._source is None else self._source.record()
+
     def abandon(self) -> None:
         """Pass it on."""
         if self._source is not None:
@@ -83,6 +104,10 @@ class AllOf(Pending):
     def done(self) -> bool:
         """Whether every one is."""
         return all(part.done() for part in self._parts if isinstance(part, Pending))
+
+    def record(self) -> Any:
+        """That of the first which is waited for."""
+        return next((part.record() for part in self._parts if isinstance(part, Pending)), None)
 
     def abandon(self) -> None:
         """Pass it on."""

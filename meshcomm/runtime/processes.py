@@ -5,8 +5,10 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -15,11 +17,13 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
-from meshcomm.runtime import attendance, wire
+from meshcomm.runtime import attendance, peers, wire
+from meshcomm.runtime.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.packets import PacketLink
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.protocol import Post, Want
+from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, recorded
 from meshcomm.runtime.underway import Messages, Started, Walker
 
 __all__ = ["FEW", "Later", "ProcessLink"]
@@ -50,6 +54,8 @@ _KEEP = 2**26
 """The most bytes of memory that stay for the next sum: fresh pages cost as much as a tenth of moving it."""
 _ROUND = 1024
 _ANY = dist.AllToAllOptions()
+_TIMED_OUT = "imed out"
+"""What gloo says when a time is up."""
 _TAG = 2**30
 """Tags of the library's own messages begin here; those of users are below."""
 
@@ -69,8 +75,9 @@ class ProcessLink(PacketLink):
     is_later = False
     later_form: type[ProcessLink]
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log) -> None:
         self.group = group
+        self.note_in(log)
         self.ranks = ranks
         self.size = len(ranks)
         self.index = index
@@ -80,6 +87,7 @@ class ProcessLink(PacketLink):
         self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
         self._options = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
+        self._sum = self._options["sum"]
         self._scatter_options = {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
@@ -87,6 +95,10 @@ class ProcessLink(PacketLink):
         self._calls = 0
         self._room: Tensor | None = None
         self._later: Any = None
+
+    def note_in(self, log: Log) -> None:
+        """Where calls are noted."""
+        self.log, self._note, self._next, self._keep = log, log.begin, log.number, log.records.append
 
     def later(self) -> ProcessLink:
         """The same group; what is started is waited for later."""
@@ -120,14 +132,39 @@ class ProcessLink(PacketLink):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
+        if op != "sum" or (dtype := x.dtype) not in _DIRECT or (self._on_gloo and x.is_cpu):
+            return self._all_reduce(x, op)
+        # With as little as can be around the backend's call: each line is felt.
+        shape = x.shape
+        record = [self._next(), "all_reduce", "sum", dtype, shape, monotonic(), None, self.log.said, -1]
+        self._keep(record)
+        y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        if 0 not in shape:
+            try:
+                work = self.group.allreduce([y], self._sum)
+                if self.is_later:
+                    return cast(Tensor, Marked(cast(Any, self._finish("all_reduce", work, y)), record))
+                work.wait()
+            except RuntimeError as error:
+                failed(record, error)
+                raise self._error("all_reduce", error) from error
+        record[6] = True
+        return y
+
+    def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
-            if op == "sum" and x.dtype in _DIRECT:
-                return self._reduce(x, op)
+            pass
         elif 2 < self.size <= FEW and x.nbytes * self.size > _LARGE:
             return self._in_two_steps(x, op)
         elif self.size == 2:
             return self._with_the_other(x, op)
         return super().all_reduce(x, op)
+
+    _all_reduce = recorded(_all_reduce, "all_reduce")
+    all_gather = recorded(PacketLink.all_gather)
+    reduce_scatter = recorded(PacketLink.reduce_scatter)
+    all_to_all = recorded(PacketLink.all_to_all)
+    broadcast = recorded(PacketLink.broadcast)
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
         """Both send all they have, and reduce it in order of index."""
@@ -176,14 +213,25 @@ class ProcessLink(PacketLink):
             raise self._error(what, error) from error
 
     def _error(self, what: str, error: RuntimeError) -> CommError:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        who = peers.account(self.ranks, closed=_TIMED_OUT not in said)
+        if _TIMED_OUT in said and (late := self._late(who)) is not None:
+            return CommError(late_text(late))
         return CommError(
             text(
                 what,
-                f"the transport failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                f"the transport failed: {who}{': ' if who else ''}{_brief(said)}",
                 got=f"index {self.index} of a group of {self.size}",
                 fix="look at the other ranks: the first one that failed or stopped is the cause",
             )
         )
+
+    def _late(self, found: str) -> Late | None:
+        """The call whose time is up."""
+        record = next((record for record in self.log.records.copy() if record[ENDED] is None), None)
+        if record is None:
+            return None
+        return Late(record[WHAT], self.log, record, monotonic() - record[BEGAN], found=found)
 
     def _finish(self, what: str, work: dist.Work, result: T) -> T:
         """``result``, once ``work`` is done."""
@@ -262,6 +310,7 @@ class ProcessLink(PacketLink):
         work = self._start("all_to_all", lambda: self.group.alltoall_base(out, x, recv, send, _ANY))
         return self._finish("all_to_all", work, out)
 
+    @recorded
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """Two messages on gloo, else as in the base."""
         if not (self._on_gloo and x.is_cpu):
@@ -285,6 +334,7 @@ class ProcessLink(PacketLink):
         work = self._start("broadcast", lambda: self.group.broadcast([y], options))
         return self._finish("broadcast", work, y)
 
+    @recorded
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """The backend's reduce on a copy (it spoils its input on the other ranks), or a gather and a local
         reduction.
@@ -303,6 +353,7 @@ class ProcessLink(PacketLink):
 
         return then(self._dressed(x, op, reduce), lambda y: y if self.index == dst else None)
 
+    @recorded
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """An all_to_all in which all runs go to ``dst``."""
         run, shape = x.numel(), x.shape
@@ -310,6 +361,7 @@ class ProcessLink(PacketLink):
         out = self.all_to_all(x.reshape(-1), send, [run if self.index == dst else 0] * self.size)
         return then(out, lambda out: out.view(self.size, *shape) if self.index == dst else None)
 
+    @recorded
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """An all_to_all in which all runs come from ``src``."""
         run = like.numel()
@@ -318,6 +370,7 @@ class ProcessLink(PacketLink):
         out = self.all_to_all(flat, [run if self.index == src else 0] * self.size, recv)
         return then(out, lambda out: out.view(like.shape))
 
+    @recorded
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """One batch of point-to-point operations, so that no order of sends and receives can lock."""
         sent = [(wire.to_bytes(x), dst, tag) for x, dst, tag in posts]
@@ -333,6 +386,7 @@ class ProcessLink(PacketLink):
         got = [wire.from_bytes(buffer, want[2]).view(want[1]) for buffer, want in zip(buffers, wants, strict=True)]
         return self._end(works, got, keep=sent, cpu=all(x.is_cpu for x in (*(post[0] for post in sent), *got)))
 
+    @recorded
     def barrier(self) -> object:
         """An all_reduce of one element on the CPU where it can be, else on the device: it needs no device of its
         own.
@@ -342,8 +396,9 @@ class ProcessLink(PacketLink):
         def see(flag: Tensor) -> None:
             flag.item()  # on an accelerator, wait on the host too
 
-        return then(self.all_reduce(torch.zeros(1, device=kind), "sum"), see)
+        return then(self._all_reduce(torch.zeros(1, device=kind), "sum"), see)
 
+    @recorded
     def barrier_within(self, seconds: float) -> None:
         """At the store, which knows who has come."""
         attendance.all_here(self.ranks, self.index, seconds)
@@ -375,6 +430,11 @@ class Later(ProcessLink):
 
 
 ProcessLink.later_form = Later
+
+
+def _brief(said: str) -> str:
+    """What gloo says, without where in its sources and what to think of it."""
+    return re.sub(r"^\[\S+\] |\. This is typically .*", "", said)
 
 
 def _options(options: Any, op: Any) -> Any:

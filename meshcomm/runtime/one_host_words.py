@@ -1,0 +1,63 @@
+"""What a rank writes of a call for the others on its machine: in numbers, and those in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshcomm.errors import shape_text
+from meshcomm.runtime.protocol import REDUCE_OPS
+from meshcomm.runtime.shared_memory import ENTRIES, Box
+
+__all__ = ["PERMUTE", "code_of", "dtype_of", "last_said", "name_of", "named", "said"]
+
+_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
+          "scatter", "barrier")  # fmt: skip
+_DTYPES = tuple(
+    sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=lambda each: str(each))
+)
+_CALL = {call: number << 16 for number, call in enumerate(_CALLS)}
+_OP = {op: number << 8 for number, op in enumerate(("", *REDUCE_OPS))}
+_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+def code_of(name: str, op: str, dtype: torch.dtype) -> int:
+    """A primitive, its reduce op and dtype as a number."""
+    return _CALL[name] + _OP[op] + _DTYPE[dtype]
+
+
+def name_of(code: int) -> str:
+    """Of the primitive."""
+    return _CALLS[code >> 16]
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """Of its tensor."""
+    return _DTYPES[code & 255]
+
+
+PERMUTE = _CALLS.index("permute")
+
+
+def said(code: int, count: int, root: int) -> str:
+    """``all_reduce of f32[8] (sum)``."""
+    call, op, dtype = _CALLS[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
+    extra = [op] if op else []
+    if root >= 0:
+        extra.append(f"{'to' if call in ('permute', 'reduce', 'gather') else 'from'} {root}")
+    return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"
+
+
+def last_said(box: Box | None) -> str:
+    """The last call that a mailbox speaks of."""
+    if box is None:
+        return "it has not made a mesh with this axis yet"
+    at = max((box.at(slot) for slot in range(ENTRIES)), key=lambda at: box.cells[at])
+    number, code, count, root = box.cells[at : at + 4].tolist()
+    return f"its last call here is number {number}, {said(code, count, root)}" if number else "it has made no call here"
+
+
+def named(missing: Sequence[int]) -> str:
+    """``indices 1, 2``."""
+    return f"{'index' if len(missing) == 1 else 'indices'} {', '.join(map(str, missing))}"

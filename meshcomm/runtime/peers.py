@@ -1,0 +1,219 @@
+"""Who the other processes of this launch are, and what has become of them: for the words of who waits for one in vain.
+
+A process that leaves says why at the store over which the ranks met, as long as that is there. One that was killed or
+stopped says nothing, but on the same machine its number in the table of processes tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from meshcomm.errors import CommError
+
+__all__ = ["account", "ended", "forget", "is_stopped", "last_error", "leave", "let_go_first", "met", "reason", "sign"]
+
+_ANSWER = 1.0
+"""Seconds that the store has to answer: who asks is about to fail."""
+_SETTLING = 0.5
+"""Seconds after which it is known of a process that has closed its connections whether it has ended."""
+_FIRST = 2.0
+"""Seconds that a rank that fails because of another one gives that one to end first."""
+_SHOWN = 4
+_FAILED = "CommError: "
+
+
+class _Peer(NamedTuple):
+    machine: str
+    pid: int
+    began: int
+    """Tells processes with one number, one after the other, apart."""
+
+
+class _Meeting(NamedTuple):
+    store: Store
+    rank: int
+    pid: int
+    peers: tuple[_Peer, ...]
+
+
+_met: _Meeting | None = None
+_blamed: set[int] = set()
+
+
+# --------------------------------------------------------------------------------------------------------- the meeting
+
+
+def sign() -> str:
+    """This process, for the others."""
+    return f"{_machine()}\t{os.getpid()}\t{_began(os.getpid())}"
+
+
+def met(store: Store, rank: int, signs: Sequence[str]) -> None:
+    """These are the ranks, in their order; ``store`` is of this meeting alone."""
+    global _met
+    _blamed.clear()
+    _met = _Meeting(store, rank, os.getpid(), tuple(map(_read, signs)))
+
+
+def forget() -> None:
+    """The group is no more."""
+    global _met
+    _met = None
+
+
+def _read(sign: str) -> _Peer:
+    machine, pid, began = sign.split("\t")
+    return _Peer(machine, int(pid), int(began))
+
+
+def _machine() -> str:
+    """Equal where numbers of processes mean the same; empty where there is no telling."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of proc(5) from the third on: the state."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return []
+
+
+def _began(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def _here() -> _Meeting | None:
+    """The meeting, in the process that was there: not in its forks."""
+    return _met if _met is not None and _met.pid == os.getpid() else None
+
+
+# ------------------------------------------------------------------------------------------------------------- leaving
+
+
+def leave(why: str = "") -> None:
+    """Tell the others that this process makes no more calls, and why."""
+    here = _here()
+    if here is None:
+        return
+    forget()
+    error = last_error()
+    if not why and error is not None:
+        why = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300].removesuffix(": ")
+    with contextlib.suppress(RuntimeError):
+        here.store.set(f"left/{here.rank}", why or "its program is over")
+
+
+def last_error() -> BaseException | None:
+    """What the interpreter ends of."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def let_go_first() -> None:
+    """When this process ends because others have failed: they end first, so that a launcher takes one of them for the
+    cause.
+    """
+    pids, end = set(_blamed), time.monotonic() + _FIRST
+    while isinstance(last_error(), CommError) and pids and time.monotonic() < end:
+        pids = {pid for pid in pids if _stat(pid)[:1] not in ([], ["Z"], ["X"], ["T"])}
+        time.sleep(0.01)
+
+
+# -------------------------------------------------------------------------------------------------------------- asking
+
+
+def ended(sign: str) -> bool:
+    """Whether the process that has signed so has ended, as far as can be seen from here."""
+    return _seen(_read(sign)) == "ended"
+
+
+def _seen(peer: _Peer) -> str:
+    """ "ended", "stopped", or nothing of the kind."""
+    if not peer.machine or peer.machine != _machine():
+        return ""
+    fields = _stat(peer.pid)
+    if not fields or fields[0] in "ZX" or int(fields[19]) != peer.began:
+        return "ended"
+    return "stopped" if fields[0] in "Tt" else ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine stands still after SIGSTOP."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def reason(rank: int) -> str:
+    """Why a rank of the world, which has, has left; empty if it has not said."""
+    here = _here()
+    if here is None:
+        return ""
+    _blame(here, [rank])
+    return _said(here, [rank]).get(rank, "")
+
+
+def account(ranks: Iterable[int], *, closed: bool = False) -> str:
+    """Which of these ranks of the world have failed or left, and how; empty if none has, as far as can be seen.
+
+    ``closed``: somebody's connection was closed a moment ago, so that one of them is about to be seen.
+    """
+    here = _here()
+    if here is None:
+        return ""
+    ranks = [rank for rank in ranks if rank != here.rank]
+    end = time.monotonic() + (_SETTLING if closed else 0)
+    while True:
+        last = time.monotonic() >= end  # a look that begins then: the one before may have taken long
+        found = _look(here, ranks)
+        if found or last:
+            break
+        time.sleep(0.02)
+    _blame(here, found)
+    shown = [f"rank {rank} {how}" for rank, how in list(found.items())[:_SHOWN]]
+    return ", ".join(shown) + (", ..." if len(found) > _SHOWN else "")
+
+
+def _blame(here: _Meeting, ranks: Iterable[int]) -> None:
+    _blamed.update(here.peers[rank].pid for rank in ranks if here.peers[rank].machine == _machine())
+
+
+def _look(here: _Meeting, ranks: Sequence[int]) -> dict[int, str]:
+    """The ranks that are not well, the likely cause of it all first."""
+    seen = {rank: _seen(here.peers[rank]) for rank in ranks}
+    stopped = [rank for rank in ranks if seen[rank] == "stopped"]
+    said = {} if stopped and "ended" not in seen.values() else _said(here, ranks)
+    found = {rank: f"has ended (process {here.peers[rank].pid})" for rank in ranks if seen[rank] == "ended"}
+    found = {rank: how for rank, how in found.items() if rank not in said}
+    found |= {rank: f"is stopped (process {here.peers[rank].pid}; kill -CONT lets it go on)" for rank in stopped}
+    found |= {rank: f"has left: {why}" for rank, why in said.items() if not why.startswith(_FAILED)}
+    return found or {rank: f"has failed: {why.removeprefix(_FAILED)}" for rank, why in list(said.items())[:1]}
+
+
+def _said(here: _Meeting, ranks: Sequence[int]) -> dict[int, str]:
+    """What those who have left have said, if the store answers in time: its server may be gone, or stand still."""
+    answers: dict[int, str] = {}
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            for rank in ranks:
+                if here.store.check([f"left/{rank}"]):
+                    answers[rank] = here.store.get(f"left/{rank}").decode(errors="replace")
+
+    with contextlib.suppress(RuntimeError):  # no new threads at the end of the interpreter
+        asking = threading.Thread(target=ask, name="meshcomm peers", daemon=True)
+        asking.start()
+        asking.join(_ANSWER)
+    return dict(answers)
