@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from numbers import Integral
 from typing import Any, TypeVar
 
 from meshcomm.errors import fail
@@ -13,6 +14,10 @@ from meshcomm.runtime.scheduler import World, current_rank
 __all__ = ["launch"]
 
 T = TypeVar("T")
+
+
+_MOST = 10_000
+"""Threads or processes: some tens of thousands are what a system allows."""
 
 
 def launch(
@@ -47,8 +52,8 @@ def launch(
     Returns: the results in order of rank; ``[result]`` on a rank.
 
     Raises:
-        MeshError: ``ranks`` that is no positive int or differs from the launcher's; an unknown runtime; arguments
-            that belong to the other runtime.
+        MeshError: ``ranks`` that is no positive int, is more than 10 000 or differs from the launcher's; an unknown
+            runtime; arguments that belong to the other runtime.
         CommError: a deadlock, different calls on ranks of one axis; a process that failed or took too long.
         Exception: in-process, whatever a rank raised, with its traceback; the other ranks are ended.
 
@@ -59,12 +64,20 @@ def launch(
         >>> mc.launch(main, ranks=2, args=("hello",))
         ["hello from {'dp': 0}", "hello from {'dp': 1}"]
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        fail("launch", f"ranks={ranks!r} is not a positive int.")
+    if isinstance(ranks, bool) or not isinstance(ranks, Integral) or ranks < 1:
+        fail("launch", f"ranks={ranks!r} is not a positive int.", fix="how many ranks to start")
+    ranks = int(ranks)
+    if ranks > _MOST:
+        fail("launch", f"ranks={ranks} is more than one machine should start.", fix=f"at most {_MOST}")
     if not callable(fn):
-        fail("launch", f"fn is not callable but {type(fn).__name__}.")
-    if not isinstance(args, Sequence) or isinstance(args, str) or not isinstance(kwargs or {}, Mapping):
-        fail("launch", f"args={args!r} and kwargs={kwargs!r} are not a sequence and a mapping.")
+        fail("launch", f"fn is not callable but {type(fn).__name__}.", fix="a function of one rank's program")
+    named = isinstance(kwargs or {}, Mapping) and all(isinstance(name, str) for name in kwargs or {})
+    if not isinstance(args, Sequence) or isinstance(args, str) or not named:
+        fail(
+            "launch",
+            f"args={args!r} and kwargs={kwargs!r} are not a sequence and a mapping.",
+            fix="args=(1, 2), kwargs={'name': 3}",
+        )
     if runtime not in ("in-process", "processes"):
         fail("launch", f"no runtime {runtime!r}.", fix="'in-process' or 'processes'")
     present = _ranks_present()

@@ -32,7 +32,7 @@ def leaves_of(
     Dicts are taken in order of their keys: two ranks may have filled theirs in different orders. ``ragged``: the dim
     whose length may differ between ranks.
     """
-    found, spec = _torch.tree_flatten(tree)
+    found, spec = _flattened(where, tree, axis)
     order = _torch.tree_flatten(_by_key(_torch.tree_unflatten(list(range(len(found))), spec)))[0]
     leaves = [found[at] for at in order]
     for at, leaf in zip(order, leaves, strict=True):
@@ -51,6 +51,13 @@ def leaves_of(
             (paths[at], leaf.dtype, _without(leaf.shape, ragged)) for at, leaf in zip(order, leaves, strict=True)
         )
     return leaves, (spec, order)
+
+
+def _flattened(where: str, tree: Any, axis: Axis) -> tuple[list[Any], Any]:
+    try:
+        return _torch.tree_flatten(tree)
+    except RecursionError:
+        check.explain(where, "x contains itself, or is nested too deeply.", axis, fix="a list or a dict of tensors")
 
 
 def _without(shape: tuple[int, ...], ragged: int | None) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ _DTYPES = {
     "bor": (*_INTS, torch.bool),
     "bxor": (*_INTS, torch.bool),
 }
+_LOCAL = frozenset(
+    ("axis_index", "axis_size", "fsdp.shard", "heads_of", "pvary", "sequence_layer_norm", "sequence_rms_norm", "shard")
+)
+"""Functions for which nobody waits: that a call of theirs was wrong is this rank's own matter."""
 _ALLOWED = frozenset((op, dtype) for op, dtypes in _DTYPES.items() for dtype in dtypes)
 
 
@@ -45,7 +49,8 @@ def explain(where: str, what: str, axis: Axis, *, x: Tensor | None = None, got: 
     at = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
     parts += [f"mesh {axis.mesh.shape}", f"at {at}"]
     message = text(where, what, got="; ".join(parts), fix=fix)
-    if not (torch.compiler.is_compiling() or is_held()):
+    axis.link.tree = ()  # of this call, and not of the next one
+    if not (where in _LOCAL or torch.compiler.is_compiling() or is_held()):
         axis.link.refuse(where, message.split("\n", 1)[0], axis)
     raise MeshError(message) from None
 
@@ -191,7 +196,7 @@ def checked_sizes(where: str, sizes: Sequence[int] | None, axis: Axis, name: str
     """One length per index of the axis."""
     if sizes is None:
         return None
-    if not are_lengths(sizes) or sum(sizes) >= 2**63:
+    if not are_lengths(sizes) or sum(map(int, sizes)) >= 2**63:
         fix = "one non-negative int per index of the axis, below 2**63 in all"
         fix += "; sizes.tolist()" if hasattr(sizes, "tolist") else ""
         explain(where, f"{name}={sizes!r} is not a list of lengths.", axis, fix=fix)
@@ -206,7 +211,7 @@ def checked_sizes(where: str, sizes: Sequence[int] | None, axis: Axis, name: str
     return tuple(map(int, sizes))
 
 
-def are_lengths(shape: object) -> bool:
+def are_lengths(shape: object) -> TypeGuard[Sequence[int]]:
     """A sequence of non-negative ints, which neither a string nor bytes are."""
     if not isinstance(shape, Sequence) or isinstance(shape, (str, bytes, bytearray)):
         return False
@@ -265,12 +270,12 @@ def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tup
     return tuple((int(source), int(destination)) for source, destination in pairs)
 
 
-def apart(where: str, axis: Axis, other: Axis, name: str) -> None:
-    """Two axes have no part in common."""
-    theirs = other.name if isinstance(other.name, tuple) else (other.name,)
+def apart(where: str, axis: Axis, other: AxisName, name: str) -> None:
+    """Two axes have no part in common; said before there are links along the other one."""
+    theirs = other if isinstance(other, tuple) else (other,)
     both = [part for part in (axis.name if isinstance(axis.name, tuple) else (axis.name,)) if part in theirs]
     if both:
-        what = f"axis {axis.name!r} and {name} {other.name!r} have {names(both)} in common."
+        what = f"axis {axis.name!r} and {name} {other!r} have {names(both)} in common."
         explain(where, what, axis, fix="each axis of the mesh in one of them")
 
 

@@ -6,6 +6,7 @@ n = size of the axis.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -17,7 +18,7 @@ from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
-from meshcomm.work import Work, begun
+from meshcomm.work import Work, begun, limited
 
 __all__ = ["all_to_all", "permute", "shift"]
 
@@ -122,6 +123,7 @@ def all_to_all(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tree: ...
 @overload
 def all_to_all(
@@ -135,6 +137,7 @@ def all_to_all(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tree]: ...
 def all_to_all(
     x: Tree,
@@ -147,6 +150,7 @@ def all_to_all(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Split ``x`` along ``split_dim``, send piece i to rank i, concatenate what comes along ``concat_dim``.
 
@@ -170,6 +174,9 @@ def all_to_all(
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
+            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
+            ``torch.func`` transform.
 
     Returns: ``x`` with ``split_dim`` divided by n and ``concat_dim`` multiplied by n, or as the sizes say; new storage.
 
@@ -179,7 +186,8 @@ def all_to_all(
 
     Raises:
         MeshError: no such axis or dim; a dim that the axis does not divide, unless sizes are given; sizes that do not
-            fit the tensor or each other; not a tensor; a device the mesh cannot move.
+            fit the tensor or each other; not a tensor; a device the mesh cannot move; a time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -201,6 +209,21 @@ def all_to_all(
             mesh=mesh,
             bucket_mb=bucket_mb,
             async_op=async_op,
+            timeout=timeout,
+        )
+    if timeout is not None:
+        return limited(
+            all_to_all,
+            timeout,
+            async_op,
+            x,
+            axis,
+            split_dim,
+            concat_dim,
+            send_sizes,
+            recv_sizes,
+            mesh=mesh,
+            bucket_mb=bucket_mb,
         )
     where, run = "all_to_all", start if async_op else apply
     ax = check.axis_of(where, axis, mesh)
@@ -280,6 +303,7 @@ def permute(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tree: ...
 @overload
 def permute(
@@ -290,6 +314,7 @@ def permute(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tree]: ...
 def permute(
     x: Tree,
@@ -299,6 +324,7 @@ def permute(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Send ``x`` from source to destination for each pair in ``perm``.
 
@@ -317,6 +343,9 @@ def permute(
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
+            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
+            ``torch.func`` transform.
 
     Returns: the shape of ``x``, new storage; zeros on a rank that is nobody's destination.
 
@@ -326,7 +355,8 @@ def permute(
 
     Raises:
         MeshError: no such axis; a pair out of range; a source or destination twice; not a tensor; a device the mesh
-        cannot move.
+            cannot move; a time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -339,7 +369,11 @@ def permute(
     Source: ``jax.lax.ppermute``.
     """
     if here.watcher is not None:
-        return here.watcher.collective(permute, x, axis, perm, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
+        return here.watcher.collective(
+            permute, x, axis, perm, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
+        )
+    if timeout is not None:
+        return limited(permute, timeout, async_op, x, axis, perm, mesh=mesh, bucket_mb=bucket_mb)
     ax = check.axis_of("permute", axis, mesh)
     return _moved(_PERMUTE, x, ax, (check.checked_perm("permute", perm, ax),), bucket_mb, async_op)
 
@@ -354,6 +388,7 @@ def shift(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tree: ...
 @overload
 def shift(
@@ -365,6 +400,7 @@ def shift(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tree]: ...
 def shift(
     x: Tree,
@@ -375,6 +411,7 @@ def shift(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Rank i sends ``x`` to rank i + ``offset``.
 
@@ -394,6 +431,9 @@ def shift(
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
+            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
+            ``torch.func`` transform.
 
     Returns: the shape of ``x``, new storage.
 
@@ -402,7 +442,9 @@ def shift(
     Cost: the bytes of ``x`` sent per rank; nothing when n == 1.
 
     Raises:
-        MeshError: no such axis; an offset that is no int; not a tensor; a device the mesh cannot move.
+        MeshError: no such axis; an offset that is no int; not a tensor; a device the mesh cannot move; a time-out that
+            is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -413,13 +455,17 @@ def shift(
     Source: MPI_Cart_shift; ring attention; pipeline stages.
     """
     if here.watcher is not None:
-        return here.watcher.collective(shift, x, axis, offset, wrap, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
+        return here.watcher.collective(
+            shift, x, axis, offset, wrap, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
+        )
+    if timeout is not None:
+        return limited(shift, timeout, async_op, x, axis, offset, wrap, mesh=mesh, bucket_mb=bucket_mb)
     ax = check.axis_of("shift", axis, mesh)
     if not check.whole_number(offset):
-        check.explain("shift", f"offset={offset!r} is not an int.", ax)
+        check.explain("shift", f"offset={offset!r} is not an int.", ax, fix="how far, of either sign")
     if not isinstance(wrap, bool):
-        check.explain("shift", f"wrap={wrap!r} is not a bool.", ax)
-    return _moved(_SHIFT, x, ax, (offset, wrap), bucket_mb, async_op)
+        check.explain("shift", f"wrap={wrap!r} is not a bool.", ax, fix="True or False")
+    return _moved(_SHIFT, x, ax, (int(offset), wrap), bucket_mb, async_op)
 
 
 def _moved(rule: Rule, x: Any, axis: Axis, params: tuple[Any, ...], bucket_mb: float, async_op: bool) -> Any:

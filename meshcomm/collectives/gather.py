@@ -6,6 +6,7 @@ n = size of the axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -16,7 +17,7 @@ from meshcomm.collectives.rule import Rule, apply, rule_named, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
-from meshcomm.work import Work, begun
+from meshcomm.work import Work, begun, limited
 
 __all__ = ["all_gather", "all_gather_invariant", "cut_rows", "gather_over", "join_rows", "shard", "slice_shape"]
 
@@ -97,6 +98,7 @@ def all_gather(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tree: ...
 @overload
 def all_gather(
@@ -108,6 +110,7 @@ def all_gather(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tree]: ...
 def all_gather(
     x: Tree,
@@ -118,6 +121,7 @@ def all_gather(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Concatenate the ranks' ``x`` along ``dim``; each rank goes on with it in its own way.
 
@@ -137,6 +141,9 @@ def all_gather(
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
+            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
+            ``torch.func`` transform.
 
     Returns: ``[..., n*k, ...]`` (``sum(sizes)`` with sizes), new storage.
 
@@ -145,8 +152,9 @@ def all_gather(
     Cost: each rank receives (n-1)/n of the result; nothing when n == 1. Unequal sizes are padded to the longest.
 
     Raises:
-        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh
-        cannot move.
+        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh cannot
+            move; a time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -158,8 +166,10 @@ def all_gather(
     """
     if here.watcher is not None:
         return here.watcher.collective(
-            all_gather, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op
+            all_gather, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
         )
+    if timeout is not None:
+        return limited(all_gather, timeout, async_op, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb)
     return _gather("all_gather", _ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
@@ -173,6 +183,7 @@ def all_gather_invariant(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tree: ...
 @overload
 def all_gather_invariant(
@@ -184,6 +195,7 @@ def all_gather_invariant(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tree]: ...
 def all_gather_invariant(
     x: Tree,
@@ -194,6 +206,7 @@ def all_gather_invariant(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Concatenate the ranks' ``x`` along ``dim`` into one value, which all ranks then use alike.
 
@@ -215,6 +228,9 @@ def all_gather_invariant(
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
+            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
+            ``torch.func`` transform.
 
     Returns: ``[..., n*k, ...]`` (``sum(sizes)`` with sizes), new storage.
 
@@ -223,8 +239,9 @@ def all_gather_invariant(
     Cost: each rank receives (n-1)/n of the result; nothing when n == 1. Unequal sizes are padded to the longest.
 
     Raises:
-        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh
-        cannot move.
+        MeshError: no such axis or dim; sizes that do not fit the axis or ``x``; not a tensor; a device the mesh cannot
+            move; a time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -236,8 +253,18 @@ def all_gather_invariant(
     """
     if here.watcher is not None:
         return here.watcher.collective(
-            all_gather_invariant, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op
+            all_gather_invariant,
+            x,
+            axis,
+            dim,
+            sizes,
+            mesh=mesh,
+            bucket_mb=bucket_mb,
+            async_op=async_op,
+            timeout=timeout,
         )
+    if timeout is not None:
+        return limited(all_gather_invariant, timeout, async_op, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb)
     return _gather("all_gather_invariant", _ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 

@@ -5,7 +5,10 @@ n = size of the axis.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal, overload
 
@@ -14,13 +17,13 @@ from torch import Tensor
 
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import slice_shape
-from meshcomm.errors import MeshError, shape_text
+from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.protocol import Link, Note, Post, Want
 from meshcomm.runtime.request import duration
 from meshcomm.watch import here
-from meshcomm.work import Work, begun
+from meshcomm.work import Work, begun, checked_limit, limited
 
 __all__ = ["barrier", "exchange", "gather", "recv", "reduce", "scatter", "send"]
 
@@ -60,13 +63,28 @@ def reduce(
     *,
     mesh: Mesh | None = None,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tensor | None: ...
 @overload
 def reduce(
-    x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Mesh | None = None, async_op: Literal[True]
+    x: Tensor,
+    axis: AxisName,
+    dst: int = 0,
+    op: str = "sum",
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tensor | None]: ...
 def reduce(
-    x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", *, mesh: Mesh | None = None, async_op: bool = False
+    x: Tensor,
+    axis: AxisName,
+    dst: int = 0,
+    op: str = "sum",
+    *,
+    mesh: Mesh | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Reduce ``x`` elementwise over the ranks of ``axis``, for one of them.
 
@@ -84,6 +102,8 @@ def reduce(
         op: as for :func:`all_reduce`.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
+            async_op, whose ``wait`` has one.
 
     Returns: the shape and dtype of ``x``, new storage, on ``dst``; None elsewhere.
 
@@ -93,7 +113,8 @@ def reduce(
 
     Raises:
         MeshError: no such axis, index or op; an op that the dtype does not have; an input that requires grad; not a
-        tensor.
+            tensor; a time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -104,11 +125,13 @@ def reduce(
     Source: MPI_Reduce.
     """
     if here.watcher is not None:
-        return here.watcher.collective(reduce, x, axis, dst, op, mesh=mesh, async_op=async_op)
+        return here.watcher.collective(reduce, x, axis, dst, op, mesh=mesh, async_op=async_op, timeout=timeout)
+    if timeout is not None:
+        return limited(reduce, timeout, async_op, x, axis, dst, op, mesh=mesh)
     ax = check.axis_of("reduce", axis, mesh)
     check.tensor("reduce", x, ax)
     check.reducible("reduce", x, op, ax)
-    check.checked_index("reduce", dst, ax, "dst")
+    dst = check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
     _announce(ax, "reduce", x, op=op, dst=dst)
     y = _link(ax, async_op).reduce(_kept(x, async_op), op, dst)
@@ -117,14 +140,35 @@ def reduce(
 
 @overload
 def gather(
-    x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh | None = None, async_op: Literal[False] = False
+    x: Tensor,
+    axis: AxisName,
+    dst: int = 0,
+    dim: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tensor | None: ...
 @overload
 def gather(
-    x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh | None = None, async_op: Literal[True]
+    x: Tensor,
+    axis: AxisName,
+    dst: int = 0,
+    dim: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tensor | None]: ...
 def gather(
-    x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, *, mesh: Mesh | None = None, async_op: bool = False
+    x: Tensor,
+    axis: AxisName,
+    dst: int = 0,
+    dim: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Concatenate the ranks' ``x`` along ``dim``, on one of them.
 
@@ -142,6 +186,8 @@ def gather(
         dim: the dim to concatenate along.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
+            async_op, whose ``wait`` has one.
 
     Returns: ``[..., n*k, ...]``, new storage, on ``dst``; None elsewhere.
 
@@ -150,7 +196,9 @@ def gather(
     Cost: the bytes of ``x`` sent per rank.
 
     Raises:
-        MeshError: no such axis, index or dim; an input that requires grad; not a tensor; a device the mesh cannot move.
+        MeshError: no such axis, index or dim; an input that requires grad; not a tensor; a device the mesh cannot move;
+            a time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -161,10 +209,12 @@ def gather(
     Source: MPI_Gather.
     """
     if here.watcher is not None:
-        return here.watcher.collective(gather, x, axis, dst, dim, mesh=mesh, async_op=async_op)
+        return here.watcher.collective(gather, x, axis, dst, dim, mesh=mesh, async_op=async_op, timeout=timeout)
+    if timeout is not None:
+        return limited(gather, timeout, async_op, x, axis, dst, dim, mesh=mesh)
     ax = check.axis_of("gather", axis, mesh)
     check.tensor("gather", x, ax)
-    check.checked_index("gather", dst, ax, "dst")
+    dst = check.checked_index("gather", dst, ax, "dst")
     x = x.reshape(1) if x.ndim == 0 else x
     place = check.checked_dim("gather", x, dim, ax)
     check.no_gradient("gather", x, ax, "use all_gather")
@@ -187,6 +237,7 @@ def scatter(
     *,
     mesh: Mesh | None = None,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tensor: ...
 @overload
 def scatter(
@@ -198,6 +249,7 @@ def scatter(
     *,
     mesh: Mesh | None = None,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tensor]: ...
 def scatter(
     x: Tensor | None,
@@ -208,6 +260,7 @@ def scatter(
     *,
     mesh: Mesh | None = None,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Cut the ``x`` of one rank along ``dim`` and give each rank its slice.
 
@@ -227,6 +280,8 @@ def scatter(
             ``src`` sends shape and dtype ahead in a small broadcast.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
+            async_op, whose ``wait`` has one.
 
     Returns: ``[..., k, ...]``, new storage, on ``like``'s device, else the mesh's.
 
@@ -235,8 +290,9 @@ def scatter(
     Cost: (n-1)/n times the bytes of ``x`` sent by ``src``; without ``like`` 128 bytes more and one more step.
 
     Raises:
-        MeshError: no such axis, index or dim; a dim that the axis does not divide; None on ``src``, a tensor
-            elsewhere; a ``like`` that does not fit; an input that requires grad.
+        MeshError: no such axis, index or dim; a dim that the axis does not divide; None on ``src``, a tensor elsewhere;
+            a ``like`` that does not fit; an input that requires grad; a time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -247,26 +303,40 @@ def scatter(
     Source: MPI_Scatter.
     """
     if here.watcher is not None:
-        return here.watcher.collective(scatter, x, axis, src, dim, like, mesh=mesh, async_op=async_op)
+        return here.watcher.collective(scatter, x, axis, src, dim, like, mesh=mesh, async_op=async_op, timeout=timeout)
+    if timeout is not None and like is not None:
+        return limited(scatter, timeout, async_op, x, axis, src, dim, like, mesh=mesh)
+    end = None if timeout is None else time.monotonic() + checked_limit("scatter", timeout, async_op)
     ax = check.axis_of("scatter", axis, mesh)
-    check.checked_index("scatter", src, ax, "src")
+    src = check.checked_index("scatter", src, ax, "src")
     if async_op and like is None:
         check.explain(
             "scatter", "async_op=True without like=: what comes is not known before it is waited for.", ax,
             fix="pass like= on all ranks, a tensor with the shape, dtype and device of the result",
         )  # fmt: skip
-    problem = _scatter_problem(x, ax, src, dim, like)
+    with held() if like is None else nullcontext():
+        problem = _scatter_problem(x, ax, src, dim, like)
     if like is None:  # a rank that has found an error says so in the header: the others would wait for it
-        like = _scatter_header(None if problem else x, ax, src, dim)
+        like = _scatter_header(None if problem else x, ax, src, dim, end)
+        if problem is not None and ax.index != src:
+            ax.link.refuse("scatter", str(problem).split("\n", 1)[0], ax)
     if problem is not None:
         raise problem
     rows = None
     if x is not None:
         place = dim % x.ndim
         rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
+    later = async_op or end is not None
     _announce(ax, "scatter", src=src)
-    y = _link(ax, async_op).scatter(None if rows is None else _kept(rows, async_op), like, src)
+    y = _link(ax, later).scatter(None if rows is None else _kept(rows, later), like, src)
+    if end is not None:
+        return _until(end, ax, like, y)
     return begun("scatter", ax, like, y) if async_op else y
+
+
+def _until(end: float, axis: Axis, x: Tensor, result: Any) -> Any:
+    """One of the two steps of a scatter, which end by then."""
+    return begun("scatter", axis, x, result).wait_or_give_up(max(1e-3, end - time.monotonic()))
 
 
 def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Tensor | None) -> MeshError | None:
@@ -301,7 +371,7 @@ def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Ten
     return None
 
 
-def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int) -> Tensor:
+def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, end: float | None) -> Tensor:
     """Shape, dtype and device of the slices, sent by ``src``; raises on every rank when it has none."""
     home = torch.device("cpu") if axis.link.check_device(torch.device("cpu")) is None else axis.mesh.device
     header = torch.zeros(_MOST_DIMS + 3, dtype=torch.int64, device=home)
@@ -310,12 +380,15 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int) -> Tensor:
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
         header[: len(values)] = torch.tensor(values)
     _announce(axis, "scatter", src=src)
-    code, elsewhere, ndim, *lengths = axis.link.broadcast(header, src).tolist()
+    told = _link(axis, end is not None).broadcast(header, src)
+    told = told if end is None else _until(end, axis, header, told)
+    code, elsewhere, ndim, *lengths = told.tolist()
     if axis.index == src and x is not None:
         return x.new_empty(slice_shape(x, dim % x.ndim, axis.size))
     if code == 0:
         if axis.index != src:
-            check.explain("scatter", f"src ({src}) has nothing to scatter; its own error says why.", axis)
+            with held():
+                check.explain("scatter", f"src ({src}) has nothing to scatter; its own error says why.", axis)
         return torch.empty(0)
     device = axis.mesh.device if elsewhere else torch.device("cpu")
     return torch.empty(lengths[:ndim], dtype=_DTYPES[code - 1], device=device)
@@ -323,13 +396,36 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int) -> Tensor:
 
 @overload
 def send(
-    x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None, async_op: Literal[False] = False
+    x: Tensor,
+    axis: AxisName,
+    dst: int,
+    tag: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> None: ...
 @overload
 def send(
-    x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None, async_op: Literal[True]
+    x: Tensor,
+    axis: AxisName,
+    dst: int,
+    tag: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[None]: ...
-def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None = None, async_op: bool = False) -> Any:
+def send(
+    x: Tensor,
+    axis: AxisName,
+    dst: int,
+    tag: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Any:
     """Send ``x`` to one rank, which calls :func:`recv`; returns when it has been taken or may be overwritten.
 
     Type: varying -> one rank.
@@ -341,14 +437,17 @@ def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None
         tag: messages between two ranks meet in order per tag; below 2**30.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
+            async_op, whose ``wait`` has one.
 
     Backward: none. With grad mode on, an input that requires grad raises: use :func:`permute` or :func:`shift`.
 
     Cost: the bytes of ``x``.
 
     Raises:
-        MeshError: no such axis or index; this rank itself; an input that requires grad; not a tensor.
-        CommError: in-process, when the receiver expects another shape or dtype, or nobody can go on.
+        MeshError: no such axis or index; this rank itself; an input that requires grad; not a tensor; a time-out that
+            is not positive.
+        CommError: the time is up; in-process, where the receiver expects another shape or dtype, or nobody can go on.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -363,7 +462,9 @@ def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, *, mesh: Mesh | None
     Source: MPI_Send.
     """
     if here.watcher is not None:
-        return here.watcher.collective(send, x, axis, dst, tag, mesh=mesh, async_op=async_op)
+        return here.watcher.collective(send, x, axis, dst, tag, mesh=mesh, async_op=async_op, timeout=timeout)
+    if timeout is not None:
+        return limited(send, timeout, async_op, x, axis, dst, tag, mesh=mesh)
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
@@ -382,6 +483,7 @@ def recv(
     tag: int = 0,
     mesh: Mesh | None = None,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tensor: ...
 @overload
 def recv(
@@ -393,6 +495,7 @@ def recv(
     tag: int = 0,
     mesh: Mesh | None = None,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tensor]: ...
 def recv(
     axis: AxisName,
@@ -403,6 +506,7 @@ def recv(
     tag: int = 0,
     mesh: Mesh | None = None,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Receive what one rank sends with :func:`send`.
 
@@ -416,6 +520,8 @@ def recv(
         tag: messages between two ranks meet in order per tag; below 2**30.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
+            async_op, whose ``wait`` has one.
 
     Returns: a tensor of that shape and dtype on the mesh's device, new storage.
 
@@ -424,8 +530,9 @@ def recv(
     Cost: the bytes received.
 
     Raises:
-        MeshError: no such axis or index; this rank itself; a shape or dtype that is none.
-        CommError: in-process, when the sender sends another shape or dtype, or nobody can go on.
+        MeshError: no such axis or index; this rank itself; a shape or dtype that is none; a time-out that is not
+            positive.
+        CommError: the time is up; in-process, where the sender sends another shape or dtype, or nobody can go on.
 
     Example: see :func:`send`.
 
@@ -433,8 +540,20 @@ def recv(
     """
     if here.watcher is not None:
         return here.watcher.made(
-            recv, axis, mesh, axis, src, shape=shape, dtype=dtype, tag=tag, mesh=mesh, async_op=async_op
+            recv,
+            axis,
+            mesh,
+            axis,
+            src,
+            shape=shape,
+            dtype=dtype,
+            tag=tag,
+            mesh=mesh,
+            async_op=async_op,
+            timeout=timeout,
         )
+    if timeout is not None:
+        return limited(recv, timeout, async_op, axis, src, shape=shape, dtype=dtype, tag=tag, mesh=mesh)
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
@@ -451,6 +570,7 @@ def exchange(
     *,
     mesh: Mesh | None = None,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> list[Tensor]: ...
 @overload
 def exchange(
@@ -460,6 +580,7 @@ def exchange(
     *,
     mesh: Mesh | None = None,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[list[Tensor]]: ...
 def exchange(
     sends: Iterable[tuple[Any, ...]],
@@ -468,6 +589,7 @@ def exchange(
     *,
     mesh: Mesh | None = None,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Send and receive a batch of messages at once: no order of them can lock.
 
@@ -479,6 +601,8 @@ def exchange(
         axis: a name, or a tuple of names, of which the first is major.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
+            async_op, whose ``wait`` has one.
 
     Returns: the tensors received, in the order of ``recvs``, on the mesh's device.
 
@@ -487,9 +611,9 @@ def exchange(
     Cost: the bytes sent.
 
     Raises:
-        MeshError: as :func:`send` and :func:`recv`; a message to oneself that does not meet its other side in the
-        same batch.
-        CommError: in-process, when shapes or dtypes of the two sides differ, or nobody can go on.
+        MeshError: as :func:`send` and :func:`recv`; a message to oneself that does not meet its other side in the same
+            batch; a time-out that is not positive.
+        CommError: the time is up; in-process, where shapes or dtypes of the two sides differ, or nobody can go on.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -503,7 +627,11 @@ def exchange(
     Source: MPI_Sendrecv; ``torch.distributed.batch_isend_irecv``.
     """
     if here.watcher is not None:
-        return here.watcher.made(exchange, axis, mesh, sends, recvs, axis, mesh=mesh, async_op=async_op)
+        return here.watcher.made(
+            exchange, axis, mesh, sends, recvs, axis, mesh=mesh, async_op=async_op, timeout=timeout
+        )
+    if timeout is not None:
+        return limited(exchange, timeout, async_op, sends, recvs, axis, mesh=mesh)
     ax = check.axis_of("exchange", axis, mesh)
     posts = [_checked_post("exchange", entry, ax) for entry in _entries(sends, "sends", ax)]
     wants = [_checked_want("exchange", entry, ax) for entry in _entries(recvs, "recvs", ax)]
@@ -584,7 +712,10 @@ def barrier(
 
 def _entries(entries: object, name: str, axis: Axis) -> list[tuple[Any, ...]]:
     if not isinstance(entries, Iterable) or isinstance(entries, Tensor):
-        check.explain("exchange", f"{name} is not a list of messages.", axis, got=f"{name} {type(entries).__name__}")
+        fix = "a list of (x, dst)" if name == "sends" else "a list of (src, shape, dtype)"
+        check.explain(
+            "exchange", f"{name} is not a list of messages.", axis, got=f"{name} {type(entries).__name__}", fix=fix
+        )
     return list(entries)
 
 
@@ -596,7 +727,7 @@ def _checked_post(where: str, entry: object, axis: Axis) -> Post:
     check.checked_index(where, dst, axis, "dst")
     _checked_tag(where, tag, axis)
     check.no_gradient(where, x, axis, "use permute or shift")
-    return x, dst, tag
+    return x, int(dst), int(tag)
 
 
 def _checked_want(where: str, entry: object, axis: Axis) -> Want:
@@ -604,12 +735,15 @@ def _checked_want(where: str, entry: object, axis: Axis) -> Want:
         check.explain(where, f"{entry!r} is not a message to receive.", axis, fix="(src, shape, dtype) or (.., tag)")
     src, shape, dtype, tag = entry if len(entry) == 4 else (*entry, 0)
     check.checked_index(where, src, axis, "src")
-    if not isinstance(shape, Sequence) or not all(check.whole_number(length) and length >= 0 for length in shape):
+    if not check.are_lengths(shape):
         check.explain(where, f"shape={shape!r} is not a shape.", axis, fix="a tuple of non-negative ints")
     if not isinstance(dtype, torch.dtype):
-        check.explain(where, f"dtype={dtype!r} is not a torch dtype.", axis)
+        check.explain(where, f"dtype={dtype!r} is not a torch dtype.", axis, fix="such as torch.float32")
+    shape = tuple(map(int, shape))
+    if max(math.prod(shape) * dtype.itemsize, *shape, 0) >= 2**63:
+        check.explain(where, f"shape={shape} is too large.", axis, fix="lengths of fewer than 2**63 bytes in all")
     _checked_tag(where, tag, axis)
-    return src, tuple(shape), dtype, tag, axis.mesh.device
+    return int(src), shape, dtype, int(tag), axis.mesh.device
 
 
 def _checked_tag(where: str, tag: object, axis: Axis) -> None:

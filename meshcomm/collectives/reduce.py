@@ -6,6 +6,7 @@ n = size of the axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -18,7 +19,7 @@ from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
-from meshcomm.work import Work, begun
+from meshcomm.work import Work, begun, limited
 
 __all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter"]
 
@@ -220,6 +221,7 @@ def all_reduce(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tree: ...
 @overload
 def all_reduce(
@@ -230,9 +232,17 @@ def all_reduce(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tree]: ...
 def all_reduce(
-    x: Tree, axis: AxisName, op: str = "sum", *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: bool = False
+    x: Tree,
+    axis: AxisName,
+    op: str = "sum",
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Reduce ``x`` elementwise over the ranks of ``axis``.
 
@@ -252,6 +262,9 @@ def all_reduce(
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are reduced together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
+            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
+            ``torch.func`` transform.
 
     Returns: the shape and dtype of ``x``, new storage.
 
@@ -265,7 +278,8 @@ def all_reduce(
 
     Raises:
         MeshError: no such axis or op; sum or product of bool, mean of integers, order of complex; not a tensor; a
-            device the mesh cannot move.
+            device the mesh cannot move; a time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -276,7 +290,11 @@ def all_reduce(
     Source: MPI_Allreduce; ``jax.lax.psum``; Megatron's reduce from the tensor parallel region.
     """
     if here.watcher is not None:
-        return here.watcher.collective(all_reduce, x, axis, op, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
+        return here.watcher.collective(
+            all_reduce, x, axis, op, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
+        )
+    if timeout is not None:
+        return limited(all_reduce, timeout, async_op, x, axis, op, mesh=mesh, bucket_mb=bucket_mb)
     ax = check.axis_of("all_reduce", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("all_reduce", x, ax)
@@ -301,6 +319,7 @@ def reduce_scatter(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tree: ...
 @overload
 def reduce_scatter(
@@ -313,6 +332,7 @@ def reduce_scatter(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tree]: ...
 def reduce_scatter(
     x: Tree,
@@ -324,6 +344,7 @@ def reduce_scatter(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """Reduce ``x`` over the ranks of ``axis`` and keep this rank's slice of ``dim``.
 
@@ -343,6 +364,9 @@ def reduce_scatter(
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree go together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
+            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
+            ``torch.func`` transform.
 
     Returns: ``[..., k, ...]`` (``sizes[i]`` with sizes), new storage.
 
@@ -352,7 +376,9 @@ def reduce_scatter(
 
     Raises:
         MeshError: no such axis, dim or op; a dim that the axis does not divide, unless sizes are given; sizes that do
-            not sum to the dim; an op that the dtype does not have; not a tensor; a device the mesh cannot move.
+            not sum to the dim; an op that the dtype does not have; not a tensor; a device the mesh cannot move; a
+            time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -364,8 +390,10 @@ def reduce_scatter(
     """
     if here.watcher is not None:
         return here.watcher.collective(
-            reduce_scatter, x, axis, dim, op, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op
+            reduce_scatter, x, axis, dim, op, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
         )
+    if timeout is not None:
+        return limited(reduce_scatter, timeout, async_op, x, axis, dim, op, sizes, mesh=mesh, bucket_mb=bucket_mb)
     where = "reduce_scatter"
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
@@ -404,13 +432,28 @@ def broadcast(
     mesh: Mesh | None = None,
     bucket_mb: float = 25,
     async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> Tree: ...
 @overload
 def broadcast(
-    x: Tree, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: Literal[True]
+    x: Tree,
+    axis: AxisName,
+    src: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: Literal[True],
+    timeout: None = None,
 ) -> Work[Tree]: ...
 def broadcast(
-    x: Tree, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: bool = False
+    x: Tree,
+    axis: AxisName,
+    src: int = 0,
+    *,
+    mesh: Mesh | None = None,
+    bucket_mb: float = 25,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> Any:
     """The ``x`` of one rank, on all.
 
@@ -428,6 +471,9 @@ def broadcast(
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are sent together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
+            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
+            ``torch.func`` transform.
 
     Returns: the shape and dtype of ``x``, new storage.
 
@@ -436,7 +482,9 @@ def broadcast(
     Cost: the bytes of ``x`` received per rank; nothing when n == 1.
 
     Raises:
-        MeshError: no such axis; a src that is no index along it; not a tensor; a device the mesh cannot move.
+        MeshError: no such axis; a src that is no index along it; not a tensor; a device the mesh cannot move; a
+            time-out that is not positive.
+        CommError: not every rank came in time; the transport failed.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -447,9 +495,13 @@ def broadcast(
     Source: MPI_Bcast; ``jax.lax.pbroadcast``.
     """
     if here.watcher is not None:
-        return here.watcher.collective(broadcast, x, axis, src, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
+        return here.watcher.collective(
+            broadcast, x, axis, src, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
+        )
+    if timeout is not None:
+        return limited(broadcast, timeout, async_op, x, axis, src, mesh=mesh, bucket_mb=bucket_mb)
     ax = check.axis_of("broadcast", axis, mesh)
-    check.checked_index("broadcast", src, ax, "src")
+    src = check.checked_index("broadcast", src, ax, "src")
     run = start if async_op else apply
     if isinstance(x, Tensor):
         check.tensor("broadcast", x, ax)

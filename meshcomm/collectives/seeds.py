@@ -149,7 +149,7 @@ def fork_rng(axis: AxisName | tuple[()], *, seed: int | None = None, mesh: Mesh 
     _local.forks += 1
     here.draws_along = frozenset(parts)
     try:
-        RandomState(mixed(seed, _APART), index).load()
+        RandomState(mixed(int(seed), _APART), index).load()
         yield
     finally:
         outer.load()

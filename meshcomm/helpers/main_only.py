@@ -77,7 +77,7 @@ def main_only(
     Source: ``mmengine.dist.master_only``.
     """
     if not isinstance(broadcast, bool):
-        fail(_WHERE, f"broadcast={broadcast!r} is not a bool.")
+        fail(_WHERE, f"broadcast={broadcast!r} is not a bool.", fix="True or False")
     if fn is None:
         return _MainOnly(axis, broadcast, mesh)
     if not callable(fn):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.collectives import check
-from meshcomm.errors import fail, names
+from meshcomm.errors import fail, likely, names
 from meshcomm.helpers.parcels import Courier
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.protocol import Note
@@ -79,14 +80,13 @@ class Metrics:
         Raises:
             MeshError: no such metric; not one number.
         """
-        if name not in self._kinds:
-            fail("Metrics.add", f"no metric {name!r}.", fix=f"one of {names(self._kinds)}")
+        if not isinstance(name, str) or name not in self._kinds:
+            fail("Metrics.add", f"no metric {name!r}.", fix=f"one of {names(self._kinds)}{likely(name, self._kinds)}")
         if isinstance(value, Tensor) or isinstance(count, Tensor):
             self._add_tensors(name, value, count)
             return
         for what, number in (("value", value), ("count", count)):
-            if not isinstance(number, (int, float)):
-                fail("Metrics.add", f"{what} of {name!r} is a {type(number).__name__}.", fix="a number or a tensor")
+            _checked_number(what, name, number)
         held, kind = self._numbers[name], self._kinds[name]
         held[1] += count
         if kind in ("mean", "sum"):
@@ -162,6 +162,17 @@ class Metrics:
         return f"Metrics({self._kinds})"
 
 
+def _checked_number(what: str, name: str, number: Any) -> float:
+    if not isinstance(number, (int, float, Integral)):
+        fail("Metrics.add", f"{what} of {name!r} is a {type(number).__name__}.", fix="a number or a tensor")
+    try:
+        return float(number)
+    except OverflowError:
+        fail(
+            "Metrics.add", f"{what} of {name!r} is an int too large for a float.", fix="a number that a float can hold"
+        )
+
+
 def _one(what: str, name: str, value: object, device: torch.device) -> Tensor:
     """One number as a float64 scalar that nothing else changes."""
     if isinstance(value, Tensor):
@@ -171,10 +182,11 @@ def _one(what: str, name: str, value: object, device: torch.device) -> Tensor:
                 f"{what} of {name!r} is not one real number but {list(value.shape)} of {value.dtype}.",
                 fix="reduce it here first, with .sum() and its count for a mean",
             )
+        if value.is_meta or value.layout is not torch.strided:
+            kind = "on the meta device" if value.is_meta else f"a {value.layout} tensor"
+            fail("Metrics.add", f"{what} of {name!r} is {kind}, and holds no value.", fix="a number or a dense tensor")
         return value.detach().reshape(()).to(device, torch.float64)
-    if not isinstance(value, (int, float)):
-        fail("Metrics.add", f"{what} of {name!r} is a {type(value).__name__}.", fix="a number or a tensor")
-    return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.full((), _checked_number(what, name, value), dtype=torch.float64, device=device)
 
 
 def _whole(kind: str, values: Tensor, count: float) -> float:

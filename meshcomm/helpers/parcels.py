@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.collectives import check
-from meshcomm.errors import MeshError, fail
+from meshcomm.errors import MeshError, fail, held
 from meshcomm.helpers.pickles import byte_view
 from meshcomm.mesh import Axis
 from meshcomm.runtime.protocol import Note
@@ -42,7 +42,7 @@ class Courier:
     def __init__(self, where: str, axis: Axis, device: torch.device | None = None, **given: object) -> None:
         self.where = where
         self.axis = axis
-        self._given = given
+        self._given = {name: int(value) if check.whole_number(value) else value for name, value in given.items()}  # type: ignore[call-overload]
         cpu = torch.device("cpu")
         home = cpu if device is None else device
         self._home = axis.mesh.device if axis.link.check_device(home) is not None else home
@@ -88,7 +88,8 @@ class Courier:
     def index(self, value: int, name: str) -> None:
         """``value`` is an index along the axis; where it is not on one rank, all raise."""
         try:
-            check.checked_index(self.where, value, self.axis, name)
+            with held():
+                check.checked_index(self.where, value, self.axis, name)
         except MeshError as error:
             self.refuse(error)
 

@@ -99,8 +99,11 @@ def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _checked_count(total: Tensor, count: object, axis: Axis) -> Tensor:
     dtype = _wide(total.dtype)
-    if isinstance(count, (int, float)) and not isinstance(count, bool):
-        return torch.full((), count, dtype=dtype, device=total.device)
+    if check.whole_number(count) or isinstance(count, float):
+        try:
+            return torch.full((), float(count), dtype=dtype, device=total.device)  # type: ignore[arg-type]
+        except OverflowError:
+            check.explain(_WHERE, "count is an int too large for a float.", axis, fix="a number that a float can hold")
     if not isinstance(count, Tensor) or count.is_complex():
         what = str(count.dtype) if isinstance(count, Tensor) else type(count).__name__
         check.explain(_WHERE, f"count is {what}.", axis, fix="a number or a tensor of real numbers")

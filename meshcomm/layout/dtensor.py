@@ -134,7 +134,7 @@ def _layout_text(where: str, given: object, dims: str | None, sizes: dict[str, i
     for axis, dim in shards.items():
         if not -len(called) <= dim < len(called):
             count = f"{len(called)} dim{'' if len(called) == 1 else 's'}"
-            fail(where, f"{axis!r} cuts dim {dim} of a tensor with {count}.", got=shown)
+            fail(where, f"{axis!r} cuts dim {dim} of a tensor with {count}.", got=shown, fix="a dim that there is")
         cut[dim].append(axis)
     for name, axes in zip(called, cut, strict=True):
         if axes and name == "1":

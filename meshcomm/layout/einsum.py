@@ -122,8 +122,12 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
         if x.dtype != operands[0].dtype:
             kinds = names(str(each.dtype) for each in operands)
             fail(where, "operands of different dtypes.", got=f"{layouts!r}; {kinds}", fix="cast them to one")
+    if operands and operands[0].dtype == torch.bool:
+        fail(where, "operands of torch.bool have no products and sums.", got=repr(layouts), fix="cast with x.int()")
     if not isinstance(ring, bool):
-        fail(where, f"ring={ring!r} is neither True nor False.")
+        fail(where, f"ring={ring!r} is neither True nor False.", fix="True or False")
+    if not isinstance(layouts, str):
+        parse_arrow(where, layouts, here.shape)  # says what it is
     shapes = tuple(tuple(x.shape) for x in operands)
     if torch.compiler.is_compiling():
         recipe = _dressed(_bare_recipe(layouts, shapes, here._key))

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from einops.parsing import ParsedExpression
 
-from meshcomm.errors import fail, names
+from meshcomm.errors import fail, likely, names
 
 __all__ = ["Dim", "Layout", "Pattern", "expand", "parse", "parse_arrow", "pointed"]
 
@@ -141,7 +141,7 @@ def _parse_arrow(where: str, text: str, mesh: tuple[tuple[str, int], ...], input
         reader.wrong(text.index(",", arrow), "there is one result.", "write one layout after the arrow")
     starts, ends = [0, *(at + 1 for at in commas)], [*commas, arrow]
     if inputs is not None and len(starts) != inputs:
-        at = commas[inputs - 1] if len(commas) >= inputs else arrow
+        at = commas[inputs - 1] if len(commas) >= inputs > 0 else arrow
         what = f"{_count(len(starts), 'layout')} for {_count(inputs, 'tensor')}."
         reader.wrong(at, what, "write one layout per tensor, with commas between them")
     sides = [reader.layout(start, end) for start, end in zip(starts, ends, strict=True)]
@@ -271,7 +271,8 @@ class _Reader:
         for axis, place in axes:
             if axis in (_ELLIPSIS, "1") or axis not in self.mesh:
                 what = f"{axis!r} is not an axis of the mesh; in parentheses all but the last are."
-                self.wrong(place, what, f"one of {names(self.mesh)}; a dim stands last, as in (tp d)")
+                fix = f"one of {names(self.mesh)}; a dim stands last, as in (tp d){likely(axis, self.mesh)}"
+                self.wrong(place, what, fix)
         if name in self.mesh:
             what = f"the last name in parentheses is a dim, and {name!r} is a mesh axis."
             self.wrong(at, what, f"write the name of the dim behind it: ({' '.join([*(a for a, _ in axes), name])} d)")

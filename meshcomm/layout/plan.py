@@ -282,7 +282,7 @@ def plan(layouts: str, shape: Sequence[int], mesh: Mesh | None = None, *, dtype:
     sizes = check.mesh_of(where, "", mesh).shape
     whole = checked_shape(where, shape)
     if not isinstance(dtype, torch.dtype):
-        fail(where, f"dtype={dtype!r} is not a dtype.")
+        fail(where, f"dtype={dtype!r} is not a dtype.", fix="such as torch.float32")
     return plan_of(where, parse_arrow(where, layouts, sizes, 1), whole, sizes, dtype.itemsize)
 
 

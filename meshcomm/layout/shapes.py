@@ -54,9 +54,9 @@ def fit(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int
 def checked_shape(where: str, shape: object) -> tuple[int, ...]:
     """Lengths, or those of a tensor."""
     lengths = tuple(shape.shape) if isinstance(shape, Tensor) else shape
-    if not isinstance(lengths, Sequence) or not all(check.whole_number(n) and n >= 0 for n in lengths):
+    if not check.are_lengths(lengths):
         fail(where, f"{shape!r} is not a shape.", fix="a tuple of lengths, or a tensor")
-    return tuple(lengths)
+    return tuple(map(int, lengths))
 
 
 def cut(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int], text: str) -> tuple[int, ...]:

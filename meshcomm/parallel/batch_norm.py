@@ -5,6 +5,7 @@ n = size of the axis, b = this rank's batch, c = channels.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import torch
@@ -83,13 +84,20 @@ def sync_batch_norm(
     if x.ndim < 2:
         check.explain(_WHERE, "x has no dim of channels.", ax, x=x, fix="[batch, channels, ...]")
     if not x.is_floating_point():
-        check.explain(_WHERE, "x is not floating point.", ax, x=x)
+        check.explain(_WHERE, "x is not floating point.", ax, x=x, fix="cast with x.float()")
     given = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
     for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            check.tensor(_WHERE, value, ax, name)
         if value is not None and tuple(value.shape) != (x.shape[1],):
-            check.explain(_WHERE, f"{name} is not [{x.shape[1]}] but {list(value.shape)}.", ax, x=x)
+            what = f"{name} is not [{x.shape[1]}] but {list(value.shape)}."
+            check.explain(_WHERE, what, ax, x=x, fix="one number per channel")
     if (running_mean is None) != (running_var is None):
-        check.explain(_WHERE, "running_mean and running_var are given together.", ax)
+        check.explain(_WHERE, "running_mean and running_var are given together.", ax, fix="both of them, or none")
+    for name, number, most in (("momentum", momentum, 1), ("eps", eps, math.inf)):
+        if not isinstance(number, (int, float)) or not 0 <= number <= most:
+            fix = "from 0 to 1" if most == 1 else "from 0 on"
+            check.explain(_WHERE, f"{name}={number!r} is not a number {fix}.", ax, fix=f"a number {fix}")
     if training or running_mean is None or running_var is None:
         mean, var, count = _statistics(x, ax)
         if running_mean is not None and running_var is not None:
@@ -157,7 +165,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise: ``[b, c, ...]`` of this rank."""
         if self.ndims is not None and x.ndim not in self.ndims:
-            fail(_WHERE, f"x has {x.ndim} dims, and {' or '.join(map(str, self.ndims))} were expected.")
+            what = f"x has {x.ndim} dims, and {' or '.join(map(str, self.ndims))} were expected."
+            fail(_WHERE, what, fix="[batch, channels, ...]")
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -206,7 +215,8 @@ def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -
     Source: ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``.
     """
     if not isinstance(module, nn.Module):
-        fail("convert_batch_norm", f"module is not a torch.nn.Module but {type(module).__name__}.")
+        what = f"module is not a torch.nn.Module but {type(module).__name__}."
+        fail("convert_batch_norm", what, fix="pass a module")
     ax = check.axis_of("convert_batch_norm", axis, mesh)
     made: dict[nn.Module, nn.Module] = {}
 

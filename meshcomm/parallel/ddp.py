@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from meshcomm.collectives import buckets, check
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import broadcast, pvary
-from meshcomm.errors import fail, names
+from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.swap import Around, leaves_of, refuse_sliced, seen_as, sites_of
 
@@ -110,7 +110,7 @@ def data_parallel(
     Source: DistributedDataParallel; Goyal et al., 2017.
     """
     if not isinstance(module, nn.Module):
-        fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.")
+        fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
     ax = check.axis_of(_WHERE, axis, mesh)
     _checked("grads", grads, ("sum", "mean"))
     _checked("buffers", buffers, ("broadcast", "leave"))
@@ -123,10 +123,10 @@ def data_parallel(
     for path, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             fail(_WHERE, f"{path!r} has sparse gradients, which are not reduced.", fix="sparse=False")
-    if isinstance(methods, str) or not methods:
+    if isinstance(methods, str) or not isinstance(methods, Collection) or not methods:
         fail(_WHERE, f"methods={methods!r} is not a list of names.", fix="('forward',)")
     for name in methods:
-        if not callable(getattr(module, name, None)):
+        if not isinstance(name, str) or not callable(getattr(module, name, None)):
             fail(_WHERE, f"the module has no method {name!r}.", got=type(module).__name__)
     state = _Replica(module, ax.mesh, ax.name, grads, bucket_mb, reduce_dtype, buffers == "broadcast")
     state.make_equal()
@@ -230,8 +230,10 @@ def join(module: nn.Module, step: Callable[[], object] | None = None) -> Iterato
     Source: torch's ``Join``, which leaves the optimisers of those that are done behind.
     """
     state = _state_of("join", module)
+    if step is not None and not callable(step):
+        fail("join", f"step is not callable but {type(step).__name__}.", fix="a function of nothing, or None")
     if state.joined:
-        fail("join", "a join inside a join of the same module.")
+        fail("join", "a join inside a join of the same module.", fix="one join around the whole loop")
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         fail("join", "who is done takes no part in a synchronised batch norm.", fix="do without one of the two")
     state.joined, state.last = True, list(range(state.axis.size))
@@ -248,7 +250,7 @@ def is_data_parallel(module: nn.Module) -> bool:
 
 
 def _state_of(where: str, module: nn.Module) -> _Replica:
-    found = vars(module).get(_HERE)
+    found = vars(module).get(_HERE) if isinstance(module, nn.Module) else None
     if not isinstance(found, _Replica):
         fail(where, "the module is not data parallel.", got=type(module).__name__, fix="the one data_parallel gave")
     return found
@@ -256,7 +258,7 @@ def _state_of(where: str, module: nn.Module) -> _Replica:
 
 def _checked(name: str, value: object, known: Sequence[str]) -> None:
     if value not in known:
-        fail(_WHERE, f"{name}={value!r} is none of {names(known)}.")
+        fail(_WHERE, f"{name}={value!r} is none of {names(known)}.", fix=f"one of them{likely(value, known)}")
 
 
 # ----------------------------------------------------------------------------------------------- a replicated module

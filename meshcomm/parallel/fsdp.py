@@ -105,7 +105,7 @@ def shard(
     Cost: none. Memory: p/n elements.
 
     Raises:
-        MeshError: no such axis; a leaf is not a tensor.
+        MeshError: no such axis; a replica axis that has a part of the other one; a leaf is not a tensor.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -122,11 +122,12 @@ def shard(
     where = "fsdp.shard"
     ax = check.axis_of(where, axis, mesh)
     if replica_axis is not None:
+        check.apart(where, ax, replica_axis, "replica_axis")
         check.axis_of(where, replica_axis, mesh)
     leaves, structure = buckets.leaves_of(where, params, ax)
     ax.link.tree = ()  # nothing is called that it could belong to
     if not leaves:
-        fail(where, "there are no parameters.", got=repr(params))
+        fail(where, "there are no parameters.", got=repr(params), fix="a tensor, or a pytree of tensors")
     tree = FlatTree(leaves, structure, axis, replica_axis, ax.mesh)
     return tree.cut(leaves), tree
 
@@ -170,7 +171,8 @@ def gather(shards: list[Tensor], tree: FlatTree, *, async_op: bool = False) -> A
 
 def _gathered(where: str, shards: list[Tensor], tree: FlatTree, async_op: bool = False) -> Any:
     if not isinstance(tree, FlatTree):
-        fail(where, f"expected the FlatTree that fsdp.shard gave, not {type(tree).__name__}.")
+        what = f"expected the FlatTree that fsdp.shard gave, not {type(tree).__name__}."
+        fail(where, what, fix="shards, tree = fsdp.shard(...)")
     checked = tree.check(where, shards)
     if tree.replica_axis is not None:
         checked = [pvary(each, tree.replica_axis, mesh=tree.mesh) for each in checked]
@@ -221,6 +223,8 @@ def apply(
     Source: the reshard of FSDP after forward.
     """
     where = "fsdp.apply"
+    if not callable(fn):
+        fail(where, f"fn is not callable but {type(fn).__name__}.", fix="fn(params, *args), then shards and tree")
     buffers = _gathered(where, shards, tree)
     plain = not (torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open())
     if not (regather and plain and torch.is_grad_enabled()):

@@ -99,7 +99,8 @@ def fully_shard(
     unit that is gathered ahead.
 
     Raises:
-        MeshError: no such axis; a choice that matches nothing; a module that is sharded already; parameters that are
+        MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
+            are no lists; a choice that matches nothing; a module that is sharded already; parameters that are
             not plain dense tensors; a submodule on the meta device that cannot be initialised.
 
     Example:
@@ -117,8 +118,10 @@ def fully_shard(
     """
     where = "fully_shard"
     if not isinstance(module, nn.Module):
-        fail(where, f"expected an nn.Module, got {type(module).__name__}.")
+        fail(where, f"expected an nn.Module, got {type(module).__name__}.", fix="pass a module")
     ax = check.axis_of(where, axis, mesh)
+    if replica_axis is not None:
+        check.apart(where, ax, replica_axis, "replica_axis")
     replica = None if replica_axis is None else check.axis_of(where, replica_axis, mesh)
     if grads not in ("sum", "mean"):
         fail(where, f"grads={grads!r}.", fix='"sum" if you reduce the loss over the ranks, "mean" for a local loss')
@@ -127,6 +130,15 @@ def fully_shard(
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             fail(where, f"{name}={dtype!r} is not a floating dtype.", fix="such as torch.bfloat16")
+    for name, flag in (("regather", regather), ("offload", offload), ("sync", sync)):
+        if not isinstance(flag, bool):
+            fail(where, f"{name}={flag!r} is not a bool.", fix="True or False")
+    kept_whole = () if isinstance(whole, bool) else whole
+    for name, patterns in (("ignore", ignore), ("methods", methods), ("whole", kept_whole)):
+        if isinstance(patterns, str) or not isinstance(patterns, Collection):
+            fail(where, f"{name}={patterns!r} is not a list of patterns.", fix="such as ['*.bias']")
+    if init is not None and not callable(init):
+        fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
     for part_name, part in module.named_modules():
         if is_sharded(part):
             fail(where, f"{part_name or 'the module'!r} is sharded already.", fix="name the parts that are gathered by"
@@ -134,29 +146,30 @@ def fully_shard(
         if isinstance(part, nn.RNNBase):
             fail(where, f"{part_name!r} is a {type(part).__name__}, which keeps a list of its parameters.",
                  fix="exclude it with ignore=, or use cells")  # fmt: skip
+    chosen = _chosen(module, units)
+    all_matched(where, "whole", kept_whole, chosen)
+    known = {name for name in methods if any(hasattr(part, str(name)) for part in chosen.values())}
+    all_matched(where, "methods", methods, known)
+    if init is None:
+        _can_be_initialised(where, chosen)
     device = ax.mesh.device if offload else _device(module, ax)
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, regather, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
-    chosen = _chosen(module, units)
     plan = _owned(module, chosen, ignore)
     seed = _shared_seed(policy) if any(slot.param.is_meta for slots in plan.values() for slot in slots) else 0
     made: dict[str, list[Group]] = {}
     loads = [0] * ax.size
     for number, (name, part) in enumerate(reversed(chosen.items())):  # the root last: it may share what units use
         real = any(not slot.param.is_meta for slot in plan[name])
-        _materialise(where, name, part, chosen, plan[name], policy, init, seed + number)
+        _materialise(part, chosen, plan[name], policy, init, seed + number)
         keep = whole if isinstance(whole, bool) else any(fnmatchcase(name, pattern) for pattern in whole)
         made[name] = _groups(owner, plan[name], keep, sync and real, loads)
-    all_matched(where, "whole", () if isinstance(whole, bool) else whole, chosen)
     if sync:
         _share_buffers(module, policy)
     for name, part in chosen.items():
         unit = Unit(owner, name, part, made[name], regather and part is not module)
         owner.units.append(unit)
         _attach(unit, part, methods)
-    all_matched(
-        where, "methods", methods, {name for name in methods if any(hasattr(u.module, name) for u in owner.units)}
-    )
     register(module, owner)
     return module
 
@@ -175,6 +188,8 @@ def _chosen(module: nn.Module, units: Iterable[Choice] | None) -> dict[str, nn.M
         found.update(_items_of_lists(module, ""))
         return found
     where = "fully_shard"
+    if not isinstance(units, (str, type, nn.Module, Iterable)):
+        fail(where, f"units={units!r} is not a list of parts.", fix='patterns such as "blocks.*", classes or modules')
     choices = [units] if isinstance(units, (str, type, nn.Module)) else list(units)
     named = {name: part for name, part in module.named_modules() if name}
     picked: set[str] = set()
@@ -302,9 +317,19 @@ def _shared_seed(policy: Policy) -> int:
     return int(seed.item())
 
 
+def _can_be_initialised(where: str, chosen: dict[str, nn.Module]) -> None:
+    for name, unit in chosen.items():
+        for path, part in _parts(unit, set(chosen.values())):
+            if _is_meta(part) and not callable(getattr(part, "reset_parameters", None)):
+                fail(
+                    where,
+                    f"{'.'.join(filter(None, (name, path))) or 'the module'!r} ({type(part).__name__}) is on the meta "
+                    "device and has no reset_parameters().",
+                    fix="pass init=, which is called with it",
+                )
+
+
 def _materialise(
-    where: str,
-    name: str,
     unit: nn.Module,
     chosen: dict[str, nn.Module],
     slots: list[Slot],
@@ -316,15 +341,6 @@ def _materialise(
     parts = [(path, part) for path, part in _parts(unit, set(chosen.values())) if _is_meta(part)]
     if not parts:
         return
-    if init is None:
-        for path, part in parts:
-            if not callable(getattr(part, "reset_parameters", None)):
-                fail(
-                    where,
-                    f"{'.'.join(filter(None, (name, path))) or 'the module'!r} ({type(part).__name__}) is on the meta "
-                    "device and has no reset_parameters().",
-                    fix="pass init=, which is called with it",
-                )
     for slot in slots:
         if slot.param.is_meta:
             slot.param = nn.Parameter(torch.empty_like(slot.param, device=policy.device), slot.param.requires_grad)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.collectives.reduce import all_reduce
-from meshcomm.errors import fail, names
+from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.fsdp_groups import Counts
 from meshcomm.parallel.fsdp_units import Sharded, owner_of
@@ -38,7 +38,9 @@ def all_matched(where: str, name: str, patterns: Collection[str], found: Iterabl
     known = list(found)
     for pattern in patterns:
         if not any(pattern == each or fnmatchcase(each, pattern) for each in known):
-            fail(where, f"{name}: {pattern!r} matches nothing.", got=names(known[:8]))
+            got = names(known[:8]) or "there is nothing to match"
+            fix = f"a name or a pattern{likely(pattern, known)}"
+            fail(where, f"{name}: {pattern!r} matches nothing.", got=got, fix=fix)
 
 
 @contextlib.contextmanager
@@ -222,8 +224,11 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
         shape = group.layout.entries[at].shape
         for name in aliases[slot.param]:
             if name in rest:
+                if not isinstance(rest[name], Tensor):
+                    fail(where, f"{name!r} is no tensor but {type(rest[name]).__name__}.", fix="the whole parameter")
                 if rest[name].shape != shape:
-                    fail(where, f"{name!r} has shape {tuple(rest[name].shape)}, the parameter {tuple(shape)}.")
+                    what = f"{name!r} has shape {tuple(rest[name].shape)}, the parameter {tuple(shape)}."
+                    fail(where, what, fix="the state_dict of the unsharded module")
                 start, stop = group.layout.range_of(at, group.index)
                 rest[name] = rest[name].reshape(-1)[start:stop].view(own[name].shape)
     module.load_state_dict(rest, strict=strict)
@@ -260,7 +265,8 @@ def clip_grad_norm(
     Cost: an all_reduce of one element, and one per axis of ``also_cut``.
 
     Raises:
-        MeshError: the module is not sharded; a pattern that matches nothing; a norm that is not positive.
+        MeshError: the module is not sharded; a pattern that matches nothing; no such axis; a kind of norm that is not
+            positive, a most that is negative or NaN.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -278,13 +284,19 @@ def clip_grad_norm(
     """
     where = "clip_grad_norm"
     owner = owner_of(where, module)
-    if not norm_type > 0:
+    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
         fail(where, f"norm_type={norm_type!r} is not positive.", fix="2.0, or math.inf")
+    if not isinstance(max_norm, Tensor) and (not isinstance(max_norm, (int, float)) or not max_norm >= 0):
+        fail(where, f"max_norm={max_norm!r} is not a norm.", fix="a number from 0 on")
+    if also_cut is not None and not isinstance(also_cut, Mapping):
+        fail(where, f"also_cut is not a mapping but {type(also_cut).__name__}.", fix='such as {"*.up.weight": "tp"}')
     ours = {slot.param: slot.name for _, _, slot in owner.slots()}
     named = dict(module.named_parameters())
     also = dict(also_cut or {})
     all_matched(where, "also_cut", also, named)
     mesh = owner.policy.axis.mesh
+    for axis in also.values():
+        mesh.size_of(axis, where)
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for name, param in named.items():
         cut = _flat_names(owner.policy.axis.name) if param in ours else ()

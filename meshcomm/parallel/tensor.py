@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -14,7 +14,7 @@ from meshcomm._torch import version_of
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.collectives.reduce import broadcast, pvary
-from meshcomm.errors import fail, names
+from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.swap import PLAIN_TABLES, Around, Site, refuse_sliced, seen_as
 from meshcomm.parallel.tensor_functions import enter, heads_of, leave, vocab_embedding
@@ -117,12 +117,12 @@ def tensor_parallel(
     Source: Megatron-LM; torch's ``parallelize_module``.
     """
     if not isinstance(module, nn.Module):
-        fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.")
+        fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
     ax = check.axis_of(_WHERE, axis, mesh)
     if _HERE in vars(module):
-        fail(_WHERE, "the module is tensor parallel already.")
+        fail(_WHERE, "the module is tensor parallel already.", fix="one plan for all of it")
     if not isinstance(sequence, bool):
-        fail(_WHERE, f"sequence={sequence!r} is neither True nor False.")
+        fail(_WHERE, f"sequence={sequence!r} is neither True nor False.", fix="True or False")
     refuse_sliced(_WHERE, module, "call tensor_parallel before fully_shard")
     state = _Parallel(ax, sequence)
     layers = state.layers(module, _styles(module, plan, sequence))
@@ -165,9 +165,10 @@ def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
 
     Source: none.
     """
-    state = vars(module).get(_HERE)
+    state = vars(module).get(_HERE) if isinstance(module, nn.Module) else None
     if not isinstance(state, _Parallel):
-        fail("whole_parameters", "the module is not tensor parallel.", got=type(module).__name__)
+        got, fix = type(module).__name__, "the one that tensor_parallel gave"
+        fail("whole_parameters", "the module is not tensor parallel.", got=got, fix=fix)
     return {name: state.whole(name, p.detach()) for name, p in module.named_parameters()}
 
 
@@ -190,13 +191,18 @@ def _styles(module: nn.Module, plan: Mapping[str, Style], sequence: bool) -> lis
         fail(_WHERE, "the plan is not a mapping of patterns to styles.", got=repr(plan), fix='{"*.up": "column", ...}')
     for pattern, style in plan.items():
         if not isinstance(style, Column) and style not in _STYLES:
-            fail(_WHERE, f"{pattern!r} has no style but {style!r}.", fix=f"one of {names(_STYLES)}, or a Column(...)")
+            fix = f"one of {names(_STYLES)}, or a Column(...){likely(style, _STYLES)}"
+            fail(_WHERE, f"{pattern!r} has no style but {style!r}.", fix=fix)
+        if isinstance(style, Column):
+            _check_column(style)
         if style in ("sequence", "split") and not sequence:
             fail(_WHERE, f"{pattern!r} is {style!r}, and the sequence is not cut.", fix="pass sequence=True")
     found: list[Named] = []
     missing: list[str] = []
     used: set[str] = set()
     for path, value in module.named_parameters(remove_duplicate=False):
+        if nn.parameter.is_lazy(value):
+            fail(_WHERE, f"{path!r} has no shape yet.", fix="run the module once before")
         place, _, name = path.rpartition(".")
         fits = next((each for each in plan if _names(each, path)), None)
         if fits is None:
@@ -223,6 +229,16 @@ def _styles(module: nn.Module, plan: Mapping[str, Style], sequence: bool) -> lis
     return found
 
 
+def _check_column(how: Column) -> None:
+    """What does not depend on the layer."""
+    lengths = how.parts if isinstance(how.parts, tuple) else (how.parts,)
+    good = lengths and all(check.whole_number(length) and length > 0 for length in lengths)
+    good = good and (how.kv_heads is None or (check.whole_number(how.kv_heads) and how.kv_heads > 0))
+    if not good or not isinstance(how.gather, bool):
+        fix = "parts: an int or lengths, from 1 on; kv_heads: an int from 1 on, or None; gather: True or False"
+        fail(_WHERE, f"{how} has a value that is none.", fix=fix)
+
+
 def _names(pattern: str, path: str) -> bool:
     """Whether it names the parameter or a module that holds it."""
     while path:
@@ -233,8 +249,8 @@ def _names(pattern: str, path: str) -> bool:
 
 
 def _attributes(module: nn.Module, divide: Sequence[str], axis: Axis) -> Iterator[tuple[nn.Module, str, int]]:
-    if isinstance(divide, str):
-        fail(_WHERE, f"divide={divide!r} is not a list of patterns.")
+    if isinstance(divide, str) or not isinstance(divide, Collection):
+        fail(_WHERE, f"divide={divide!r} is not a list of patterns.", fix="such as ['*.attn.heads']")
     for pattern in divide:
         count = 0
         for path, part in module.named_modules():
@@ -245,11 +261,13 @@ def _attributes(module: nn.Module, divide: Sequence[str], axis: Axis) -> Iterato
                     count += 1
                     yield part, name, value // axis.size
         if not count:
-            fail(_WHERE, f"divide: no attribute that is an int is called {pattern!r}.")
+            fix = "the name of an attribute, with the path of its module; or leave it out"
+            fail(_WHERE, f"divide: no attribute that is an int is called {pattern!r}.", fix=fix)
 
 
 def _indivisible(what: str, axis: Axis) -> NoReturn:
-    check.explain(_WHERE, f"{what} is not divisible by axis {axis.name!r} (size {axis.size}).", axis)
+    what = f"{what} is not divisible by axis {axis.name!r} (size {axis.size})."
+    check.explain(_WHERE, what, axis, fix="another size of the axis, or 'replicated'")
 
 
 # ------------------------------------------------------------------------------------------------------- the parts
@@ -287,7 +305,8 @@ class _Parallel:
             cut, varied = (None, False) if layer is None else (layer.cut(each), layer.varies(each))
             before = seen.setdefault(id(each.value), (each.path, cut, varied))
             if before[1:] != (cut, varied):
-                fail(_WHERE, f"{before[0]!r} and {each.path!r} are one parameter, cut in two ways.")
+                what = f"{before[0]!r} and {each.path!r} are one parameter, cut in two ways."
+                fail(_WHERE, what, fix="the same style for both")
             if cut is not None:
                 self.cuts[each.path] = cut
             if varied:
@@ -431,10 +450,12 @@ class _Column(_Layer):
         parts, length = self.how.parts, p.value.shape[0]
         if isinstance(parts, int):
             if parts < 1 or length % parts:
-                fail(_WHERE, f"{p.path!r} of length {length} has not {parts} equal parts.")
+                what = f"{p.path!r} of length {length} has not {parts} equal parts."
+                fail(_WHERE, what, fix="the lengths of the parts")
             parts = (length // parts,) * parts
         if sum(parts) != length:
-            fail(_WHERE, f"parts {parts} of {p.path!r} do not sum to its length {length}.")
+            what = f"parts {parts} of {p.path!r} do not sum to its length {length}."
+            fail(_WHERE, what, fix="the lengths of all parts")
         return self._even(p, 0, parts)
 
     def varies(self, p: Named) -> bool:
@@ -537,7 +558,8 @@ class _Split(_Layer):
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
         y = method(*args, **kwargs)
         if not isinstance(y, Tensor) or y.ndim < 2:
-            fail(_WHERE, "the result of a layer that is 'split' is not a tensor with a dim of the sequence.")
+            what = "the result of a layer that is 'split' is not a tensor with a dim of the sequence."
+            fail(_WHERE, what, fix="'replicated'")
         return shard(y, self.state.name, y.ndim - 2, mesh=self.state.mesh)
 
 
@@ -553,5 +575,6 @@ def _layer(p: Named, state: _Parallel) -> _Layer:
         what = f"{p.path!r} is {name!r}, but belongs to a {type(p.owner).__name__}, not a {kind.kind.__name__}."
         fail(_WHERE, what, fix='"replicated", or use the functions of meshcomm.parallel in its forward')
     if kind.kind is not nn.Module and kind is not _Column and type(p.owner).forward is not kind.kind.forward:
-        fail(_WHERE, f"{p.path!r} is {name!r}, but {type(p.owner).__name__} has a forward of its own.")
+        what = f"{p.path!r} is {name!r}, but {type(p.owner).__name__} has a forward of its own."
+        fail(_WHERE, what, fix="use the functions of meshcomm.parallel in it")
     return kind(p.owner, p.style, state)

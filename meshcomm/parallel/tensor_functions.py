@@ -97,6 +97,8 @@ def leave(y: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | Non
 
 
 def _sequence_dim(where: str, x: Tensor, axis: AxisName, mesh: Mesh | None) -> int:
+    if not isinstance(x, Tensor):
+        check.tensor(where, x, check.axis_of(where, axis, mesh))
     if x.ndim < 2:
         check.explain(
             where, "there is no dim of the sequence.", check.axis_of(where, axis, mesh), x=x, fix="[..., s, d]"
@@ -148,7 +150,7 @@ def column_linear(
 
     Source: Megatron-LM.
     """
-    _fits("column_linear", x, weight, bias, axis, mesh)
+    _fits("column_linear", x, weight, bias, axis, mesh, alike=(weight, bias))
     return F.linear(enter(x, axis, sequence=sequence, mesh=mesh), weight, bias)
 
 
@@ -199,20 +201,43 @@ def row_linear(
 
     Source: Megatron-LM.
     """
-    _fits("row_linear", x, weight, bias, axis, mesh)
+    _fits("row_linear", x, weight, bias, axis, mesh, alike=(weight,))
     y = leave(F.linear(x, weight), axis, sequence=sequence, mesh=mesh)
     if bias is None:
         return y
     return y + (pvary(bias, axis, mesh=mesh) if sequence else bias)
 
 
-def _fits(where: str, x: Tensor, weight: Tensor, bias: Tensor | None, axis: AxisName, mesh: Mesh | None) -> None:
+def _are_tensors(where: str, axis: Axis, **given: Tensor | None) -> None:
+    """Those that are given are tensors, of whatever class: the first one, which is communicated, is a plain one."""
+    for number, (name, x) in enumerate(given.items()):
+        if x is not None and (number == 0 or not isinstance(x, Tensor)):
+            check.tensor(where, x, axis, name)
+
+
+def _fits(
+    where: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: AxisName,
+    mesh: Mesh | None,
+    *,
+    alike: tuple[Tensor | None, ...],
+) -> None:
+    ax = check.axis_of(where, axis, mesh)
+    _are_tensors(where, ax, x=x, weight=weight, bias=bias)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         what = f"weight {list(weight.shape)} does not fit x.shape[-1] = {x.shape[-1] if x.ndim else 'none'}."
-        check.explain(where, what, check.axis_of(where, axis, mesh), x=x, fix="weight is [out, in], this rank's part")
+        check.explain(where, what, ax, x=x, fix="weight is [out, in], this rank's part")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         what = f"bias {list(bias.shape)} does not fit weight {list(weight.shape)}."
-        check.explain(where, what, check.axis_of(where, axis, mesh), x=x)
+        check.explain(where, what, ax, x=x, fix="bias is [out], this rank's part in a column")
+    for p in alike:
+        if p is not None and p.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            name = "weight" if p is weight else "bias"
+            what = f"{name} is {p.dtype}, x is {x.dtype}."
+            check.explain(where, what, ax, x=x, fix="cast one of them, or use autocast")
 
 
 # ------------------------------------------------------------------------------------------------------ vocabularies
@@ -265,10 +290,17 @@ def vocab_embedding(
     Source: Megatron-LM.
     """
     ax = check.axis_of("vocab_embedding", axis, mesh)
+    _are_tensors("vocab_embedding", ax, ids=ids, weight=weight)
+    if weight.ndim != 2:
+        check.explain("vocab_embedding", f"weight {list(weight.shape)} is not [v/n, d].", ax, fix="this rank's rows")
+    count = weight.shape[0] * ax.size
+    if padding_idx is not None and not (check.whole_number(padding_idx) and -count <= padding_idx < count):
+        what = f"padding_idx={padding_idx!r} is not in a vocabulary of {count}."
+        check.explain("vocab_embedding", what, ax, fix="an id of the whole vocabulary, or None")
     rows, mine = _own_rows("vocab_embedding", ids, weight.shape[0], ax)
     padding = None
     if padding_idx is not None:
-        local = padding_idx % (weight.shape[0] * ax.size) - ax.index * weight.shape[0]
+        local = padding_idx % count - ax.index * weight.shape[0]
         padding = local if 0 <= local < weight.shape[0] else None
     found = F.embedding(rows, weight, padding).masked_fill(~mine.unsqueeze(-1), 0)
     return leave(found, axis, sequence=sequence, mesh=ax.mesh)
@@ -277,14 +309,15 @@ def vocab_embedding(
 def _own_rows(where: str, ids: Tensor, count: int, axis: Axis, *, ignored: int | None = None) -> tuple[Tensor, Tensor]:
     """Where in this rank's part each id is (0 if elsewhere), and whether it is there."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        check.explain(where, "ids are not integers.", axis, x=ids)
+        check.explain(where, "ids are not integers.", axis, x=ids, fix="cast with x.long()")
     total = count * axis.size
     if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
         known = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
         low, high = (int(bound) for bound in known.aminmax())
         if low < 0 or high >= total:
             wrong = low if low < 0 else high
-            check.explain(where, f"id {wrong} is not in a vocabulary of {total}.", axis, x=ids)
+            fix = f"ids from 0 to {total - 1}, of the whole vocabulary" if total else "each rank has a part of it"
+            check.explain(where, f"id {wrong} is not in a vocabulary of {total}.", axis, x=ids, fix=fix)
     rows = ids - axis.index_tensor.to(ids.device) * count
     mine = (rows >= 0) & (rows < count)
     return rows.masked_fill(~mine, 0), mine
@@ -342,14 +375,17 @@ def vocab_cross_entropy(
     """
     where = "vocab_cross_entropy"
     ax = check.axis_of(where, axis, mesh)
+    _are_tensors(where, ax, logits=logits, target=target)
+    if not logits.is_floating_point():
+        check.explain(where, "logits are not floating point.", ax, x=logits, fix="cast with x.float()")
     if logits.shape[:-1] != target.shape or not logits.ndim:
         check.explain(
             where, f"target {list(target.shape)} does not fit the logits.", ax, x=logits, fix="[...] for [..., v/n]"
         )
     if reduction not in ("mean", "sum", "none"):
-        check.explain(where, f"reduction={reduction!r} is none of 'mean', 'sum', 'none'.", ax)
-    if not 0 <= label_smoothing <= 1:
-        check.explain(where, f"label_smoothing={label_smoothing!r} is not from 0 to 1.", ax)
+        check.explain(where, f"reduction={reduction!r} is none of 'mean', 'sum', 'none'.", ax, fix="one of them")
+    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
+        check.explain(where, f"label_smoothing={label_smoothing!r} is not from 0 to 1.", ax, fix="such as 0.1")
     rows, mine = _own_rows(where, target, logits.shape[-1], ax, ignored=ignore_index)
     x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     with torch.no_grad():  # it cancels
@@ -407,6 +443,9 @@ def heads_of(weight: Tensor, heads: int, *, axis: AxisName, mesh: Mesh | None = 
     Source: grouped-query attention (Ainslie et al., 2023) with more ranks than groups.
     """
     ax = check.axis_of("heads_of", axis, mesh)
+    _are_tensors("heads_of", ax, weight=weight)
+    if not weight.ndim:
+        check.explain("heads_of", "weight has no dims.", ax, fix="[h*k, ...]")
     if not check.whole_number(heads) or heads < 1 or ax.size % heads or weight.shape[0] % heads:
         what = (
             f"{heads!r} heads do not divide axis {ax.name!r} (size {ax.size}) and weight.shape[0] = {weight.shape[0]}."
@@ -475,17 +514,27 @@ def parallel_attention(
     """
     where = "parallel_attention"
     ax = check.axis_of(where, axis, mesh)
+    _are_tensors(where, ax, x=x, q=q, k=k, v=v, out=out)
     kv_heads = heads if kv_heads is None else kv_heads
+    for name, number in (("heads", heads), ("kv_heads", kv_heads)):
+        if not check.whole_number(number) or number < 1:
+            check.explain(where, f"{name}={number!r} is not a positive int.", ax, fix="how many there are on all ranks")
     if heads % ax.size or heads % kv_heads or (kv_heads % ax.size and ax.size % kv_heads):
         what = (
             f"{heads} heads and {kv_heads} of keys and values cannot be divided over axis {ax.name!r} (size {ax.size})."
         )
-        check.explain(where, what, ax, x=x)
+        check.explain(where, what, ax, x=x, fix="heads that the axis divides, and kv_heads that divide them")
+    if x.ndim < 2:
+        check.explain(where, f"x {list(x.shape)} is not [b, s, d].", ax, x=x, fix="x.unsqueeze(0) for a batch of one")
     here, groups = heads // ax.size, max(1, kv_heads // ax.size)
-    length = q.shape[0] // here
+    length = q.shape[0] // here if q.ndim else 0
     for name, weight, count in (("q", q, here), ("k", k, groups), ("v", v, groups)):
         if tuple(weight.shape) != (count * length, x.shape[-1]):
-            check.explain(where, f"{name} {list(weight.shape)} is not [{count * length}, {x.shape[-1]}].", ax, x=x)
+            what = f"{name} {list(weight.shape)} is not [{count * length}, {x.shape[-1]}]."
+            check.explain(where, what, ax, x=x, fix="[heads here * length, d], this rank's heads")
+    if tuple(out.shape) != (x.shape[-1], here * length):
+        what = f"out {list(out.shape)} is not [{x.shape[-1]}, {here * length}]."
+        check.explain(where, what, ax, x=x, fix="[d, heads here * length], this rank's columns")
     x = enter(x, axis, sequence=sequence, mesh=ax.mesh)
     queries, keys, values = (
         F.linear(x, weight).unflatten(-1, (count, length)).transpose(-2, -3)
@@ -537,7 +586,7 @@ def sequence_layer_norm(
 
     Source: Korthikanti et al., 2022.
     """
-    w, b = _varied("sequence_layer_norm", x, (weight, bias), axis, mesh)
+    w, b = _varied("sequence_layer_norm", x, (weight, bias), axis, mesh, eps)
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
 
 
@@ -573,15 +622,25 @@ def sequence_rms_norm(
 
     Source: Korthikanti et al., 2022; Zhang and Sennrich, 2019.
     """
-    (w,) = _varied("sequence_rms_norm", x, (weight,), axis, mesh)
+    (w,) = _varied("sequence_rms_norm", x, (weight,), axis, mesh, eps)
     return F.rms_norm(x, x.shape[-1:], w, eps)
 
 
 def _varied(
-    where: str, x: Tensor, params: tuple[Tensor | None, ...], axis: AxisName, mesh: Mesh | None
+    where: str, x: Tensor, params: tuple[Tensor | None, ...], axis: AxisName, mesh: Mesh | None, eps: float | None
 ) -> list[Tensor | None]:
     ax = check.axis_of(where, axis, mesh)
+    _are_tensors(where, ax, x=x)
+    if not x.ndim:
+        check.explain(where, "x has no dims.", ax, x=x, fix="[..., s/n, d]")
+    if not x.is_floating_point():
+        check.explain(where, "x is not floating point.", ax, x=x, fix="cast with x.float()")
+    if eps is not None and (not isinstance(eps, (int, float)) or not eps >= 0):
+        check.explain(where, f"eps={eps!r} is not a number from 0 on.", ax, x=x, fix="such as 1e-5")
     for p in params:
+        if p is not None and not isinstance(p, Tensor):
+            check.tensor(where, p, ax, "a parameter")
         if p is not None and p.shape != x.shape[-1:]:
-            check.explain(where, f"a parameter of shape {list(p.shape)} is not [{math.prod(x.shape[-1:])}].", ax, x=x)
+            what = f"a parameter of shape {list(p.shape)} is not [{math.prod(x.shape[-1:])}]."
+            check.explain(where, what, ax, x=x, fix="[d], the same on every rank")
     return [None if p is None else pvary(p, axis, mesh=ax.mesh) for p in params]

@@ -45,6 +45,8 @@ class Request:
         guard: bool | None,
     ) -> Request:
         """The request, if each argument is one that can be meant and they do not contradict each other."""
+        if store is not None and not isinstance(store, Store):
+            fail("init", "store is no torch store.", got=repr(store), fix="such as torch.distributed.TCPStore(...)")
         if init_method == "env://":
             launcher, init_method = launcher or "pytorch", None
         request = Request(

@@ -95,5 +95,5 @@ def _key(seed: object) -> int:
     parts = seed if isinstance(seed, tuple) else (seed,)
     if not parts or not all(check.whole_number(part) for part in parts):
         fail(WHERE, f"seed={seed!r} is not an int.", fix="an int, or a tuple of ints, that is the same on every rank")
-    first, *rest = parts
-    return functools.reduce(mixed, [*rest, 0], int(first))
+    first, *rest = map(int, parts)
+    return functools.reduce(mixed, [*rest, 0], first)

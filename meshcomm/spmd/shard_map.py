@@ -137,7 +137,7 @@ def _wrapped(
     fn: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any, mode: bool | str
 ) -> Callable[..., Any]:
     if not callable(fn):
-        fail(WHERE, f"fn is not callable but {type(fn).__name__}.")
+        fail(WHERE, f"fn is not callable but {type(fn).__name__}.", fix="a function of one rank's parts")
     signature = _signature(fn)
 
     def run(*args: Any, **kwargs: Any) -> Any:
