@@ -12,6 +12,7 @@ from meshcomm.collectives.seeds import fork_rng, sync_seed
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
 from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
+from meshcomm.runtime.dumps import dump_collectives
 from meshcomm.runtime.world import init, shutdown
 from meshcomm.work import Work, wait
 
@@ -42,6 +43,9 @@ if typing.TYPE_CHECKING:
     from meshcomm.spmd.check_vma import check_vma, mark_varying
     from meshcomm.spmd.rng import rng
     from meshcomm.spmd.shard_map import shard_map
+    from meshcomm.tracing.budget import comm_budget
+    from meshcomm.tracing.event import TraceEvent
+    from meshcomm.tracing.traces import Trace, trace
 
 __version__ = "0.1.0"
 
@@ -51,6 +55,8 @@ __all__ = [
     "MeshError",
     "Metrics",
     "Plan",
+    "Trace",
+    "TraceEvent",
     "VaryingError",
     "Work",
     "all_gather",
@@ -67,8 +73,10 @@ __all__ = [
     "broadcast_object",
     "check_vma",
     "collect_results",
+    "comm_budget",
     "current_mesh",
     "device",
+    "dump_collectives",
     "einsum",
     "exchange",
     "fork_rng",
@@ -110,6 +118,7 @@ __all__ = [
     "shutdown",
     "sync_seed",
     "to_dtensor",
+    "trace",
     "use_mesh",
     "wait",
     "weighted_mean",
@@ -120,12 +129,15 @@ __all__ = [
 _LATER = {
     "Metrics": "meshcomm.helpers.metrics",
     "Plan": "meshcomm.layout.plan",
+    "Trace": "meshcomm.tracing.traces",
+    "TraceEvent": "meshcomm.tracing.event",
     "all_gather_object": "meshcomm.helpers.objects",
     "all_reduce_params": "meshcomm.helpers.reductions",
     "backend": "meshcomm.helpers.process",
     "broadcast_object": "meshcomm.helpers.objects",
     "check_vma": "meshcomm.spmd.check_vma",
     "collect_results": "meshcomm.helpers.results",
+    "comm_budget": "meshcomm.tracing.budget",
     "device": "meshcomm.helpers.process",
     "einsum": "meshcomm.layout.einsum",
     "from_dtensor": "meshcomm.layout.dtensor",
@@ -151,6 +163,7 @@ _LATER = {
     "scatter_object": "meshcomm.helpers.objects",
     "shard_map": "meshcomm.spmd.shard_map",
     "to_dtensor": "meshcomm.layout.dtensor",
+    "trace": "meshcomm.tracing.traces",
     "weighted_mean": "meshcomm.helpers.reductions",
     "world_size": "meshcomm.helpers.process",
 }

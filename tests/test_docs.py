@@ -134,6 +134,8 @@ LACKING: dict[str, set[str]] = {
     "make_mesh": {"Type", "Backward"},
     "launch": {"Type", "Backward", "Cost"},
     "init": {"Type", "Backward"},
+    "trace": {"Type", "Args", "Backward"},
+    "dump_collectives": {"Type", "Backward"},
     "shutdown": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
     "wait": {"Type", "Backward", "Cost"},
     "plan": {"Type", "Backward"},

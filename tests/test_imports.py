@@ -28,7 +28,7 @@ LAYERS = [
     ("meshcomm.runtime",),
     ("meshcomm.launch", "meshcomm.places"),
     ("meshcomm.mesh",),
-    ("meshcomm.work",),
+    ("meshcomm.work", "meshcomm.tracing"),
     ("meshcomm.collectives",),
     ("meshcomm.layout",),
     ("meshcomm.spmd",),
@@ -142,7 +142,7 @@ def test_no_import_hides_in_a_function(module: str) -> None:
                 )
 
 
-ABOVE = ("layout", "spmd", "helpers", "parallel", "__main__")
+ABOVE = ("tracing", "layout", "spmd", "helpers", "parallel", "__main__")
 """What stands above the collectives is imported when it is first asked for."""
 
 # What imports when it is first asked for, and what: DTensor takes a second and more.
@@ -152,7 +152,7 @@ LATE = {
         "meshcomm.helpers.process", "meshcomm.helpers.reductions", "meshcomm.helpers.results",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
         "meshcomm.layout.shapes", "meshcomm.parallel", "meshcomm.spmd.check_vma", "meshcomm.spmd.rng",
-        "meshcomm.spmd.shard_map",
+        "meshcomm.spmd.shard_map", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.parallel": {
         f"meshcomm.parallel.{name}"
@@ -197,7 +197,7 @@ def own_private_names() -> set[str]:
     return {name for name in found if hidden(name)} | {"_torch"}
 
 
-STANDARD_LIBRARY = {"os._exit", "sys._getframe"}
+STANDARD_LIBRARY = {"os._exit", "sys._current_frames", "sys._getframe"}
 NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # documented, the underscore keeps clear of field names
 
 

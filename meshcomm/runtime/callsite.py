@@ -8,11 +8,16 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["CallSite", "asked_in", "call_site"]
+__all__ = ["CallSite", "asked_in", "call_site", "is_ours"]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_OTHERS = (_HERE, _TORCH, os.path.join(os.path.dirname(_TORCH), "einops"))
+_OTHERS = tuple(path + os.sep for path in (_HERE, _TORCH, os.path.join(os.path.dirname(_TORCH), "einops")))
+
+
+def is_ours(path: str) -> bool:
+    """Whether this is a file of this library, of torch or of einops."""
+    return path.startswith(_OTHERS)
 
 
 class CallSite(NamedTuple):
@@ -36,6 +41,6 @@ def call_site() -> CallSite:
 def asked_in(module: str) -> bool:
     """Whether the innermost frame that is not this library's is one of ``module``."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE + os.sep):
         frame = frame.f_back
     return frame.f_globals.get("__name__") == module

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
+import math
 import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-__all__ = ["blocked", "leaving", "loose", "settle", "watch"]
+from meshcomm.errors import CommError
+from meshcomm.runtime import peers
+
+__all__ = ["blocked", "leaving", "loose", "never_abort", "settle", "watch"]
 
 # A process that has used next to no time for so long has threads that wait, and none that lets go of tensors.
 _QUIET = 0.03
@@ -38,6 +44,8 @@ class _Exit(threading.Thread):
     def run(self) -> None:
         """Wait to be asked."""
         self._asked.wait()
+        with contextlib.suppress(Exception):
+            peers.leave()
         with blocked():
             for each in list(loose):
                 with contextlib.suppress(Exception):
@@ -53,14 +61,16 @@ class _Exit(threading.Thread):
         if os.getpid() != self._pid:  # A forked child: it has the object, but not the threads.
             return
         _left.append(None)
+        with contextlib.suppress(Exception):
+            _tell_launcher()
         self._asked.set()
         self._settled.wait(_PATIENCE)
         with contextlib.suppress(Exception):
             self._prepare()
         self._prepared.set()
         self._done.wait(_PATIENCE if self._settled.is_set() else 0)
-        if _blocked:
-            _leave_at_once()
+        peers.let_go_first()
+        _leave_if_blocked()
 
 
 class Loose(Protocol):
@@ -90,7 +100,16 @@ def blocked() -> Iterator[None]:
         _blocked.pop()
 
 
-def _leave_at_once() -> None:
+def never_abort() -> None:
+    """Whatever threads wait then, this process's interpreter ends without SIGABRT; asking again changes nothing."""
+    pid = os.getpid()
+    if pid not in _registered:
+        _registered.append(pid)
+        # A forked child has the list, but not the threads.
+        atexit.register(lambda: _leave_if_blocked() if os.getpid() == pid else None)
+
+
+def _leave_if_blocked() -> None:
     """A thread that comes back from such a wait to an interpreter that is gone ends the process with SIGABRT."""
     end = time.monotonic() + _PATIENCE / 4
     while _blocked and time.monotonic() < end:
@@ -103,7 +122,24 @@ def _leave_at_once() -> None:
         os._exit(1)
 
 
+def _tell_launcher() -> None:
+    """Leave for torchrun's summary what this rank fails of, as ``torch.distributed.elastic``'s ``record`` would.
+
+    It takes the earliest failure for the cause and counts whole seconds: one that follows from another rank's comes
+    later.
+    """
+    path, error = os.environ.get("TORCHELASTIC_ERROR_FILE"), peers.last_error()
+    if not path or error is None or os.path.exists(path):
+        return
+    when = math.ceil(time.time()) + 1 if isinstance(error, CommError) else int(time.time())
+    shown = "".join(traceback.format_exception(error))
+    about = {"py_callstack": shown, "timestamp": str(when)}
+    with open(path, "w") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": about}}, file)
+
+
 _watched: list[int] = []
+_registered: list[int] = []
 
 
 def watch(prepare: Callable[[], object], end: Callable[[], object]) -> None:

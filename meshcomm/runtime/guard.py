@@ -19,7 +19,10 @@ from typing import Any
 from meshcomm.runtime.guard_board import Group, Shelf
 from meshcomm.runtime.said import told
 
-__all__ = ["DEADLOCK", "LONG", "Guard", "Status", "Wait", "current", "failed", "home", "set_current"]
+__all__ = [
+    "DEADLOCK", "FEW_LOOKS", "FIRST_PAUSE", "LONG", "Guard", "Status", "Wait", "current", "failed", "home",
+    "set_current",
+]  # fmt: skip
 
 DEADLOCK = "nobody can go on"
 LONG = 0.1
@@ -169,8 +172,7 @@ class Guard:
     def _is_alone(self) -> bool:
         """Whether what this thread waits for, the program waits for: autograd's own threads run while it waits."""
         alive = {thread.ident: thread for thread in threading.enumerate()}
-        dummy = threading._DummyThread
-        real = [i for i in self._threads if i in alive and not isinstance(alive[i], dummy)]
+        real = [i for i in self._threads if i in alive and type(alive[i]).__name__ != "_DummyThread"]
         return len(real) <= 1
 
     @contextmanager

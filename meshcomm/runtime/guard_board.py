@@ -23,6 +23,7 @@ __all__ = [
     "REFUSED",
     "Board",
     "Entry",
+    "Group",
     "SharedBoard",
     "SharedShelf",
     "Shelf",

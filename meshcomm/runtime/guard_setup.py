@@ -21,6 +21,7 @@ from meshcomm.runtime.guard_board import Group, SharedBoard, SharedShelf, StoreB
 from meshcomm.runtime.guarded import GuardedLink
 from meshcomm.runtime.one_host import OneHostLink
 from meshcomm.runtime.processes import ProcessLink
+from meshcomm.runtime.recorder import Log
 
 __all__ = ["begin_if_wanted", "end", "under_guard"]
 
@@ -58,11 +59,14 @@ def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | P
     shared = isinstance(link, OneHostLink) and isinstance(guard.shelf, SharedShelf)
     digest = hashlib.sha256(name.encode()).digest()
     at = f"meshcomm/guard/{world.meeting_number(here)}/{digest.hex()[:16]}"
+    log, inner = link.log, Log(link.ranks, link.index)
+    inner.title, inner.axes = log.title, log.axes
+    link.note_in(inner)
     if shared:
         group = Group(link.mail.key, link.ranks, at)
-        return GuardedLink(link, guard, group, SharedBoard(link.mail, link.index), timeout)
+        return GuardedLink(link, guard, group, SharedBoard(link.mail, link.index), timeout, log)
     group = Group(int.from_bytes(digest[:7], "little"), link.ranks, at)
-    return GuardedLink(link, guard, group, StoreBoard(group, link.index), timeout)
+    return GuardedLink(link, guard, group, StoreBoard(group, link.index), timeout, log)
 
 
 def end() -> None:

@@ -24,6 +24,7 @@ from meshcomm.runtime.guard_board import GAVE_UP, LEAVING, MADE, REFUSED, Board,
 from meshcomm.runtime.guard_messages import Letters
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Link, Note
+from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.said import Said, Words, axis_text, calls_text, fingerprint, place_of
 from meshcomm.runtime.wrapped import Primitive, WrappedLink
 
@@ -39,10 +40,34 @@ _DRAIN = 2.0
 class GuardedLink(WrappedLink):
     """A link whose ranks compare their calls first."""
 
-    def __init__(self, inner: Link, guard: Guard, group: Group, board: Board, timeout: float) -> None:
+    def __init__(self, inner: Link, guard: Guard, group: Group, board: Board, timeout: float, log: Log) -> None:
+        """``log``: of the calls, from when they are made on."""
         super().__init__(inner)
+        self._log = log
         self.room = _Room(self.index, guard, group, board, timeout)
         guard.rooms.append(self.room)
+
+    @property
+    def log(self) -> Log:
+        """Its own: the one of the link inside begins when the ranks have agreed."""
+        return self._log
+
+    def announce(self, note: Note) -> None:
+        """Note the line, too."""
+        super().announce(note)
+        self._log.said = note.what, call_site()
+
+    all_reduce = recorded(WrappedLink.all_reduce)
+    all_gather = recorded(WrappedLink.all_gather)
+    reduce_scatter = recorded(WrappedLink.reduce_scatter)
+    all_to_all = recorded(WrappedLink.all_to_all)
+    permute = recorded(WrappedLink.permute)
+    broadcast = recorded(WrappedLink.broadcast)
+    reduce = recorded(WrappedLink.reduce)
+    gather = recorded(WrappedLink.gather)
+    scatter = recorded(WrappedLink.scatter)
+    exchange = recorded(WrappedLink.exchange)
+    barrier = recorded(WrappedLink.barrier)
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is begun later is read later."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Note, Post, Want
+from meshcomm.runtime.recorder import DROPPED, ENDED, Owner, Record, failed, log_among
 from meshcomm.runtime.scheduler import Rank, current_rank
 
 __all__ = ["InProcessLink"]
@@ -29,11 +31,16 @@ Detail = Callable[[], str] | None
 
 Compute = Callable[[list[Any]], Sequence[Any]]
 
+_SOON = 1.0
+"""Seconds within which ranks that wait for one another are told: a barrier that would wait longer outlasts them."""
+_GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-out, which ends what was begun before."
+
 
 class _Call:
     """What one rank called."""
 
-    __slots__ = ("detail", "key", "note", "rank", "site")
+    __slots__ = ("detail", "key", "note", "rank", "record", "site")
+    record: Record
 
     def __init__(self, rank: Rank, note: Note, key: tuple[Any, ...], detail: Detail) -> None:
         self.rank = rank
@@ -70,7 +77,7 @@ class _Call:
 class _Meeting:
     """One collective: who has come, with what, and what came of it."""
 
-    __slots__ = ("calls", "came", "error", "inputs", "results", "waiting")
+    __slots__ = ("calls", "came", "error", "inputs", "outlasts", "results", "waiting")
 
     def __init__(self, size: int) -> None:
         self.calls: list[_Call] = []
@@ -79,15 +86,21 @@ class _Meeting:
         self.error: str | None = None
         self.came = 0
         self.waiting: list[Rank] = []
+        self.outlasts = False  # who waits here does so longer than others in vain
 
     @property
     def over(self) -> bool:
         return self.results is not None or self.error is not None
 
-    def report(self) -> str:
+    def fail(self, error: str) -> None:
+        """Whoever comes later is told the same."""
+        if not self.over:
+            self.error, self.inputs = error, []
+
+    def report(self, title: str = "ranks of one axis made different calls.", more: Sequence[_Call] = ()) -> str:
         """Which ranks called what, equal calls together."""
         groups: list[tuple[_Call, list[int]]] = []
-        for call in self.calls:
+        for call in (*self.calls, *more):
             same = next((ranks for other, ranks in groups if other.agrees(call)), None)
             if same is None:
                 groups.append((call, [call.rank.index]))
@@ -97,7 +110,7 @@ class _Meeting:
         for call, ranks in groups:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
             lines.append(f"  {who} called {call}")
-        return "meshcomm: ranks of one axis made different calls.\n" + "\n".join(lines)
+        return f"meshcomm: {title}\n" + "\n".join(lines)
 
 
 @dataclass(eq=False)
@@ -114,6 +127,11 @@ class _Batch:
     @property
     def over(self) -> bool:
         return self.open == 0 or self.error is not None
+
+    def fail(self, error: str) -> None:
+        """It will not meet the other sides any more."""
+        if not self.over:
+            self.error = error
 
     def received(self) -> list[Tensor]:
         """What has come, on the devices asked for."""
@@ -136,8 +154,17 @@ class _Circle:
     def __init__(self, size: int) -> None:
         self.counts = [0] * size  # how often each rank has come: here, for two meshes may have links to one group
         self.meetings: dict[int, _Meeting] = {}
+        self.roll_calls = [0] * size
+        self.rolls: dict[int, _Meeting] = {}
         self.posts: dict[tuple[int, int, int], deque[_Message]] = {}
         self.wants: dict[tuple[int, int, int], deque[_Message]] = {}
+
+    def align(self) -> None:
+        """All ranks count on from the one that has made the most calls."""
+        self.counts = [max(self.counts)] * len(self.counts)
+        for meeting in self.meetings.values():
+            meeting.fail(meeting.report(_GIVEN_UP))
+        self.meetings.clear()
 
 
 class InProcessLink:
@@ -150,6 +177,7 @@ class InProcessLink:
         self.index = ranks.index(rank.index)
         self._ranks = ranks
         self._rank = rank
+        self.log = log_among(rank.world.shared, Owner(rank.index, rank.world.size), ranks)
         self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle(self.size))
         self._note = Note("a collective", (), (), None, "?")
         self.tree: tuple[Any, ...] = ()
@@ -173,6 +201,18 @@ class InProcessLink:
         """The caller does."""
         return False
 
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """Take this rank's place at the meeting, and tell those who have come and those who will. A message that is
+        not sent is found out when no rank can go on.
+        """
+        if where in ("send", "recv", "exchange") or current_rank() is not self._rank or self._rank.world.cancelled:
+            return
+        self._rank.world.act()
+        meeting = self._sit(self._circle.counts, self._circle.meetings)
+        said = f"  rank {self._rank.index} called {where} over {axis} at {call_site()} and has raised: {why}"
+        meeting.fail(meeting.report("not all ranks of an axis made the same call.") + f"\n{said}")
+        self._wake_all(meeting)
+
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Every device with real memory."""
         return "tensors on 'meta' hold no values" if device.type == "meta" else None
@@ -194,11 +234,21 @@ class InProcessLink:
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _call(self, key: tuple[Any, ...], detail: Detail) -> _Call:
-        self.check_rank(self._note.what)
+    def _call(
+        self, key: tuple[Any, ...], detail: Detail, messages: tuple[Sequence[Post], Sequence[Want]] | None = None
+    ) -> _Call:
+        note, log = self._note, self.log
+        self.check_rank(note.what)
         self._rank.world.check()
         self._rank.world.act()
-        return _Call(self._rank, self._note, key, detail)
+        call = _Call(self._rank, note, key, detail)
+        log.said = note.what, call.site
+        if messages is None:
+            op = note.given[note.names.index("op")] if "op" in note.names else ""
+            call.record = log.begin(note.what, op, note.dtype, note.shape)
+        else:
+            call.record = log.message(*messages)
+        return call
 
     def _meet(self, key: tuple[Any, ...], detail: Detail, given: Any, compute: Compute) -> Any:
         """Wait for all ranks of the group; the last one to come computes everybody's result."""
@@ -207,29 +257,37 @@ class InProcessLink:
 
     def _join(self, call: _Call, given: Any, compute: Compute) -> _Meeting:
         """Come to the next meeting of the group."""
-        circle = self._circle
-        seat = circle.counts[self.index]
-        circle.counts[self.index] = seat + 1
-        meeting = circle.meetings.get(seat)
-        if meeting is None:
-            meeting = circle.meetings[seat] = _Meeting(self.size)
-        meeting.came += 1
-        if meeting.came == self.size:
-            del circle.meetings[seat]
+        return self._come(self._circle.counts, self._circle.meetings, call, given, compute)
+
+    def _come(
+        self, counts: list[int], meetings: dict[int, _Meeting], call: _Call, given: Any, compute: Compute
+    ) -> _Meeting:
+        meeting = self._sit(counts, meetings)
         if meeting.error is None:
             calls = meeting.calls
             calls.append(call)
             meeting.inputs[self.index] = given
             if not calls[0].agrees(call):
-                meeting.error = meeting.report()
+                meeting.fail(meeting.report())
             elif meeting.came == self.size:
                 self._compute(meeting, call, compute)
         if meeting.over:
-            for rank in meeting.waiting:
-                self._rank.world.wake(rank)
-            meeting.waiting = []
+            self._wake_all(meeting)
         if meeting.error is not None:
+            call.record[ENDED] = meeting.error.splitlines()[0]
             raise CommError(meeting.error)
+        return meeting
+
+    def _sit(self, counts: list[int], meetings: dict[int, _Meeting]) -> _Meeting:
+        """This rank's next meeting."""
+        seat = counts[self.index]
+        counts[self.index] = seat + 1
+        meeting = meetings.get(seat)
+        if meeting is None:
+            meeting = meetings[seat] = _Meeting(self.size)
+        meeting.came += 1
+        if meeting.came == self.size:
+            del meetings[seat]
         return meeting
 
     def _compute(self, meeting: _Meeting, call: _Call, compute: Compute) -> None:
@@ -244,16 +302,36 @@ class InProcessLink:
         """This rank's result, once all have come."""
         while not meeting.over:
             meeting.waiting.append(self._rank)
+            self._rule_out()
+            if meeting.over:
+                break
             try:
-                self._rank.world.wait(self._rank, lambda: f"waits in {call}", timeout)
-            except CommError as error:
-                meeting.error = str(error)
+                self._rank.world.wait(self._rank, lambda: f"waits in {call}", timeout, meeting.fail, meeting.outlasts)
+            except TimedOutError:
+                meeting.waiting.remove(self._rank)
                 raise
         if meeting.error is not None:
+            call.record[ENDED] = meeting.error.splitlines()[0]
             raise CommError(meeting.error)
         assert meeting.results is not None
+        call.record[ENDED] = monotonic()
         result, meeting.results[self.index] = meeting.results[self.index], None
         return result
+
+    def _rule_out(self) -> None:
+        """Who waits for one that waits in a barrier which outlasts it waits in vain, and may come there."""
+        circle = self._circle
+        for roll in [roll for roll in circle.rolls.values() if roll.waiting and roll.outlasts]:
+            there = [self._ranks.index(rank.index) for rank in roll.waiting]
+            for seat, meeting in list(circle.meetings.items()):
+                if meeting.waiting and not meeting.over and any(circle.counts[index] <= seat for index in there):
+                    meeting.fail(meeting.report(more=roll.calls))
+                    self._wake_all(meeting)
+
+    def _wake_all(self, meeting: _Meeting) -> None:
+        for rank in meeting.waiting:
+            self._rank.world.wake(rank)
+        meeting.waiting = []
 
     def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
         """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
@@ -325,20 +403,24 @@ class InProcessLink:
         self._meet((), None, None, lambda given: given)
 
     def barrier_within(self, seconds: float) -> None:
-        """Meet for nothing; when no rank can go on, those that have come are told who has not, and who comes later
-        too.
+        """Meet, beside the other calls, which all count alike afterwards; when no rank can go on, those that have come
+        are told who has not, and who comes later too.
         """
-        call = self._call((), None)
-        meeting = self._join(call, None, lambda given: given)
+        call, circle = self._call((), None), self._circle
+
+        def align(given: list[None]) -> list[None]:
+            circle.align()
+            return given
+
+        meeting = self._come(circle.roll_calls, circle.rolls, call, None, align)
+        meeting.outlasts = seconds >= _SOON
         try:
             self._take(meeting, call, seconds)
         except TimedOutError:
             came = {call.rank.index for call in meeting.calls}
             absent = [f"index {i} (rank {rank})" for i, rank in enumerate(self._ranks) if rank not in came]
-            meeting.error = absent_text(absent, seconds)
-            for rank in meeting.waiting:
-                self._rank.world.wake(rank)
-            meeting.waiting = []
+            meeting.fail(absent_text(absent, seconds))
+            self._wake_all(meeting)
             raise CommError(meeting.error) from None
 
     # ---------------------------------------------------------------------------------------------- messages
@@ -350,7 +432,7 @@ class InProcessLink:
         return batch.received()
 
     def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> _Batch:
-        batch = _Batch(self._rank, self._call((), lambda: _batch_text(posts, wants)), len(posts) + len(wants))
+        batch = _Batch(self._rank, self._letter(posts, wants), len(posts) + len(wants))
         for x, dst, tag in posts:
             self._offer((self.index, dst, tag), _Message(batch, wire.plain(x.detach()), tuple(x.shape), x.dtype))
         for src, shape, dtype, tag, device in wants:
@@ -359,21 +441,27 @@ class InProcessLink:
             self._offer((src, self.index, tag), message)
         return batch
 
+    def _letter(self, posts: Sequence[Post], wants: Sequence[Want]) -> _Call:
+        return self._call((), lambda: _batch_text(posts, wants), (posts, wants))
+
     def _settle(self, batch: _Batch, timeout: float | None = None) -> None:
         """Wait until every message of the batch has met its other side."""
         try:
-            while batch.open and batch.error is None:
+            while not batch.over:
                 batch.waited = True
-                self._rank.world.wait(self._rank, lambda: f"waits in {batch.call}", timeout)
+                self._rank.world.wait(self._rank, lambda: f"waits in {batch.call}", timeout, batch.fail)
             if batch.error is not None:
                 raise CommError(batch.error)
+            batch.call.record[ENDED] = monotonic()
         except TimedOutError:
             raise
         except BaseException as error:
-            if batch.error is None:
-                batch.error = str(error)
+            failed(batch.call.record, error)
+            batch.fail(str(error))
             self._withdraw(batch)
             raise
+        finally:
+            batch.waited = False
 
     def _offer(self, route: tuple[int, int, int], message: _Message) -> None:
         """Match a message with its other side, or queue it."""
@@ -381,7 +469,7 @@ class InProcessLink:
         here, there = (circle.posts, circle.wants) if message.x is not None else (circle.wants, circle.posts)
         queue = there.get(route)
         # A batch that failed takes its messages back, even before its rank is told: the user may go on afterwards.
-        while queue and (queue[0].batch.error is not None or queue[0].batch.rank.fault is not None):
+        while queue and queue[0].batch.error is not None:
             queue.popleft()
         if message.batch.error is not None:
             return
@@ -441,11 +529,25 @@ class _Seat(Pending):
     def wait(self, timeout: float | None) -> Any:
         """The others run until all have come."""
         self._link.check_rank(self._call.note.what)
-        return self._link._take(self._meeting, self._call, timeout)
+        try:
+            return self._link._take(self._meeting, self._call, timeout)
+        except TimedOutError as late:
+            ranks, here = self._link._ranks, {call.rank.index for call in self._meeting.calls}
+            came = [i for i, rank in enumerate(ranks) if rank in here and i != self._link.index]
+            missing = [i for i, rank in enumerate(ranks) if rank not in here]
+            raise TimedOutError(str(late), missing, came) from None
 
     def done(self) -> bool:
         """If not, the others run first."""
         return self._link.look(self._meeting, self._call.note.what)
+
+    def record(self) -> Record:
+        """The call's."""
+        return self._call.record
+
+    def abandon(self) -> None:
+        """The others need nothing more of this rank."""
+        self._call.record[ENDED] = DROPPED
 
 
 class _Letters(Pending):
@@ -465,6 +567,14 @@ class _Letters(Pending):
     def done(self) -> bool:
         """If not, the others run first."""
         return self._link.look(self._batch, self._batch.call.note.what)
+
+    def record(self) -> Record:
+        """The call's."""
+        return self._batch.call.record
+
+    def abandon(self) -> None:
+        """What was sent can be received all the same."""
+        self._batch.call.record[ENDED] = DROPPED
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from meshcomm.runtime.callsite import CallSite
 from meshcomm.runtime.protocol import Note
 from meshcomm.runtime.wrapped import Primitive
 
-__all__ = ["Said", "Words", "calls_text", "fingerprint", "told"]
+__all__ = ["Said", "Words", "axis_text", "calls_text", "fingerprint", "place_of", "told"]
 
 _MOST = 900
 """Bytes of a description: of a large tree the first leaves."""

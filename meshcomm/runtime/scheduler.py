@@ -26,6 +26,8 @@ __all__ = ["Rank", "World", "carry_over", "current_rank", "local"]
 _running = threading.Lock()
 _LOOKS = 1000
 """How often each rank may look whether something is done, or run out of time, before that is a deadlock."""
+_TOLD_AFTER = 300.0
+"""Seconds of others' time-outs after which who waits without one is told, as among processes: they may repeat them."""
 _DEADLOCK_FIX = "  fix: every rank of an axis must make the same calls on it in the same order"
 
 
@@ -68,6 +70,9 @@ class Rank:
         self.waits_for: Callable[[], str] | None = None
         self.patience: float | None = None  # seconds, where it does not wait for ever
         self.timed_out = False
+        self.last = False
+        self.overtaken = 0.0  # the seconds for which others have said that they would wait, and in vain, meanwhile
+        self.gives_up: Callable[[str], None] | None = None  # what it waits for is told when it never comes
         self.fault: str | None = None
         self.over = False
         self.result: Any = None
@@ -168,12 +173,22 @@ class World:
         if self.cancelled:
             raise _Cancelled
 
-    def wait(self, rank: Rank, waits_for: Callable[[], str], timeout: float | None = None) -> None:
+    def wait(
+        self,
+        rank: Rank,
+        waits_for: Callable[[], str],
+        timeout: float | None = None,
+        gives_up: Callable[[str], None] | None = None,
+        last: bool = False,
+    ) -> None:
         """Let others run until :meth:`wake`; raises CommError when none can.
 
-        With a ``timeout`` it raises TimedOutError instead, and at once: no time passes while nobody can do anything.
+        ``gives_up`` is told why before any rank goes on: what this rank has brought shall meet nobody's next call.
+        With a ``timeout`` it raises TimedOutError instead, and at once: no time passes while nobody can do anything;
+        with ``last`` only when all others who wait have been told, for they may come then.
         """
-        rank.waits_for, rank.patience = waits_for, timeout
+        rank.waits_for, rank.patience, rank.gives_up, rank.last = waits_for, timeout, gives_up, last
+        rank.overtaken = 0.0
         self._hand_over(rank)
         self.check()
         if rank.fault is not None:
@@ -186,7 +201,7 @@ class World:
     def wake(self, rank: Rank) -> None:
         """Let a waiting rank go on when its turn comes."""
         if rank.waits_for is not None:
-            rank.waits_for = rank.patience = None
+            rank.waits_for = rank.patience = rank.gives_up = None
             self._ready.append(rank)
 
     def act(self) -> None:
@@ -205,13 +220,18 @@ class World:
         self._hand_over(rank)
         self.check()
 
-    def _end_of_patience(self) -> bool:
+    def _end_of_patience(self, last: bool = False) -> bool:
         """Wake who waits with the shortest time-out, since nobody can do anything before; whether there is one."""
-        patient = [rank for rank in self.ranks if rank.waits_for is not None and rank.patience is not None]
+        waiting = [rank for rank in self.ranks if rank.waits_for is not None and rank.last == last]
+        patient = [rank for rank in waiting if rank.patience is not None]
+        if any(rank.patience is None and rank.overtaken > _TOLD_AFTER for rank in waiting):
+            return False
         if not patient or self._idle > _LOOKS * self.size:
             return False
         self._idle += 1
         first = min(patient, key=lambda rank: (rank.patience, rank.index))
+        for rank in waiting:
+            rank.overtaken += first.patience or 0.0
         first.timed_out = True
         self.wake(first)
         return True
@@ -233,10 +253,16 @@ class World:
         if not self.cancelled and self._end_of_patience():
             return self._ready.popleft()
         waiting = [rank for rank in self.ranks if rank.waits_for is not None]
+        if not self.cancelled and not all(rank.last for rank in waiting):
+            waiting = [rank for rank in waiting if not rank.last]
+        elif not self.cancelled and self._end_of_patience(last=True):
+            return self._ready.popleft()
         if not self.cancelled and waiting:
             report = self._report()
             for rank in waiting:
                 rank.fault = f"meshcomm: deadlock: no rank can go on.\n{report}\n{_DEADLOCK_FIX}"
+                if rank.gives_up is not None:
+                    rank.gives_up(rank.fault)
         for rank in waiting:
             self.wake(rank)
         return self._ready.popleft() if self._ready else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -28,7 +29,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from meshcomm.errors import CommError, MeshError, fail, text
-from meshcomm.runtime import rendezvous, worker, world
+from meshcomm.runtime import peers, rendezvous, worker, world
 from meshcomm.runtime.request import duration
 from meshcomm.runtime.worker import Answer, Plan, serve, unpack
 
@@ -73,7 +74,7 @@ def run_processes(
     try:
         crew.start(deadline)
         answers = crew.work(task, deadline, _PROMPT)
-        results = _results(fn, answers, limit)
+        results = _results(_name(fn), answers, limit)
         crew.dismiss()
         return results
     finally:
@@ -107,7 +108,7 @@ class WorkerPool:
             finally:
                 if not healthy:
                     _kill_all(self._crews)
-        return _results(fn, answers, self._timeout)
+        return _results(_name(fn), answers, self._timeout)
 
     def _ready(self, deadline: float | None) -> _Crew:
         if not self._crews:
@@ -151,30 +152,40 @@ def _in_step(answers: Sequence[Answer]) -> bool:
     return all(answer.kind == "result" for answer in answers)
 
 
-def _results(fn: Callable[..., T], answers: Sequence[Answer], limit: timedelta | None) -> list[T]:
-    """The results, or the first failure as an error."""
+def _results(what: str, answers: Sequence[Answer], limit: timedelta | None) -> list[Any]:
+    """The results, or the first failure as an error; ``what`` was done."""
     failed = [a for a in answers if a.kind in ("died", "error")]
     if failed:
         # A rank that dies makes its peers fail: it comes first.
         first = min(failed, key=lambda a: (a.kind == "error", a.when))
-        _raise_failure(fn, first, [a for a in failed if a is not first])
-    late = [a.rank for a in answers if a.kind == "late"]
+        _raise_failure(what, first, [a for a in answers if a is not first])
+    late = [a for a in answers if a.kind == "late"]
     if late and limit is not None:
-        shown = ", ".join(map(str, late))
+        done = _ranks(answers, "result")
+        stopped = [f"rank {a.rank} {a.summary}" for a in late if a.summary]
         fail(
             "launch",
-            f"{_name(fn)} did not end within {limit.total_seconds():g} s on rank {shown}; all ranks were ended.",
-            got=f"done: {len(answers) - len(late)} of {len(answers)} ranks",
+            f"{what} did not end within {limit.total_seconds():g} s on {_ranks(late, 'late')}; all ranks were ended.",
+            got="; ".join(
+                [f"done: {len(answers) - len(late)} of {len(answers)} ranks{done and f' ({done})'}", *stopped]
+            ),
             fix="give a longer timeout=; if some ranks wait for others, look for a collective that not all call",
             kind=CommError,
         )
     return [a.value for a in answers]
 
 
-def _raise_failure(fn: Callable[..., T], first: Answer, others: Sequence[Answer]) -> None:
-    also = "; ".join(f"rank {a.rank}: {a.summary[:120]}" for a in others)
-    what = f"rank {first.rank} failed in {_name(fn)}: {first.summary}"
-    message = text("launch", what, got=f"also failed: {also}" if also else "")
+def _ranks(answers: Sequence[Answer], kind: str) -> str:
+    found = [str(a.rank) for a in answers if a.kind == kind]
+    return f"rank {', '.join(found)}" if found else ""
+
+
+def _raise_failure(what: str, first: Answer, others: Sequence[Answer]) -> None:
+    also = "; ".join(f"rank {a.rank}: {a.summary[:120]}" for a in others if a.kind in ("died", "error"))
+    more = [f"also failed: {also}"] if also else []
+    more += [f"rank {a.rank} {a.summary}" for a in others if a.kind == "late" and a.summary]
+    more += [f"done already: {done}"] if (done := _ranks(others, "result")) else []
+    message = text("launch", f"rank {first.rank} failed in {what}: {first.summary}", got="; ".join(more))
     if first.trace:
         lines = first.trace.rstrip().replace("\n", f"\n  [rank {first.rank}] ")
         message += f"\n\n  [rank {first.rank}] {lines}"
@@ -187,6 +198,8 @@ def _raise_failure(fn: Callable[..., T], first: Answer, others: Sequence[Answer]
 def _context() -> ForkServerContext | SpawnContext:
     """Forking this process is not safe once torch has threads; a server that has only imported torch may fork."""
     if sys.platform == "linux":
+        if sys.version_info < (3, 11, 1):  # there the server's socket is open to all users of the machine otherwise
+            multiprocessing.util.abstract_sockets_supported = False  # type: ignore[misc]
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["torch", "torch.distributed", worker.__name__])
         return server
@@ -226,7 +239,7 @@ class _Crew:
             fail("launch", f"rank {died[0].rank} ended while starting: {died[0].summary}", fix=fix, kind=CommError)
         if refused:
             raise refused[0]
-        _results(serve, answers, self._limit)
+        _results("the start of the ranks", answers, self._limit)
 
     def work(self, task: bytes, deadline: float | None, prompt: float) -> list[Answer]:
         """Every rank's answer to the task."""
@@ -251,7 +264,11 @@ class _Crew:
                     if answer.kind != "result":
                         soon = time.monotonic() + prompt
                         deadline = soon if deadline is None else min(deadline, soon)
-        return [answers.get(rank) or Answer("late", rank) for rank in range(self._ranks)]
+        return [answers.get(rank) or Answer("late", rank, summary=self._state(rank)) for rank in range(self._ranks)]
+
+    def _state(self, rank: int) -> str:
+        pid = self._workers[rank].pid
+        return f"is stopped (process {pid})" if pid is not None and peers.is_stopped(pid) else ""
 
     def _answer(self, rank: int) -> Answer | None:
         pipe, process = self._pipes[rank], self._workers[rank]

@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, MeshError, fail, text
-from meshcomm.runtime import devices, exits, rendezvous
+from meshcomm.errors import CommError, MeshError, fail, held, text
+from meshcomm.runtime import devices, dumps, exits, peers, rendezvous
 from meshcomm.runtime.launchers import Launcher, detect
-from meshcomm.runtime.request import Request, host_port
+from meshcomm.runtime.request import GUARD, Request, guard_wanted, host_port
 from meshcomm.runtime.shared_memory import Address, Neighbours
 
 __all__ = [
     "ProcessWorld",
+    "agree_on_guard",
     "current",
     "ensure",
     "gloo_on_cpu",
@@ -60,6 +61,8 @@ class ProcessWorld:
     backend: str
     timeout: timedelta
     adopted: bool
+    guard: bool = False
+    """Whether the ranks compare their calls."""
     neighbours: Neighbours | None = None
     """All ranks' addresses, if all are on this machine and can share memory."""
 
@@ -169,7 +172,10 @@ def init(
         store: a torch store that all ranks reach, with ``rank`` and ``world_size``.
         port: the port at which rank 0 is met, in place of MASTER_PORT.
         timeout: seconds or a timedelta, of the meeting and of each collective after it; 5 minutes by default.
-        guard: None or False.
+        guard: whether the ranks compare each call before it moves anything (operation, arguments, dtype, shape, splits,
+            whether a gradient is needed), and a rank that waits finds out within a second that another one has called
+            something else, waits for it, has raised an error, returned or ended. None: as MESHCOMM_GUARD says, which is
+            1 or 0, the default. Ranks of one process always do.
 
     Returns: nothing.
 
@@ -185,15 +191,15 @@ def init(
         >>> mc.make_mesh({"dp": -1}).size
         1
     """
-    if guard not in (None, False):
-        fail("init", f"guard={guard!r} is not available yet.", fix="leave guard= out")
-    request = Request.checked(launcher, backend, init_method, rank, world_size, store, port, timeout)
+    request = Request.checked(launcher, backend, init_method, rank, world_size, store, port, timeout, guard)
     with _lock:
         current()  # Forgets a group that its owner has destroyed meanwhile.
         if _state is not None and not (_state.world is None and _adoptable()):
             _same_or_fail(_state, request)
         else:
             _begin(request)
+            if _state is not None and _state.world is not None:
+                dumps.listen(_state.world.rank, _state.world.size)
 
 
 def _begin(request: Request) -> None:
@@ -223,6 +229,7 @@ def _same_or_fail(state: _State, request: Request) -> None:
     if state.world is not None:
         here = state.world
         made = {"rank": here.rank, "world_size": here.size, "timeout": here.timeout, "backend": here.backend}
+        made["guard"] = here.guard
         facts = {**made, "launcher": state.launcher, **facts}
     for name, value in request.given().items():
         same = value is facts.get(name) if name == "store" else value == facts.get(name)
@@ -245,7 +252,7 @@ def _start(who: Launcher, request: Request) -> None:
     """Meet, choose the device, make the process group."""
     global _state
     backend, device_type = devices.choose_backend(request.backend)
-    timeout = request.timeout or DEFAULT_TIMEOUT
+    timeout, guard = request.timeout or DEFAULT_TIMEOUT, guard_wanted(request.guard)
     state = _State(request, {"openmpi": "mpi", "mpich": "mpi"}.get(who.name, who.name))
     neighbours = None
     with contextlib.ExitStack() as meeting, _undone(state):
@@ -255,9 +262,10 @@ def _start(who: Launcher, request: Request) -> None:
         else:
             store = meeting.enter_context(_meeting_place(who, request, timeout))
             card = devices.Card.mine(who.local_rank, who.local_world_size, device_type)
-            lines = [card.write(), Address.mine().write(), secrets.token_hex(8)]
+            lines = [card.write(), Address.mine().write(), secrets.token_hex(8), str(int(guard))]
             here, told = rendezvous.join(store, who.rank, who.world_size, "\n".join(lines), timeout)
-            cards, addresses, tokens = zip(*(each.split("\n") for each in told), strict=True)
+            cards, addresses, tokens, guards = zip(*(each.split("\n") for each in told), strict=True)
+            _all_under_guard(guards)
             place = devices.place([devices.Card.read(text) for text in cards], who.rank, device_type)
             if place.device.type != "cpu":
                 torch.accelerator.set_device_index(place.device.index)
@@ -269,9 +277,17 @@ def _start(who: Launcher, request: Request) -> None:
             rendezvous.ready(here, who.rank, who.world_size, timeout)
     state.world = ProcessWorld(
         who.rank, who.world_size, place.local_rank, place.local_world_size, place.node_rank,
-        place.device, backend, timeout, adopted=False, neighbours=neighbours,
+        place.device, backend, timeout, adopted=False, guard=guard, neighbours=neighbours,
     )  # fmt: skip
     _state = state
+
+
+def _all_under_guard(guards: Sequence[str]) -> None:
+    if len(set(guards)) > 1:
+        off = ", ".join(str(rank) for rank, guard in enumerate(guards) if guard == "0")
+        fail(
+            "init", "the guard is on in some processes only.", got=f"off on rank {off}", fix=f"guard= or {GUARD} in all"
+        )
 
 
 @contextlib.contextmanager
@@ -298,12 +314,12 @@ def _meeting_place(who: Launcher, request: Request, timeout: timedelta) -> Itera
         yield rendezvous.file_store(method.removeprefix("file://"), who.world_size, timeout)
     elif method is not None:
         host, at = host_port(method)
-        yield rendezvous.tcp_store(host, at, serve=who.rank == 0, timeout=timeout)
+        yield rendezvous.tcp_store(host, at, serve=who.rank == 0, timeout=timeout, one_machine=who.one_node)
     elif who.world_size == 1:
         yield HashStore()
     elif port is not None and who.master_addr is not None:
         serve = who.rank == 0 and not (agent and request.port is None)
-        yield rendezvous.tcp_store(who.master_addr, port, serve=serve, timeout=timeout)
+        yield rendezvous.tcp_store(who.master_addr, port, serve=serve, timeout=timeout, one_machine=who.one_node)
     elif who.name == "pytorch" or who.local_world_size not in (None, who.world_size):
         absent = [n for n, v in (("MASTER_ADDR", who.master_addr), ("MASTER_PORT", port)) if v is None]
         fail(
@@ -322,11 +338,21 @@ def _meeting_place(who: Launcher, request: Request, timeout: timedelta) -> Itera
 def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, store: Store | None) -> None:
     before = sys.excepthook
     prefixed = None if store is None else PrefixStore("group", store)
-    try:
+
+    def make() -> None:
         dist.init_process_group(backend, store=prefixed, rank=who.rank, world_size=who.world_size, timeout=timeout)
+
+    try:
+        if store is not None and backend == "gloo":
+            rendezvous.within(2 * timeout, make)  # it waits for ever for a store whose server stands still
+        else:
+            make()
     except (RuntimeError, ValueError) as error:
-        what = f"torch could not make the process group of {who.world_size} ranks with backend {backend!r}."
-        raise CommError(text("init", what, got=f"rank {who.rank}: {error}")) from error
+        lost = peers.account(range(who.world_size), closed=True)
+        what = f"torch could not make the process group of {who.world_size} ranks with backend {backend!r}"
+        what += f": {lost}" if lost else "."
+        fix = "look at the other ranks: the first one that failed or stopped is the cause"
+        raise CommError(text("init", what, got=f"rank {who.rank}: {error}", fix=fix)) from error
     state.group = weakref.ref(_whole_group())
     # torch marks each traceback with the rank, once more for each group it makes: put the hook back at the end.
     state.excepthook = (before, sys.excepthook)
@@ -351,7 +377,7 @@ def _adopt(request: Request) -> _State:
     """Take the process group that something else has initialised as it is."""
     rank, size = dist.get_rank(), dist.get_world_size()
     config = dist.get_backend_config()
-    facts = {"rank": rank, "world_size": size, "backend": dist.get_backend()}
+    facts = {"rank": rank, "world_size": size, "backend": dist.get_backend(), "guard": request.guard}
     wrong = {k: v for k, v in request.given().items() if facts.get(k) != v and not (k == "backend" and v == config)}
     if wrong:
         fail(
@@ -375,11 +401,14 @@ def _adopt(request: Request) -> _State:
     here = ProcessWorld(
         rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size,
         found.node_rank or 0, device, config, dist.distributed_c10d.default_pg_timeout, adopted=True,
+        guard=guard_wanted(request.guard),
     )  # fmt: skip
-    if gloo_on_cpu(config):
-        _publish(rank)
+    if gloo_on_cpu(config) or here.guard:
+        _publish(rank, here.guard)
     exits.watch(_run_callbacks, _end_group)
-    return _State(request, None, here, weakref.ref(_whole_group()))
+    state = _State(request, None, here, weakref.ref(_whole_group()))
+    _use_loopback(state, found.one_node)  # for the groups that are made of it here
+    return state
 
 
 def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None:
@@ -399,6 +428,15 @@ def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None
     return found if found.share() else None
 
 
+def agree_on_guard(here: ProcessWorld) -> None:
+    """In a group that was adopted: wait until all have adopted it, and see whether all are under guard. Those that
+    ``init`` made have agreed.
+    """
+    if here.adopted and here.backend != "fake" and (here.guard or gloo_on_cpu(here.backend)):
+        store, meeting = _torch.default_store(), _publish(here.rank, here.guard)
+        _all_under_guard([store.get(f"meshcomm/{meeting}/guard/{rank}").decode() for rank in range(here.size)])
+
+
 def meeting_number(here: ProcessWorld) -> int:
     """Tells the groups apart that have met in one store, one after the other; one that ``init`` made has its own."""
     return _publish(here.rank) if here.adopted else 0
@@ -412,20 +450,21 @@ def gloo_on_cpu(config: str) -> bool:
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def _publish(rank: int) -> int:
+def _publish(rank: int, guard: bool = False) -> int:
     """Tell the others of this group where this process is, once; the number of the group in its store, which may have
     served others.
     """
     group, store = _whole_group(), _torch.default_store()
     if group not in _meetings:
         _meetings[group] = store.add(f"meshcomm/groups/{rank}", 1)
+        store.set(f"meshcomm/{_meetings[group]}/guard/{rank}", str(int(guard)))
         store.set(f"meshcomm/{_meetings[group]}/address/{rank}", Address.mine().write())
     return _meetings[group]
 
 
 def _matching_launcher(rank: int, size: int) -> Launcher:
     """What the environment says about this very rank, for the place on the machine; else one machine is assumed."""
-    with contextlib.suppress(MeshError):
+    with contextlib.suppress(MeshError), held():
         found = detect(os.environ)
         if found is not None and (found.rank, found.world_size) == (rank, size):
             return found
@@ -480,6 +519,8 @@ def _drop(state: _State) -> None:
     _state = None
     if state.world is None:
         return
+    if not state.world.adopted:
+        peers.leave("mc.shutdown() was called")
     _run_callbacks()
     alive = state.group is not None and dist.is_initialized() and state.group() is dist.group.WORLD
     if alive and not state.world.adopted:

@@ -5,6 +5,7 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,6 +39,13 @@ class Primitive(NamedTuple):
     wants: Sequence[Want] = ()
 
 
+class _Said(threading.local):
+    """What was announced, by each thread for itself."""
+
+    note = Note("a collective", (), (), None, "?")
+    tree: tuple[Any, ...] = ()
+
+
 class WrappedLink:
     """All primitives of ``inner``, each by way of :meth:`run`; both forms of the link share one state."""
 
@@ -47,9 +55,26 @@ class WrappedLink:
         self.inner = inner
         self.size, self.index = inner.size, inner.index
         self.is_later = False
-        self.tree: tuple[Any, ...] = ()
-        self.note = Note("a collective", (), (), None, "?")
+        self._said = _Said()
         self._twin: Self | None = None
+
+    @property
+    def note(self) -> Note:
+        """What this thread has announced, in either form."""
+        return self._said.note
+
+    @note.setter
+    def note(self, note: Note) -> None:
+        self._said.note = note
+
+    @property
+    def tree(self) -> tuple[Any, ...]:
+        """Of this thread's next note."""
+        return self._said.tree
+
+    @tree.setter
+    def tree(self, tree: tuple[Any, ...]) -> None:
+        self._said.tree = tree
 
     def run(self, what: Primitive) -> Any:
         """Give what ``what.go()`` gives; ``self.note`` says what it belongs to. In the form for later that may be a
@@ -66,6 +91,11 @@ class WrappedLink:
             twin.__dict__.update(self.__dict__)
             twin.inner, twin.is_later = self.inner.later(), True
         return self._twin
+
+    @property
+    def log(self) -> Any:
+        """Where the calls are noted."""
+        return self.inner.log  # type: ignore[attr-defined]
 
     @property
     def orders(self) -> dict[Any, list[int]]:
