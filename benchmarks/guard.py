@@ -4,9 +4,9 @@
     python -m benchmarks.guard --quick          # some seconds, noisier
     python -m benchmarks.guard --json out.json
 
-"off" is how everybody runs; without the guard its code is not called at all. "shared memory" is where ranks of one machine
-write what they call, "store" where those of several machines do. Each number is the median over rounds of the slowest
-rank's median, in microseconds per call.
+"off" is how everybody runs; without the guard its code is not called at all. "shared memory" is where ranks of one
+machine write what they call, "store" where those of several machines do. Each number is the median over rounds of the
+slowest rank's median, in microseconds per call.
 """
 
 from __future__ import annotations
