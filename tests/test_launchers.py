@@ -277,7 +277,7 @@ def test_srun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"guard": True}, "guard=True is not available yet"),
+        ({"guard": "yes"}, "guard must be True, False or None"),
         ({"timeout": 0}, "timeout must be a positive number"),
         ({"timeout": timedelta(seconds=-1)}, "timeout must be a positive number"),
         ({"timeout": "5"}, "timeout must be a positive number.*got: '5'"),
@@ -481,6 +481,29 @@ def test_meetings_in_one_store_do_not_mix() -> None:
         assert "two processes are rank 0 of 2" in outcome
     for outcome in meet([(0, 2), (1, 3)]):
         assert "world sizes differ" in outcome
+
+
+@pytest.mark.timeout(60)
+def test_an_attempt_that_lost_a_rank_does_not_disturb_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts its ranks again with the same store."""
+    limit = timedelta(seconds=20)
+    server = rendezvous.loopback_server(limit)
+
+    def call(rank: int, limit: timedelta, cards: list[list[str]]) -> None:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=limit)
+        cards.append(rendezvous.join(store, rank, 2, f"card {rank}", limit)[1])
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(CommError, match="(?s)only 1 of 2 ranks came within 0.5 s.*rank 0 waits for rank 1"):
+        call(0, timedelta(seconds=0.5), [])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    cards: list[list[str]] = []
+    threads = [threading.Thread(target=call, args=(rank, limit, cards)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cards == [["card 0", "card 1"]] * 2
 
 
 # --------------------------------------------------------------------------------------- every way to meet, with two ranks

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshcomm.runtime import peers
 from meshcomm.runtime.guard_board import Group, Shelf
 from meshcomm.runtime.said import told
 
@@ -286,7 +287,10 @@ class Guard:
     def gone(self, rank: int, status: Status) -> str:
         """Why a rank will make no more calls."""
         reason = self._ended(rank)
-        return "has left the group" if status.left and not reason else reason
+        if status.left and not reason:
+            why = peers.reason(rank)
+            return f"has left the group: {why}" if why else "has left the group"
+        return reason
 
     def _has_news(self, rank: int, status: Status) -> bool:
         return status.failures - self.failures > self._acknowledged.get(rank, 0)

@@ -9,9 +9,9 @@ import contextlib
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from meshcomm import _torch
+from meshcomm.runtime.guard_store import the_store
 from meshcomm.runtime.one_host import Mail
 from meshcomm.runtime.said import Said, Words
 from meshcomm.runtime.shared_memory import NOTE, NOTE_RING, NOTES, Neighbour, arena
@@ -240,23 +240,23 @@ class StoreBoard:
             self._kept.append(number)
         why = entry.why.encode()
         head = _HEAD.pack(entry.state, *entry.digest, entry.gradient, entry.errors, len(entry.data), len(why))
-        _torch.default_store().set(f"{self._prefix}/{number}/{self._index}", head + entry.data + why)  # type: ignore[arg-type]
+        the_store().set(f"{self._prefix}/{number}/{self._index}", head + entry.data + why)
 
     def look(self, index: int, number: int) -> Entry | None:
         """If the key is there."""
-        store, key = _torch.default_store(), f"{self._prefix}/{number}/{index}"
+        store, key = the_store(), f"{self._prefix}/{number}/{index}"
         return unpacked(store.get(key)) if store.check([key]) else None
 
     def forget(self, number: int) -> None:
         """Delete what is older."""
-        store = _torch.default_store()
+        store = the_store()
         for old in [old for old in self._kept if old < number]:
             self._kept.remove(old)
             store.delete_key(f"{self._prefix}/{old}/{self._index}")
 
     def count(self, value: int | None = None) -> list[int]:
         """A key per index."""
-        store = _torch.default_store()
+        store = the_store()
         if value is not None:
             store.set(f"{self._prefix}/count/{self._index}", str(value))
         keys = [f"{self._prefix}/count/{i}" for i in range(self._size)]
@@ -281,18 +281,18 @@ class StoreShelf:
         """Gone when there is nothing to say, so that nothing is left behind."""
         key = f"{self._prefix}/status/{self._rank}"
         if status:
-            _torch.default_store().set(key, status)  # type: ignore[arg-type]
+            the_store().set(key, status)
         else:
             with contextlib.suppress(RuntimeError):
-                _torch.default_store().delete_key(key)
+                the_store().delete_key(key)
 
     def status(self, rank: int) -> bytes:
         """If it is there."""
-        store, key = _torch.default_store(), f"{self._prefix}/status/{rank}"
-        return bytes(store.get(key)) if store.check([key]) else b""
+        store, key = the_store(), f"{self._prefix}/status/{rank}"
+        return store.get(key) if store.check([key]) else b""
 
     def has_posted(self, rank: int, group: Group, number: int) -> bool:
         """A key of this or of a later call."""
-        keys: Any = _torch.default_store()
+        keys = the_store()
         index = group.ranks.index(rank)
-        return bool(keys.check([f"{group.name}/{number}/{index}"]))
+        return keys.check([f"{group.name}/{number}/{index}"])

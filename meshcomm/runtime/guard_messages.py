@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from meshcomm import _torch
 from meshcomm.errors import CommError, shape_text, text
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.guard import DEADLOCK, LONG, Guard, Wait
 from meshcomm.runtime.guard_board import Group
+from meshcomm.runtime.guard_store import the_store
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Note
 from meshcomm.runtime.said import Words, axis_text, place_of
@@ -66,7 +66,7 @@ class Letters:
 
     def begin_again(self, number: int) -> None:
         """Count anew; ``number`` is one that all ranks have agreed on, and higher than the last."""
-        store = _torch.default_store()
+        store = the_store()
         with self._lock:
             for key in self._left:
                 store.delete_key(key)
@@ -97,7 +97,7 @@ class Letters:
         return sides, before, over
 
     def _say(self, sides: list[_Side], words: Words) -> None:
-        store = _torch.default_store()
+        store = the_store()
         for side in sides:
             store.set(side.mine, json.dumps([side.shown, words.place, str(words)]))
 
@@ -115,7 +115,7 @@ class Letters:
             over.set()
 
     def _meet(self, sides: list[_Side], words: Words, for_program: bool) -> None:
-        store, start = _torch.default_store(), time.monotonic()
+        store, start = the_store(), time.monotonic()
         ranks = self._group.ranks
         wait = Wait(self._group, 0, str(words), words.place, {ranks[side.other]: side.theirs for side in sides})
         left = list(sides)
@@ -135,7 +135,7 @@ class Letters:
     def _wait(
         self, wait: Wait, left: list[_Side], came: list[_Side], words: Words, for_program: bool, start: float
     ) -> None:
-        store, ranks, next_look = _torch.default_store(), self._group.ranks, start + LONG
+        store, ranks, next_look = the_store(), self._group.ranks, start + LONG
         with self._guard.waiting(wait, for_program=for_program) as long:
             while left:
                 for side in [side for side in left if store.check([side.theirs])]:
@@ -152,7 +152,7 @@ class Letters:
                     self._hope(wait, left, words, now - start)
 
     def _compare(self, side: _Side, words: Words) -> None:
-        store = _torch.default_store()
+        store = the_store()
         shown, place, theirs = json.loads(store.get(side.theirs))
         if shown != side.shown:
             self._unfit.append(side)
@@ -166,7 +166,7 @@ class Letters:
     def _hope(self, wait: Wait, left: list[_Side], words: Words, waited: float) -> None:
         missing = [self._group.ranks[side.other] for side in left]
         reason = self._guard.why_never(wait, missing, sure=True)
-        if reason and any(_torch.default_store().check([side.theirs]) for side in left):
+        if reason and any(the_store().check([side.theirs]) for side in left):
             return
         if reason.startswith(DEADLOCK):
             self._fail("deadlock: ranks wait for each other.", reason, words)

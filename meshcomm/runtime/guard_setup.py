@@ -18,6 +18,7 @@ from meshcomm.runtime import guard as guards
 from meshcomm.runtime import shared_memory, world
 from meshcomm.runtime.guard import Guard
 from meshcomm.runtime.guard_board import Group, SharedBoard, SharedShelf, StoreBoard, StoreShelf
+from meshcomm.runtime.guard_store import PatientStore, set_store, the_store
 from meshcomm.runtime.guarded import GuardedLink
 from meshcomm.runtime.one_host import OneHostLink
 from meshcomm.runtime.processes import ProcessLink
@@ -36,6 +37,7 @@ def begin_if_wanted(here: world.ProcessWorld) -> None:
     world.agree_on_guard(here)
     if not here.guard:
         return
+    set_store(PatientStore(_torch.default_store(), here.timeout.total_seconds()))
     near = world.neighbours_of(here, range(here.size))
     prefix = f"meshcomm/guard/{world.meeting_number(here)}"
     if near is not None:
@@ -45,8 +47,9 @@ def begin_if_wanted(here: world.ProcessWorld) -> None:
     else:
         shelf = StoreShelf(prefix, here.rank)
         made = Guard(here.rank, here.size, shelf, _is_there, lambda rank: _ended_afar(f"{prefix}/ended/{rank}"))
-        _watch_neighbours(prefix, here)
     guards.set_current(made)
+    if near is None:
+        _watch_neighbours(prefix, here)
     made.begin()
     errors.listeners.append(guards.failed)
 
@@ -77,10 +80,11 @@ def end() -> None:
             guard.leave()
         errors.listeners.remove(guards.failed)
         guards.set_current(None)
+        set_store(None)
 
 
 def _is_there(key: str) -> bool:
-    return bool(_torch.default_store().check([key]))
+    return the_store().check([key])
 
 
 def _ended_near(others: list[shared_memory.Neighbour | None]) -> Callable[[int], str]:
@@ -92,8 +96,8 @@ def _ended_near(others: list[shared_memory.Neighbour | None]) -> Callable[[int],
 
 
 def _ended_afar(key: str) -> str:
-    store = _torch.default_store()
-    return bytes(store.get(key)).decode() if store.check([key]) else ""
+    store = the_store()
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 # ------------------------------------------------------------------------- processes that do not share their memory
