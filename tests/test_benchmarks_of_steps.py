@@ -41,18 +41,23 @@ def test_memory_is_that_of_storages() -> None:
         assert 4 * kilo < seen.peak < 5 * kilo  # w * 2 is gone when the gradient comes
 
 
-def run(tmp_path: Path, *arguments: str) -> Any:
-    path = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.train_step", "--quick", "--json", str(path), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a short run of all parts."""
+    path = tmp_path_factory.mktemp("steps") / "out.json"
+    command = [sys.executable, "-m", "benchmarks.train_step", "--quick", "--json", str(path), "--ranks", "2"]
+    done = subprocess.run(
+        [*command, "--repeats", "1"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Budgets, of medians" in done.stdout
     return json.loads(path.read_text())
 
 
-@pytest.mark.timeout(110)
-def test_a_step_on_the_fake_backend(tmp_path: Path) -> None:
-    found = run(tmp_path, "--only", "fake", "--repeats", "1")["fake"]
+@pytest.mark.timeout(210)
+def test_a_step_on_the_fake_backend(results: Any) -> None:
+    found = results["fake"]
     layers = 4
     ours, theirs, alone = (found[train_step.FSDP][who] for who in ("meshcomm", TORCHS[train_step.FSDP], "one rank"))
     # Each block is gathered forwards and backwards, what is around them once; each has its gradients scattered.
@@ -68,9 +73,8 @@ def test_a_step_on_the_fake_backend(tmp_path: Path) -> None:
     assert ours["at_rest"] < alone["at_rest"] / 4
 
 
-@pytest.mark.timeout(110)
-def test_a_step_on_processes(tmp_path: Path) -> None:
-    results = run(tmp_path, "--only", "gloo", "--ranks", "2", "--repeats", "1")
+@pytest.mark.timeout(210)
+def test_a_step_on_processes(results: Any) -> None:
     assert {kind: set(each) for kind, each in results["gloo"]["2"].items()} == {
         kind: {"meshcomm", name} for kind, name in TORCHS.items()
     }

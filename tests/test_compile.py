@@ -1,4 +1,7 @@
-"""torch.compile(fullgraph=True) on processes: the eager result and gradients on every rank. Compiling is slow: few, broad cases."""
+"""torch.compile(fullgraph=True) on processes: the eager result and gradients on every rank. Compiling is slow: few, broad cases.
+
+Most are compiled without generating code; test_compile_training.py has inductor's.
+"""
 
 from __future__ import annotations
 
@@ -42,27 +45,32 @@ def value_and_gradient(fn: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tenso
     return y.detach(), g
 
 
-def forward_and_backward(names: list[str], axis: Any) -> None:
+def forward_and_backward(calls: list[tuple[str, Any]]) -> None:
+    """Each collective over its axis, all of them in one graph."""
     mesh = mc.make_mesh(grid((2, 2)))
     oracle = Oracle(mesh.shape)
-    for name in names:
-        case = BY_NAME[name]
-        x = case.inputs(oracle, axis, F64)[mesh.rank] / 3
+    cases = [(BY_NAME[name], axis) for name, axis in calls]
+    xs = [case.inputs(oracle, axis, F64)[mesh.rank] / 3 for case, axis in cases]
 
-        def fn(x: Tensor, case: Any = case) -> Tensor:
-            return case.call(x.sin(), axis, mesh).tanh()
+    def fn(xs: list[Tensor]) -> list[Tensor]:
+        return [case.call(x.sin(), axis, mesh).tanh() for x, (case, axis) in zip(xs, cases, strict=True)]
 
-        close(
-            value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), f"{name} over {axis!r} on rank {mesh.rank}"
-        )
+    def run(fn: Callable[[list[Tensor]], list[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        leaves = [x.clone().requires_grad_() for x in xs]
+        ys = fn(leaves)
+        total = sum((y * torch.arange(1, y.numel() + 1, dtype=F64).view(y.shape).cos()).sum() for y in ys)
+        return [(y.detach(), g) for y, g in zip(ys, torch.autograd.grad(total, leaves), strict=True)]
+
+    for (name, axis), found, expected in zip(calls, run(compiled(fn)), run(fn), strict=True):
+        close(found, expected, f"{name} over {axis!r} on rank {mesh.rank}")
 
 
-@pytest.mark.parametrize("axis", ["b", ("b", "a")], ids=str)
 @pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
-def test_equals_eager(pool4: Any, op: str, axis: Any) -> None:
+def test_equals_eager(pool4: Any, op: str) -> None:
+    """Along one axis, and the first along a tuple too."""
     names = [name for name in NAMES if BY_NAME[name].op == op]
     assert names
-    pool4.run(forward_and_backward, names if axis == "b" else names[:1], axis)
+    pool4.run(forward_and_backward, [(name, "b") for name in names] + [(names[0], ("b", "a"))])
 
 
 # --------------------------------------------------------------------------------------------------- other dtypes
@@ -219,26 +227,6 @@ def compiled_batches() -> None:
 
 def test_nested_vmap(pool4: Any) -> None:
     pool4.run(compiled_batches)
-
-
-# -------------------------------------------------------------------------------------------------------- inductor
-
-
-def with_inductor() -> None:
-    mesh = mc.make_mesh({"tp": 4})
-    up = torch.linspace(-1, 1, 12, dtype=F64).view(3, 4) * (1 + mesh.rank)
-
-    def fn(x: Tensor) -> Tensor:
-        hidden = (mc.pvary(x, "tp", mesh=mesh) @ up).relu()
-        gathered = mc.all_gather(mc.reduce_scatter(hidden, "tp", mesh=mesh).exp(), "tp", mesh=mesh)
-        return mc.all_reduce(gathered @ up.T, "tp", mesh=mesh).tanh()
-
-    x = torch.linspace(0, 1, 12, dtype=F64).view(4, 3)
-    close(value_and_gradient(compiled(fn, "inductor"), x), value_and_gradient(fn, x), f"rank {mesh.rank}")
-
-
-def test_inductor(pool4: Any) -> None:
-    pool4.run(with_inductor)
 
 
 # ------------------------------------------------------------------------------------------------------- shard_map

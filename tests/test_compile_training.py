@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 import meshcomm as mc
 
 F64 = torch.float64
-WIDTH, HIDDEN, BLOCKS, STEPS = 4, 8, 2, 3
+WIDTH, HIDDEN, BLOCKS, STEPS = 4, 8, 1, 3
 # Four ranks share this machine's cores while they compile.
 pytestmark = pytest.mark.timeout(250)
 
@@ -316,7 +316,12 @@ def graphs() -> dict[str, str]:
 
     rank = mesh.rank  # a Python number
     baked = {"python_number": lambda x: mc.all_gather(x * rank, "dp", mesh=mesh)}
-    return {name: text_of(fn) for name, fn in (programs(mesh) | baked).items()}
+    every = programs(mesh) | baked
+    return {name: text_of(every[name]) for name in (*ALIKE, *baked)}
+
+
+ALIKE = ["where", "broadcast", "exchanged", "reduced", "ring", "shard", "invariant"]
+"""The programs whose graphs do not differ: of the others, which do, there is nothing to compare."""
 
 
 @pytest.fixture(scope="module")
@@ -330,12 +335,7 @@ def addressed(text: str) -> str:
     return re.sub(r"(all_to_all_single\.default\(\w+), \[[\d, ]*\], \[[\d, ]*\]", r"\1, <sizes>", text)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "where", "broadcast", "exchanged", "reduced", "ring", "shard", "invariant",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ALIKE)
 def test_the_graph_is_the_same_on_every_rank(texts: list[dict[str, str]], name: str) -> None:
     first, *others = (addressed(found[name]) for found in texts)
     assert "_c10d_functional" in first

@@ -248,7 +248,7 @@ def random_specs(count: int, seed: int) -> list[str]:
 
 def any_specs(seed: int) -> None:
     mesh = mc.make_mesh({"dp": 2, "tp": 2, "ep": 2})
-    for spec in random_specs(60, seed):
+    for spec in random_specs(30, seed):
         against_torch(spec, mesh)
 
 

@@ -24,7 +24,7 @@ import meshcomm as mc
 
 F64 = torch.float64
 SIDE = 8  # every value is [SIDE, SIDE] on every rank, so that any collective can follow any other
-SEEDS = range(20)
+SEEDS = range(1, 13)
 LENGTH = 6
 
 
@@ -315,7 +315,7 @@ def test_tangents_of_program(seed: int) -> None:
 
 
 def some_programs(shape: tuple[int, ...]) -> None:
-    for seed in range(100, 106):
+    for seed in range(100, 104):
         one_program(seed, shape, seed % 2 == 0)
         one_tangent(seed, shape)
 

@@ -145,15 +145,15 @@ def test_values_and_derivatives_are_those_of_the_whole(everywhere: Any, name: st
 
 
 def test_complex_against_finite_differences() -> None:
-    z, w = (torch.complex(rand(4, 2, seed=i), rand(4, 2, seed=i + 1)).detach().requires_grad_() for i in (1, 3))
+    z, w = (torch.complex(rand(2, 2, seed=i), rand(2, 2, seed=i + 1)).detach().requires_grad_() for i in (1, 3))
     mapped = mc.shard_map(
         lambda z, w: mc.all_reduce((z * mc.pvary(w, "dp")).exp() / 4, "dp"),
         mesh=grid(),
         in_specs=("(dp b) d", "b d"),
         out_specs="b d",
     )
-    assert torch.autograd.gradcheck(mapped, (z, w[:2].detach().requires_grad_()))
-    assert torch.autograd.gradgradcheck(mapped, (z, w[:2].detach().requires_grad_()))
+    assert torch.autograd.gradcheck(mapped, (z, w[:1].detach().requires_grad_()))
+    assert torch.autograd.gradgradcheck(mapped, (z, w[:1].detach().requires_grad_()))
 
 
 def check_func(name: str) -> None:

@@ -281,8 +281,8 @@ def test_on_processes(pool4: Any) -> None:
 def compiled() -> None:
     """In one graph."""
     mesh = mc.make_mesh({"tp": 4})
-    model = seeded(lambda: Llama(2))
-    tensor_parallel(model, llama_plan(2, True), axis="tp", sequence=True, mesh=mesh)
+    model = seeded(lambda: Llama(1))
+    tensor_parallel(model, llama_plan(1, True), axis="tp", sequence=True, mesh=mesh)
     ids = torch.arange(2 * S).view(2, S) % V
     found = []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):

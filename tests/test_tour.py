@@ -169,8 +169,10 @@ def run(*command: str) -> str:
 
 
 @pytest.mark.timeout(110)
-def test_launched_it_prints_the_same() -> None:
-    alone = run(sys.executable, str(SCRIPT), "--ranks", "2")
+def test_launched_it_prints_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--ranks", "2"])
+    assert load_tour().main() == 0
+    alone = capsys.readouterr().out
     assert alone.startswith("2 ranks; ")
     launched = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT))
     assert launched == alone

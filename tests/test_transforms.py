@@ -290,7 +290,9 @@ def every(check: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("check", EACH)
 def test_transform(check: str, name: str) -> None:
-    mc.launch(lambda: [EACH[check](Setting(name, axis)) for axis in AXES], ranks=4)
+    """Of neighbours in either list one is over an axis and the other one over a tuple: a transform does not see which."""
+    axis = AXES[(list(EACH).index(check) + NAMES.index(name)) % 2]
+    mc.launch(lambda: EACH[check](Setting(name, axis)), ranks=4)
 
 
 @pytest.mark.parametrize("check", EACH)
@@ -320,10 +322,9 @@ def jacobians(name: str, axis: Any) -> None:
         close(jacfwd(s.one)(s.x), expected, f"jacfwd, {s.what}")
 
 
-@pytest.mark.parametrize("axis", AXES, ids=str)
 @pytest.mark.parametrize("name", SMALL)
-def test_jacobians(name: str, axis: Any) -> None:
-    mc.launch(jacobians, ranks=4, args=(name, axis))
+def test_jacobians(name: str) -> None:
+    mc.launch(jacobians, ranks=4, args=(name, AXES[SMALL.index(name) % 2]))
 
 
 def some_jacobians() -> None:
@@ -359,10 +360,9 @@ def hessians(name: str, axis: Any) -> None:
     close(jacrev(jacrev(local))(s.x), expected, f"jacrev of jacrev, {s.what}")
 
 
-@pytest.mark.parametrize("axis", ["b", ("b", "a")], ids=str)
 @pytest.mark.parametrize("name", SMALL)
-def test_hessian(name: str, axis: Any) -> None:
-    mc.launch(hessians, ranks=4, args=(name, axis))
+def test_hessian(name: str) -> None:
+    mc.launch(hessians, ranks=4, args=(name, AXES[1 - SMALL.index(name) % 2]))
 
 
 # ------------------------------------------------------------------------------------------ modules, trees, mixtures

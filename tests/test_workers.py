@@ -284,9 +284,7 @@ def main(folder):
 """
 GUARDED = "\nif __name__ == '__main__':\n    print(run_processes(main, 2, (sys.argv[1],), timeout=60))\n"
 UNGUARDED = "\nprint(run_processes(main, 2, (sys.argv[1],), timeout=60))\n"
-LEFT_OPEN = (
-    "\nif __name__ == '__main__':\n    pool = WorkerPool(2, timeout=60)\n    print(pool.run(main, sys.argv[1]))\n"
-)
+LEFT_OPEN = GUARDED + "    pool = WorkerPool(2, timeout=60)\n    print(pool.run(main, sys.argv[1] + '/pool'))\n"
 
 
 def start(tmp_path: Path, body: str, *more: str) -> subprocess.Popen[str]:
@@ -310,12 +308,14 @@ def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("body", [pytest.param(GUARDED, id="run"), pytest.param(LEFT_OPEN, id="a pool left open")])
-def test_a_script(tmp_path: Path, body: str) -> None:
-    process = start(tmp_path, body)
+def test_a_script(tmp_path: Path) -> None:
+    """Runs some processes, then others in a pool that it leaves open."""
+    (tmp_path / "pool").mkdir()
+    process = start(tmp_path, LEFT_OPEN)
     out, err = process.communicate(timeout=80)
-    assert (process.returncode, out, err) == (0, "[2.0, 2.0]\n", "")
-    assert gone(noted_pids(tmp_path))
+    assert (process.returncode, out, err) == (0, "[2.0, 2.0]\n[2.0, 2.0]\n", "")
+    assert len(noted_pids(tmp_path)) == len(noted_pids(tmp_path / "pool")) == 2
+    assert gone(noted_pids(tmp_path) + noted_pids(tmp_path / "pool"))
 
 
 @pytest.mark.timeout(90)
@@ -337,17 +337,22 @@ def test_a_function_of_an_interactive_session_is_told(tmp_path: Path) -> None:
     assert "MeshError: meshcomm.launch: main lives in an interactive session" in done.stderr
 
 
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
-def test_no_orphans_when_the_parent_is_ended(tmp_path: Path, number: signal.Signals) -> None:
-    process = start(tmp_path, GUARDED, "sleep")
-    pids = wait_for_pids(process, tmp_path)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # As a terminal does: to the whole group.
-    else:
-        process.send_signal(number)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode != 0
-    assert gone(pids)
-    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
-    assert err.count("Traceback") == (1 if number == signal.SIGINT else 0), err
+@pytest.mark.timeout(180)
+def test_no_orphans_when_the_parent_is_ended(tmp_path: Path) -> None:
+    """By each of three signals: three scripts that start side by side."""
+    started = {}
+    for number in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
+        folder = tmp_path / number.name
+        folder.mkdir()
+        started[number] = folder, start(folder, GUARDED, "sleep")
+    for number, (folder, process) in started.items():
+        pids = wait_for_pids(process, folder)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # As a terminal does: to the whole group.
+        else:
+            process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode != 0, number
+        assert gone(pids), number
+        assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT), err
+        assert err.count("Traceback") == (1 if number == signal.SIGINT else 0), err
