@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import PoolWith
 from test_random_programs import one_program, one_tangent
 from torch import Tensor
 
@@ -134,6 +135,10 @@ CALLED: dict[str, Case] = {
         lambda: mc.all_reduce(x(), "ep"), lambda: mc.all_reduce(x(), BOTH),
         r"dp=1,tp=1 \(rank 3\) has raised an error instead: meshcomm.all_reduce: no axis 'ep' in the mesh",
     ),
+    "returned, message": (
+        lambda: None, lambda: mc.recv(BOTH, 3, shape=(2,), dtype=torch.float32),
+        r"meshcomm.recv: not all messages will come.\n  got: dp=1,tp=1 \(rank 3\) has returned from its function",
+    ),
     "returned": (
         lambda: None, lambda: mc.all_reduce(x(), BOTH),
         r"dp=1,tp=1 \(rank 3\) has returned from its function",
@@ -143,7 +148,7 @@ CALLED: dict[str, Case] = {
         r"dp=1,tp=1 \(rank 3\) has returned from its function",
     ),
 }  # fmt: skip
-ALONE = ("returned", "returned, later", "no such axis on one")
+ALONE = ("returned", "returned, message", "returned, later", "no such axis on one")
 """Rank 3 itself gets no error, or its own."""
 
 
@@ -245,6 +250,61 @@ def waits_are_no_deadlock() -> None:
 
 def test_who_waits_for_one_that_waits(guarded: Any) -> None:
     guarded.run(waits_are_no_deadlock)
+
+
+def behind() -> str:
+    """Works and calls of three ranks, which the fourth leaves out for a barrier: they are told, and come there."""
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)
+        told, works = "", []
+        if mesh.rank != 1:
+            works.append(mc.all_reduce(x(1), BOTH, async_op=True))
+            with pytest.raises(mc.CommError) as caught:
+                mc.all_reduce(x(2), BOTH)
+            told = str(caught.value)
+        works_on()
+        for work in works:
+            with pytest.raises(mc.CommError):
+                work.wait()
+    return told
+
+
+def test_a_rank_that_goes_ahead_to_a_barrier(guarded: Any) -> None:
+    texts = guarded.run(behind)
+    assert texts.pop(1) == ""
+    for text in texts:
+        assert re.search(r"called barrier over \('dp', 'tp'\) at test_guard.py", text)
+
+
+def new_axes() -> str:
+    """A tuple that one rank alone orders otherwise, before any of them has been used."""
+    mesh = mc.make_mesh({"u": 2, "v": 2})
+    with pytest.raises(mc.CommError) as caught:
+        mc.all_reduce(x(), ("v", "u") if mesh.rank == 2 else ("u", "v"), mesh=mesh)
+    return str(caught.value)
+
+
+def test_an_axis_that_only_one_rank_uses_for_the_first_time() -> None:
+    with PoolWith(4, MESHCOMM_GUARD="1") as pool:
+        for text in pool.run(new_axes):
+            assert "not all ranks come to set up a group" in text
+            assert re.search(r"the set-up of the group of ranks \[0, (1, 2|2, 1), 3\] at test_guard.py", text)
+
+
+def forgiven() -> None:
+    """An error that one rank has caught is no news after all have met."""
+    with square() as mesh:
+        if mesh.rank == 0:
+            with pytest.raises(mc.MeshError):
+                mc.all_reduce(x(), "nowhere")
+        works_on()
+        if mesh.rank == 0:
+            time.sleep(3 * guards.LONG)
+        assert mc.all_reduce(x(), BOTH).sum() == 32
+
+
+def test_errors_before_a_meeting_are_forgiven(guarded: Any) -> None:
+    guarded.run(forgiven)
 
 
 def receives() -> str:

@@ -33,6 +33,7 @@ def link_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> Process
     limit = here.timeout if timeout is None else timeout
     if (ranks, limit) not in _links:
         guard_setup.begin_if_wanted(here)
+        guard_setup.agree_to_make(f"{ranks} {limit.total_seconds()}", ranks, limit.total_seconds())
         made = _made(here, ranks, limit)
         _links[ranks, limit] = guard_setup.under_guard(made, f"{ranks} {limit.total_seconds()}", limit.total_seconds())
     return _links[ranks, limit]

@@ -48,6 +48,7 @@ class Wait:
     told: tuple[tuple[int, ...], ...] = ()
     """For whose keys this process has told that it waits; nothing if it has not."""
     id: int = field(default_factory=lambda: next(_ids))
+    """Negative where it outlasts a deadlock, for the others may come when they have been told."""
 
     def write(self) -> dict[str, Any]:
         """For the shelf."""
@@ -244,6 +245,12 @@ class Guard:
 
     # --------------------------------------------------------------------------------------------- looking
 
+    def forgive(self, ranks: Sequence[int]) -> None:
+        """All of these have met: what they have raised before is no news any more."""
+        for rank in ranks:
+            if rank != self.rank:
+                self._acknowledged[rank] = self.status(rank).failures - self.failures
+
     def status(self, rank: int) -> Status:
         """Of another rank of the world."""
         return Status.read(self.shelf.status(rank))
@@ -280,7 +287,8 @@ class Guard:
 
     def _condemn(self, circle: list[tuple[int, int]], verdict: str) -> str:
         with self._lock:
-            self._status.condemned, self._status.verdict = circle, verdict
+            self._status.condemned = [(rank, wait) for rank, wait in circle if wait > 0]
+            self._status.verdict = verdict
             self._tell()
         return verdict
 

@@ -28,6 +28,8 @@ __all__ = ["Letters"]
 Route = tuple[int, int, int]
 """Source, destination, tag."""
 _PAUSE = 2e-3
+_NEVER = 2**62
+"""The number of a call that nobody has made: what has been sent is at the store."""
 
 
 class _Side(NamedTuple):
@@ -117,7 +119,7 @@ class Letters:
     def _meet(self, sides: list[_Side], words: Words, for_program: bool) -> None:
         store, start = the_store(), time.monotonic()
         ranks = self._group.ranks
-        wait = Wait(self._group, 0, str(words), words.place, {ranks[side.other]: side.theirs for side in sides})
+        wait = Wait(self._group, _NEVER, str(words), words.place, {ranks[side.other]: side.theirs for side in sides})
         left = list(sides)
         came: list[_Side] = []
         try:

@@ -8,15 +8,18 @@ import json
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from meshcomm import _torch, errors
+from meshcomm.errors import CommError, text
 from meshcomm.runtime import guard as guards
 from meshcomm.runtime import shared_memory, world
-from meshcomm.runtime.guard import Guard
+from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.guard import Guard, Wait
 from meshcomm.runtime.guard_board import Group, SharedBoard, SharedShelf, StoreBoard, StoreShelf
 from meshcomm.runtime.guard_store import PatientStore, set_store, the_store
 from meshcomm.runtime.guarded import GuardedLink
@@ -24,8 +27,9 @@ from meshcomm.runtime.one_host import OneHostLink
 from meshcomm.runtime.processes import ProcessLink
 from meshcomm.runtime.recorder import Log
 
-__all__ = ["begin_if_wanted", "end", "under_guard"]
+__all__ = ["agree_to_make", "begin_if_wanted", "end", "under_guard"]
 
+_PAUSE = 2e-3
 _LOOK = 0.5
 """Seconds after which the thread that watches other processes sees whether it is still wanted."""
 
@@ -52,6 +56,32 @@ def begin_if_wanted(here: world.ProcessWorld) -> None:
         _watch_neighbours(prefix, here)
     made.begin()
     errors.listeners.append(guards.failed)
+
+
+def agree_to_make(name: str, ranks: tuple[int, ...], seconds: float) -> None:
+    """Before these ranks make a group together, which they could only wait for: all of them have come to it."""
+    guard = guards.current()
+    if guard is None:
+        return
+    prefix = f"meshcomm/guard/making/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    store, keys = the_store(), {rank: f"{prefix}/{rank}" for rank in ranks if rank != guard.rank}
+    shown = f"{list(ranks[:8])}{' and more' if len(ranks) > 8 else ''}"
+    words = f"the set-up of the group of ranks {shown} at {call_site()}"
+    wait = Wait(Group(0, ranks, prefix), 1, words, guard.name(guard.rank), keys)
+    start = last = time.monotonic()
+    store.set(f"{prefix}/{guard.rank}", "here")
+    with guard.waiting(wait, for_program=True) as long:
+        while left := [rank for rank, key in keys.items() if not store.check([key])]:
+            time.sleep(_PAUSE)
+            if time.monotonic() - last > guards.LONG:
+                last = time.monotonic()
+                long()
+                reason = guard.why_never(wait, left, sure=True) or ("time is up" if last - start > seconds else "")
+                if reason:
+                    store.delete_key(f"{prefix}/{guard.rank}")
+                    got = f"{reason}; {guard.where_all_are()}"
+                    fix = "an axis, or a tuple of axes in this order, is used for the first time by all of its ranks"
+                    raise CommError(text("mesh", "not all ranks come to set up a group.", got=got, fix=fix))
 
 
 def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | ProcessLink:

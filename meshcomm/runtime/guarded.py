@@ -112,6 +112,7 @@ class GuardedLink(WrappedLink):
         room.come_together(seconds, words)
         for each in inside:
             each.say_count()
+        room.guard.forgive(room.group.ranks)  # between two meetings: nobody raises anything now
         room.come_together(seconds, words)
         for each in inside:
             each.align()
@@ -190,6 +191,7 @@ class _Room:
     def come_together(self, seconds: float, words: Words) -> None:
         """At the store."""
         wait = Wait(self.group, 0, str(words), words.place)
+        wait.id = -wait.id
         last = time.monotonic()
 
         def hope(keys: dict[int, str]) -> str:
