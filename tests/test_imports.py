@@ -162,6 +162,7 @@ LATE = {
         )
     },
     "meshcomm.spmd.dtensors": {"meshcomm.layout.dtensor"},
+    "meshcomm.runtime.groups": {"meshcomm.runtime.guard_setup"},
 }  # fmt: skip
 
 
@@ -172,7 +173,7 @@ def test_few_import_by_name(module: str) -> None:
     if names & {"__import__", "import_module"}:
         assert texts & set(MODULES) == LATE.get(module, set()), module
         for other in LATE[module]:
-            assert under(other, module) or layer(other) < layer(module)
+            assert under(other, module) or layer(other) <= layer(module)
 
 
 # --------------------------------------------------------------------------------------------------- private names

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
-from meshcomm.runtime import exits, guard_setup, recorder, shared_memory, world
+from meshcomm.runtime import exits, recorder, shared_memory, world
 from meshcomm.runtime.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
-from meshcomm.runtime.guarded import GuardedLink
 from meshcomm.runtime.one_host import Mail, OneHostLink, take_leave
 from meshcomm.runtime.processes import FEW, ProcessLink
 from meshcomm.runtime.shared_memory import HERE, Neighbours
-from meshcomm.runtime.wrapped import bare
+from meshcomm.runtime.wrapped import WrappedLink, bare
 
 __all__ = ["group_of", "link_of"]
 
-_links: dict[tuple[tuple[int, ...], timedelta], ProcessLink | GuardedLink] = {}
+_links: dict[tuple[tuple[int, ...], timedelta], ProcessLink | WrappedLink] = {}
 _mails: dict[int, Mail] = {}
 
 
-def link_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> ProcessLink | GuardedLink:
+def link_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> ProcessLink | WrappedLink:
     """The link of these ranks of the world in this order, with this time-out or the world's; its members call it
     together the first time.
     """
@@ -32,11 +33,30 @@ def link_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> Process
     assert here is not None
     limit = here.timeout if timeout is None else timeout
     if (ranks, limit) not in _links:
-        guard_setup.begin_if_wanted(here)
-        guard_setup.agree_to_make(f"{ranks} {limit.total_seconds()}", ranks, limit.total_seconds())
-        made = _made(here, ranks, limit)
-        _links[ranks, limit] = guard_setup.under_guard(made, f"{ranks} {limit.total_seconds()}", limit.total_seconds())
+        name, guard = f"{ranks} {limit.total_seconds()}", _guard_of(here)
+        if guard is None:
+            _links[ranks, limit] = _made(here, ranks, limit)
+        else:
+            guard.agree_to_make(name, ranks, limit.total_seconds())
+            _links[ranks, limit] = guard.under_guard(_made(here, ranks, limit), name, limit.total_seconds())
     return _links[ranks, limit]
+
+
+def _guard_of(here: world.ProcessWorld) -> Any:
+    """What guards links, imported where that is asked for; None elsewhere."""
+    if here.backend == "fake" or here.size == 1:
+        return None
+    if not _links:
+        world.agree_on_guard(here)
+    if not here.guard:
+        return None
+    if not _guards:
+        _guards.append(importlib.import_module("meshcomm.runtime.guard_setup"))
+    _guards[0].begin(here)
+    return _guards[0]
+
+
+_guards: list[Any] = []
 
 
 def _made(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> ProcessLink:
@@ -87,9 +107,10 @@ def group_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> dist.P
 
 def _forget() -> None:
     for link in _links.values():
-        if isinstance(link, GuardedLink):
+        if isinstance(link, WrappedLink):
             link.end()
-    guard_setup.end()
+    for guard in _guards:
+        guard.end()
     recorder.retire()
     take_leave([mail for mail in _mails.values() if exits.leaving() or not mail.adopted])
     # A reference to a process group that outlives destroy_process_group ends the interpreter with SIGABRT.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from meshcomm import _torch, errors
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import guard as guards
-from meshcomm.runtime import shared_memory, world
+from meshcomm.runtime import home, shared_memory, world
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.guard import Guard, Wait
 from meshcomm.runtime.guard_board import Group, SharedBoard, SharedShelf, StoreBoard, StoreShelf
@@ -27,19 +27,16 @@ from meshcomm.runtime.one_host import OneHostLink
 from meshcomm.runtime.processes import ProcessLink
 from meshcomm.runtime.recorder import Log
 
-__all__ = ["agree_to_make", "begin_if_wanted", "end", "under_guard"]
+__all__ = ["agree_to_make", "begin", "end", "under_guard"]
 
 _PAUSE = 2e-3
 _LOOK = 0.5
 """Seconds after which the thread that watches other processes sees whether it is still wanted."""
 
 
-def begin_if_wanted(here: world.ProcessWorld) -> None:
-    """The guard of this process, if ``init`` was asked for one."""
-    if guards.current() is not None or here.backend == "fake" or here.size == 1:
-        return
-    world.agree_on_guard(here)
-    if not here.guard:
+def begin(here: world.ProcessWorld) -> None:
+    """The guard of this process; asking again changes nothing."""
+    if guards.current() is not None:
         return
     set_store(PatientStore(_torch.default_store(), here.timeout.total_seconds()))
     near = world.neighbours_of(here, range(here.size))
@@ -56,6 +53,7 @@ def begin_if_wanted(here: world.ProcessWorld) -> None:
         _watch_neighbours(prefix, here)
     made.begin()
     errors.listeners.append(guards.failed)
+    home.listeners.append(guards.home)
 
 
 def agree_to_make(name: str, ranks: tuple[int, ...], seconds: float) -> None:
@@ -109,6 +107,7 @@ def end() -> None:
         with contextlib.suppress(RuntimeError):  # the store may be gone
             guard.leave()
         errors.listeners.remove(guards.failed)
+        home.listeners.remove(guards.home)
         guards.set_current(None)
         set_store(None)
 

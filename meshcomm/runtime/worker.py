@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from meshcomm.errors import MeshError, fail, text
-from meshcomm.runtime import guard, rendezvous, world
+from meshcomm.runtime import home, rendezvous, world
 
 __all__ = ["Answer", "Plan", "serve", "unpack"]
 
@@ -71,11 +71,11 @@ def serve(pipe: Connection, plan: Plan) -> None:
     pipe.send_bytes(_attempt(lambda: _join(plan)))
     with contextlib.suppress(EOFError, OSError):
         while task := pipe.recv_bytes():
-            guard.home("")
+            home.say("")
             answer = _attempt(lambda task=task: _perform(task))  # type: ignore[misc]
-            if guard.current() is not None:  # the others are still at it, perhaps
+            if home.listeners:  # the others are still at it, perhaps
                 kind, _, summary, *_ = pickle.loads(answer)
-                guard.home("returned from its function" if kind == "result" else f"failed: {summary}")
+                home.say("returned from its function" if kind == "result" else f"failed: {summary}")
             pipe.send_bytes(answer)
     world.shutdown()
 

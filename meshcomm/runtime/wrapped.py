@@ -82,6 +82,9 @@ class WrappedLink:
         """
         raise NotImplementedError
 
+    def end(self) -> None:
+        """No more calls."""
+
     def later(self) -> Self:
         """The same around the inner link's form for later."""
         if self.is_later:
