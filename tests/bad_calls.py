@@ -430,6 +430,8 @@ for cause, ranks in RANKS:
     bad("make_mesh", cause, lambda h, ranks=ranks: mc.make_mesh({"a": 2}, ranks=ranks), said)
 bad("make_mesh", "strict of text", lambda h: mc.make_mesh({"a": 4}, strict="no"), r"strict='no' is not a bool")
 plain("make_mesh", "more ranks than there can be", lambda: mc.make_mesh({"a": 2**40, "b": 2**40}), r"ranks in one process")
+bad("dump_collectives", "a number as folder", lambda h: mc.dump_collectives(3), r"^meshcomm.dump_collectives: folder=3 is not")
+bad("dump_collectives", "no folder", lambda h: mc.dump_collectives(""), r"^meshcomm.dump_collectives: folder='' is not a path")
 plain("make_mesh", "no axes", lambda: mc.make_mesh({}), r"a mesh needs a mapping")
 bad("Mesh.axis", "no such axis", lambda h: h.mesh.axis("c"), r"^meshcomm.mesh.axis: no axis 'c'")
 bad("Mesh.axis", "a set of axes", lambda h: h.mesh.axis({"a", "b"}), r"an axis is a name, not \{")

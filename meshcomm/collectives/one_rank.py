@@ -676,8 +676,8 @@ def barrier(
         timeout: seconds or a timedelta, equal on every rank, after which the ranks that came are told who did not. The
             ranks then meet at the store of their process group and not through its backend, which tells even where
             the backend is stuck. Among the ranks of one process no time passes: it runs out when no rank can go on, and
-            from a second on ranks that wait elsewhere are told first, and may come. In-process and under guard all ranks
-            count their calls alike afterwards, along this axis: it is how to go on after an error that was caught.
+            from a second on ranks that wait elsewhere are told first, and may come. In-process and under guard all
+            ranks count their calls alike afterwards, along this axis: so one goes on after an error that was caught.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
 

@@ -54,7 +54,7 @@ def dump_collectives(folder: str | os.PathLike[str]) -> list[Path]:
     Cost: some ms; no communication.
 
     Raises:
-        MeshError: no rank has been in this process.
+        MeshError: not a path; no rank has been in this process.
         OSError: it cannot be written.
 
     Example:
@@ -70,7 +70,7 @@ def dump_collectives(folder: str | os.PathLike[str]) -> list[Path]:
     Source: the flight recorder of torch's NCCL backend.
     """
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        fail("dump_collectives", f"folder={folder!r} is not a path.")
+        fail("dump_collectives", f"folder={folder!r} is not a path.", fix="the name of a folder, or a pathlib.Path")
     inside = current_rank()
     rings = recorder.rings_inside()
     if inside is not None:
