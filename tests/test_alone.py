@@ -203,7 +203,9 @@ def test_every_function_is_called() -> None:
     }
     functions = {name for name in mc.__all__ if inspect.isfunction(getattr(mc, name))}
     seeds = {"fork_rng", "rng"}
-    assert functions - around - dtensors - rank_free - seeds - {"trace", "comm_budget", "dump_collectives"} <= set(CALLS)
+    assert functions - around - dtensors - rank_free - seeds - {"trace", "comm_budget", "dump_collectives"} <= set(
+        CALLS
+    )
 
 
 def test_mesh_and_layout_questions() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import checker, train_step
+from benchmarks import guard as guard_costs
 from benchmarks.tracked import Tracked
 
 ROOT = Path(__file__).parent.parent
@@ -102,3 +103,16 @@ def test_the_checked_step_is_the_plain_one() -> None:
             found.append(checker.step_with(mode, 16, 4)())
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+def test_the_guards_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks and one call are enough; each way that is compared is the one that it says."""
+    monkeypatch.setattr(guard_costs, "RANKS", 2)
+    monkeypatch.setattr(guard_costs, "CALLS", {"all_reduce": guard_costs.CALLS["all_reduce"]})
+    path = tmp_path / "out.json"
+    guard_costs.main(["--quick", "--json", str(path)])
+    (times,) = json.loads(path.read_text())["calls"].values()
+    assert set(times) == set(guard_costs.HOW)
+    assert all(each > 0 for each in times.values())
+    assert "memory adds" in capsys.readouterr().out
+    assert "MESHCOMM_GUARD" not in os.environ
