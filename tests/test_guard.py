@@ -487,6 +487,7 @@ def test_off_costs_nothing(pool4: Any) -> None:
 
 
 def test_a_variable_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    mc.shutdown()  # whatever a test before has left
     monkeypatch.setenv("MESHCOMM_GUARD", "yes")
     with pytest.raises(mc.MeshError, match=r"meshcomm.init: MESHCOMM_GUARD='yes' is not known.\n  fix: 0 or 1"):
         mc.init(rank=0, world_size=1)
