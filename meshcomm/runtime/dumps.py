@@ -77,7 +77,10 @@ def dump_collectives(folder: str | os.PathLike[str]) -> list[Path]:
         chosen = [rings.get(inside.index) or Ring(recorder.Owner(inside.index, inside.world.size))]
     else:
         own = recorder.ring()
-        chosen = [own] if own is not None else list(rings.values())
+        of_process = [own] if own is not None else []
+        of_launch = list(rings.values())
+        ended = own is None or own.retired  # its group is no more
+        chosen = of_launch or of_process if ended else of_process
     if not chosen:
         fail("dump_collectives", "no rank has been in this process.", fix="call mc.init() or mc.make_mesh() first")
     return [_write(ring, Path(folder), "asked for") for ring in chosen]
