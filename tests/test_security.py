@@ -698,6 +698,7 @@ HERE = {
     ("meshcomm/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
     ("meshcomm/parallel/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
     ("meshcomm/spmd/dtensors.py", "importlib.import_module"): "one name of its own",
+    ("meshcomm/runtime/groups.py", "importlib.import_module"): "the guard, where it is wanted",
     ("meshcomm/helpers/pickles.py", "pickle.loads"): "bytes of a peer of this launch",
     ("meshcomm/runtime/worker.py", "pickle.loads"): "bytes of the parent, of the worker, of itself: through a pipe",
     ("meshcomm/runtime/worker.py", "ctypes.CDLL"): "prctl of the C library that is loaded already",

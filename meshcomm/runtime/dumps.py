@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from meshcomm.errors import fail
 from meshcomm.runtime import recorder
 from meshcomm.runtime.callsite import is_ours
@@ -79,7 +81,7 @@ def dump_collectives(folder: str | os.PathLike[str]) -> list[Path]:
         own = recorder.ring()
         of_process = [own] if own is not None else []
         of_launch = list(rings.values())
-        ended = own is None or own.retired  # its group is no more
+        ended = own is None or own.retired or not dist.is_initialized()  # its group is no more
         chosen = of_launch or of_process if ended else of_process
     if not chosen:
         fail("dump_collectives", "no rank has been in this process.", fix="call mc.init() or mc.make_mesh() first")
