@@ -95,6 +95,10 @@ CALLED: dict[str, Case] = {
         lambda: mc.all_gather(torch.ones(4, 4), BOTH, 1), lambda: mc.all_gather(torch.ones(4, 4), BOTH),
         r"dp=1,tp=1 called all_gather f32\[4, 4\] \(dim=1\) .*; the other 3 called all_gather f32\[4, 4\] \(dim=0\)",
     ),
+    "dim of a tree": (
+        lambda: mc.all_gather({"w": torch.ones(4, 4)}, BOTH, 1), lambda: mc.all_gather({"w": torch.ones(4, 4)}, BOTH),
+        r"dp=1,tp=1 called all_gather x\['w'\] dim=1 f32\[4, 4\] .*; the other 3 called all_gather x\['w'\] dim=0 f32\[4, 4\]",
+    ),
     "root": (
         lambda: mc.broadcast(x(), BOTH, 2), lambda: mc.broadcast(x(), BOTH),
         r"dp=1,tp=1 called broadcast f32\[8\] \(src=2\) .*; the other 3 called broadcast f32\[8\] \(src=0\)",

@@ -5,7 +5,7 @@ Flattening and splitting are torch's own differentiable operations, so that all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,18 @@ Check = Callable[[Tensor], object]
 
 
 def leaves_of(
-    where: str, tree: Any, axis: Axis, accept: Check | None = None, ragged: int | None = None
+    where: str,
+    tree: Any,
+    axis: Axis,
+    accept: Check | None = None,
+    ragged: int | None = None,
+    dims: Mapping[str, int] | None = None,
 ) -> tuple[list[Tensor], tuple[Any, list[int]]]:
     """The leaves of a tree, every one a tensor that ``accept`` lets through, and what :func:`rebuild` needs.
 
     Dicts are taken in order of their keys: two ranks may have filled theirs in different orders. ``ragged``: the dim
-    whose length may differ between ranks.
+    whose length may differ between ranks. ``dims``: those that all ranks must have named alike: what is moved in a
+    bucket is the same for each.
     """
     found, spec = _flattened(where, tree, axis)
     order = _torch.tree_flatten(_by_key(_torch.tree_unflatten(list(range(len(found))), spec)))[0]
@@ -48,9 +54,14 @@ def leaves_of(
     if axis.link.watched:
         paths = [path for path, _ in _torch.tree_leaves_with_path(tree)]
         axis.link.tree = tuple(
-            (paths[at], leaf.dtype, _without(leaf.shape, ragged)) for at, leaf in zip(order, leaves, strict=True)
+            (paths[at] + _named(dims, leaf), leaf.dtype, _without(leaf.shape, ragged))
+            for at, leaf in zip(order, leaves, strict=True)
         )
     return leaves, (spec, order)
+
+
+def _named(dims: Mapping[str, int] | None, leaf: Tensor) -> str:
+    return "".join(f" {name}={dim % max(1, leaf.ndim)}" for name, dim in (dims or {}).items())
 
 
 def _flattened(where: str, tree: Any, axis: Axis) -> tuple[list[Any], Any]:

@@ -237,7 +237,8 @@ def all_to_all(
         return _exchange_params(where, leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
 
     own = send_sizes is not None or recv_sizes is not None
-    leaves, spec = buckets.leaves_of(where, x, ax, params_of, concat_dim if own else None)
+    dims = {"split_dim": split_dim, "concat_dim": concat_dim}
+    leaves, spec = buckets.leaves_of(where, x, ax, params_of, concat_dim if own else None, dims)
     if own:
         done = then_all([run(_ALL_TO_ALL, leaf, ax, params_of(leaf)) for leaf in leaves], list)
     else:

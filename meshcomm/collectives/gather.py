@@ -395,7 +395,9 @@ def _gather(
         y = run(rule, whole, ax, (place, lengths))
         return begun(where, ax, x, y) if async_op else y
     ragged = None if lengths is None else dim
-    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: _joinable(where, leaf, dim, lengths, ax), ragged)
+    leaves, spec = buckets.leaves_of(
+        where, x, ax, lambda leaf: _joinable(where, leaf, dim, lengths, ax), ragged, {"dim": dim}
+    )
     leaves = [_joinable(where, leaf, dim, lengths, ax)[0] for leaf in leaves]
     if lengths is not None:
         done = then_all([run(rule, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves], list)

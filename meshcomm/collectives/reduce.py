@@ -408,7 +408,7 @@ def reduce_scatter(
         accept(x)
         y = run(rule, x, ax, (dim % x.ndim, op, lengths))
         return begun(where, ax, x, y) if async_op else y
-    leaves, spec = buckets.leaves_of(where, x, ax, accept)
+    leaves, spec = buckets.leaves_of(where, x, ax, accept, dims={"dim": dim})
     if lengths is not None:
         done = then_all([run(rule, leaf, ax, (dim % leaf.ndim, op, lengths)) for leaf in leaves], list)
     else:
