@@ -295,10 +295,13 @@ def _undone(state: _State) -> Iterator[None]:
     """On an error leave nothing behind."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if dist.is_initialized():
             dist.destroy_process_group()
         _restore(state)
+        if isinstance(error, dist.DistError):  # of the store, between two steps of the meeting
+            what, fix = "the store failed while the ranks met.", "look at rank 0: it serves the store"
+            raise CommError(text("init", what, got=str(error).split("\n", 1)[0], fix=fix)) from error
         raise
 
 
