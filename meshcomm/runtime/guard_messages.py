@@ -18,7 +18,7 @@ from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.guard import DEADLOCK, LONG, Guard, Wait
 from meshcomm.runtime.guard_board import Group
 from meshcomm.runtime.guard_store import the_store
-from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.guard_tasks import Begun, Task
 from meshcomm.runtime.protocol import Note
 from meshcomm.runtime.said import Words, axis_text, place_of
 from meshcomm.runtime.wrapped import Primitive
@@ -63,7 +63,7 @@ class Letters:
             sides, before, over = self._take_places(what)
         self._say(sides, words)
         if later:
-            return _Posted(lambda: self._deliver(sides, words, before, over, what, for_program=False))
+            return _posted(lambda: self._deliver(sides, words, before, over, what, for_program=False))
         return self._deliver(sides, words, before, over, what, for_program=True)
 
     def begin_again(self, number: int) -> None:
@@ -184,35 +184,8 @@ class Letters:
         raise CommError(text(where, what, got=f"{got}\n  here: {words.place} called {words}", fix=fix))
 
 
-class _Posted(Pending):
+def _posted(fn: Callable[[], Any]) -> Begun:
     """Messages on their way, on a thread of their own."""
-
-    __slots__ = ("_error", "_over", "_result")
-
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        self._over, self._error, self._result = threading.Event(), None, None
-
-        def deliver() -> None:
-            try:
-                self._result = fn()
-            except BaseException as error:
-                self._error = error
-            self._over.set()
-
-        threading.Thread(target=deliver, name="meshcomm letters", daemon=True).start()
-
-    def wait(self, timeout: float | None) -> Any:
-        """Until they have met their other sides, and gone."""
-        start = time.monotonic()
-        if not self._over.wait(timeout):
-            raise TimedOutError("not all messages have met their other side")
-        if self._error is not None:
-            raise self._error
-        if isinstance(self._result, Pending):
-            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
-            self._result = self._result.wait(left)
-        return self._result
-
-    def done(self) -> bool:
-        """Whether a wait would return at once."""
-        return self._over.is_set() and not (isinstance(self._result, Pending) and not self._result.done())
+    task = Task(fn)
+    threading.Thread(target=task.run, name="meshcomm letters", daemon=True).start()
+    return Begun(task)

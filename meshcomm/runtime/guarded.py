@@ -6,23 +6,22 @@ Those that are waited for later agree on a thread of the group, one after the ot
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from meshcomm.errors import CommError, text
-from meshcomm.runtime import exits
 from meshcomm.runtime.attendance import all_here
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
 from meshcomm.runtime.guard_board import GAVE_UP, LEAVING, MADE, REFUSED, Board, Entry, Group
 from meshcomm.runtime.guard_messages import Letters
-from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.guard_tasks import Begun, Queue, Task
 from meshcomm.runtime.protocol import Link, Note
 from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.said import Said, Words, axis_text, calls_text, fingerprint, place_of
@@ -103,11 +102,8 @@ class GuardedLink(WrappedLink):
         """A meeting apart from the calls: afterwards all count them alike, whatever has failed before, along this axis
         and all others on which only ranks of this one are.
         """
-        seconds, words = (
-            what.key[1],
-            Words(place_of(self.note.axis), "barrier", axis_text(self.note.axis), str(call_site())),
-        )
-        room = self.room
+        room, seconds, axis = self.room, what.key[1], self.note.axis
+        words = Words(place_of(axis), "barrier", axis_text(axis), str(call_site()))
         inside = [each for each in room.guard.rooms if set(each.group.ranks) <= set(room.group.ranks)]
         room.come_together(seconds, words)
         for each in inside:
@@ -132,7 +128,7 @@ class _Room:
         self._number = self._errors = self.void = 0
         self._lock = threading.Lock()
         self._words: dict[Any, Said] = {}
-        self._queue: _Queue | None = None
+        self._queue: Queue | None = None
 
     def said(self, note: Note, what: Primitive) -> Said:
         """Of this call; the same call at the same place in the program is put into words once."""
@@ -217,7 +213,7 @@ class _Room:
     def later(self, said: Said, what: Primitive) -> _Deferred:
         """Agree and begin when those before have."""
         if self._queue is None:
-            self._queue = _Queue()
+            self._queue = Queue()
         turn, inference = self.next(), torch.is_inference_mode_enabled()
 
         def begin() -> Any:
@@ -417,101 +413,15 @@ def _given_up(entries: Iterable[Entry]) -> str:
 # -------------------------------------------------------------------------------------------------------- for later
 
 
-class _Task:
-    """A call that begins on the group's thread."""
-
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        self.fn: Callable[[], Any] | None = fn
-        self.over = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.abandoned = False
-
-    def run(self) -> None:
-        assert self.fn is not None
-        try:
-            self.result = self.fn()
-        except BaseException as error:
-            self.error = error
-        self.fn = None
-        self.over.set()
-        if self.abandoned and isinstance(self.result, Pending):
-            self.result.abandon()
-
-
-class _Queue:
-    """A thread that begins one group's calls in order."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._left: list[_Task] = []
-        threading.Thread(target=self._live, name="meshcomm guard", daemon=True).start()
-
-    @property
-    def idle(self) -> bool:
-        """Whether all have begun."""
-        while self._left and self._left[0].over.is_set():
-            self._left.pop(0)
-        return not self._left
-
-    def put(self, fn: Callable[[], Any]) -> _Task:
-        """Call it after those before."""
-        task = _Task(fn)
-        _ = self.idle
-        self._left.append(task)
-        self._tasks.put(task)
-        return task
-
-    def drain(self, seconds: float) -> None:
-        """Wait for all of them, so long at most."""
-        end = time.monotonic() + seconds
-        for task in list(self._left):
-            task.over.wait(max(0.0, end - time.monotonic()))
-
-    def end(self) -> None:
-        """After what is in the queue."""
-        self._tasks.put(None)
-
-    def _live(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if exits.leaving():
-                return
-            task.run()
-            del task
-
-
-class _Deferred(Pending):
+class _Deferred(Begun):
     """A call on the group's thread, and then whatever its transport gives."""
 
-    __slots__ = ("_number", "_room", "_task")
+    __slots__ = ("_number", "_room")
 
-    def __init__(self, room: _Room, number: int, task: _Task) -> None:
-        self._room, self._number, self._task = room, number, task
+    def __init__(self, room: _Room, number: int, task: Task) -> None:
+        super().__init__(task)
+        self._room, self._number = room, number
 
-    def wait(self, timeout: float | None) -> Any:
-        """Until it has begun, and then until it is done."""
-        task, start = self._task, time.monotonic()
-        if not task.over.wait(LONG if timeout is None else min(LONG, timeout)):
-            with self._room.guard.program_waits(self._room.group, self._number):
-                left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
-                if not task.over.wait(left):
-                    raise TimedOutError("not all ranks have made the call")
-        if task.error is not None:
-            raise task.error
-        if isinstance(task.result, Pending):
-            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
-            task.result = task.result.wait(left)
-        return task.result
-
-    def done(self) -> bool:
-        """Whether a wait would return at once."""
-        task = self._task
-        if not task.over.is_set():
-            return False
-        return not isinstance(task.result, Pending) or task.result.done()
-
-    def abandon(self) -> None:
-        """It begins all the same, for the others."""
-        self._task.abandoned = True
-        if self._task.over.is_set() and isinstance(self._task.result, Pending):
-            self._task.result.abandon()
+    def waiting(self) -> AbstractContextManager[None]:
+        """The others may want to know."""
+        return self._room.guard.program_waits(self._room.group, self._number)

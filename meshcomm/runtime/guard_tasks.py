@@ -1,0 +1,123 @@
+"""What the guard begins on threads of its own, when the ranks agree, and the wait for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from meshcomm.runtime import exits
+from meshcomm.runtime.guard import LONG
+from meshcomm.runtime.pending import Pending, TimedOutError
+
+__all__ = ["Begun", "Queue", "Task"]
+
+
+class Task:
+    """A call that begins on the group's thread."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self.fn: Callable[[], Any] | None = fn
+        self.over = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+
+    def run(self) -> None:
+        """On the thread."""
+        assert self.fn is not None
+        try:
+            self.result = self.fn()
+        except BaseException as error:
+            self.error = error
+        self.fn = None
+        self.over.set()
+        if self.abandoned and isinstance(self.result, Pending):
+            self.result.abandon()
+
+
+class Queue:
+    """A thread that begins one group's calls in order."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._left: list[Task] = []
+        threading.Thread(target=self._live, name="meshcomm guard", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all have begun."""
+        while self._left and self._left[0].over.is_set():
+            self._left.pop(0)
+        return not self._left
+
+    def put(self, fn: Callable[[], Any]) -> Task:
+        """Call it after those before."""
+        task = Task(fn)
+        _ = self.idle
+        self._left.append(task)
+        self._tasks.put(task)
+        return task
+
+    def drain(self, seconds: float) -> None:
+        """Wait for all of them, so long at most."""
+        end = time.monotonic() + seconds
+        for task in list(self._left):
+            task.over.wait(max(0.0, end - time.monotonic()))
+
+    def end(self) -> None:
+        """After what is in the queue."""
+        self._tasks.put(None)
+
+    def _live(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if exits.leaving():
+                return
+            task.run()
+            del task
+
+
+class Begun(Pending):
+    """A task, and then whatever its transport gives."""
+
+    __slots__ = ("_task",)
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a long wait."""
+        return nullcontext()
+
+    def wait(self, timeout: float | None) -> Any:
+        """Until it has begun, and then until it is done."""
+        task, end = self._task, None if timeout is None else time.monotonic() + timeout
+        if not task.over.wait(LONG if timeout is None else min(LONG, timeout)):
+            with self.waiting():
+                if not task.over.wait(_left(end)):
+                    raise TimedOutError("not all ranks have made the call")
+        if task.error is not None:
+            raise task.error
+        if isinstance(task.result, Pending):
+            task.result = task.result.wait(_left(end))
+        return task.result
+
+    def done(self) -> bool:
+        """Whether a wait would return at once."""
+        task = self._task
+        if not task.over.is_set():
+            return False
+        return not isinstance(task.result, Pending) or task.result.done()
+
+    def abandon(self) -> None:
+        """It begins all the same, for the others."""
+        self._task.abandoned = True
+        if self._task.over.is_set() and isinstance(self._task.result, Pending):
+            self._task.result.abandon()
+
+
+def _left(end: float | None) -> float | None:
+    return None if end is None else max(0.0, end - time.monotonic())
