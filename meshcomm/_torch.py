@@ -256,7 +256,12 @@ def watch_functions(watch: Callable[..., Any]) -> None:
     """From now on ``MyFunction.apply(...)`` is ``watch(MyFunction, torch's own apply, args, kwargs)``: modes do not see
     the call, and autograd takes ``backward`` on trust.
     """
-    own = torch.autograd.Function.__dict__["apply"].__func__
+    descriptor = torch.autograd.Function.__dict__["apply"]
+
+    def bound(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return descriptor.__get__(None, cls)(*args, **kwargs)
+
+    own = getattr(descriptor, "__func__", bound)  # since torch 2.15 it is written in C, and there is no function
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return watch(cls, own, args, kwargs)
