@@ -266,6 +266,7 @@ def watch_functions(watch: Callable[..., Any]) -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return watch(cls, own, args, kwargs)
 
+    apply.__wrapped__ = descriptor  # type: ignore[attr-defined]  # as functools.wraps does
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
 
 

@@ -14,7 +14,6 @@ import gc
 import io
 import pickle
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -620,15 +619,16 @@ def test_mark_varying_refuses() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
-bound_before = types.MethodType(
-    next(
-        (cell.cell_contents for cell in getattr(torch.autograd.Function.__dict__["apply"].__func__, "__closure__", None) or ()
-         if callable(cell.cell_contents) and getattr(cell.cell_contents, "__name__", "") == "apply"),
-        torch.autograd.Function.__dict__["apply"].__func__,
-    ),
-    Scale,
-)  # fmt: skip
-"""``Scale.apply`` as it was before any check."""
+
+def apply_before(cls: Any) -> Any:
+    """``cls.apply`` as it was before any check."""
+    descriptor = torch.autograd.Function.__dict__["apply"]
+    while hasattr(hook := getattr(descriptor, "__func__", None), "__wrapped__"):
+        descriptor = hook.__wrapped__
+    return descriptor.__get__(None, cls)
+
+
+bound_before = apply_before(Scale)
 bound_to_c: Any = super(torch.autograd.Function, Scale).apply
 
 
