@@ -287,13 +287,17 @@ UNGUARDED = "\nprint(run_processes(main, 2, (sys.argv[1],), timeout=60))\n"
 LEFT_OPEN = GUARDED + "    pool = WorkerPool(2, timeout=60)\n    print(pool.run(main, sys.argv[1] + '/pool'))\n"
 
 
-def start(tmp_path: Path, body: str, *more: str) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path, body: str, *more: str, interrupts: signal.Handlers = signal.SIG_DFL
+) -> subprocess.Popen[str]:
+    """``interrupts``: how it takes SIGINT when it begins, however the tests were started."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + body)
     return subprocess.Popen(
         [sys.executable, str(script), str(tmp_path), *more],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupts),
     )  # fmt: skip
 
 
@@ -356,3 +360,18 @@ def test_no_orphans_when_the_parent_is_ended(tmp_path: Path) -> None:
         assert gone(pids), number
         assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT), err
         assert err.count("Traceback") == (1 if number == signal.SIGINT else 0), err
+
+
+@pytest.mark.timeout(180)
+def test_who_was_started_to_ignore_interrupts_does(tmp_path: Path) -> None:
+    """A job in the background: the terminal's Ctrl-C, which goes to all, is not meant for it, nor for its workers."""
+    process = start(tmp_path, GUARDED, "sleep", interrupts=signal.SIG_IGN)
+    pids = wait_for_pids(process, tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    assert {state(pid) for pid in pids}.isdisjoint("ZX")
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+    assert gone(pids)

@@ -491,15 +491,12 @@ class _Wait:
             box, neighbour = mail.box(i), mail.neighbours[i]
             assert neighbour is not None
             who = f"rank {self._call.link.ranks[i]}, process {neighbour.pid}"
-            if neighbour.is_gone():
-                self._gone[i] = f"index {i} has ended ({who})" + self._why(i)
-            elif box is not None and box.state() != HERE:
-                self._gone[i] = f"index {i} has left the group ({who})" + self._why(i)
-
-    def _why(self, i: int) -> str:
-        """What it has said."""
-        found = peers.reason(self._call.link.ranks[i])
-        return f": {found}" if found else ""
+            ended = neighbour.is_gone()
+            if ended or (box is not None and box.state() != HERE):
+                why = peers.reason(self._call.link.ranks[i])
+                # Who has said why has left, whether or not its process has come to its end meanwhile.
+                how = "has ended" if ended and not why else "has left the group"
+                self._gone[i] = f"index {i} {how} ({who})" + (f": {why}" if why else "")
 
 
 class Reading(Pending):
