@@ -8,7 +8,8 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from meshcomm.errors import fail
-from meshcomm.runtime import workers, world
+from meshcomm.runtime import devices, workers, world
+from meshcomm.runtime.request import duration, switch
 from meshcomm.runtime.scheduler import World, current_rank
 
 __all__ = ["launch"]
@@ -29,6 +30,7 @@ def launch(
     runtime: str = "in-process",
     backend: str | None = None,
     timeout: float | timedelta | None = None,
+    guard: bool | None = None,
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on every rank and give what it returns on each.
 
@@ -46,15 +48,19 @@ def launch(
             torch computes with one thread they share one core, which what a rank starts inherits.
             "processes": one process per rank on this machine, on loopback; ``fn``, its arguments and results are
             pickled.
-        backend: of the processes; gloo or the accelerator's own by default.
-        timeout: in seconds, of the processes: for the whole run, and for each collective within.
+        backend: of the processes, as in ``init``; in-process nothing depends on it.
+        timeout: in seconds, or a timedelta: for the whole run, and of processes for each collective within. In-process
+            the run ends at its first collective after that.
+        guard: of the processes, as in ``init``: whether they compare their calls. Ranks of one process always do.
+
+        Where the ranks are there already, these three go to ``init``, whose time-out is that of each collective.
 
     Returns: the results in order of rank; ``[result]`` on a rank.
 
     Raises:
         MeshError: ``ranks`` that is no positive int, is more than 10 000 or differs from the launcher's; an unknown
-            runtime; arguments that belong to the other runtime.
-        CommError: a deadlock, different calls on ranks of one axis; a process that failed or took too long.
+            runtime or backend; a backend, time-out or guard other than that of the ranks that are there already.
+        CommError: a deadlock, different calls on ranks of one axis; a process that failed; a run that took too long.
         Exception: in-process, whatever a rank raised, with its traceback; the other ranks are ended.
 
     Example:
@@ -80,7 +86,8 @@ def launch(
         )
     if runtime not in ("in-process", "processes"):
         fail("launch", f"no runtime {runtime!r}.", fix="'in-process' or 'processes'")
-    present = _ranks_present()
+    limit, guard = duration("launch", timeout), switch("launch", "guard", guard)
+    present = _ranks_present(backend, limit, guard)
     if present is not None:
         if present != ranks:
             fail(
@@ -91,24 +98,28 @@ def launch(
             )
         return [fn(*args, **(kwargs or {}))]
     if runtime == "processes":
-        if isinstance(timeout, timedelta):
-            timeout = timeout.total_seconds()
-        return workers.run_processes(fn, ranks, tuple(args), dict(kwargs or {}), backend=backend, timeout=timeout)
-    if backend is not None or timeout is not None:
-        fail(
-            "launch",
-            "backend= and timeout= are for runtime='processes'.",
-            fix="leave them out: no rank waits in vain in-process",
+        return workers.run_processes(
+            fn, ranks, tuple(args), dict(kwargs or {}), backend=backend, timeout=limit, guard=guard
         )
-    return World(ranks).run(lambda: fn(*args, **(kwargs or {})))
+    devices.choose_backend(backend, "launch")
+    return World(ranks, limit).run(lambda: fn(*args, **(kwargs or {})))
 
 
-def _ranks_present() -> int | None:
-    """How many ranks there are, where this process is one of them."""
+def _ranks_present(backend: str | None, limit: timedelta | None, guard: bool | None) -> int | None:
+    """How many ranks there are, where this process is one of them: with this backend, time-out and guard."""
     inside = current_rank()
     if inside is not None:
+        devices.choose_backend(backend, "launch")
+        if limit not in (None, inside.world.limit):
+            fail(
+                "launch",
+                f"timeout={limit}, but the ranks are running already, with {inside.world.limit}.",
+                fix="leave it out, or give it to the launch that started them",
+            )
         return inside.world.size
     if not world.under_launcher():
         return None
+    if any(given is not None for given in (backend, limit, guard)):
+        world.init(backend=backend, timeout=limit, guard=guard)
     here = world.ensure()
     return None if here is None else here.size

@@ -506,7 +506,10 @@ LAUNCH: list[tuple[str, Callable[[], Any], str]] = [
     ("kwargs that are no names", lambda: mc.launch(print, 2, (), {1: 2}), r".*kwargs=\{1: 2\} are not a sequence and a mapping"),
     ("no such runtime", lambda: mc.launch(print, ranks=2, runtime="threads"), r"no runtime 'threads'[\s\S]*'in-process' or 'processes'"),
     ("a runtime that is None", lambda: mc.launch(print, ranks=2, runtime=None), r"no runtime None"),
-    ("a backend in-process", lambda: mc.launch(print, ranks=2, backend="gloo"), r"backend= and timeout= are for runtime='processes'"),
+    ("no such backend", lambda: mc.launch(print, ranks=2, backend="pigeon"), r"backend 'pigeon' is not available"),
+    ("a backend that is no text", lambda: mc.launch(print, ranks=2, backend=3), r"backend must be a string"),
+    ("a time-out of text", lambda: mc.launch(print, ranks=2, timeout="3"), r"timeout must be a positive number"),
+    ("a guard of 1", lambda: mc.launch(print, ranks=2, guard=1), r"guard must be True, False or None"),
     ("a time-out of NaN", lambda: mc.launch(print, ranks=2, runtime="processes", timeout=nan), r"timeout must be a positive number"),
     ("a function that cannot be sent", lambda: mc.launch(lambda: 1, ranks=2, runtime="processes"), r".* cannot be sent to other processes"),
 ]  # fmt: skip

@@ -507,9 +507,11 @@ LAUNCHES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mc.launch(print, ranks=2, runtime="threads"), r"no runtime 'threads'[\s\S]*'in-process' or 'processes'",
     ),
     "backend in-process": (
-        lambda: mc.launch(print, ranks=2, backend="gloo"), r"backend= and timeout= are for runtime='processes'",
+        lambda: mc.launch(print, ranks=2, backend="carrier-pigeon"),
+        r"^meshcomm.launch: backend 'carrier-pigeon' is not available",
     ),
-    "timeout in-process": (lambda: mc.launch(print, ranks=2, timeout=3), r"are for runtime='processes'"),
+    "timeout in-process": (lambda: mc.launch(print, ranks=2, timeout=-3), r"timeout must be a positive number"),
+    "guard in-process": (lambda: mc.launch(print, ranks=2, guard=1), r"guard must be True, False or None"),
     "mesh larger than the launch": (
         lambda: mc.launch(lambda: mc.make_mesh({"a": 4}), ranks=2),
         r"^meshcomm.make_mesh: the sizes do not agree: the mesh needs 4 ranks, mc.launch started 2",

@@ -287,9 +287,7 @@ UNGUARDED = "\nprint(run_processes(main, 2, (sys.argv[1],), timeout=60))\n"
 LEFT_OPEN = GUARDED + "    pool = WorkerPool(2, timeout=60)\n    print(pool.run(main, sys.argv[1] + '/pool'))\n"
 
 
-def start(
-    tmp_path: Path, body: str, *more: str, interrupts: signal.Handlers = signal.SIG_DFL
-) -> subprocess.Popen[str]:
+def start(tmp_path: Path, body: str, *more: str, interrupts: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen[str]:
     """``interrupts``: how it takes SIGINT when it begins, however the tests were started."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + body)

@@ -72,7 +72,7 @@ def backends() -> list[str]:
     return [name for name in known if dist.is_backend_available(name)]
 
 
-def choose_backend(requested: str | None) -> tuple[str, str]:
+def choose_backend(requested: str | None, where: str = "init") -> tuple[str, str]:
     """(backend for torch, device type of the ranks).
 
     The CPU's backend is always among them, so that CPU tensors have a way.
@@ -81,7 +81,7 @@ def choose_backend(requested: str | None) -> tuple[str, str]:
     if requested is None:
         return (f"cpu:{_CPU_BACKEND},{found[0]}:{found[1]}", found[0]) if found else (_CPU_BACKEND, "cpu")
     if not isinstance(requested, str):
-        fail("init", "backend must be a string.", got=repr(requested), fix="backend='gloo', or None to choose")
+        fail(where, "backend must be a string.", got=repr(requested), fix="backend='gloo', or None to choose")
     if ":" in requested:
         types = types_of(requested)
         return requested, found[0] if found and found[0] in types else "cpu"
@@ -92,12 +92,12 @@ def choose_backend(requested: str | None) -> tuple[str, str]:
     if not dist.is_backend_available(requested):
         usable = [_CPU_BACKEND] + ([found[1]] if found else [])
         fail(
-            "init", f"backend {requested!r} is not available on this machine.", got=f"here: {', '.join(usable)}",
+            where, f"backend {requested!r} is not available on this machine.", got=f"here: {', '.join(usable)}",
             fix="backend=None chooses",
         )  # fmt: skip
     if requested == "nccl":
         fail(
-            "init",
+            where,
             "backend 'nccl' needs a GPU, and none is visible here.",
             fix="backend='gloo' puts all ranks on the CPU",
         )

@@ -294,11 +294,11 @@ class Guard:
 
     def gone(self, rank: int, status: Status) -> str:
         """Why a rank will make no more calls."""
-        reason = self._ended(rank)
-        if status.left and not reason:
-            why = peers.reason(rank)
-            return f"has left the group: {why}" if why else "has left the group"
-        return reason
+        ended = self._ended(rank)
+        if not ended and not status.left:
+            return ""
+        why = peers.reason(rank)
+        return f"has left the group: {why}" if why else ended or "has left the group"
 
     def _has_news(self, rank: int, status: Status) -> bool:
         return status.failures - self.failures > self._acknowledged.get(rank, 0)

@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from meshcomm.errors import fail
 from meshcomm.runtime.launchers import CHOICES, LOOPBACK, Launcher
 
-__all__ = ["GUARD", "Request", "duration", "guard_wanted", "host_port"]
+__all__ = ["GUARD", "Request", "duration", "guard_wanted", "host_port", "switch"]
 
 GUARD = "MESHCOMM_GUARD"
 """The variable of the environment that is 1 where ranks shall compare their calls."""
@@ -58,7 +58,7 @@ class Request:
             store,
             _count("port", port, 1, 65535),
             duration("init", timeout),
-            _switch("guard", guard),
+            switch("init", "guard", guard),
         )
         request._check_together()
         return request
@@ -115,9 +115,10 @@ def _count(name: str, value: int | None, low: int, high: int | None = None) -> i
     return value
 
 
-def _switch(name: str, value: bool | None) -> bool | None:
+def switch(where: str, name: str, value: bool | None) -> bool | None:
+    """An argument that is on, off, or left to others."""
     if value is not None and not isinstance(value, bool):
-        fail("init", f"{name} must be True, False or None.", got=repr(value))
+        fail(where, f"{name} must be True, False or None.", got=repr(value))
     return value
 
 

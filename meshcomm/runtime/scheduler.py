@@ -9,14 +9,16 @@ import contextlib
 import contextvars
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, fail
+from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.randomstate import RandomState
 
@@ -101,8 +103,11 @@ class Rank:
 class World:
     """All ranks of one launch."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, limit: timedelta | None = None) -> None:
+        """``limit``: how long a run may last."""
         seed = torch.initial_seed()
+        self.limit = limit
+        self._end: float | None = None
         self.size = size
         self.shared: dict[Any, Any] = {}
         self.ranks = [Rank(self, index, seed) for index in range(size)]
@@ -135,6 +140,8 @@ class World:
                 got="a call from another thread",
                 fix="one launch at a time: random states and others are global to the process",
             )
+        if self.limit is not None:
+            self._end = time.monotonic() + self.limit.total_seconds()
         outside, anomaly = RandomState(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         try:
             with _torch.forward_ad_shared():
@@ -169,9 +176,14 @@ class World:
     # ------------------------------------------------------------------------------------------- for the ranks
 
     def check(self) -> None:
-        """End this rank if another one has failed."""
+        """End this rank if another one has failed, or if the time is up."""
         if self.cancelled:
             raise _Cancelled
+        if self._end is not None and time.monotonic() > self._end:
+            assert self.limit is not None
+            what = f"the run did not end within {self.limit.total_seconds():g} s."
+            fix = "give a longer timeout=, or look for a loop without an end"
+            raise CommError(text("launch", what, got="\n" + self._report(), fix=fix))
 
     def wait(
         self,

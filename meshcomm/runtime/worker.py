@@ -36,6 +36,7 @@ class Plan:
     ranks: int
     port: int
     backend: str | None
+    guard: bool | None
     timeout: timedelta
     environ: dict[str, str]
 
@@ -120,7 +121,9 @@ def _end_with_parent() -> None:
 
 def _join(plan: Plan) -> None:
     store = rendezvous.tcp_store(rendezvous.LOOPBACK, plan.port, serve=False, timeout=plan.timeout)
-    world.init(store=store, rank=plan.rank, world_size=plan.ranks, backend=plan.backend, timeout=plan.timeout)
+    world.launched_as(
+        store=store, rank=plan.rank, world_size=plan.ranks, backend=plan.backend, timeout=plan.timeout, guard=plan.guard
+    )
 
 
 def _perform(task: bytes) -> Any:

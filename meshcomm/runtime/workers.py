@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from meshcomm.errors import CommError, MeshError, fail, text
 from meshcomm.runtime import peers, rendezvous, worker, world
-from meshcomm.runtime.request import duration
+from meshcomm.runtime.request import duration, switch
 from meshcomm.runtime.worker import Answer, Plan, serve, unpack
 
 __all__ = ["WorkerPool", "run_processes"]
@@ -51,6 +51,7 @@ def run_processes(
     *,
     backend: str | None = None,
     timeout: float | timedelta | None = None,
+    guard: bool | None = None,
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on ``ranks`` new processes of this machine; the results in order of rank.
 
@@ -61,6 +62,7 @@ def run_processes(
         kwargs: keyword arguments, equal on every rank.
         backend: as in ``init``.
         timeout: seconds (or a timedelta) for everything, starting included; None: no limit but that of each collective.
+        guard: as in ``init``.
 
     Raises:
         MeshError: what cannot be pickled, named; more ranks than the accelerators can take.
@@ -70,7 +72,7 @@ def run_processes(
     task = _pack(fn, args, kwargs or {})
     limit = duration("launch", timeout)
     deadline = _deadline(limit)
-    crew = _Crew(ranks, backend, limit)
+    crew = _Crew(ranks, backend, limit, guard)
     try:
         crew.start(deadline)
         answers = crew.work(task, deadline, _PROMPT)
@@ -88,10 +90,17 @@ class WorkerPool:
     workers. A context manager; without one the workers end with this object, or with this process.
     """
 
-    def __init__(self, ranks: int, *, backend: str | None = None, timeout: float | timedelta | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        backend: str | None = None,
+        timeout: float | timedelta | None = None,
+        guard: bool | None = None,
+    ) -> None:
         """``timeout``: seconds for each run; workers start at the first."""
         self.ranks = ranks
-        self._backend, self._timeout = backend, duration("launch", timeout)
+        self._backend, self._timeout, self._guard = backend, duration("launch", timeout), guard
         self._lock = threading.Lock()
         self._crews: list[_Crew] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._crews)
@@ -112,7 +121,7 @@ class WorkerPool:
 
     def _ready(self, deadline: float | None) -> _Crew:
         if not self._crews:
-            crew = _Crew(self.ranks, self._backend, self._timeout)
+            crew = _Crew(self.ranks, self._backend, self._timeout, self._guard)
             self._crews.append(crew)
             crew.start(deadline)
         return self._crews[0]
@@ -209,10 +218,10 @@ def _context() -> ForkServerContext | SpawnContext:
 class _Crew:
     """One process per rank, a pipe to each, and the store in which they meet."""
 
-    def __init__(self, ranks: int, backend: str | None, limit: timedelta | None) -> None:
+    def __init__(self, ranks: int, backend: str | None, limit: timedelta | None, guard: bool | None) -> None:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             fail("launch", "ranks must be a positive int.", got=repr(ranks))
-        self._ranks, self._backend = ranks, backend
+        self._ranks, self._backend, self._guard = ranks, backend, switch("launch", "guard", guard)
         # A collective does not wait longer than the run may last.
         self._limit = limit
         self._timeout = world.DEFAULT_TIMEOUT if limit is None else min(world.DEFAULT_TIMEOUT, limit)
@@ -224,7 +233,9 @@ class _Crew:
         context = _context()
         self._store = rendezvous.loopback_server(self._timeout)
         for rank in range(self._ranks):
-            plan = Plan(rank, self._ranks, self._store.port, self._backend, self._timeout, dict(os.environ))
+            plan = Plan(
+                rank, self._ranks, self._store.port, self._backend, self._guard, self._timeout, dict(os.environ)
+            )
             mine, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, plan), name=f"meshcomm-rank-{rank}")
             self._pipes.append(mine)

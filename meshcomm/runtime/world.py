@@ -36,6 +36,7 @@ __all__ = [
     "gloo_on_cpu",
     "init",
     "is_met",
+    "launched_as",
     "meeting_number",
     "neighbours_of",
     "on_shutdown",
@@ -82,6 +83,9 @@ class _State:
 
 _lock = threading.RLock()
 _state: _State | None = None
+_launched: Request | None = None
+"""What ``launch`` had this process ask for when it started it: asking again begins anew, among the same processes."""
+_begun_again = 0
 _callbacks: list[Callable[[], Callable[[], object] | None]] = []
 
 
@@ -117,7 +121,7 @@ def under_launcher() -> bool:
     """Is this process one rank of a launch: a launcher's variables are set, or a process group is initialised?"""
     if dist.is_initialized():
         return not _is_solo()
-    return detect(os.environ) is not None
+    return _launched is not None or detect(os.environ) is not None
 
 
 def is_met() -> bool:
@@ -202,11 +206,32 @@ def init(
                 dumps.listen(_state.world.rank, _state.world.size)
 
 
+def launched_as(**given: Any) -> None:
+    """``init``, in a process that ``launch`` has started; later calls of ``init`` without a place are among the same
+    processes.
+    """
+    global _launched
+    init(**given)
+    _launched = Request(**given)
+
+
+def _as_launched(request: Request) -> Request:
+    """What is asked for, with what ``launch`` knows of this process."""
+    global _begun_again
+    if _launched is None or request.explicit or request.launcher is not None or request.port is not None:
+        return request
+    _begun_again += 1  # alike on all ranks, as are their calls of shutdown
+    given = {**_launched.given(), **request.given()}
+    given["store"] = PrefixStore(f"begun again {_begun_again}", given["store"])
+    return Request(**given)
+
+
 def _begin(request: Request) -> None:
     global _state
     if dist.is_initialized():
         _state = _adopt(request)
         return
+    request = _as_launched(request)
     found = detect(os.environ, request.launcher) if request.rank is None else None
     if request.explicit:
         _start(request.who(found), request)
@@ -241,7 +266,8 @@ def _same_or_fail(state: _State, request: Request) -> None:
             "init",
             f"already initialised otherwise: {', '.join(shown)}.",
             got=", ".join(f"{k}={v!r} (now {facts.get(k, 'not given')!r})" for k, v in shown.items()) + f"; {now}",
-            fix="call mc.shutdown() first, or leave the arguments out",
+            fix=("give them to mc.launch" if _launched is not None else "leave the arguments out")
+            + ", or call mc.shutdown() first, on every rank",
         )
 
 

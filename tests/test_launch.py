@@ -1,0 +1,129 @@
+"""launch: the same arguments on both runtimes and under a launcher, and starting anew in a process that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm as mc
+from meshcomm.runtime import world
+
+LIMIT = 60.0
+
+
+def total() -> float:
+    return mc.all_reduce(torch.ones(()), "a", mesh=mc.make_mesh({"a": -1})).item()
+
+
+def facts() -> tuple[float, bool, float]:
+    total()
+    here = world.current()
+    assert here is not None
+    return here.size, here.guard, here.timeout.total_seconds()
+
+
+# ---------------------------------------------------------------------------------------------------------- in-process
+
+
+@pytest.mark.parametrize("given", [{"backend": "gloo"}, {"timeout": 50}, {"guard": False}, {"guard": True}])
+def test_arguments_of_processes_are_taken_in_process_too(given: dict[str, Any]) -> None:
+    assert mc.launch(total, ranks=2, **given) == [2.0, 2.0]
+    assert mc.launch(total, ranks=2, timeout=timedelta(seconds=50), backend="gloo", guard=False) == [2.0, 2.0]
+
+
+def without_end() -> None:
+    mesh = mc.make_mesh({"a": 2})
+    while True:
+        mc.all_reduce(torch.ones(()), "a", mesh=mesh)
+        time.sleep(0.01)
+
+
+def works_without_end() -> None:
+    mesh = mc.make_mesh({"a": 2})
+    if mesh.rank == 0:
+        while True:
+            mc.shift(torch.ones(()), "a", wrap=False, mesh=mesh, async_op=True).wait()
+            time.sleep(0.01)
+    while True:
+        mc.shift(torch.ones(()), "a", wrap=False, mesh=mesh)
+
+
+def catches() -> None:
+    for _ in range(3):
+        with contextlib.suppress(mc.CommError):
+            without_end()
+    without_end()
+
+
+@pytest.mark.parametrize("fn", [without_end, works_without_end, catches])
+def test_a_run_in_one_process_ends_at_a_collective_when_its_time_is_up(fn: Any) -> None:
+    with pytest.raises(mc.CommError, match=r"(?s)^meshcomm.launch: the run did not end within 0.2 s.*rank 1.*fix: "):
+        mc.launch(fn, ranks=2, timeout=0.2)
+    assert mc.launch(total, ranks=2) == [2.0, 2.0]
+
+
+def test_a_deadlock_does_not_wait_for_the_time_out() -> None:
+    with pytest.raises(mc.CommError, match="deadlock"):
+        mc.launch(lambda: mc.make_mesh({"a": 2}).rank or total(), ranks=2, timeout=1e6)
+
+
+def nested() -> list[Any]:
+    found = mc.launch(total, ranks=2, timeout=50, guard=False, backend="gloo")
+    with pytest.raises(mc.MeshError, match=r"(?s)timeout=.*but the ranks are running already, with .*leave it out"):
+        mc.launch(total, ranks=2, timeout=40)
+    return found
+
+
+def test_inside_a_rank_they_are_those_of_the_launch() -> None:
+    assert mc.launch(nested, ranks=2, timeout=50) == [[2.0], [2.0]]
+
+
+# ------------------------------------------------------------------------------------------------------ under a launcher
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One process of one, as torchrun would start it."""
+    mc.shutdown()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    mc.shutdown()
+
+
+@pytest.mark.usefixtures("launched")
+def test_under_a_launcher_they_go_to_init() -> None:
+    assert mc.launch(facts, ranks=1, timeout=50, guard=True, backend="gloo") == [(1, True, 50.0)]
+    assert mc.launch(facts, ranks=1, timeout=50, guard=True) == [(1, True, 50.0)]
+    for given in ({"timeout": 40}, {"guard": False}, {"backend": "fake"}):
+        with pytest.raises(mc.MeshError, match="already initialised otherwise"):
+            mc.launch(facts, ranks=1, **given)
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def refused_and_begun_again() -> list[Any]:
+    before = facts()
+    with pytest.raises(
+        mc.MeshError, match=r"(?s)already initialised otherwise: guard.*give them to mc.launch, or call"
+    ):
+        mc.init(guard=not before[1])
+    mc.shutdown()
+    without = total()  # as it was asked for by launch
+    mc.shutdown()
+    mc.init(guard=not before[1])
+    return [before, without, facts(), mc.launch(total, ranks=2)]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("guard", [True, False])
+def test_processes_take_the_guard_and_may_begin_again(guard: bool) -> None:
+    found = mc.launch(refused_and_begun_again, ranks=2, runtime="processes", guard=guard, timeout=LIMIT)
+    assert found == [[(2, guard, LIMIT), 2.0, (2, not guard, LIMIT), [2.0]]] * 2
