@@ -1090,7 +1090,6 @@ def test_what_is_wrong_is_said_on_every_rank() -> None:
         ("ignore: 'nope' matches nothing", lambda: fully_shard(model(), "fsdp", grads="sum", ignore=["nope"], mesh=mesh)),
         ("whole: 'nope' matches nothing", lambda: fully_shard(model(), "fsdp", grads="sum", whole=["nope"], mesh=mesh)),
         ("methods: 'nope' matches nothing", lambda: fully_shard(model(), "fsdp", grads="sum", methods=["nope"], mesh=mesh)),
-        ("is a LSTM", lambda: fully_shard(nn.LSTM(2, 2), "fsdp", grads="sum", mesh=mesh)),
         ("is not sharded", lambda: counts(model())),
         ("is not sharded", lambda: clip_grad_norm(model(), 1.0)),
         ("is sharded already", lambda: fully_shard(fully_shard(model(), "fsdp", grads="sum", mesh=mesh), "fsdp", grads="sum", mesh=mesh)),

@@ -146,6 +146,7 @@ class Group:
             shard.dtype == self._dtype and shard.device == policy.device and shard.numel() == self.layout.chunk
         )
         self._nbytes = self.layout.total * self._dtype.itemsize
+        self._is_elsewhere = not any(length for _, length in self.places)
 
     # -------------------------------------------------------------------------------------------- parameters
 
@@ -158,7 +159,11 @@ class Group:
         for param, address in self._addresses:
             if param.data_ptr() != address:
                 self._make_again()
-                break
+                return self.shard
+        if self._is_elsewhere:  # what is empty has no address
+            first = self._addresses[0][0]
+            if first.dtype != self.shard.dtype or first.device != self.shard.device:
+                self._make_again()
         return self.shard
 
     def is_swapped(self) -> bool:

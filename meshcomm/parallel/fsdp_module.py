@@ -19,6 +19,7 @@ from meshcomm.collectives.one_rank import scatter
 from meshcomm.collectives.reduce import broadcast
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel import recurrent
 from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.fsdp_groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp_state import all_matched
@@ -70,7 +71,9 @@ def fully_shard(
         grads: "sum": gradients are summed, for a loss that you reduce over the ranks (the library's rule). "mean": they
             are averaged over the ranks, for a local loss, as FSDP2 has it.
         units: the submodules that are gathered each by itself: patterns of their names such as "blocks.*", classes, or
-            the modules. None: the items of every ModuleList that is in no other one.
+            the modules. What has no forward (a ModuleList, a ModuleDict) stands for its items, and so does a Sequential
+            that is not in a list. None: the items of every ModuleList that is in no other one and is not named experts:
+            a unit must run on all ranks or on none.
         replica_axis: ranks along it keep equal shards (HSDP), and gradients are reduced over it after ``axis``.
         param_dtype: parameters are gathered and used in this dtype, and floating inputs of units are cast to it;
             shards, gradients and the optimiser keep their own.
@@ -143,10 +146,7 @@ def fully_shard(
         if is_sharded(part):
             fail(where, f"{part_name or 'the module'!r} is sharded already.", fix="name the parts that are gathered by"
                  " themselves with units=, and call fully_shard once")  # fmt: skip
-        if isinstance(part, nn.RNNBase):
-            fail(where, f"{part_name!r} is a {type(part).__name__}, which keeps a list of its parameters.",
-                 fix="exclude it with ignore=, or use cells")  # fmt: skip
-    chosen = _chosen(module, units)
+    chosen = _chosen(module, units, methods)
     all_matched(where, "whole", kept_whole, chosen)
     known = {name for name in methods if any(hasattr(part, str(name)) for part in chosen.values())}
     all_matched(where, "methods", methods, known)
@@ -170,6 +170,9 @@ def fully_shard(
         unit = Unit(owner, name, part, made[name], regather and part is not module)
         owner.units.append(unit)
         _attach(unit, part, methods)
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            recurrent.follow(part)
     register(module, owner)
     return module
 
@@ -181,7 +184,7 @@ def _device(module: nn.Module, axis: Axis) -> torch.device:
     return next((param.device for param in module.parameters() if not param.is_meta), axis.mesh.device)
 
 
-def _chosen(module: nn.Module, units: Iterable[Choice] | None) -> dict[str, nn.Module]:
+def _chosen(module: nn.Module, units: Iterable[Choice] | None, methods: Collection[str]) -> dict[str, nn.Module]:
     """The units by name, the module itself first."""
     found: dict[str, nn.Module] = {"": module}
     if units is None:
@@ -190,9 +193,11 @@ def _chosen(module: nn.Module, units: Iterable[Choice] | None) -> dict[str, nn.M
     where = "fully_shard"
     if not isinstance(units, (str, type, nn.Module, Iterable)):
         fail(where, f"units={units!r} is not a list of parts.", fix='patterns such as "blocks.*", classes or modules')
+    if isinstance(units, nn.Sequential):  # the parts of a list, not a list of parts that are one
+        units = list(units)
     choices = [units] if isinstance(units, (str, type, nn.Module)) else list(units)
     named = {name: part for name, part in module.named_modules() if name}
-    picked: set[str] = set()
+    picked: set[nn.Module] = set()
     for choice in choices:
         if isinstance(choice, str):
             fits = {name for name in named if fnmatchcase(name, choice) and name.count(".") == choice.count(".")}
@@ -203,18 +208,38 @@ def _chosen(module: nn.Module, units: Iterable[Choice] | None) -> dict[str, nn.M
         if not fits:
             fail(where, f"units: {choice if isinstance(choice, (str, type)) else type(choice).__name__!r} is no part "
                  "of the module.", got=f"parts {names(list(named)[:8])}")  # fmt: skip
-        picked |= fits
-    found.update({name: part for name, part in named.items() if name in picked})
+        for name in fits:
+            items = _items(named[name], methods)
+            if not items:
+                fail(where, f"units: {name!r} has no forward, and no part that has.", fix="a part that is called")
+            picked |= items
+    found.update({name: part for name, part in named.items() if part in picked})
     return found
+
+
+def _items(part: nn.Module, methods: Collection[str]) -> set[nn.Module]:
+    """What is called of it: itself or, of a container, which has no forward, the items, and theirs."""
+    if _is_called(part) or any(callable(getattr(part, name, None)) for name in methods):
+        return {part}
+    return {each for child in part.children() for each in _items(child, methods)}
+
+
+def _is_called(part: nn.Module) -> bool:
+    forward = getattr(part.forward, "__func__", part.forward)
+    return forward is not nn.Module.forward
 
 
 def _items_of_lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList) and "expert" in name.lower():
+            continue  # a rank may call some of them and not others: they are gathered with who calls them
         if not isinstance(module, nn.ModuleList):
             found.update(_items_of_lists(child, f"{prefix}{name}."))
-        elif next(child.parameters(), None) is not None:
-            found[f"{prefix}{name}"] = child
+        else:
+            called = {each for each in _items(child, ()) if next(each.parameters(), None) is not None}
+            inside = child.named_modules(prefix=f"{prefix}{name}")
+            found.update({path: part for path, part in inside if part in called})
     return found
 
 
@@ -242,7 +267,7 @@ def _owned(module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[s
             if part not in doors:
                 doors[part] = Door(_torch.own_parameters(part))
             slot = slots.setdefault(param, Slot(full, param, []))
-            if (doors[part], name) not in slot.sites:
+            if not any(door is doors[part] and site == name for door, site in slot.sites):  # tables may look equal
                 slot.sites.append((doors[part], name))
             chains.setdefault(param, []).append(chain)
         for name, child in part.named_children():
