@@ -40,6 +40,7 @@ __all__ = [
     "functorch_active",
     "has_sequence_numbers",
     "in_graph",
+    "leaves_of_graph",
     "let_into_graph",
     "new_group",
     "outside_transforms",
@@ -58,6 +59,7 @@ __all__ = [
     "unwrapped",
     "version_of",
     "view_again",
+    "watch_backward",
     "watch_functions",
     "without_modes",
 ]
@@ -213,6 +215,48 @@ def set_sequence_number(node: Any, number: int) -> None:
     """Have autograd run ``node``, when ready, before nodes with lower numbers; without that call nothing changes."""
     if has_sequence_numbers():
         node._set_sequence_nr(number)
+
+
+@contextlib.contextmanager
+def watch_backward(watch: Callable[[Sequence[Any], Sequence[Any], bool], object]) -> Iterator[None]:
+    """While this is open, call ``watch(roots, inputs, whether leaves accumulate)`` before each pass of autograd;
+    without the function that starts them, nothing is called.
+    """
+    start: Any = getattr(torch.autograd, "_engine_run_backward", None)
+    if start is None:
+        yield
+        return
+
+    def watched(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        watch(roots, args[3] if len(args) > 3 else (), kwargs.get("accumulate_grad", False))
+        return start(roots, *args, **kwargs)
+
+    engine: Any = torch.autograd
+    engine._engine_run_backward = watched
+    try:
+        yield
+    finally:
+        engine._engine_run_backward = start
+
+
+def leaves_of_graph(roots: Sequence[Any]) -> Iterator[Tensor]:
+    """The leaves that a backward pass from these tensors (or edges of the graph) reaches."""
+    seen: set[Any] = set()
+    waiting: list[Any] = []
+    for root in roots:
+        node = root.grad_fn if isinstance(root, Tensor) else root.node
+        if node is not None:
+            waiting.append(node)
+        elif isinstance(root, Tensor) and root.requires_grad:
+            yield root
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 def saved_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

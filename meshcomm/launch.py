@@ -41,7 +41,8 @@ def launch(
     Args:
         fn: the program of one rank.
         ranks: how many.
-        args: its positional arguments; in-process all ranks get the same objects.
+        args: its positional arguments; in-process all ranks get the same objects, as they see the same globals. A
+            parameter that two ranks train or write has to be made, or deep-copied, inside of ``fn``.
         kwargs: its keyword arguments.
         runtime: "in-process": every rank is a thread of this process, one runs at a time, and they change over at
             collectives only, so that a run is deterministic and a deadlock or mismatch is an error at once. Where
@@ -59,7 +60,8 @@ def launch(
 
     Raises:
         MeshError: ``ranks`` that is no positive int, is more than 10 000 or differs from the launcher's; an unknown
-            runtime or backend; a backend, time-out or guard other than that of the ranks that are there already.
+            runtime or backend; a backend, time-out or guard other than that of the ranks that are there already; a
+            leaf that requires grad and that two ranks of one process train, or that one writes and another one uses.
         CommError: a deadlock, different calls on ranks of one axis; a process that failed; a run that took too long.
         Exception: in-process, whatever a rank raised, with its traceback; the other ranks are ended.
 

@@ -244,6 +244,33 @@ def test_name_has_sequence_numbers() -> None:
     assert _torch.has_sequence_numbers() == hasattr(node, "_set_sequence_nr")
 
 
+def test_name_watch_backward() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[tuple[int, int, bool]] = []
+    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    with _torch.watch_backward(lambda roots, inputs, accumulates: seen.append((len(roots), len(inputs), accumulates))):
+        (x * y).sum().backward()
+        torch.autograd.backward([(x * y).sum(), x.sum()], inputs=[x])
+        torch.autograd.grad((x * y).sum(), [x, y])
+    assert seen == [(1, 0, True), (2, 1, True), (1, 2, False)]
+    assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
+
+
+def test_watch_backward_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
+    with _torch.watch_backward(lambda *_: pytest.fail("called")):
+        assert not hasattr(torch.autograd, "_engine_run_backward")
+
+
+def test_name_leaves_of_graph() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    frozen = torch.ones(2)
+    found = list(_torch.leaves_of_graph([(x * y + x.detach() * frozen).sum(), y, frozen, x.sum()]))
+    assert {id(each) for each in found} == {id(x), id(y)}
+    edge = torch.autograd.graph.get_gradient_edge((x * 2).sum())
+    assert [each is x for each in _torch.leaves_of_graph([edge])] == [True]
+
+
 def test_name_forward_ad_shared() -> None:
     """Two holders of one level: the first to leave does not wipe the other's tangents."""
     enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level

@@ -27,6 +27,7 @@ from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.swap import Around, leaves_of, refuse_sliced, seen_as, sites_of
+from meshcomm.runtime.scheduler import claim
 
 __all__ = ["data_parallel", "is_data_parallel", "join", "no_sync"]
 
@@ -117,6 +118,7 @@ def data_parallel(
     buckets.checked_size(_WHERE, bucket_mb, ax)
     if reduce_dtype not in (None, *_FLOATS):
         fail(_WHERE, f"reduce_dtype={reduce_dtype!r} is not a dtype that gradients can travel in.", fix=names(_FLOATS))
+    claim(module, _WHERE)
     if _HERE in vars(module):
         fail(_WHERE, "the module is data parallel already.", fix="name all axes at once: axis=('dp', 'replica')")
     refuse_sliced(_WHERE, module, "pass fully_shard(..., replica_axis=)")

@@ -24,6 +24,7 @@ from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.fsdp_groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp_state import all_matched
 from meshcomm.parallel.fsdp_units import Sharded, Unit, is_sharded, register
+from meshcomm.runtime.scheduler import claim
 
 __all__ = ["fully_shard"]
 
@@ -142,6 +143,7 @@ def fully_shard(
             fail(where, f"{name}={patterns!r} is not a list of patterns.", fix="such as ['*.bias']")
     if init is not None and not callable(init):
         fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
+    claim(module, where)
     for part_name, part in module.named_modules():
         if is_sharded(part):
             fail(where, f"{part_name or 'the module'!r} is sharded already.", fix="name the parts that are gathered by"

@@ -18,6 +18,7 @@ from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.swap import PLAIN_TABLES, Around, Site, refuse_sliced, seen_as
 from meshcomm.parallel.tensor_functions import enter, heads_of, leave, vocab_embedding
+from meshcomm.runtime.scheduler import claim
 
 __all__ = ["Column", "tensor_parallel", "whole_parameters"]
 
@@ -119,6 +120,7 @@ def tensor_parallel(
     if not isinstance(module, nn.Module):
         fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
     ax = check.axis_of(_WHERE, axis, mesh)
+    claim(module, _WHERE)
     if _HERE in vars(module):
         fail(_WHERE, "the module is tensor parallel already.", fix="one plan for all of it")
     if not isinstance(sequence, bool):

@@ -21,8 +21,9 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.randomstate import RandomState
+from meshcomm.runtime.shared_leaves import SharedLeaves
 
-__all__ = ["Rank", "World", "carry_over", "current_rank", "local"]
+__all__ = ["Rank", "World", "carry_over", "claim", "current_rank", "local"]
 
 
 _running = threading.Lock()
@@ -44,6 +45,13 @@ local = _Local()
 def current_rank() -> Rank | None:
     """The in-process rank whose code is running, or None outside a launch."""
     return local.rank
+
+
+def claim(module: torch.nn.Module, where: str) -> None:
+    """``where`` makes ``module`` parallel: among ranks of one process it must be this rank's own."""
+    rank = local.rank
+    if rank is not None and rank.world.leaves is not None:
+        rank.world.leaves.claim(module, rank.index, where)
 
 
 _carried: list[Callable[[], Callable[[], None]]] = []
@@ -103,10 +111,11 @@ class Rank:
 class World:
     """All ranks of one launch."""
 
-    def __init__(self, size: int, limit: timedelta | None = None) -> None:
-        """``limit``: how long a run may last."""
+    def __init__(self, size: int, limit: timedelta | None = None, *, share: bool = False) -> None:
+        """``limit``: how long a run may last; ``share``: the ranks share leaves, and know what they do."""
         seed = torch.initial_seed()
         self.limit = limit
+        self.leaves = None if share else SharedLeaves()
         self._end: float | None = None
         self.size = size
         self.shared: dict[Any, Any] = {}
@@ -144,7 +153,7 @@ class World:
             self._end = time.monotonic() + self.limit.total_seconds()
         outside, anomaly = RandomState(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         try:
-            with _torch.forward_ad_shared():
+            with _torch.forward_ad_shared(), self._watched():
                 for thread in threads:
                     thread.start()
                 self._ready.popleft().turn.release()
@@ -159,6 +168,11 @@ class World:
         if failed is not None:
             raise _named(failed.error, failed, self.size)
         return [rank.result for rank in self.ranks]
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        if self.leaves is None:
+            return contextlib.nullcontext()
+        return self.leaves.watched(lambda: None if local.rank is None else local.rank.index)
 
     def _await_end(self) -> None:
         try:
@@ -176,7 +190,7 @@ class World:
     # ------------------------------------------------------------------------------------------- for the ranks
 
     def check(self) -> None:
-        """End this rank if another one has failed, or if the time is up."""
+        """End this rank if another one has failed, if the time is up, or if it has written what others share."""
         if self.cancelled:
             raise _Cancelled
         if self._end is not None and time.monotonic() > self._end:
@@ -184,6 +198,11 @@ class World:
             what = f"the run did not end within {self.limit.total_seconds():g} s."
             fix = "give a longer timeout=, or look for a loop without an end"
             raise CommError(text("launch", what, got="\n" + self._report(), fix=fix))
+        self._look()
+
+    def _look(self) -> None:
+        if self.leaves is not None and self.leaves.shared and local.rank is not None:
+            self.leaves.look(local.rank.index)
 
     def wait(
         self,
@@ -295,6 +314,7 @@ class World:
                         stack.enter_context(context)
                 self.check()
                 rank.result = body()
+                self._look()
         except _Cancelled:
             pass
         except BaseException as error:  # raised again in the caller

@@ -67,7 +67,7 @@ class Program:
         count = len(self.layouts)
         with torch.no_grad():
             shared = [_leaf(x) for x in tensors[count:]]
-        world = World(self.mesh._world_size)
+        world = World(self.mesh._world_size, share=True)
         with in_place_of(self.reach.slots, dict(zip(self.shared, shared, strict=True))):
             for rank in world.ranks:
                 rank.random = OwnState(seed, rank.index, self.reach)
