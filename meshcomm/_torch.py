@@ -28,9 +28,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "alive",
     "allgather_base",
     "at_trace_time",
     "backward_pass",
+    "current_node",
     "default_store",
     "dual_level_open",
     "forward_ad_shared",
@@ -43,6 +45,7 @@ __all__ = [
     "leaves_of_graph",
     "let_into_graph",
     "new_group",
+    "next_sequence_number",
     "outside_transforms",
     "own_parameters",
     "path_text",
@@ -206,6 +209,18 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def current_node() -> Any:
+    """The node that autograd runs on this thread; None outside of a backward, or where torch does not tell."""
+    ask = getattr(torch._C, "_current_autograd_node", None)
+    return None if ask is None else ask()
+
+
+def next_sequence_number() -> int:
+    """The number that autograd will give to the next node that this thread makes."""
+    ask = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return 0 if ask is None else int(ask())
+
+
 def has_sequence_numbers() -> bool:
     """Whether the order in which autograd runs ready nodes can be set."""
     return hasattr(torch.autograd.function.BackwardCFunction, "_set_sequence_nr")
@@ -289,6 +304,13 @@ def unwrapped(x: Tensor) -> Tensor | None:
     """What a torch.func transform has wrapped in ``x``, or None."""
     functorch = torch._C._functorch
     return functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else None
+
+
+def alive(x: Tensor) -> Tensor:
+    """``x``, or the innermost tensor in it that no ended torch.func transform has wrapped."""
+    while (inner := unwrap_if_dead(x)) is not x:
+        x = inner
+    return x
 
 
 def without_modes() -> contextlib.AbstractContextManager[None]:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm import _torch, watch
 from meshcomm.errors import fail, likely, names
 from meshcomm.places import InProcess, Place, Processes, Solo, rank_here
+from meshcomm.runtime import eras, world
 from meshcomm.runtime import groups as process_groups
-from meshcomm.runtime import world
 from meshcomm.runtime.processes import ProcessLink
 from meshcomm.runtime.protocol import Link
 from meshcomm.runtime.request import duration
@@ -561,14 +561,22 @@ class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
     def __enter__(self) -> Mesh:
         self._outer.append(_local.mesh)
         _local.mesh = self._mesh
+        _graphs_are_of(self._mesh)
         return self._mesh
 
     def __exit__(self, *exc: object) -> None:
         _local.mesh = self._outer.pop()
+        _graphs_are_of(_local.mesh)
+
+
+def _graphs_are_of(mesh: Mesh | None) -> None:
+    if not torch.compiler.is_compiling():
+        eras.begin(mesh)
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh of the innermost ``with use_mesh(...)`` in this thread, or None.
+    """The mesh of the innermost ``with use_mesh(...)`` in this thread, or None. What a backward calls again finds the
+    one that was current when its graph was made.
 
     Example:
         >>> import meshcomm as mc
@@ -576,7 +584,10 @@ def current_mesh() -> Mesh | None:
         ...     mc.current_mesh()
         Mesh({'dp': 1})
     """
-    return _local.mesh
+    mesh = _local.mesh
+    if mesh is None and not torch.compiler.is_compiling() and _torch.backward_pass() >= 0:
+        return cast("Mesh | None", eras.of_current_node())
+    return mesh
 
 
 def _capture_current() -> Callable[[], None]:

@@ -234,6 +234,42 @@ def test_name_backward_pass() -> None:
     assert _torch.backward_pass() == -1
 
 
+def test_name_current_node() -> None:
+    seen: list[Any] = []
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(lambda g: seen.append(_torch.current_node()))
+    assert _torch.current_node() is None
+    y.sum().backward()
+    assert [node._sequence_nr() for node in seen] == [y.grad_fn._sequence_nr()]  # type: ignore[union-attr]
+
+
+def test_without_the_private_names_no_node_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    monkeypatch.delattr(torch._C._autograd, "_get_sequence_nr")
+    assert (_torch.current_node(), _torch.next_sequence_number()) == (None, 0)
+    with mc.use_mesh(mc.make_mesh({"dp": 1})):
+        y = mc.pvary(torch.ones(1, requires_grad=True), "dp")
+    y.sum().backward()
+    assert mc.current_mesh() is None
+
+
+def test_name_next_sequence_number() -> None:
+    number = _torch.next_sequence_number()
+    y = torch.ones(1, requires_grad=True) * 2
+    assert y.grad_fn is not None
+    assert y.grad_fn._sequence_nr() == number
+    assert _torch.next_sequence_number() > number
+
+
+def test_name_alive() -> None:
+    kept: list[Tensor] = []
+    grad(lambda x: grad(lambda y: (kept.append(y), (x * y).sum())[1])(x).sum())(torch.ones(2))
+    assert _torch.unwrapped(kept[0]) is not None
+    assert _torch.unwrapped(_torch.alive(kept[0])) is None
+    plain = torch.ones(1)
+    assert _torch.alive(plain) is plain
+
+
 def test_name_set_sequence_number() -> None:
     assert backward_order(None) == ["late", "early"]
     assert backward_order(2**62) == ["early", "late"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -10,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from meshcomm._torch import dual_level_open, functorch_active, tree_flatten
@@ -149,28 +152,49 @@ def no_tangents(outputs: list[Tensor], mesh: Mesh) -> None:
             _not_found(y, mesh, "has a tangent")
 
 
-def leaves_behind(outputs: list[Tensor], places: dict[int, int], mesh: Mesh) -> set[int]:
-    """Which inputs the outputs depend on. A leaf that is none would lose its gradient."""
+def leaves_behind(outputs: list[Tensor], places: dict[int, int], mesh: Mesh) -> list[set[int]]:
+    """Which inputs each output depends on. A leaf that is none, and that somebody still has, would lose its gradient;
+    one that was made on the way (``x.detach().requires_grad_()``) and that nobody else has any more is a constant.
+    """
+    live = [y for y in outputs if y.requires_grad]
+    every, others = _leaves(live, places)
+    if not others:
+        return [every if y.requires_grad else set() for y in outputs]
+    for node in others:
+        if not _is_constant(node, 2 * sum(y is node.variable for y in live)):  # in both lists
+            _not_found(node.variable, mesh, "requires grad")
+    return [_leaves([y], places)[0] if y.requires_grad else set() for y in outputs]
+
+
+def _leaves(outputs: list[Tensor], places: dict[int, int]) -> tuple[set[int], list[Any]]:
+    """The inputs that these depend on, and the nodes of all other leaves."""
     used: set[int] = set()
-
-    def see(leaf: Tensor) -> None:
-        if id(leaf) not in places:
-            _not_found(leaf, mesh, "requires grad")
-        used.add(places[id(leaf)])
-
-    nodes: list[Any] = []
-    for y in outputs:
-        if y.grad_fn is not None:
-            nodes.append(y.grad_fn)
-        elif y.requires_grad:
-            see(y)
+    others: list[Any] = []
+    nodes: list[Any] = [get_gradient_edge(y).node for y in outputs]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
         if node.name().endswith("AccumulateGrad"):
-            see(node.variable)
+            place = places.get(id(node.variable))
+            if place is None:
+                others.append(node)
+            else:
+                used.add(place)
         for other, _ in node.next_functions:
             if other is not None and other not in seen:
                 seen.add(other)
                 nodes.append(other)
-    return used
+    return used, others
+
+
+def _is_constant(node: Any, known: int) -> bool:
+    """Whether nobody has this leaf but the graph, and ``known`` others."""
+    alone = _references(get_gradient_edge(torch.ones(1, requires_grad=True)).node) + known
+    if _references(node) > alone:
+        gc.collect()  # a function that names itself keeps what it has seen
+    return _references(node) <= alone
+
+
+def _references(node: Any) -> int:
+    """How many there are to the leaf of this node."""
+    return sys.getrefcount(node.variable)

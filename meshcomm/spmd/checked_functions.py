@@ -17,6 +17,7 @@ from meshcomm._torch import (
     without_modes,
 )
 from meshcomm.errors import names
+from meshcomm.mesh import current_mesh, use_mesh
 from meshcomm.spmd.checked_operations import Operations
 from meshcomm.spmd.operands import (
     along_of,
@@ -121,6 +122,7 @@ class Functions(Operations):
     def _checkpoint(self, own: Any, args: tuple[Any, ...]) -> Any:
         """The reentrant checkpoint: the graph that counts is made in backward, by calling the function again."""
         run, preserve, *given = args
+        current = current_mesh()
         kinds = self._kinds(given)
         found: list[Type | None] = []
 
@@ -130,7 +132,7 @@ class Functions(Operations):
                     if kind is not None and marked(value) is None:
                         self._note(value, kind)
             first = not found
-            with self._watching() if first else self:
+            with self._watching() if first else self, use_mesh(self.mesh if current is None else current):
                 result = run(*values)
             if first:
                 found.extend(self._kinds(several(result)))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshcomm._torch import dual_level_open, functorch_active, outside_transforms
+from meshcomm._torch import alive, dual_level_open, functorch_active, outside_transforms
 from meshcomm.errors import fail
 from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
@@ -105,12 +105,13 @@ class Program:
                 leaves.append(leaf)
                 parts.append(leaf.clone())  # the function may change its own copy
             outputs = self.local(parts, shared)
+        parts.clear()  # what the function has made of them is nobody's any more
         places = {id(leaf): i for i, leaf in enumerate([*leaves, *shared])}
         used = leaves_behind(outputs.tensors, places, self.mesh)
         if self.modes.transformed:
             no_tangents(outputs.tensors, self.mesh)
-        needs = [y.requires_grad for y in outputs.tensors]
-        return outputs._replace(tensors=[y.detach() for y in outputs.tensors]), needs, used
+        tensors = [y.detach() for y in outputs.tensors]
+        return outputs._replace(tensors=tensors), [bool(each) for each in used], set().union(*used)
 
     def pullback(self, result: _Result, wanted: Sequence[bool]) -> Program:
         """The program from inputs and output gradients to the gradients of the inputs that are wanted."""
@@ -209,11 +210,17 @@ class _Sharded(Function):
         wanted = [need and i in result.used for i, need in enumerate(ctx.needs_input_grad[1:])]
         if not any(wanted):
             return None, *(None for _ in wanted)
-        tensors, count = ctx.saved_tensors, len(program.layouts)
-        given = [g for g, need in zip(gradients, result.needs_grad, strict=True) if need]
+        # Of torch.func.vjp, the pullback is called when its level has ended.
+        tensors, count = [alive(x) for x in ctx.saved_tensors], len(program.layouts)
+        given = [alive(g) for g, need in zip(gradients, result.needs_grad, strict=True) if need]
         pullback = program.pullback(result, wanted)
         found = iter(run_global(pullback, [*tensors[:count], *given, *tensors[count:]])[0])
         return None, *(next(found) if want else None for want in wanted)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        fix = "call mc.shard_map's function inside of mc.launch; or torch.func.vjp, jacrev, torch.autograd.grad"
+        fail(WHERE, "forward mode works on ranks only.", got=f"mesh {ctx.call.program.mesh.shape}", fix=fix)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *tensors: Tensor) -> Any:
