@@ -37,6 +37,7 @@ from meshcomm.spmd.vma import (
     Type,
     alike,
     forget,
+    held,
     join,
     made_like,
     marked,
@@ -221,6 +222,8 @@ class Operations(Core):
             found.append(self._dropped(kind, count, found))
         if kind.random:
             found.append(self._random(kind.name))
+        if isinstance(target, Tensor):
+            found += self._kept(target, count)
         whole = join(found, kind.name) if found else INVARIANT
         if isinstance(target, Tensor):
             self._make_room(target, whole, kind.name, operands)
@@ -263,7 +266,8 @@ class Operations(Core):
         others: dict[int, Tensor] = {}
         for group in together:
             found = self._types(group, kind.name)
-            whole = None if found is None else join(found, kind.name)
+            kept = self._kept(group[0], group[1:]) if kind.in_place else []
+            whole = None if found is None else join([*found, *kept], kind.name)
             kinds.append(whole)
             if found is None or whole is None or not torch.is_grad_enabled():
                 continue
@@ -416,6 +420,16 @@ class Operations(Core):
         self._note(x, kind)
         forget(x)
         self._spread(x, kind)
+
+    def _kept(self, target: Tensor, operands: Sequence[Tensor]) -> list[Type]:
+        """The types that the base or other views of a target have, whatever is written: through all of them the graph
+        of what is written is reached.
+        """
+        if not torch.is_grad_enabled() or not any(differentiated(x) for x in operands if x is not target):
+            return []
+        base = target._base
+        found = [held(target), None if base is None else self.type_of(base)]
+        return [kind for kind in found if kind is not None and kind.axes and kind.axes <= self._all]
 
     def _make_room(self, target: Tensor, whole: Type, name: str, operands: Sequence[Tensor]) -> None:
         """Before something that varies is written into what requires grad and is invariant: pvary of that, in place."""

@@ -25,6 +25,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.operands import (
     along_of,
+    same_place,
     text_of,
     tracked,
     version,
@@ -63,7 +64,7 @@ class Core(TorchFunctionMode):
         self.mesh, self.insert = mesh, insert
         self._all = frozenset(mesh.axis_names)
         self._known: dict[int, tuple[Tensor, Type]] = {}
-        self._always: OrderedDict[int, _Varied] = OrderedDict()
+        self._always: dict[int, _Varied] = {}
         self._lately: OrderedDict[int, _Varied] = OrderedDict()
         self._outer: list[Any] = []
 
@@ -212,19 +213,19 @@ class Core(TorchFunctionMode):
     def vary(
         self, x: Tensor, axes: frozenset[str], name: str, operands: Sequence[Tensor] = (), found: Sequence[Type] = ()
     ) -> Tensor:
-        """pvary of ``x``: the one that was made before, if ``x`` is what it was then."""
+        """pvary of ``x``: the one that was made before, if ``x`` is what it was then and lies where it lay."""
         if not self.insert:
             self._due(x, axes, name, operands, found)
-        mine = self.type_of(x)
-        assert mine is not None
         entry = self._remembered(x)
         made = entry.by.get(axes)
-        if made is not None and unwrap_if_dead(made) is made:
+        if made is not None and unwrap_if_dead(made) is made and same_place(x, made):
             return made
-        base = x._base
+        mine = self.type_of(x)
+        assert mine is not None
+        base, y = x._base, None
         if base is not None and self._stands_for(base, x, mine):
             y = view_again(x, self.vary(base, axes, name, operands, found))
-        else:
+        if y is None or not same_place(x, y):  # a view of what its base was before x.data = ...
             with self._apart():
                 y = pvary(x, self._names(axes), mesh=self.mesh)
         self._note(y, mine.begins(axes, Origin(name, str(call_site()))))
@@ -241,16 +242,20 @@ class Core(TorchFunctionMode):
         return whole is not None and whole.axes == mine.axes
 
     def _remembered(self, x: Tensor) -> _Varied:
-        if isinstance(x, Parameter) or id(x) in self._known:
-            store: OrderedDict[int, _Varied] = self._always
-        else:  # it may have ended for everybody else
-            store = self._lately
-        entry = store.get(id(x))
-        if entry is None or entry.x is not x or entry.version != version(x):
-            entry = store[id(x)] = _Varied(x)
-        store.move_to_end(id(x))
-        if len(self._lately) > _LATELY:
-            self._lately.popitem(last=False)
+        key = id(x)
+        entry = self._always.get(key)
+        if entry is None:
+            entry = self._lately.get(key)
+            if entry is not None:
+                self._lately.move_to_end(key)
+        if entry is None or entry.x is not x or entry.version != version(x) or entry.node is not x.grad_fn:
+            entry = _Varied(x)
+            if isinstance(x, Parameter) or key in self._known:
+                self._always[key] = entry
+            else:  # it may have ended for everybody else
+                self._lately[key] = entry
+                if len(self._lately) > _LATELY:
+                    self._lately.popitem(last=False)
         return entry
 
     def _names(self, axes: frozenset[str]) -> AxisName:
@@ -322,5 +327,5 @@ class _Varied:
     """What pvary made of a tensor, by axes."""
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.version = x, version(x)
+        self.x, self.version, self.node = x, version(x), x.grad_fn
         self.by: dict[frozenset[str], Tensor] = {}

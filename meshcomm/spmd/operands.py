@@ -12,8 +12,8 @@ from meshcomm.errors import shape_text
 from meshcomm.spmd.vma import Type
 
 __all__ = [
-    "along_of", "differentiated", "is_among", "is_array", "of_tracked", "replaced", "several", "tensors_in", "text_of",
-    "tracked", "version", "versions_of",
+    "along_of", "differentiated", "is_among", "is_array", "of_tracked", "replaced", "same_place", "several",
+    "tensors_in", "text_of", "tracked", "version", "versions_of",
 ]  # fmt: skip
 
 
@@ -73,6 +73,24 @@ def is_array(data: Any) -> bool:
 def differentiated(x: Tensor) -> bool:
     """Whether it may have a gradient."""
     return x.requires_grad or (functorch_active() and (x.is_floating_point() or x.is_complex()))
+
+
+def same_place(x: Tensor, y: Tensor) -> bool:
+    """Whether both have the same numbers, because these lie in the same memory in the same way."""
+    if functorch_active():
+        x, y = _innermost(x), _innermost(y)
+    if x.dtype != y.dtype:
+        return False
+    try:
+        return x.is_set_to(y)
+    except (NotImplementedError, RuntimeError):  # sparse and the like have no memory to compare
+        return x.shape == y.shape
+
+
+def _innermost(x: Tensor) -> Tensor:
+    while (inner := unwrapped(x)) is not None:
+        x = inner
+    return x
 
 
 def version(x: Tensor) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "behind",
     "declare",
     "forget",
+    "held",
     "join",
     "made_like",
     "marked",
@@ -181,6 +182,7 @@ def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = 
     setattr(x, _NAME, kind.seen(x.requires_grad))
     base = x._base
     if base is not None:
+        _hold(base, kind)
         found = marked(base)
         if found is None and id(base) not in known:
             # What is seen of a base of others says nothing about the rest of it.
@@ -191,6 +193,25 @@ def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = 
     if functorch_active():
         for inner in _inside(x):
             setattr(inner, _NAME, kind.seen(inner.requires_grad))
+
+
+_HELD = "_meshcomm_held"
+
+
+def _hold(base: Tensor, kind: Type) -> None:
+    """Note that a view of ``base`` has this type."""
+    if kind.axes:
+        before = held(base)
+        if before is None or not kind.axes <= before.axes:
+            setattr(base, _HELD, kind if before is None else Type(kind.since | before.since))
+
+
+def held(x: Tensor) -> Type | None:
+    """The widest type that was noted on a view that has its memory and its graph in common with ``x``, if any varies:
+    it stays on that view when the whole is overwritten with what is invariant.
+    """
+    found = getattr(x if x._base is None else x._base, _HELD, None)
+    return found if type(found) is Type else None
 
 
 def _inside(x: Tensor) -> Iterator[Tensor]:
@@ -205,6 +226,8 @@ def declare(x: Tensor, kind: Type) -> None:
     setattr(x, _NAME, kind.seen(x.requires_grad))
     if x._base is None:
         forget(x)
+    else:
+        _hold(x._base, kind)
 
 
 class _Writes:
