@@ -6,6 +6,7 @@ A new torch that moves one of them fails ``tests/test_torch_private.py`` and thi
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -64,6 +65,7 @@ __all__ = [
     "view_again",
     "watch_backward",
     "watch_functions",
+    "watch_total_norms",
     "without_modes",
 ]
 
@@ -334,6 +336,31 @@ def watch_functions(watch: Callable[..., Any]) -> None:
 
     apply.__wrapped__ = descriptor  # type: ignore[attr-defined]  # as functools.wraps does
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
+def watch_total_norms(look: Callable[[list[Tensor]], object]) -> None:
+    """From now on ``look`` is called with the tensors of which ``torch.nn.utils`` is about to take the total norm,
+    whoever has imported its functions before. Where torch has them in another shape nothing is seen.
+    """
+    if look in _lookers:
+        return
+    _lookers.append(look)
+    home: Any = torch.nn.utils.clip_grad
+    own = getattr(home, _GROUPING, None)
+    if own is None or len(_lookers) > 1:
+        return
+
+    def grouped(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_code.co_name == "_get_total_norm":
+            for each in _lookers:
+                each(tensors[0])
+        return own(tensors, *args, **kwargs)
+
+    setattr(home, _GROUPING, grouped)
+
+
+_GROUPING = "_group_tensors_by_device_and_dtype"
+_lookers: list[Callable[[list[Tensor]], object]] = []
 
 
 # ------------------------------------------------------------------------------------------------------- compiling

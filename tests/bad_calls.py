@@ -781,7 +781,8 @@ bad("fully_shard", "twice", lambda h: sharded(h.sharded, "b"), r"'the module' is
 bad("fully_shard", "lazy", lambda h: sharded(nn.LazyLinear(2)), r"parameter '(weight|bias)' is a UninitializedParameter")
 bad("counts", "another module", lambda h: parallel.counts(linear()), r"this Linear is not sharded")
 bad("pieces", "not a module", lambda h: parallel.pieces({}), r"this dict is not sharded")
-bad("clip_grad_norm", "another module", lambda h: parallel.clip_grad_norm(linear(), 1.0), r"this Linear is not sharded")
+bad("clip_grad_norm", "no module", lambda h: parallel.clip_grad_norm([x(2)], 1.0), r"module is not a torch.nn.Module but list")
+bad("clip_grad_norm", "a mesh that is none", lambda h: parallel.clip_grad_norm(linear(), 1.0, mesh="b"), r"mesh= is a str")
 CLIP: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("a norm of NaN", (nan,), {}, r"max_norm=nan is not"),
     ("a negative norm", (-1.0,), {}, r"max_norm=-1.0 is not"),
@@ -789,9 +790,6 @@ CLIP: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("the norm 0", (1.0, 0), {}, r"norm_type=0 is not positive"),
     ("the norm NaN", (1.0, nan), {}, r"norm_type=nan is not positive"),
     ("the norm of a name", (1.0, "inf"), {}, r"norm_type='inf' is not positive"),
-    ("a pattern for nothing", (1.0,), {"also_cut": {"wte": "b"}}, r"also_cut: 'wte' matches nothing"),
-    ("a pattern with no such axis", (1.0,), {"also_cut": {"weight": "tp"}}, r"no axis 'tp'"),
-    ("patterns in a list", (1.0,), {"also_cut": ["weight"]}, r"also_cut is not a mapping"),
 ]  # fmt: skip
 for cause, args, kwargs, said in CLIP:
     bad("clip_grad_norm", cause, lambda h, args=args, kwargs=kwargs: parallel.clip_grad_norm(h.sharded, *args, **kwargs), said)

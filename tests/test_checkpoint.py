@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 import meshcomm as mc
+from meshcomm.parallel.boxes import Place
 from meshcomm.parallel.checkpoint import full_state_dict, latest, load, save
-from meshcomm.parallel.checkpoint_parts import Place
 from meshcomm.parallel.ddp import data_parallel
 from meshcomm.parallel.fsdp_module import fully_shard
 from meshcomm.parallel.fsdp_state import pieces

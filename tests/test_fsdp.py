@@ -23,8 +23,8 @@ import meshcomm as mc
 from meshcomm.parallel import fsdp
 from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.fsdp_module import fully_shard
+from meshcomm.parallel.clip import clip_grad_norm
 from meshcomm.parallel.fsdp_state import (
-    clip_grad_norm,
     counts,
     full_state_dict,
     load_full_state_dict,
@@ -725,9 +725,10 @@ def test_clipping_where_parameters_are_cut_along_another_axis_too() -> None:
     def main() -> float:
         net = nn.Linear(4, 4, bias=True).double()  # the weight is this tp rank's own, the bias the same on all
         fully_shard(net, "fsdp", grads="sum", mesh=mesh)
+        mc.mark_varying(net.weight, "tp", mesh=mesh)
         for param in net.parameters():
             param.grad = torch.ones_like(param)
-        return clip_grad_norm(net, 1.0, also_cut={"weight": "tp"}).item()
+        return clip_grad_norm(net, 1.0).item()
 
     assert mc.launch(main, ranks=4) == pytest.approx([math.sqrt(2 * 16 + 4)] * 4)
 
@@ -1091,7 +1092,7 @@ def test_what_is_wrong_is_said_on_every_rank() -> None:
         ("whole: 'nope' matches nothing", lambda: fully_shard(model(), "fsdp", grads="sum", whole=["nope"], mesh=mesh)),
         ("methods: 'nope' matches nothing", lambda: fully_shard(model(), "fsdp", grads="sum", methods=["nope"], mesh=mesh)),
         ("is not sharded", lambda: counts(model())),
-        ("is not sharded", lambda: clip_grad_norm(model(), 1.0)),
+        ("there is no mesh", lambda: clip_grad_norm(model(), 1.0)),
         ("is sharded already", lambda: fully_shard(fully_shard(model(), "fsdp", grads="sum", mesh=mesh), "fsdp", grads="sum", mesh=mesh)),
         ("cannot be copied", lambda: copy.deepcopy(fully_shard(model(), "fsdp", grads="sum", mesh=mesh))),
         ("norm_type=0", lambda: clip_grad_norm(fully_shard(model(), "fsdp", grads="sum", mesh=mesh), 1.0, 0)),

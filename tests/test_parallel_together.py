@@ -133,29 +133,10 @@ def on_mesh(axes: dict[str, int]) -> tuple[list[tuple[float, float]], dict[str, 
             return mc.all_reduce(each, rows_over) / (B * S)
 
         def clip() -> Tensor:
-            if "fsdp" in axes:
-                also = {name: "tp" for name, p in model.named_parameters() if "tp" in axes and is_cut(name)}
-                return clip_grad_norm(model, 0.5, also_cut=also) if also else clip_grad_norm(model, 0.5)
-            total = torch.zeros((), dtype=F64)
-            for name, p in model.named_parameters():
-                assert p.grad is not None
-                square = p.grad.square().sum()
-                total = total + (mc.all_reduce(square, "tp") if "tp" in axes and is_cut(name) else square)
-            norm = total.sqrt()
-            scale = (0.5 / (norm + 1e-6)).clamp(max=1)
-            for p in model.parameters():
-                assert p.grad is not None
-                p.grad.mul_(scale)
-            return norm
+            return clip_grad_norm(model, 0.5)
 
         found = train(model, drop, loss, clip)
         return found, full_state_dict(model)
-
-
-def is_cut(name: str) -> bool:
-    """Along tp; what is added after the sums of a row is whole, as norms and positions are."""
-    cut = any(part in name for part in ("qkv", "up.", "token", "head"))
-    return cut or (name.endswith("weight") and any(part in name for part in ("proj", "down")))
 
 
 @pytest.mark.parametrize(

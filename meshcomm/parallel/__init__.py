@@ -10,9 +10,10 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel import checkpoint, fsdp
     from meshcomm.parallel.batch_norm import SyncBatchNorm, convert_batch_norm, sync_batch_norm
     from meshcomm.parallel.checkpoint import full_state_dict
+    from meshcomm.parallel.clip import clip_grad_norm
     from meshcomm.parallel.ddp import data_parallel, join
     from meshcomm.parallel.fsdp_module import fully_shard
-    from meshcomm.parallel.fsdp_state import Piece, clip_grad_norm, counts, load_full_state_dict, pieces
+    from meshcomm.parallel.fsdp_state import Piece, counts, load_full_state_dict, pieces
     from meshcomm.parallel.micro_batches import no_sync
     from meshcomm.parallel.tensor import Column, tensor_parallel, whole_parameters
     from meshcomm.parallel.tensor_functions import (
@@ -65,7 +66,7 @@ _LATER = {
     "Column": "meshcomm.parallel.tensor",
     "Piece": "meshcomm.parallel.fsdp_state",
     "SyncBatchNorm": "meshcomm.parallel.batch_norm",
-    "clip_grad_norm": "meshcomm.parallel.fsdp_state",
+    "clip_grad_norm": "meshcomm.parallel.clip",
     "column_linear": "meshcomm.parallel.tensor_functions",
     "convert_batch_norm": "meshcomm.parallel.batch_norm",
     "counts": "meshcomm.parallel.fsdp_state",

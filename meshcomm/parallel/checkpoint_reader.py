@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import fail
+from meshcomm.parallel.boxes import Box, Spread
 from meshcomm.parallel.checkpoint_files import (
     TABLE,
     ChunkStorageMetadata,
@@ -28,7 +29,7 @@ from meshcomm.parallel.checkpoint_files import (
     check_files,
     create_read_items_for_chunk_list,
 )
-from meshcomm.parallel.checkpoint_parts import Box, Path, Spread
+from meshcomm.parallel.checkpoint_parts import Path
 from meshcomm.parallel.checkpoint_pickle import Name, Record, read_pickle
 
 __all__ = ["Reader", "Stored"]

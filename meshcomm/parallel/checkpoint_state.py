@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import fail, names, shape_text
-from meshcomm.parallel.checkpoint_parts import Named, Path, Place, Spread, named, optimizer_names, state_names
+from meshcomm.parallel.boxes import Place, Spread
+from meshcomm.parallel.checkpoint_parts import Named, Path, named, optimizer_names, state_names
 from meshcomm.parallel.checkpoint_reader import Reader
 
 __all__ = ["Restoring", "random_states", "set_random_states"]

@@ -26,6 +26,7 @@ from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.cuts import know
 from meshcomm.parallel.swap import Around, leaves_of, refuse_sliced, seen_as, sites_of
 from meshcomm.runtime.scheduler import claim
 
@@ -135,7 +136,13 @@ def data_parallel(
     for name in methods:
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, _HERE, state)
+    know(module, _told)
     return module
+
+
+def _told(module: nn.Module) -> tuple[Mesh, list[Any]]:
+    """Nothing is cut, but there is a mesh."""
+    return vars(module)[_HERE].mesh, []
 
 
 @contextlib.contextmanager

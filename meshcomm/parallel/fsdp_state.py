@@ -1,4 +1,4 @@
-"""What goes with a fully sharded module: accumulation, counters, whole states, clipping.
+"""What goes with a fully sharded module: accumulation, counters, whole states.
 
 n = size of the axis, p = number of elements of all parameters.
 """
@@ -6,8 +6,7 @@ n = size of the axis, p = number of elements of all parameters.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -15,16 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.collectives.gather import all_gather_invariant
-from meshcomm.collectives.reduce import all_reduce
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.fsdp_groups import Counts
-from meshcomm.parallel.fsdp_units import Sharded, owner_of
+from meshcomm.parallel.fsdp_units import owner_of
 
 __all__ = [
     "Piece",
     "all_matched",
-    "clip_grad_norm",
     "counts",
     "full_state_dict",
     "load_full_state_dict",
@@ -239,102 +235,3 @@ def _aliases(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     for name, param in module.named_parameters(remove_duplicate=False):
         found.setdefault(param, []).append(name)
     return found
-
-
-def clip_grad_norm(
-    module: nn.Module,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    also_cut: Mapping[str, AxisName] | None = None,
-) -> Tensor:
-    """Scale all gradients by one factor, so that their norm over the whole model is at most ``max_norm``.
-
-    Type: the slices are varying along the axis, and the norm invariant along all: each slice counts once, a parameter
-    with two names once, what is replicated once.
-
-    Args:
-        module: what :func:`fully_shard` was given. Parameters that it was told to ignore count as replicated.
-        max_norm: the most that the norm shall be.
-        norm_type: 2, another positive number, or ``inf``.
-        also_cut: patterns of names of parameters to the axis along which they are cut besides, such as tensor parallel
-            ones; the same on every rank.
-
-    Returns: the norm before, ``[]``, equal on every rank; float32, or float64 of such gradients.
-
-    Cost: an all_reduce of one element, and one per axis of ``also_cut``.
-
-    Raises:
-        MeshError: the module is not sharded; a pattern that matches nothing; no such axis; a kind of norm that is not
-            positive, a most that is negative or NaN.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import fully_shard
-        >>> from meshcomm.parallel import clip_grad_norm
-        >>> mesh = mc.make_mesh({"fsdp": 2})
-        >>> def main():
-        ...     model = fully_shard(torch.nn.Linear(16, 1, bias=False), "fsdp", grads="mean", mesh=mesh)
-        ...     model(torch.ones(1, 16)).sum().backward()
-        ...     return f"{clip_grad_norm(model, 1.0).item():.3f}", f"{model.weight.grad[0].item():.3f}"
-        >>> mc.launch(main, ranks=2)
-        [('4.000', '0.250'), ('4.000', '0.250')]
-
-    Source: ``torch.nn.utils.clip_grad_norm_``.
-    """
-    where = "clip_grad_norm"
-    owner = owner_of(where, module)
-    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
-        fail(where, f"norm_type={norm_type!r} is not positive.", fix="2.0, or math.inf")
-    if not isinstance(max_norm, Tensor) and (not isinstance(max_norm, (int, float)) or not max_norm >= 0):
-        fail(where, f"max_norm={max_norm!r} is not a norm.", fix="a number from 0 on")
-    if also_cut is not None and not isinstance(also_cut, Mapping):
-        fail(where, f"also_cut is not a mapping but {type(also_cut).__name__}.", fix='such as {"*.up.weight": "tp"}')
-    ours = {slot.param: slot.name for _, _, slot in owner.slots()}
-    named = dict(module.named_parameters())
-    also = dict(also_cut or {})
-    all_matched(where, "also_cut", also, named)
-    mesh = owner.policy.axis.mesh
-    for axis in also.values():
-        mesh.size_of(axis, where)
-    parts: dict[tuple[str, ...], list[Tensor]] = {}
-    for name, param in named.items():
-        cut = _flat_names(owner.policy.axis.name) if param in ours else ()
-        for pattern, axis in also.items():
-            cut += tuple(each for each in _flat_names(axis) if fnmatchcase(name, pattern) and each not in cut)
-        members = parts.setdefault(cut, [])
-        if param.grad is not None:
-            members.append(param.grad.detach())
-    with torch.no_grad():
-        norms = [_norm_over(grads, cut, norm_type, owner, mesh) for cut, grads in sorted(parts.items())]
-        total = _joint(torch.stack(norms), norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for param in named.values():
-            if param.grad is not None:
-                param.grad.mul_(factor.to(param.grad.device, param.grad.dtype))
-    return total
-
-
-def _flat_names(axis: AxisName) -> tuple[str, ...]:
-    return axis if isinstance(axis, tuple) else (axis,)
-
-
-def _norm_over(grads: Sequence[Tensor], cut: tuple[str, ...], kind: float, owner: Sharded, mesh: Mesh) -> Tensor:
-    """The norm of gradients that are cut along these axes."""
-    dtypes = {group.shard.dtype for unit in owner.units for group in unit.groups}
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    device = owner.policy.device
-    norms = [torch.linalg.vector_norm(g, kind, dtype=dtype if g.is_floating_point() else None).to(device)
-             for g in grads if g.numel()]  # fmt: skip
-    own = _joint(torch.stack(norms), kind) if norms else torch.zeros((), dtype=dtype, device=device)
-    if not cut:
-        return own
-    if math.isinf(kind):
-        return all_reduce(own, cut, "max", mesh=mesh)
-    total: Tensor = all_reduce(own**kind, cut, mesh=mesh) ** (1 / kind)
-    return total
-
-
-def _joint(norms: Tensor, kind: float) -> Tensor:
-    joint: Tensor = torch.linalg.vector_norm(norms, kind)
-    return joint

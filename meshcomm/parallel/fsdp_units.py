@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from meshcomm import _torch
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import fail
+from meshcomm.mesh import Mesh
 from meshcomm.parallel import again
 from meshcomm.parallel.again import Again
+from meshcomm.parallel.cuts import Flat, Part, know
 from meshcomm.parallel.fsdp_groups import Door, Flow, Group, Slot
 from meshcomm.runtime.pending import Pending
 
@@ -285,6 +287,21 @@ _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDiction
 def register(module: nn.Module, owner: Sharded) -> None:
     """Remember that a module is sharded."""
     _sharded[module] = owner
+    know(module, _told)
+
+
+def _told(module: nn.Module) -> tuple[Mesh, list[Part]]:
+    """What is cut of a module that is sharded."""
+    owner = _sharded[module]
+    axis, found = owner.policy.axis, []
+    for group, at, slot in owner.slots():
+        door, name = slot.sites[0]
+        p = dict.get(door, name)  # a load may have put another one there
+        how = Flat(group.layout.entries[at].shape, *group.layout.range_of(at, group.index))
+        found.append(
+            Part(p if isinstance(p, nn.Parameter) else slot.param, slot.name, "fully_shard", axis.mesh, axis.name, how)
+        )
+    return axis.mesh, found
 
 
 def is_sharded(module: nn.Module) -> bool:

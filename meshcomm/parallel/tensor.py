@@ -16,6 +16,7 @@ from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.cuts import Dim, Part, know
 from meshcomm.parallel.swap import PLAIN_TABLES, Around, Site, refuse_sliced, seen_as
 from meshcomm.parallel.tensor_functions import enter, heads_of, leave, vocab_embedding
 from meshcomm.runtime.scheduler import claim
@@ -40,13 +41,6 @@ class Column(NamedTuple):
 
 
 Style = str | Column
-
-
-class Cut(NamedTuple):
-    """How a parameter lies on the axis: a dim, and the lengths of the parts that are each cut."""
-
-    dim: int
-    parts: tuple[int, ...]
 
 
 def tensor_parallel(
@@ -126,7 +120,7 @@ def tensor_parallel(
     if not isinstance(sequence, bool):
         fail(_WHERE, f"sequence={sequence!r} is neither True nor False.", fix="True or False")
     refuse_sliced(_WHERE, module, "call tensor_parallel before fully_shard")
-    state = _Parallel(ax, sequence)
+    state = _Parallel(module, ax, sequence)
     layers = state.layers(module, _styles(module, plan, sequence))
     attributes = list(_attributes(module, divide, ax))
     state.make_parts(module)
@@ -136,6 +130,7 @@ def tensor_parallel(
         part.forward = Around(layer.call, part.forward)
     module.forward = Around(state.call, module.forward)
     setattr(module, _HERE, state)
+    know(module, _told)
     return module
 
 
@@ -172,6 +167,17 @@ def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
         got, fix = type(module).__name__, "the one that tensor_parallel gave"
         fail("whole_parameters", "the module is not tensor parallel.", got=got, fix=fix)
     return {name: state.whole(name, p.detach()) for name, p in module.named_parameters()}
+
+
+def _told(module: nn.Module) -> tuple[Mesh, list[Part]]:
+    """What is cut of a module that is tensor parallel."""
+    state: _Parallel = vars(module)[_HERE]
+    found = []
+    for owner, name, path, how in state.cut:
+        p = dict.get(vars(owner)["_parameters"], name)  # behind a table that shows what was gathered
+        if isinstance(p, nn.Parameter):
+            found.append(Part(p, path, _WHERE, state.mesh, state.name, how))
+    return state.mesh, found
 
 
 # --------------------------------------------------------------------------------------------------------- the plan
@@ -278,12 +284,21 @@ def _indivisible(what: str, axis: Axis) -> NoReturn:
 class _Parallel:
     """What is known of a module that is tensor parallel."""
 
-    def __init__(self, axis: Axis, sequence: bool) -> None:
+    def __init__(self, module: nn.Module, axis: Axis, sequence: bool) -> None:
         self.mesh, self.name, self.sequence = axis.mesh, axis.name, sequence
-        self.cuts: dict[str, Cut] = {}
+        self.module = module
+        self.cuts: dict[str, Dim] = {}
+        self.cut: list[
+            tuple[nn.Module, str, str, Dim]
+        ] = []  # the same by where they stand, whatever their paths become
         self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank
         self.placed: dict[int, Tensor] | None = None  # what the module sees while it runs
         self._entered: tuple[Tensor, tuple[int, bool], Tensor] | None = None
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """Of a copy."""
+        vars(self).update(kept)
+        know(self.module, _told)
 
     @property
     def axis(self) -> Axis:
@@ -301,7 +316,7 @@ class _Parallel:
                 fail(_WHERE, f"a layer has parameters of two styles, {each.path!r} and others.", fix="name the layer")
             if each.style != "replicated" and each.owner not in made:
                 made[each.owner] = _layer(each, self)
-        seen: dict[int, tuple[str, Cut | None, bool]] = {}
+        seen: dict[int, tuple[str, Dim | None, bool]] = {}
         for each in found:
             layer = made.get(each.owner)
             cut, varied = (None, False) if layer is None else (layer.cut(each), layer.varies(each))
@@ -311,6 +326,7 @@ class _Parallel:
                 fail(_WHERE, what, fix="the same style for both")
             if cut is not None:
                 self.cuts[each.path] = cut
+                self.cut.append((each.owner, each.name, each.path, cut))
             if varied:
                 self.varied.append((each.owner, each.name))
         return made
@@ -411,7 +427,7 @@ class _Layer:
     def __init__(self, module: Any, style: Style, state: _Parallel) -> None:
         self.module, self.style, self.state = module, style, state
 
-    def cut(self, p: Named) -> Cut | None:
+    def cut(self, p: Named) -> Dim | None:
         """How a parameter is cut."""
         return None
 
@@ -423,12 +439,12 @@ class _Layer:
         """In place of forward."""
         raise NotImplementedError
 
-    def _even(self, p: Named, dim: int, lengths: Sequence[int]) -> Cut:
+    def _even(self, p: Named, dim: int, lengths: Sequence[int]) -> Dim:
         for length in lengths:
             if length % self.state.axis.size:
                 part = "" if len(lengths) == 1 else f" (a part of {p.value.shape[dim]})"
                 _indivisible(f"dim {dim} of {p.path!r} of length {length}{part}", self.state.axis)
-        return Cut(dim, tuple(lengths))
+        return Dim(dim, tuple(lengths))
 
 
 class _Column(_Layer):
@@ -446,7 +462,7 @@ class _Column(_Layer):
         if self.shared and self.how.gather:
             check.explain(_WHERE, f"{self.how}: heads that ranks share are not gathered.", state.axis)
 
-    def cut(self, p: Named) -> Cut | None:
+    def cut(self, p: Named) -> Dim | None:
         if self.shared:
             return None
         parts, length = self.how.parts, p.value.shape[0]
@@ -491,7 +507,7 @@ def _local_lengths(parts: int | tuple[int, ...], here: int, n: int) -> list[int]
 class _Row(_Layer):
     kind = nn.Linear
 
-    def cut(self, p: Named) -> Cut | None:
+    def cut(self, p: Named) -> Dim | None:
         return self._even(p, 1, p.value.shape[1:]) if p.name == "weight" else None
 
     def varies(self, p: Named) -> bool:
@@ -515,7 +531,7 @@ class _Vocab(_Layer):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             fail(_WHERE, "an Embedding with max_norm, scale_grad_by_freq or sparse cannot be cut.", got=repr(module))
 
-    def cut(self, p: Named) -> Cut | None:
+    def cut(self, p: Named) -> Dim | None:
         return self._even(p, 0, p.value.shape[:1])
 
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:

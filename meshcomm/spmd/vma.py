@@ -24,6 +24,7 @@ __all__ = [
     "also_written",
     "behind",
     "declare",
+    "declared",
     "forget",
     "held",
     "join",
@@ -224,10 +225,20 @@ def _inside(x: Tensor) -> Iterator[Tensor]:
 def declare(x: Tensor, kind: Type) -> None:
     """Note the type of ``x`` as somebody says that it is, whatever it was; that says nothing of other views."""
     setattr(x, _NAME, kind.seen(x.requires_grad))
+    setattr(x, _DECLARED, tuple(sorted(kind.axes)))
     if x._base is None:
         forget(x)
     else:
         _hold(x._base, kind)
+
+
+_DECLARED = "_meshcomm_declared"
+
+
+def declared(x: Tensor) -> tuple[str, ...]:
+    """The axes along which somebody has said that ``x`` varies, in a check or outside of one."""
+    found = getattr(x, _DECLARED, ())
+    return found if type(found) is tuple else ()
 
 
 class _Writes:

@@ -1,0 +1,137 @@
+"""How the parameters of a module are cut: the one place that knows, whichever adaptors have cut them.
+
+An adaptor leaves with its module a function that tells its parts; whoever asks needs to know of no adaptor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm._torch import watch_total_norms
+from meshcomm.errors import fail
+from meshcomm.mesh import AxisName, Mesh
+from meshcomm.parallel.boxes import Place
+
+__all__ = ["Dim", "Flat", "Part", "know", "meshes_of", "parts_of", "places_of"]
+
+
+class Dim(NamedTuple):
+    """Cut along a dim: of which each of these lengths is divided over the axis."""
+
+    dim: int
+    lengths: tuple[int, ...]
+
+
+class Flat(NamedTuple):
+    """Elements ``start`` to ``stop`` of the flattened ``shape``."""
+
+    shape: torch.Size
+    start: int
+    stop: int
+
+
+class Part(NamedTuple):
+    """What an adaptor has made of a parameter on this rank."""
+
+    param: nn.Parameter
+    name: str
+    """In the module that the adaptor was given."""
+    maker: str
+    mesh: Mesh
+    axis: AxisName
+    how: Dim | Flat
+
+
+Teller = Callable[[nn.Module], tuple[Mesh, Iterable[Part]]]
+"""Tells over which mesh an adaptor has spread a module, and what it has cut."""
+
+_NAME = "_meshcomm_cuts"
+_known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def know(module: nn.Module, teller: Teller) -> None:
+    """From now on ``teller`` speaks for ``module``; for a copy of it too, once this was called for the copy."""
+    kept = vars(module)
+    if teller not in kept.get(_NAME, ()):
+        kept[_NAME] = (*kept.get(_NAME, ()), teller)
+    _known.add(module)
+    watch_total_norms(_refuse_norm)
+
+
+def _told(part: nn.Module) -> Iterator[tuple[Mesh, Iterable[Part]]]:
+    for teller in vars(part).get(_NAME, ()):
+        yield teller(part)
+
+
+def meshes_of(module: nn.Module) -> list[Mesh]:
+    """Those over which adaptors have spread the module or parts of it."""
+    return list(dict.fromkeys(mesh for part in module.modules() for mesh, _ in _told(part)))
+
+
+def parts_of(where: str, module: nn.Module) -> dict[int, list[Part]]:
+    """By the id of each parameter that is cut, what was made of it: slices, which come last, first.
+
+    Raises MeshError for a part of a module that was cut as a whole, for only the whole knows.
+    """
+    found: dict[int, list[Part]] = {}
+    inside = list(module.modules())
+    for each in inside:
+        for _, parts in _told(each):
+            for part in parts:
+                made = found.setdefault(id(part.param), [])
+                if not any((part.axis, part.how) == (other.axis, other.how) for other in made):
+                    made.append(part)
+    for made in found.values():
+        made.sort(key=lambda part: isinstance(part.how, Dim))
+    _refuse_inner(where, module, {id(each) for each in inside}, found)
+    return found
+
+
+def places_of(where: str, module: nn.Module) -> dict[int, Place]:
+    """By the id of each parameter that is cut, where what is here lies in the global tensor."""
+    places: dict[int, Place] = {}
+    for key, parts in parts_of(where, module).items():
+        for part in parts:
+            how = part.how
+            if isinstance(how, Flat):
+                places[key] = Place(how.shape, how.start, how.stop, cut=True)
+            else:
+                place = places.setdefault(key, Place(part.param.shape))
+                axis = part.mesh.axis(part.axis, where)
+                place.cut(how.dim, how.lengths, axis.size, axis.index)
+    return places
+
+
+def _refuse_inner(where: str, module: nn.Module, inside: set[int], found: dict[int, list[Part]]) -> None:
+    """What was cut with a module around this one does not know how."""
+    outer = [each for each in list(_known) if id(each) not in inside]
+    if not outer:
+        return
+    names: dict[int, str] = {id(p): name for name, p in module.named_parameters() if id(p) not in found}
+    for each in outer:
+        for _, parts in _told(each):
+            for part in parts:
+                if id(part.param) in names:
+                    what = (
+                        f"{names[id(part.param)]!r} is a part that {part.maker} has made of a module around this one."
+                    )
+                    fail(where, what, fix=f"pass the module that {part.maker} was given, or one around it")
+
+
+def _refuse_norm(gradients: list[Tensor]) -> None:
+    """Torch's norm of gradients of which other ranks have the rest is no norm of theirs."""
+    given = {id(g) for g in gradients}
+    for each in list(_known):
+        for _, parts in _told(each):
+            for part in parts:
+                if part.param.grad is not None and id(part.param.grad) in given and part.mesh.size_of(part.axis) > 1:
+                    what = (
+                        f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would take the norm"
+                    )
+                    fix = "parallel.clip_grad_norm(module, max_norm), on every rank"
+                    fail("torch.nn.utils.clip_grad_norm_", f"{what} of what it has.", fix=fix)
