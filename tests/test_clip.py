@@ -66,7 +66,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def trained(model: nn.Module, x: Tensor, over: Any, clip: Callable[[], Tensor]) -> list[float]:
     """The norms of three steps."""
-    adam = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02, eps=1e-5)
+    adam = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02, eps=1e-5, weight_decay=0.0)
     found = []
     for _ in range(3):
         adam.zero_grad()
@@ -288,10 +288,35 @@ def test_torchs_own_norm_is_refused(how: str, name: str) -> None:
                 TORCHS[name](net)
             nn.utils.clip_grad_value_(net.parameters(), 100.0)  # is right
             nn.utils.clip_grads_with_norm_(net.parameters(), 1e9, torch.tensor(1.0))
-            return all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), before, strict=True) if p.grad is not None)
+            return all(
+                torch.equal(p.grad, g) for p, g in zip(net.parameters(), before, strict=True) if p.grad is not None
+            )
 
     assert mc.launch(main, ranks=2, args=(2,)) == [True] * 2
     assert mc.launch(main, ranks=1, args=(1,)) == [True]
+
+
+@pytest.mark.parametrize("mode", [True, "error"])
+def test_while_types_are_checked(mode: Any) -> None:
+    """The factor is the same on every rank, and so are gradients that were the same."""
+    mesh = mc.make_mesh({"dp": 2, "tp": 2})
+
+    def main() -> float:
+        with mc.use_mesh(mesh):
+            net = mc.mark_varying(nn.Linear(2, 2, bias=False), ())
+            own = mc.mark_varying(nn.Parameter(torch.ones(2)), "tp")
+            net.own = own
+            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+            with mc.check_vma(mode):
+                x = torch.ones(2) * mc.axis_index("dp")
+                w = mc.pvary(net.weight, ("dp", "tp"))
+                mc.all_reduce((x @ w * mc.pvary(own, "dp")).sum(), ("dp", "tp")).backward()
+                norm = clip_grad_norm(net, 0.1)
+                sgd.step()
+                return norm.item()
+
+    found = mc.launch(main, ranks=4)
+    assert len(set(found)) == 1
 
 
 def test_torchs_own_norm_of_anything_else() -> None:

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm.parallel import fsdp
+from meshcomm.parallel.clip import clip_grad_norm
 from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.fsdp_module import fully_shard
-from meshcomm.parallel.clip import clip_grad_norm
 from meshcomm.parallel.fsdp_state import (
     counts,
     full_state_dict,

@@ -539,6 +539,36 @@ def test_name_without_modes() -> None:
     assert mode.seen == 2
 
 
+def test_name_watch_total_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are seen, under a name that was imported before too; clipping by a number, or by a given norm, is none."""
+    home = torch.nn.utils.clip_grad
+    monkeypatch.setattr(home, _torch._GROUPING, getattr(home, _torch._GROUPING))  # put back at the end
+    monkeypatch.setattr(_torch, "_lookers", [])
+    seen: list[int] = []
+    p, total = torch.nn.Parameter(torch.ones(2)), torch.nn.utils.get_total_norm
+    p.grad = torch.ones(2)
+
+    def look(tensors: list[Tensor]) -> None:
+        seen.extend(map(id, tensors))
+
+    _torch.watch_total_norms(look)
+    _torch.watch_total_norms(look)
+    torch.nn.utils.clip_grad_value_([p], 1.0)
+    torch.nn.utils.clip_grads_with_norm_([p], 1.0, torch.tensor(1.0))
+    assert seen == []
+    torch.nn.utils.clip_grad_norm_([p], 1.0)
+    total([p.grad])
+    assert seen == [id(p.grad)] * 2
+
+
+def test_without_total_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has it in another shape nothing is seen."""
+    monkeypatch.setattr(_torch, "_GROUPING", "no_such_name")
+    monkeypatch.setattr(_torch, "_lookers", [])
+    _torch.watch_total_norms(lambda tensors: None)
+    assert not hasattr(torch.nn.utils.clip_grad, "no_such_name")
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -99,6 +99,7 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
     For :func:`check_vma`, of tensors that it has not seen: parameters, batches, what libraries made.
 
     Type: exactly as declared. It holds for the tensor object, in all later checks; ``()`` is invariant along all axes.
+    Outside of checks it is remembered too: :func:`meshcomm.parallel.clip_grad_norm` goes by it.
 
     Args:
         x: a tensor, a pytree of them, or a module, whose parameters and buffers are meant.
