@@ -199,7 +199,7 @@ def train(here: Rank, how: str = "fsdp", moment: str = "", folder: str = "run") 
     torch.manual_seed(100 + mesh.rank)
     run = str(Path(here.case.get("base", here.folder), folder))
     first = 0
-    if checkpoint.latest(run) is not None:
+    if checkpoint.latest(run, "a", mesh=mesh) is not None:
         first = checkpoint.load(run, net, optimizer, mesh=mesh).step or 0
     here.note("began", first=first)
     for step in range(first, steps):

@@ -917,28 +917,6 @@ def test_no_dims_and_no_elements(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- accidents
 
 
-def test_keep_and_what_interrupted_saves_have_left(two: mc.Mesh, tmp_path: Path) -> None:
-    (tmp_path / ".partial-step-00000001-dead").mkdir(parents=True)
-    (tmp_path / ".partial-step-00000001-dead" / "__0_0.distcp").write_bytes(b"half")
-    (tmp_path / "step-00000099").mkdir()  # no table: not finished
-    (tmp_path / "mine.txt").write_text("stays")
-    assert latest(tmp_path) is None
-
-    def program() -> list[list[str]]:
-        seen = []
-        for step in (1, 2, 10, 3):
-            save(tmp_path, linear(), step=step, keep=2)
-            seen.append(sorted(os.listdir(tmp_path)))
-        return seen
-
-    names = [
-        sorted([f"step-{each:08d}" for each in kept] + ["mine.txt"])
-        for kept in ([1, 99], [1, 2, 99], [2, 10, 99], [3, 10, 99])
-    ]
-    assert mc.launch(program, ranks=2)[0] == names
-    assert latest(tmp_path) == str(tmp_path / "step-00000010")
-
-
 KILLED = r"""
 import os, resource, signal, sys, torch
 import meshcomm as mc

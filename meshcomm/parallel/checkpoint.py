@@ -8,7 +8,6 @@ Not loaded by ``import meshcomm``: torch's checkpoints import DTensor, a second 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +19,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail
 from meshcomm.helpers.objects import broadcast_object, gather_object, scatter_object
 from meshcomm.helpers.parcels import FIX, Courier
-from meshcomm.mesh import Axis, Mesh, current_mesh, make_mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh, make_mesh
 from meshcomm.parallel.checkpoint_files import (
     TABLE,
     Metadata,
@@ -84,8 +83,8 @@ def save(
     each rank. Not written: gradients, so save between steps.
 
     An interrupted save leaves the earlier checkpoints as they are: files are written into another folder and brought to
-    the disk, all ranks agree, and one rename gives it its name. What was left of it goes with the next save. Only one
-    job at a time may save to ``path``.
+    the disk, all ranks agree, and one rename gives it its name. What was left of it goes with the next save that sees
+    that who has left it has ended. Several jobs may save to ``path``, each its own steps; ``keep`` counts those of all.
 
     Type: all ranks of the mesh call.
 
@@ -109,7 +108,8 @@ def save(
     Raises:
         MeshError: on all ranks, before anything is written: what is no plain data; an optimiser of other parameters;
             parameters without values; ranks that do not have all of each tensor between them, or that disagree; a step
-            that is there already; arguments that differ. And if a rank cannot write: then nothing is left behind.
+            that is there already, or that another job is writing; arguments that differ. And if a rank cannot write:
+            then nothing is left behind.
 
     Example:
         >>> import tempfile, torch, meshcomm as mc
@@ -133,11 +133,11 @@ def save(
     step = None if step is None else int(step)
     axis = _axis(where, mesh)
     team = _Team(where, axis, path=root.path, step=step, keep=keep)
-    step = team.tell(lambda: _new_step(where, root, step))
+    team.first(lambda: _checked_room(where, root, step))
 
     def found_here() -> Entries:
         found = collect(module, optimizer)
-        ours = {"step": step, "mesh": list(axis.mesh.shape.items()), "extra": _checked_plain(where, "extra", extra),
+        ours = {"mesh": list(axis.mesh.shape.items()), "extra": _checked_plain(where, "extra", extra),
                 "sums": get_crc32_options()}  # fmt: skip
         found.plain.update({(_OURS, key): value for key, value in ours.items()})
         mine = {"random": random_states(), "extra": _checked_plain(where, "rank_extra", rank_extra)}
@@ -145,17 +145,19 @@ def save(
         return found
 
     found = team.all(found_here)
+    found.plain[_OURS, "step"] = step
     plan, table = team.share_out(found)
-    partial = team.tell(lambda: root.open(step))
+    step, partial = team.tell(lambda: root.open(where, step))
+    found.plain[_OURS, "step"] = step
     try:
         writer = Writer(partial, root.folder(step), axis.index)
         results = team.all(lambda: writer.write(plan, Planner(found)))
         every = team.gather(results)
         team.first(lambda: writer.conclude(table, every, found.aliases))
-        team.first(lambda: root.publish(partial, step))
+        team.first(lambda: root.publish(where, partial, step))
     finally:
         if axis.index == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # there no more, if all went well
+            root.close(partial)
     if keep is not None:
         team.first(lambda: root.prune(keep, step))
     return root.folder(step)
@@ -199,12 +201,13 @@ def load(
 
     Backward: none.
 
-    Cost: each rank reads the stored boxes of which it needs a part, one at a time.
+    Cost: each rank reads the stored boxes of which it needs a part, one at a time, and twice: all are seen to be whole
+    before any is used.
 
     Raises:
         MeshError: on all ranks, before anything is changed: no finished checkpoint; missing or unexpected names; other
-            shapes or dtypes; another kind of optimiser or other groups; a table that is none; files that are missing or
-            too short. And if a file is damaged inside: then the module is in between, and nothing of it should be used.
+            shapes or dtypes; another kind of optimiser or other groups; a table that is none; files that are missing,
+            too short, or damaged inside.
 
     Example: see :func:`save`.
 
@@ -231,28 +234,32 @@ def load(
         return restoring, *_ours(reader, axis)
 
     restoring, found, states = team.all(planned)
+    team.all(restoring.check)
     team.all(restoring.read)
     if random and states is not None:
         team.all(lambda: set_random_states(states))
     return found
 
 
-def latest(path: str | os.PathLike[str]) -> str | None:
+def latest(path: str | os.PathLike[str], axis: AxisName | None = None, *, mesh: Mesh | None = None) -> str | None:
     """The folder of the finished checkpoint with the highest step.
 
-    Type: of the machine that asks; :func:`load` goes by the first rank's.
+    Type: of the rank that asks; with ``axis`` invariant along it, so that all ranks go the same way after it.
 
     Args:
         path: what :func:`save` was given.
+        axis: the ranks that get one answer, that of the first of them: another one may look later, or see another file
+            system. None: of this rank alone. (:func:`load` goes by the first rank's.)
+        mesh: the current mesh by default.
 
     Returns: its path, or None if there is none.
 
     Backward: none.
 
-    Cost: a look into the folder; no communication.
+    Cost: a look into the folder; with ``axis`` a path travels.
 
     Raises:
-        MeshError: ``path`` is no path.
+        MeshError: ``path`` is no path; no such axis.
 
     Example:
         >>> from meshcomm.parallel.checkpoint import latest
@@ -261,7 +268,14 @@ def latest(path: str | os.PathLike[str]) -> str | None:
 
     Source: none.
     """
-    root = Root(_checked_path("checkpoint.latest", path))
+    where = "checkpoint.latest"
+    root = Root(_checked_path(where, path))
+    if axis is None:
+        return _latest(root)
+    return _Team(where, check.axis_of(where, axis, mesh), path=root.path).tell(lambda: _latest(root))
+
+
+def _latest(root: Root) -> str | None:
     steps = root.steps()
     return root.folder(steps[-1]) if steps else None
 
@@ -441,22 +455,17 @@ def _checked_plain(where: str, name: str, value: Any) -> Any:
     return value
 
 
-def _new_step(where: str, root: Root, step: int | None) -> int:
+def _checked_room(where: str, root: Root, step: int | None) -> None:
     if os.path.exists(root.path) and not os.path.isdir(root.path):
         fail(where, f"{root.path!r} is no folder.", fix="a folder, or a path that is not there yet")
-    steps = root.steps()
-    if step is None:
-        return steps[-1] + 1 if steps else 0
-    if os.path.lexists(root.folder(step)):
-        fail(where, f"there is a checkpoint of step {step} already.", got=root.folder(step),
-             fix="another step or folder, or remove it first")  # fmt: skip
-    return step
+    if step is not None:
+        root.refuse_twice(where, step)
 
 
 def _existing(where: str, root: Root) -> str:
     if os.path.isfile(os.path.join(root.path, TABLE)):
         return root.path
-    found = latest(root.path)
+    found = _latest(root)
     if found is None:
         fail(
             where,

@@ -2,6 +2,10 @@
 
 A folder is written under another name, brought to the disk, and renamed. ``checkpoint_reader`` reads it: nothing here
 does, for torch's own way is to unpickle it.
+
+    .partial-step-00000100-<owner>-<number>    being written, or left by an owner that has ended
+    step-00000100                              a checkpoint
+    .removed-<number>                          no longer one
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import errno
 import io
 import math
 import os
+import random
 import re
 import shutil
+import time
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from meshcomm.errors import fail, shape_text
 from meshcomm.parallel.checkpoint_parts import Entries, Path
+from meshcomm.runtime import peers
 
 __all__ = [
     "TABLE", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "Planner", "Root", "SavePlan", "TensorProperties",
@@ -46,6 +54,11 @@ TABLE = ".metadata"
 """The file with the table of contents."""
 _FINISHED = re.compile(r"step-(\d+)\Z")
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
+_UNFINISHED = re.compile(r"\.partial-step-(?P<step>\d+)-(?P<owner>[0-9a-f]{8}-\d+-\d+)-[0-9a-f]{8}\Z")
+_ABANDONED = 24 * 3600.0
+"""Seconds without a change after which nobody writes to a folder whose owner cannot be seen from here."""
+_open: set[str] = set()
+"""What this process writes to now."""
 
 
 # ------------------------------------------------------------------------------------------------------- the folders
@@ -59,34 +72,74 @@ class Root:
 
     def steps(self) -> list[int]:
         """The finished ones, in order."""
+        return sorted(step for step in self._named() if os.path.isfile(os.path.join(self.folder(step), TABLE)))
+
+    def _named(self) -> list[int]:
+        """What is called as finished ones are."""
         try:
             inner = os.listdir(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = [int(match[1]) for match in map(_FINISHED.match, inner) if match]
-        return sorted(step for step in found if os.path.isfile(os.path.join(self.folder(step), TABLE)))
+        return [int(match[1]) for match in map(_FINISHED.match, inner) if match]
 
     def folder(self, step: int) -> str:
         """Where the checkpoint of a step is."""
         return os.path.join(self.path, f"step-{step:08d}")
 
-    def open(self, step: int) -> str:
-        """Make the folder to write to; what interrupted saves have left goes first, and leaves its room."""
+    def open(self, where: str, step: int | None) -> tuple[int, str]:
+        """Make the folder to write to, of the next step if none is given; what interrupted saves have left goes first,
+        and leaves its room.
+
+        Other jobs may do the same: whoever sees another one's folder of the same step after making its own gives way,
+        so that never two have one.
+        """
         os.makedirs(self.path, exist_ok=True)
         self.sweep()
-        partial = os.path.join(self.path, f"{_PARTIAL}step-{step:08d}-{uuid.uuid4().hex[:8]}")
-        os.mkdir(partial)
-        return partial
+        while True:
+            taken = [*self._named(), *(begun for begun, _ in self._begun())]
+            now = max(taken, default=-1) + 1 if step is None else step
+            partial = os.path.join(self.path, f"{_PARTIAL}step-{now:08d}-{_owner()}-{uuid.uuid4().hex[:8]}")
+            os.mkdir(partial)
+            rivals = [path for begun, path in self._begun() if begun == now and path != partial]
+            if step is not None:  # those of another machine may have ended, and this be their next life
+                rivals = [path for path in rivals if _life(path) == "here"]
+            if not rivals and not os.path.lexists(self.folder(now)):
+                _open.add(partial)
+                return now, partial
+            os.rmdir(partial)
+            if step is not None:
+                self.refuse_twice(where, step)
+                fail(where, f"another job is saving a checkpoint of step {step} to {self.path!r}.",
+                     fix="another step or folder; a job of its own has a folder of its own")  # fmt: skip
+            time.sleep(random.Random(uuid.uuid4().int).uniform(0, 0.05))
+
+    def refuse_twice(self, where: str, step: int) -> None:
+        """There must be no checkpoint of this step."""
+        if os.path.lexists(self.folder(step)):
+            fail(where, f"there is a checkpoint of step {step} already.", got=self.folder(step),
+                 fix="another step or folder, or remove it first")  # fmt: skip
+
+    def _begun(self) -> list[tuple[int, str]]:
+        """The steps that somebody writes now, or did, and where."""
+        found = map(_UNFINISHED.match, os.listdir(self.path))
+        return [(int(match["step"]), os.path.join(self.path, match[0])) for match in found if match]
 
     def sweep(self) -> None:
-        """Remove what is no checkpoint, or no longer."""
+        """Remove what is no checkpoint, or no longer; nothing that another job is writing."""
         for name in os.listdir(self.path):
-            if name.startswith((_PARTIAL, _REMOVED)):
-                shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
+            path = os.path.join(self.path, name)
+            if name.startswith(_REMOVED) or (name.startswith(_PARTIAL) and _life(path) == "ended"):
+                shutil.rmtree(path, ignore_errors=True)
 
-    def publish(self, partial: str, step: int) -> None:
+    def close(self, partial: str) -> None:
+        """Nobody writes to it any more: it is a checkpoint now, or goes."""
+        shutil.rmtree(partial, ignore_errors=True)
+        _open.discard(partial)
+
+    def publish(self, where: str, partial: str, step: int) -> None:
         """From now on there is a checkpoint of this step."""
         _to_disk(partial)
+        self.refuse_twice(where, step)
         os.rename(partial, self.folder(step))
         _to_disk(self.path)
 
@@ -97,6 +150,27 @@ class Root:
             with contextlib.suppress(OSError):  # what cannot be removed does not make the save fail
                 os.rename(self.folder(other), os.path.join(self.path, f"{_REMOVED}{uuid.uuid4().hex}"))
         self.sweep()
+
+
+def _owner() -> str:
+    """This process, in the name of a folder."""
+    machine, pid, began = peers.sign().split("\t")
+    return f"{zlib.crc32(machine.encode()):08x}-{pid}-{began}"
+
+
+def _life(partial: str) -> str:
+    """Of who writes to it: "here", on this machine, "elsewhere", where it cannot be seen, or "ended"."""
+    match, machine = _UNFINISHED.match(os.path.basename(partial)), peers.sign().partition("\t")[0]
+    if partial in _open:
+        return "here"
+    if match and machine and match["owner"].startswith(f"{zlib.crc32(machine.encode()):08x}-"):
+        gone = match["owner"] == _owner() or peers.ended("\t".join((machine, *match["owner"].split("-")[1:])))
+        return "ended" if gone else "here"
+    try:
+        latest = max(os.stat(path).st_mtime for path in (partial, *(each.path for each in os.scandir(partial))))
+    except OSError:  # it has gone meanwhile
+        return "elsewhere"
+    return "ended" if time.time() - latest > _ABANDONED else "elsewhere"
 
 
 def _to_disk(folder: str) -> None:
@@ -113,6 +187,10 @@ def _to_disk(folder: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
+
+
+_PROBE = 2**20
+"""Bytes that are written where more could not be, to hear why."""
 
 
 class Planner(DefaultSavePlanner):
@@ -212,7 +290,17 @@ class Writer(FileSystemWriter):
     def write(self, plan: SavePlan, planner: Planner) -> list[WriteResult]:
         """This rank's file, which is named by the place of its plan among all."""
         plans = self.prepare_global_plan([*(SavePlan([]) for _ in range(self._rank)), plan])
-        return self.write_data(plans[-1], planner).wait()
+        try:
+            return self.write_data(plans[-1], planner).wait()
+        except OSError:
+            raise
+        except Exception as error:  # torch's archive writer does not say what the system has said
+            with open(os.path.join(self._partial, f".probe-{self._rank}"), "wb") as file:
+                file.write(bytes(_PROBE))
+                file.flush()
+                os.fsync(file.fileno())
+            os.remove(file.name)
+            raise error
 
     def conclude(self, table: Metadata, results: Sequence[Sequence[WriteResult]], aliases: Mapping[str, str]) -> None:
         """The table, once all files are seen to be there."""

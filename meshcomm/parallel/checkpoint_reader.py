@@ -12,7 +12,7 @@ import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -79,6 +79,10 @@ class _Piece(NamedTuple):
     offsets: Sequence[int]
     lengths: Sequence[int]
     target: Tensor
+
+
+Files = Mapping[str, Mapping[MetadataIndex, Sequence[_Piece]]]
+"""What to read from which file."""
 
 
 # ------------------------------------------------------------------------------------------------ the table's values
@@ -296,17 +300,27 @@ class Reader:
         check_files(self.where, self.folder, infos)
         return files
 
-    def read(self, files: Mapping[str, Mapping[MetadataIndex, Sequence[_Piece]]]) -> None:
+    def check(self, files: Files) -> None:
+        """Read everything, and use nothing of it."""
+        for info, index, _ in self._in_order(files):
+            self._dense(info, index)
+        self.sums = False  # they have been compared
+
+    def read(self, files: Files) -> None:
         """Fill the targets."""
+        for info, index, pieces in self._in_order(files):
+            stored = self._dense(info, index)
+            for piece in pieces:
+                part = stored
+                for dim, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
+                    part = part.narrow(dim, offset, length)
+                piece.target.copy_(part)
+
+    def _in_order(self, files: Files) -> Iterator[tuple[Info, MetadataIndex, Sequence[_Piece]]]:
+        """Of the bytes."""
         for items in files.values():
             order = [(self._info(index.fqn, index.offset), index, pieces) for index, pieces in items.items()]
-            for info, index, pieces in sorted(order, key=lambda each: each[0].offset):
-                stored = self._dense(info, index)
-                for piece in pieces:
-                    part = stored
-                    for dim, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
-                        part = part.narrow(dim, offset, length)
-                    piece.target.copy_(part)
+            yield from sorted(order, key=lambda each: each[0].offset)
 
     def _dense(self, info: Info, index: MetadataIndex) -> Tensor:
         """A stored box."""

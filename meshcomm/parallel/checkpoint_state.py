@@ -201,6 +201,10 @@ class Restoring:
         """Find everything in the files."""
         self._files = self.reader.plan(self._wanted)
 
+    def check(self) -> None:
+        """See that what will be read is whole: nothing is changed before."""
+        self.reader.check(self._files)
+
     @torch.no_grad()
     def read(self) -> None:
         """Read, and then change what is no tensor."""

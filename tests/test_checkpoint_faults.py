@@ -1,0 +1,211 @@
+"""Saves that are interrupted, that meet another job's, that the disk has no room for; files that are damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.serialization import set_crc32_options
+from torch.testing import assert_close
+
+import meshcomm as mc
+from meshcomm.parallel.checkpoint import latest, load, save
+from meshcomm.parallel.checkpoint_files import Root
+from meshcomm.runtime import peers
+
+# Torch says so where it reads and writes on one rank.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def left_by(root: Path, sign: str, step: int, *, days: float = 0) -> Path:
+    """What a process that was signed so is writing, or has left."""
+    machine, pid, began = sign.split("\t")
+    folder = root / f".partial-step-{step:08d}-{zlib.crc32(machine.encode()):08x}-{pid}-{began}-{step:08x}"
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(b"half")
+    for path in (folder / "__0_0.distcp", folder):
+        os.utime(path, (time.time() - 86400 * days,) * 2)
+    return folder
+
+
+def ended_process() -> str:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return f"{peers.sign().split(chr(9))[0]}\t{process.pid}\t1"
+
+
+@contextlib.contextmanager
+def living_process() -> Iterator[str]:
+    program = "import sys; from meshcomm.runtime import peers; print(peers.sign(), flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.communicate()
+
+
+def test_what_others_are_writing_stays(tmp_path: Path) -> None:
+    """Swept is what is one's own, or left by the dead; of another machine's, what is old."""
+    with living_process() as alive:
+        writing = left_by(tmp_path, alive, 3, days=2)
+        elsewhere = left_by(tmp_path, "another machine\t1\t1", 4)
+        unknown = tmp_path / ".partial-step-00000007"
+        unknown.mkdir()
+        for sign, days in ((ended_process(), 0), (peers.sign(), 0), ("another machine\t1\t2", 2)):
+            left_by(tmp_path, sign, 5 if days else 6 + len(os.listdir(tmp_path)), days=days)
+        assert save(tmp_path, linear()) == str(tmp_path / "step-00000005")
+        assert set(os.listdir(tmp_path)) == {writing.name, elsewhere.name, unknown.name, "step-00000005"}
+        with pytest.raises(
+            mc.MeshError, match=r"(?s)another job is saving a checkpoint of step 3 to .*another step or"
+        ):
+            save(tmp_path, linear(), step=3)
+        save(tmp_path, linear(), step=4)  # it may be this job before it came to this machine
+        assert writing.exists()
+    save(tmp_path, linear(), step=3)
+    assert not writing.exists()
+
+
+JOB = r"""
+import sys, torch
+from meshcomm.parallel.checkpoint import save
+for step in map(int, sys.argv[2:]):
+    print(save(sys.argv[1], torch.nn.Linear(8, 8), step=None if step < 0 else step), flush=True)
+"""
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("numbered", [True, False])
+def test_jobs_that_save_into_one_folder_lose_nothing(tmp_path: Path, numbered: bool) -> None:
+    steps = [[str(2 * i + job if numbered else -1) for i in range(6)] for job in range(2)]
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, str(tmp_path), *mine], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for mine in steps
+    ]  # fmt: skip
+    told = [job.communicate(timeout=100) for job in jobs]
+    assert [error for _, error in told] == ["", ""]
+    saved = sorted(name for out, _ in told for name in out.split())
+    assert saved == [str(tmp_path / f"step-{step:08d}") for step in range(12)]
+    assert sorted(os.listdir(tmp_path)) == [Path(name).name for name in saved]
+    assert Root(str(tmp_path)).steps() == list(range(12))
+
+
+def test_the_latest_one_for_all_is_the_first_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path, linear(), step=step)
+    mesh = mc.make_mesh({"x": 2, "y": 2})
+    everybody = Root.steps
+    monkeypatch.setattr(Root, "steps", lambda self: everybody(self)[: 1 + (mesh.rank or 0)])  # that of each file system
+
+    def program() -> list[str]:
+        asked = latest(tmp_path), latest(tmp_path, ("x", "y"), mesh=mesh), latest(tmp_path, "x", mesh=mesh)
+        return [Path(str(path)).name[-1] for path in asked]
+
+    assert mc.launch(program, ranks=4) == [["1", "1", "1"], ["2", "1", "2"], ["2", "1", "1"], ["2", "1", "2"]]
+    with pytest.raises(mc.MeshError, match="checkpoint.latest: no axis 'z'"):
+        mc.launch(lambda: latest(tmp_path, "z", mesh=mesh), ranks=4)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_damaged_file_changes_nothing(tmp_path: Path, sums: bool, size: int) -> None:
+    """On no rank, also where another one's file is the damaged one; the optimiser neither."""
+
+    def trained(seed: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+        for p in net.parameters():
+            nn.init.constant_(p, seed)
+            p.grad = torch.ones_like(p)
+        optimizer = torch.optim.AdamW(net.parameters())
+        optimizer.step()
+        return net, optimizer
+
+    def saving() -> None:
+        save(tmp_path, *trained(1.0), mesh=mc.make_mesh({"x": size}))
+
+    def loading() -> str:
+        net, optimizer = trained(2.0)
+        before = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        with pytest.raises(mc.MeshError) as caught:
+            load(tmp_path, net, optimizer, mesh=mc.make_mesh({"x": size}))
+        assert_close(net.state_dict(), before[0], rtol=0, atol=0)
+        assert_close(optimizer.state_dict()["state"], before[1]["state"], rtol=0, atol=0)
+        return str(caught.value)
+
+    set_crc32_options(sums)
+    try:
+        mc.launch(saving, ranks=size)
+    finally:
+        set_crc32_options(True)
+    (folder,) = tmp_path.glob("step-*")
+    *_, last = sorted(folder.glob("*.distcp"))
+    data = bytearray(last.read_bytes())
+    if sums:
+        value = next(trained(1.0)[0].parameters()).detach().flatten()[0].item()
+        data[data.rindex(torch.full((16,), value).numpy().tobytes()) + 3] ^= 1
+    else:
+        at = data.rindex(b"PK\x01\x02")
+        data[at : at + 30] = bytes(30)
+    last.write_bytes(data)
+    for text in mc.launch(loading, ranks=size):
+        assert last.name in text
+        assert "damaged" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root mounts a small disk")
+def test_a_full_disk_is_told_in_the_systems_words(tmp_path: Path) -> None:
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"mount: {mount.stderr.strip()}")
+    try:
+        for count, layer in ((100, linear()), (1500, nn.Linear(1500, 1500))):
+            mesh = mc.make_mesh({"x": 2})
+            if count == 100:
+                mc.launch(lambda: save(tmp_path, layer, step=1, mesh=mesh), ranks=2)
+                continue
+            with pytest.raises(mc.MeshError, match="(?s)checkpoint.save: index 0: .*No space left on device"):
+                mc.launch(lambda: save(tmp_path, layer, step=2, mesh=mesh), ranks=2)
+        assert os.listdir(tmp_path) == ["step-00000001"]
+        assert load(tmp_path, linear()).step == 1
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_keep_and_what_interrupted_saves_have_left(tmp_path: Path) -> None:
+    left_by(tmp_path, ended_process(), 1)
+    (tmp_path / "step-00000099").mkdir()  # no table: not finished
+    (tmp_path / "mine.txt").write_text("stays")
+    assert latest(tmp_path) is None
+
+    def program() -> list[list[str]]:
+        mesh, seen = mc.make_mesh({"x": 2}), []
+        for step in (1, 2, 10, 3):
+            save(tmp_path, linear(), step=step, keep=2, mesh=mesh)
+            seen.append(sorted(os.listdir(tmp_path)))
+        return seen
+
+    names = [
+        sorted([f"step-{each:08d}" for each in kept] + ["mine.txt"])
+        for kept in ([1, 99], [1, 2, 99], [2, 10, 99], [3, 10, 99])
+    ]
+    assert mc.launch(program, ranks=2)[0] == names
+    assert latest(tmp_path) == str(tmp_path / "step-00000010")
