@@ -1393,20 +1393,6 @@ def test_fully_sharded_and_tensor_parallel_training(name: str) -> None:
         assert_close(b, second.chunk(2)[tp])
 
 
-def test_what_clips_by_its_own_norm_varies() -> None:
-    """An optimizer that is fused counts no changes; what it writes is seen all the same."""
-
-    def run() -> Any:
-        w = mc.mark_varying(nn.Parameter(ones(3)), ())
-        w.grad = zeros(3)
-        torch._foreach_mul_([w.grad], [own()[0]])
-        before = kind(w), kind(w.grad)
-        torch.optim.AdamW([w], fused=True).step()
-        return *before, kind(w)
-
-    assert on_ranks(run) == [(I, V, V)] * N
-
-
 def test_scaled_gradients() -> None:
     def run() -> Any:
         found = zeros(1).float()

@@ -17,7 +17,8 @@ from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import asked_in, call_site
-from meshcomm.spmd.checker_core import WHERE, Core
+from meshcomm.spmd.checked_leaves import Leaves, of_leaf
+from meshcomm.spmd.checker_core import WHERE
 from meshcomm.spmd.operands import (
     along_of,
     differentiated,
@@ -51,7 +52,7 @@ from meshcomm.watch import here
 __all__ = ["Operations"]
 
 
-class Operations(Core):
+class Operations(Leaves):
     """Sees every operation: what varies where any operand does, unless the rules say otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -226,6 +227,7 @@ class Operations(Core):
             found += self._kept(target, count)
         whole = join(found, kind.name) if found else INVARIANT
         if isinstance(target, Tensor):
+            self._stays(target, whole, kind.name)
             self._make_room(target, whole, kind.name, operands)
         given = args
         args, kwargs = self._evened(
@@ -238,6 +240,8 @@ class Operations(Core):
             like = self.type_of(operands[0])
             if like is not None and like.axes:
                 alike(result, like)
+        if kind.shares and operands:
+            self._shares(operands[0])
         if over:
             self._overwritten(target, whole)
         for x in operands:
@@ -269,6 +273,8 @@ class Operations(Core):
             kept = self._kept(group[0], group[1:]) if kind.in_place else []
             whole = None if found is None else join([*found, *kept], kind.name)
             kinds.append(whole)
+            if kind.in_place and whole is not None:
+                self._stays(group[0], whole, kind.name)
             if found is None or whole is None or not torch.is_grad_enabled():
                 continue
             for x, each in zip(group, found, strict=True):
@@ -309,11 +315,19 @@ class Operations(Core):
         """A property: x.T and the like have the type of x, and so has its gradient."""
         result = func(*args)
         if isinstance(result, Tensor) and result is not args[0] and kind.name != "_base":
-            if kind.name == "grad" and marked(result) is not None:
-                return result
+            if kind.name == "data":
+                self._shares(args[0])
             mine = self.type_of(args[0])
+            if (
+                kind.name == "grad"
+                and (seen := marked(result)) is not None
+                and (mine is None or seen.axes >= mine.axes)
+            ):
+                return result
             if mine is not None:
                 self._note(result, self._of_gradient(mine) if kind.name == "grad" else mine, (args[0],))
+                if kind.name == "grad" and args[0].is_leaf:
+                    of_leaf(result)
         return result
 
     def _of_gradient(self, kind: Type) -> Type:
@@ -339,10 +353,11 @@ class Operations(Core):
                 got = f"x {text_of(x)} {along_of(mine)}; the gradient {along_of(theirs)}"
                 self._refuse(name, "sets a gradient of another type than x has.", got, "leave gradients alone")
             if kind.name == "data" and mine is not None and theirs is not None:
+                self._stays(x, theirs, name)
                 if tracked(x) and (lacks := theirs.axes - mine.axes):
                     self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
                 result = func(*args)
-                self._note(x, theirs, (x,))
+                self._note(x, self._as_declared(x, theirs), (x,))
                 return result
             if kind.name == "data":
                 self._known.pop(id(x), None)
@@ -391,10 +406,11 @@ class Operations(Core):
                 if lacks and x.requires_grad and (evened or (tracked(x) and not torch.is_grad_enabled())):
                     assert mine is not None
                     self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
-                self._written(x, whole)
+                self._written(x, whole, name)
 
-    def _written(self, x: Tensor, kind: Type) -> None:
+    def _written(self, x: Tensor, kind: Type, name: str = "a write") -> None:
         """Values of a type were written into ``x``."""
+        self._stays(x, kind, name)
         old = self.type_of(x)
         if old is not None:
             kind = join([kind, old], "a write in place")
@@ -417,6 +433,7 @@ class Operations(Core):
             if self.type_of(x) is None:
                 self._note(x, kind, (x,))
             return
+        kind = self._as_declared(x, kind)
         self._note(x, kind)
         forget(x)
         self._spread(x, kind)

@@ -129,6 +129,15 @@ class Core(TorchFunctionMode):
             lacks = whole.axes - kind.axes if base is None else whole.axes - (marked(base) or kind).axes
             if lacks:
                 self._out_of_graph(x, kind, lacks, str(whole.since[min(lacks)]))
+        if whole is not kind and x.requires_grad and x.is_leaf and not functorch_active():
+            along = sorted(whole.axes - kind.axes)
+            self._refuse(
+                f"a write into {text_of(x)}",
+                f"through other tensors that have its memory has brought in what varies along {names(along)}: it is a "
+                "leaf that requires grad and is invariant, and the ranks would differ from then on.",
+                f"{whole.since[along[0]]}; the leaf {along_of(kind)}",
+                f"reduce it over {names(along)} first; mc.mark_varying(x, axes), if each rank shall have its own",
+            )
         return whole
 
     def _out_of_graph(self, x: Tensor, kind: Type, axes: frozenset[str], by: str) -> NoReturn:

@@ -145,6 +145,8 @@ class Kind(NamedTuple):
     """Into what it writes without counting it as a change."""
     parts: bool = False
     """A collective of torch.distributed that gives each rank something else."""
+    shares: bool = False
+    """It gives its operand's memory to a tensor that is no view of it."""
     from_data: bool = False
     """It may take data that torch knows nothing of."""
     ordinary: bool = False
@@ -182,6 +184,7 @@ def kind_of(func: Any) -> Kind:
         overwrites=name in OVERWRITES,
         parts=_of_torch_distributed(func) and any(word in name for word in _PARTS),
         silent=_silent(name, getattr(func, "__module__", None) == "torch.nn.functional"),
+        shares=name == "detach",
         from_data=name in ("tensor", "as_tensor", "asarray"),
     )
     return kind._replace(ordinary=not any(kind._replace(name="", from_data=False)))

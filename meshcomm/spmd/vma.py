@@ -6,6 +6,7 @@ written into a storage in place, all of its views have.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ __all__ = [
     "made_like",
     "marked",
     "note",
+    "shared",
+    "sharing_with",
     "unmark",
     "unseen_write",
     "write",
@@ -296,3 +299,29 @@ def _storage(x: Tensor) -> torch.UntypedStorage | None:
         return innermost.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+# ------------------------------------------------------------------------------------- leaves under other names
+
+_LEAF = "_meshcomm_leaf"
+
+
+class _Shared:
+    """Whether a leaf ever came to have another name. Until then nobody looks for it."""
+
+    any = False
+
+
+def shared(x: Tensor) -> None:
+    """Note that the memory of ``x`` can be written under another name: ``x.data``, ``x.detach()``."""
+    storage = _storage(x)
+    if storage is not None:
+        _Shared.any = True
+        setattr(storage, _LEAF, weakref.ref(x))
+
+
+def sharing_with(x: Tensor) -> Tensor:
+    """The tensor for which that was noted; ``x`` if there is none."""
+    found = getattr(_storage(x), _LEAF, None) if _Shared.any else None
+    other = found() if isinstance(found, weakref.ref) else None
+    return other if isinstance(other, Tensor) else x

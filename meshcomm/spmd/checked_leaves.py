@@ -1,0 +1,77 @@
+"""What the checker of varying types makes of writes into leaves: what is replicated and trained stays replicated."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshcomm._torch import functorch_active
+from meshcomm.errors import names
+from meshcomm.spmd.checker_core import Core
+from meshcomm.spmd.operands import along_of, text_of
+from meshcomm.spmd.vma import Type, join, marked, shared, sharing_with
+
+__all__ = ["Leaves", "is_gradient", "is_trained", "of_leaf"]
+
+_GRADIENT = "_meshcomm_gradient"
+
+
+def of_leaf(x: Tensor) -> None:
+    """Note that ``x`` is the gradient that a leaf has."""
+    setattr(x, _GRADIENT, True)
+
+
+def is_gradient(x: Tensor) -> bool:
+    """Whether that was noted."""
+    return getattr(x, _GRADIENT, False) is True
+
+
+def is_trained(x: Tensor) -> bool:
+    """Whether it is a leaf that requires grad, or the gradient of one."""
+    return (x.requires_grad and x.is_leaf) or is_gradient(x)
+
+
+class Leaves(Core):
+    """Refuses to write what varies into a leaf that requires grad and is invariant, or into its gradient: the ranks
+    would drift apart without a word.
+    """
+
+    def _stays(self, x: Tensor, kind: Type, name: str) -> None:
+        """Before, or after, something of this type was written into ``x``."""
+        if not kind.axes or functorch_active():
+            return
+        owner = x if x._base is None else x._base
+        if not is_trained(owner):
+            owner = sharing_with(x)
+            if not is_trained(owner):
+                return
+        mine = self.type_of(owner)
+        if mine is not None and (lacks := kind.axes - mine.axes):
+            self._drifts(owner, mine, kind, lacks, name)
+
+    def _shares(self, x: Tensor) -> None:
+        """What has the memory of ``x`` and is no view of it has been made."""
+        if is_trained(x):
+            shared(x)
+
+    def _as_declared(self, x: Tensor, kind: Type) -> Type:
+        """The type of ``x`` when all of it is overwritten with what has this one. A leaf that is a rank's own part
+        stays so where all parts begin alike, and a gradient has the type of its leaf; what a collective has made equal
+        is equal.
+        """
+        old = marked(x) if x.requires_grad or is_gradient(x) else None
+        if old is None or old.axes <= kind.axes or not (old.leaf or is_gradient(x)):
+            return kind
+        if kind.ended.keys() >= old.axes - kind.axes:
+            return kind
+        return old if kind.axes <= old.axes else join([old, kind], "a write in place")
+
+    def _drifts(self, x: Tensor, mine: Type, kind: Type, lacks: frozenset[str], name: str) -> None:
+        leaf = "the gradient of a leaf that is" if is_gradient(x) else "a leaf that requires grad and is"
+        along = names(sorted(lacks))
+        fix = f"reduce it over {along} first; norms and scales of gradients, too (mc.parallel.clip_grad_norm)"
+        self._refuse(
+            name,
+            f"writes what varies along {along} into {leaf} invariant: from then on the ranks would differ.",
+            f"{text_of(x)}, {along_of(mine)}; what is written {along_of(kind)}",
+            f"{fix}; mc.mark_varying(x, {self._names(kind.axes)!r}) before, if each rank shall have its own",
+        )
