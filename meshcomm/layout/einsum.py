@@ -26,8 +26,8 @@ from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail, names
 from meshcomm.layout.notation import Dim, Layout, Pattern, parse_arrow
-from meshcomm.layout.plan import State, Step, cheapest
 from meshcomm.layout.reshard import take
+from meshcomm.layout.search import State, Step, cheapest
 from meshcomm.layout.shapes import fit
 from meshcomm.mesh import AxisName, Mesh, mesh_with_key
 
@@ -344,6 +344,7 @@ class _Cook:
     def __init__(self, where: str, pattern: Pattern, shapes: Sequence[tuple[int, ...]], mesh: dict[str, int]) -> None:
         self.where, self.pattern, self.mesh = where, pattern, mesh
         self.sizes = {axis: mesh[axis] for axis in mesh if axis in pattern.spoken}
+        self.spoken = tuple(self.sizes.items())
         layouts = [
             fit(where, layout, shape, mesh, pattern.text) for layout, shape in zip(pattern.inputs, shapes, strict=True)
         ]
@@ -448,7 +449,7 @@ class _Cook:
         sums = [axis for axis, index in by.items() if index is not None and index not in product]
         state: State = tuple(cuts.get(name, ()) for name in product)
         scattered, state, rest, bytes_sent = self._scatter(sums, state, shape)
-        steps = cheapest(state, tuple(dim.axes for dim in self.output), shape, self.sizes)
+        steps = cheapest(state, tuple(dim.axes for dim in self.output), shape, self.spoken)
         sent += bytes_sent + sum(step.elements + self._backwards(step, shape) for step in steps)
         moved += len(scattered) + bool(rest) + any(step.elements for step in steps)
         idle = sum(index is None for index in by.values())
@@ -466,7 +467,7 @@ class _Cook:
         kept = [dim for at, dim in enumerate(layout) if at not in alone]
         shape = tuple(self.lengths[dim.name] for dim in kept)
         target: State = tuple(cuts.get(dim.name, ()) for dim in kept)
-        steps = cheapest(tuple(dim.axes for dim in kept), target, shape, self.sizes)
+        steps = cheapest(tuple(dim.axes for dim in kept), target, shape, self.spoken)
         cut = {axis for axes in target for axis in axes}
         varied = tuple(axis for axis, index in by.items() if index is not None and axis not in cut | partial)
         move = Move(alone, alone_axes, tuple(dim.name for dim in kept), steps, varied)

@@ -1,17 +1,9 @@
-"""The cheapest way from one layout to another: a shortest path, in bytes sent, over what single collectives do.
-
-A state says for each dim over which axes it is cut, major first. One step gathers the last axes of a dim, cuts a dim
-once more, moves the last axes of one dim to another, or lets ranks exchange whole pieces. Many bytes are worse than
-many steps, and of plans that send the same the one with fewer collectives is taken.
-"""
+"""The plan of a reshard: the cheapest way between two layouts, what it sends, and how it is printed."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,32 +11,11 @@ import torch
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.layout.notation import Dim, Layout, Pattern, parse_arrow
+from meshcomm.layout.search import Step, cheapest, later_collection
 from meshcomm.layout.shapes import checked_shape, cut, fit
 from meshcomm.mesh import Mesh
 
-__all__ = ["Plan", "State", "Step", "cheapest", "plan", "plan_of", "sides_of"]
-
-State = tuple[tuple[str, ...], ...]
-"""Per dim the axes that it is cut over, major first."""
-Perm = tuple[tuple[int, int], ...]
-
-
-class Step(NamedTuple):
-    """One collective of a plan."""
-
-    op: str
-    """"all_gather_invariant", "shard", "all_to_all" or "permute"."""
-    axes: tuple[str, ...]
-    dim: int
-    """The dim that is gathered or cut; of all_to_all the one that is gathered."""
-    to: int
-    """The dim that all_to_all cuts; else the same as ``dim``."""
-    perm: Perm
-    """Of permute: pairs of indices along ``axes``."""
-    elements: int
-    """How many elements a rank sends."""
-    after: State
-    """The layout that comes out."""
+__all__ = ["Plan", "plan", "plan_of", "sides_of"]
 
 
 class Plan(NamedTuple):
@@ -93,139 +64,6 @@ class Plan(NamedTuple):
         if self.order != tuple(range(len(self.order))):
             lines.append("  the dims are moved: 0 bytes")
         return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------------- the search
-
-
-def cheapest(source: State, target: State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Step, ...]:
-    """The steps from one state to another; ``shape`` is the global one, ``sizes`` those of the axes spoken of."""
-    return _cheapest(source, target, shape, tuple(sizes.items()))
-
-
-@lru_cache(10_000)
-def _cheapest(
-    source: State, target: State, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]
-) -> tuple[Step, ...]:
-    search = _Search(shape, dict(sizes))
-    ticket = itertools.count()
-    paths: dict[State, tuple[Step, ...]] = {}
-    queue: list[tuple[int, int, int, int, State, tuple[Step, ...]]] = [(0, 0, 0, next(ticket), source, ())]
-    while queue:
-        sent, collectives, count, _, state, path = heapq.heappop(queue)
-        if state in paths:
-            continue
-        paths[state] = path
-        if state == target:
-            break
-        for step in search.steps(state):
-            if step.after not in paths:
-                cost = sent + step.elements, collectives + bool(step.elements), count + 1
-                heapq.heappush(queue, (*cost, next(ticket), step.after, (*path, step)))
-    return paths[target]
-
-
-class _Search:
-    """What single steps lead to."""
-
-    def __init__(self, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
-        self.shape, self.sizes = shape, sizes
-        self.states: dict[tuple[int, ...], list[State]] = {}
-
-    def number(self, axes: Sequence[str]) -> int:
-        """How many ranks there are along these axes."""
-        return math.prod(self.sizes[axis] for axis in axes)
-
-    def parts(self, state: State) -> tuple[int, ...]:
-        """Into how many pieces each dim is cut."""
-        return tuple(self.number(axes) for axes in state)
-
-    def elements(self, state: State) -> int:
-        """Of one piece."""
-        return math.prod(self.shape) // math.prod(self.parts(state))
-
-    def divides(self, dim: int, axes: Sequence[str]) -> bool:
-        """Whether a dim can be cut over these axes."""
-        return self.shape[dim] % self.number(axes) == 0
-
-    def steps(self, state: State) -> Iterator[Step]:
-        """All from here."""
-        mine = self.elements(state)
-        for dim, axes in enumerate(state):
-            for first in range(len(axes)):
-                last = axes[first:]
-                kept = _with(state, dim, axes[:first])
-                n = self.number(last)
-                yield Step("all_gather_invariant", last, dim, dim, (), (n - 1) * mine, kept)
-                for to in range(len(state)):
-                    if to != dim and self.divides(to, state[to] + last):
-                        after = _with(kept, to, state[to] + last)
-                        yield Step("all_to_all", last, dim, to, (), (n - 1) * mine // n, after)
-        for axis in self.sizes:
-            if not any(axis in axes for axes in state):
-                for dim, axes in enumerate(state):
-                    if self.divides(dim, (*axes, axis)):
-                        yield Step("shard", (axis,), dim, dim, (), 0, _with(state, dim, (*axes, axis)))
-        yield from self._permutes(state, mine)
-
-    def _permutes(self, state: State, mine: int) -> Iterator[Step]:
-        if not self.states:
-            for each in self._all_states(len(state)):
-                self.states.setdefault(self.parts(each), []).append(each)
-        for after in self.states[self.parts(state)]:
-            if after != state:
-                axes = tuple(axis for axis in self.sizes if _place(axis, state) != _place(axis, after))
-                perm = self._perm(state, after, axes)
-                moved = any(a != b for a, b in perm)
-                yield Step("permute", axes, 0, 0, perm, mine if moved else 0, after)
-
-    def _all_states(self, dims: int) -> Iterator[State]:
-        def put(state: State, rest: tuple[str, ...]) -> Iterator[State]:
-            if not rest:
-                yield state
-                return
-            axis, *others = rest
-            yield from put(state, tuple(others))
-            for dim, axes in enumerate(state):
-                for at in range(len(axes) + 1):
-                    cut_once_more = (*axes[:at], axis, *axes[at:])
-                    if self.divides(dim, cut_once_more):
-                        yield from put(_with(state, dim, cut_once_more), tuple(others))
-
-        yield from put(((),) * dims, tuple(self.sizes))
-
-    def _perm(self, state: State, after: State, axes: tuple[str, ...]) -> Perm:
-        """Who sends its piece to whom: each to itself where that will do."""
-        places = list(itertools.product(*(range(self.sizes[axis]) for axis in axes)))
-        held, wanted = ([self._piece(each, axes, place) for place in places] for each in (state, after))
-        free: dict[tuple[int, ...], list[int]] = {}
-        for rank, piece in enumerate(held):
-            if wanted[rank] != piece:
-                free.setdefault(piece, []).append(rank)
-        return tuple((rank if held[rank] == piece else free[piece].pop(0), rank) for rank, piece in enumerate(wanted))
-
-    def _piece(self, state: State, axes: tuple[str, ...], place: tuple[int, ...]) -> tuple[int, ...]:
-        """Which piece a rank holds, as far as these axes go: the others are where they were."""
-        index = dict(zip(axes, place, strict=True))
-        found = []
-        for dim in state:
-            number = 0
-            for axis in dim:
-                number = number * self.sizes[axis] + index.get(axis, 0)
-            found.append(number)
-        return tuple(found)
-
-
-def _with(state: State, dim: int, axes: tuple[str, ...]) -> State:
-    return (*state[:dim], axes, *state[dim + 1 :])
-
-
-def _place(axis: str, state: State) -> tuple[int, tuple[str, ...]] | None:
-    """The dim that an axis cuts, and what comes before it there."""
-    for dim, axes in enumerate(state):
-        if axis in axes:
-            return dim, axes[: axes.index(axis)]
-    return None
 
 
 # ------------------------------------------------------------------------------------------------------- the plan
@@ -283,7 +121,8 @@ def plan(layouts: str, shape: Sequence[int], mesh: Mesh | None = None, *, dtype:
     whole = checked_shape(where, shape)
     if not isinstance(dtype, torch.dtype):
         fail(where, f"dtype={dtype!r} is not a dtype.", fix="such as torch.float32")
-    return plan_of(where, parse_arrow(where, layouts, sizes, 1), whole, sizes, dtype.itemsize)
+    with later_collection():
+        return plan_of(where, parse_arrow(where, layouts, sizes, 1), whole, sizes, dtype.itemsize)
 
 
 def plan_of(where: str, pattern: Pattern, whole: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> Plan:
@@ -292,7 +131,7 @@ def plan_of(where: str, pattern: Pattern, whole: tuple[int, ...], sizes: dict[st
     order = tuple(source.names.index(name) for name in target.names)
     for layout, lengths in ((source, whole), (target, [whole[at] for at in order])):
         cut(where, layout, lengths, sizes, pattern.text)
-    spoken = {axis: sizes[axis] for axis in sizes if axis in pattern.spoken}
+    spoken = tuple((axis, sizes[axis]) for axis in sizes if axis in pattern.spoken)
     goal: list[tuple[str, ...]] = [()] * len(order)
     for dim, at in zip(target, order, strict=True):
         goal[at] = dim.axes

@@ -17,7 +17,8 @@ from meshcomm.collectives.exchange import all_to_all, permute
 from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.errors import CommError
 from meshcomm.layout.notation import parse_arrow
-from meshcomm.layout.plan import Step, plan_of, sides_of
+from meshcomm.layout.plan import plan_of, sides_of
+from meshcomm.layout.search import Step
 from meshcomm.mesh import Mesh, mesh_with_key
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.work import Work, begun
