@@ -13,6 +13,7 @@ __all__ = [
     "CommError",
     "MeshError",
     "VaryingError",
+    "described",
     "fail",
     "held",
     "is_held",
@@ -100,6 +101,11 @@ def likely(given: object, known: Iterable[str]) -> str:
         return f"; {odd!r} is {unicodedata.name(odd, f'U+{ord(odd):04X}')}"
     near = difflib.get_close_matches(given.lower(), lower, 1)
     return f"; did you mean {lower[near[0]]!r}?" if near else ""
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line: its type, and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0].removesuffix(": ")
 
 
 _SHORT = {

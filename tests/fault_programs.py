@@ -158,6 +158,26 @@ def loop(here: Rank, seconds: float = 60, length: int = 300_000) -> list[float]:
             return [count]
 
 
+def latecomer(here: Rank) -> list[float]:
+    """Rank 0 comes when the victim has raised and the other one, which waited for it, has ended of that."""
+    mesh = here.join()
+    if mesh.rank == 0:
+        pid = json.loads(wait_for(here.folder / "ready.1"))["pid"]
+        wait_for(here.folder / "error.1")
+        while (
+            os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        ):
+            time.sleep(0.01)
+    here.fail()
+    return mc.all_reduce(torch.ones(2), "a", mesh=mesh).tolist()
+
+
+def wait_for(path: Path) -> str:
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
 class Net(nn.Module):
     """Three layers; the hook is called in the middle of each backward pass."""
 
@@ -263,7 +283,7 @@ def begin(here: Rank, moment: str = "never") -> list[float]:
 
 
 PROGRAMS: dict[str, Callable[..., list[float]]] = {
-    each.__name__: each for each in (collective, backward, anything, loop, train, begin)
+    each.__name__: each for each in (collective, backward, anything, loop, latecomer, train, begin)
 }
 
 

@@ -119,6 +119,8 @@ for transport, env in TRANSPORTS.items():
         env=env,
         signals=[[1, "SIGSTOP", 0.2], [1, "SIGCONT", 14]],
     )
+for transport, env in TRANSPORTS.items():
+    add(f"{transport}, late", "latecomer", fault="raise", victim=2, env=env)
 add("one too few", "begin", absent=[2], timeout=3)
 add("none to meet", "begin", absent=[0], timeout=3)
 add("port", "begin", timeout=3)
@@ -223,6 +225,14 @@ def test_a_rank_that_is_lost_is_named_at_once(outcomes: dict[str, Outcome], name
 def test_the_others_say_what_it_raised(outcomes: dict[str, Outcome], name: str) -> None:
     for rank in "01":
         assert "ValueError: boom on rank 2" in outcomes[name]["errors"][rank]["text"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [f"{transport}, late" for transport in TRANSPORTS])
+def test_who_ended_of_it_is_not_taken_for_the_cause(outcomes: dict[str, Outcome], name: str) -> None:
+    ended_well(outcomes[name])
+    others_told(outcomes[name], 2, r"(index 2|rank 2)\)? .*has left(?s:.*)ValueError: boom on rank 2")
+    assert not re.search("(index|rank) 1 has (left|ended)", outcomes[name]["errors"]["0"]["text"])
 
 
 @pytest.mark.timeout(600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -408,6 +409,45 @@ def is_guarded() -> None:
     with square() as mesh:
         assert guards.current() is not None
         assert isinstance(mesh.axis("dp").link, GuardedLink)
+
+
+class LateError(Exception):
+    """Of a handler of an alarm."""
+
+
+def alarmed(flag: str) -> str:
+    """A signal's handler raises in rank 1 while it waits for the others, which come when that is over."""
+
+    def handler(number: int, frame: Any) -> None:
+        while frame is not None and frame.f_code.co_name != "wait_for_all":
+            frame = frame.f_back
+        if frame is not None:
+            raise LateError("too late for me")
+
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)  # the group is there
+        kind: type[Exception] = mc.CommError
+        if mesh.rank == 1:
+            before, kind = signal.signal(signal.SIGALRM, handler), LateError
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        else:
+            while not Path(flag).exists():
+                time.sleep(0.01)
+        with pytest.raises(kind) as caught:
+            mc.all_reduce(x(), BOTH)
+        if mesh.rank == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            Path(flag).touch()
+        works_on()
+        return str(caught.value)
+
+
+def test_who_is_interrupted_says_by_what(guarded: Any, tmp_path: Path) -> None:
+    told = guarded.run(alarmed, str(tmp_path / "flag"))
+    assert told[1] == "too late for me"
+    for rank in (0, 2, 3):
+        assert "it was interrupted by LateError: too late for me" in told[rank]
 
 
 def errors_on_all() -> None:

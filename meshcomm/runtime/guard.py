@@ -259,6 +259,7 @@ class Guard:
         """Why one of these ranks of the world will not come; nothing if they may come. ``sure``: this rank does not
         wait for them any more, if there is a reason.
         """
+        followed = ""
         for rank in missing:
             status = self.status(rank)
             if self._has_news(rank, status) and not status.waits:
@@ -266,11 +267,12 @@ class Guard:
                     self._acknowledged[rank] = status.failures - self.failures
                 return f"{self.name(rank)} has raised an error instead: {status.failure}"
             reason = self.why_gone(rank, wait.group.key, wait.number)
-            if reason:
+            if reason and not peers.is_consequence(reason):
                 return reason
+            followed = followed or reason  # another rank's end was this one's, too
             if (self.rank, wait.id) in status.condemned:
                 return self._condemn(status.condemned, status.verdict) if sure else status.verdict
-        return self._deadlock(wait, sure)
+        return followed or self._deadlock(wait, sure)
 
     def _deadlock(self, wait: Wait, sure: bool) -> str:
         """Who waits in what, if whom this wait is for waits for this rank."""

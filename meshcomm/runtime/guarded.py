@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meshcomm.errors import CommError, text
+from meshcomm.errors import CommError, described, text
 from meshcomm.runtime.attendance import all_here
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
@@ -250,8 +250,8 @@ class _Room:
                 meeting.wait_for_all(long)
         except CommError:
             raise
-        except BaseException:  # Ctrl-C
-            meeting.say(GAVE_UP, "it was interrupted")
+        except BaseException as error:  # Ctrl-C, or what a handler of another signal raises
+            meeting.say(GAVE_UP, f"it was interrupted by {described(error)}")
             raise
         self.board.forget(turn[0])
 

@@ -469,9 +469,9 @@ class _Wait:
 
     def more(self, missing: Sequence[int]) -> None:
         """A little, after having looked for what is missing."""
-        for i in missing if self._gone else ():
-            if i in self._gone:  # and nothing has come that it did before it went
-                self._call.fail(self._gone[i])
+        if self._gone and (gone := [self._gone[i] for i in missing if i in self._gone]):
+            # and nothing has come that they did before they went; whose end followed from another's is not the cause
+            self._call.fail(min(gone, key=peers.is_consequence))
         self._looks += 1
         if self._looks < _LOOKS:
             os.sched_yield()

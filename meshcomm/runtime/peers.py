@@ -17,9 +17,12 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from meshcomm.errors import CommError
+from meshcomm.errors import CommError, described
 
-__all__ = ["account", "ended", "forget", "is_stopped", "last_error", "leave", "let_go_first", "met", "reason", "sign"]
+__all__ = [
+    "account", "ended", "forget", "is_consequence", "is_stopped", "last_error", "leave", "let_go_first", "met",
+    "reason", "sign",
+]  # fmt: skip
 
 _ANSWER = 1.0
 """Seconds that the store has to answer: who asks is about to fail."""
@@ -113,7 +116,7 @@ def leave(why: str = "") -> None:
     forget()
     error = last_error()
     if not why and error is not None:
-        why = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300].removesuffix(": ")
+        why = described(error)[:300].removesuffix(": ")
     with contextlib.suppress(RuntimeError):
         here.store.set(f"left/{here.rank}", why or "its program is over")
 
@@ -121,6 +124,11 @@ def leave(why: str = "") -> None:
 def last_error() -> BaseException | None:
     """What the interpreter ends of."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def is_consequence(reason: str) -> bool:
+    """Whether a rank has ended, as this says, because of another one's end."""
+    return f": {_FAILED}" in reason
 
 
 def let_go_first() -> None:
