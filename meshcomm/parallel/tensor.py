@@ -17,6 +17,7 @@ from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cuts import Dim, Part, know
+from meshcomm.parallel.streams import Streams
 from meshcomm.parallel.swap import PLAIN_TABLES, Around, Site, refuse_sliced, seen_as
 from meshcomm.parallel.tensor_functions import enter, heads_of, leave, vocab_embedding
 from meshcomm.runtime.scheduler import claim
@@ -62,6 +63,12 @@ def tensor_parallel(
     any mesh, and those that are cut keep this rank's part alone. They are the same objects under the same names.
     Layers that are named in the plan do what is said there; all others do what they did, on fewer features.
 
+    Random numbers in training, of dropout and all that torch draws: what is whole draws alike on all ranks, and what is
+    cut draws differently, from a column (or another layer whose result is cut) to the next row (or another one whose
+    result is whole); with ``sequence`` from the first layer that cuts on. Both follow from torch's default generators,
+    made equal along ``axis``, so that ``torch.utils.checkpoint`` draws the same again. Which elements are dropped
+    depends on how the module is cut; under :func:`meshcomm.rng` it does not.
+
     Type: what goes in and comes out is invariant along ``axis``, unless the last layer is a column (varying: give it
     to :func:`vocab_cross_entropy`) or the plan ends on a cut sequence. The loss is the same on all ranks: do not
     reduce it over ``axis``.
@@ -89,8 +96,9 @@ def tensor_parallel(
     Backward: of a column an all_reduce of the gradient of its input, once for several columns of one input. Gradients
         of what is replicated are the same on all ranks; of ``"sequence"`` they are summed over ``axis``.
 
-    Cost: at the start one broadcast of the parameters. Per row one all_reduce forwards, per input of columns one
-        backwards; with ``sequence`` an all_gather and a reduce_scatter each.
+    Cost: at the start one broadcast of the parameters, and of the generators' states; one of 8 bytes when a module that
+        draws runs for the first time, or after ``torch.manual_seed``. Per row one all_reduce forwards, per input of
+        columns one backwards; with ``sequence`` an all_gather and a reduce_scatter each.
 
     Raises:
         MeshError: not a module; no such axis; a pattern for which nothing is left; a parameter that no pattern
@@ -293,6 +301,7 @@ class _Parallel:
         ] = []  # the same by where they stand, whatever their paths become
         self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank
         self.placed: dict[int, Tensor] | None = None  # what the module sees while it runs
+        self.streams = Streams(module, self.mesh, self.name)
         self._entered: tuple[Tensor, tuple[int, bool], Tensor] | None = None
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -353,6 +362,7 @@ class _Parallel:
         if buffers:
             for x, y in zip(buffers, broadcast(buffers, self.name, 0, mesh=self.mesh), strict=True):
                 x.copy_(y)
+        self.streams.make_equal()
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole parameter."""
@@ -374,6 +384,7 @@ class _Parallel:
         """Run the module; the gradients of what is varied go together."""
         if self.placed is not None:
             return method(*args, **kwargs)
+        begun = self.streams.begin(self.module.training)
         try:
             sites = self._sites()
             values = {id(site.value): site.value for site in sites}
@@ -383,6 +394,8 @@ class _Parallel:
                 return method(*args, **kwargs)
         finally:
             self.placed = self._entered = None
+            if begun:
+                self.streams.end()
 
     def _sites(self) -> list[Site]:
         """Where the parameters to vary stand; not those of which a rank has a slice: they are varied in their layer."""
@@ -413,7 +426,16 @@ class _Parallel:
 
     def leave(self, y: Tensor) -> Tensor:
         """As the function."""
-        return leave(y, self.name, sequence=self.sequence, mesh=self.mesh)
+        y = leave(y, self.name, sequence=self.sequence, mesh=self.mesh)
+        self.left()
+        return y
+
+    def left(self) -> None:
+        """What comes now is whole, or a part of the sequence."""
+        if self.sequence:
+            self.streams.cut()
+        else:
+            self.streams.whole()
 
 
 # ------------------------------------------------------------------------------------------------------- the layers
@@ -480,9 +502,12 @@ class _Column(_Layer):
         return self.shared
 
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
-        if self.shared:
-            return self._of_shared_heads(*args, **kwargs)
-        return self._run(method, *args, **kwargs)
+        y = self._of_shared_heads(*args, **kwargs) if self.shared else self._run(method, *args, **kwargs)
+        if self.how.gather:
+            self.state.streams.whole()
+        else:
+            self.state.streams.cut()
+        return y
 
     def _of_shared_heads(self, input: Tensor) -> Tensor:
         state, heads, layer = self.state, self.how.kv_heads or 1, self.module
@@ -539,7 +564,7 @@ class _Vocab(_Layer):
 
     def _run(self, input: Tensor) -> Tensor:
         state, table = self.state, self.module
-        return vocab_embedding(
+        y = vocab_embedding(
             input,
             table.weight,
             axis=state.name,
@@ -547,6 +572,8 @@ class _Vocab(_Layer):
             sequence=state.sequence,
             mesh=state.mesh,
         )
+        state.left()
+        return y
 
 
 class _Sequence(_Layer):
@@ -556,6 +583,7 @@ class _Sequence(_Layer):
         return True
 
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
+        self.state.streams.cut()
         own = vars(self.module)
         table = own["_parameters"]
         names = [name for owner, name in self.state.varied if owner is self.module and table[name] is not None]
@@ -578,6 +606,7 @@ class _Split(_Layer):
         if not isinstance(y, Tensor) or y.ndim < 2:
             what = "the result of a layer that is 'split' is not a tensor with a dim of the sequence."
             fail(_WHERE, what, fix="'replicated'")
+        self.state.streams.cut()
         return shard(y, self.state.name, y.ndim - 2, mesh=self.state.mesh)
 
 
