@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +112,37 @@ def test_under_a_launcher_they_go_to_init() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
+
+
+NO_LOOPBACK = """
+import meshcomm as mc, sys, time
+if __name__ == "__main__":
+    start = time.monotonic()
+    try:
+        mc.launch(print, ranks=2, runtime="processes") if len(sys.argv) < 2 else mc.init(
+            init_method="tcp://127.0.0.1:29876", rank=0, world_size=2
+        )
+    except mc.CommError as error:
+        print(error)
+        assert time.monotonic() - start < 30
+"""
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("how", [[], ["init"]])
+def test_a_machine_without_loopback_is_told_at_once(tmp_path: Path, how: list[str]) -> None:
+    apart = ["unshare", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespace can be made here")
+    script = tmp_path / "script.py"
+    script.write_text(NO_LOOPBACK)
+    done = subprocess.run(
+        [*apart, sys.executable, script, *how], capture_output=True, text=True, timeout=90, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "this machine cannot reach its own address 127.0.0.1: Network is unreachable" in done.stdout
+    assert "fix: bring the interface up" in done.stdout
 
 
 def refused_and_begun_again() -> list[Any]:

@@ -141,9 +141,26 @@ def _listener(port: int, address: str | None) -> socket.socket:
 
 def _store_on(listener: socket.socket, host: str, timeout: timedelta) -> TCPStore:
     port = listener.getsockname()[1]
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
+    _see_ourselves(listener, host, port)
+    try:
+        return TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
+    except RuntimeError as error:
+        what = f"this process cannot reach the store that it serves at {host}:{port}."
+        fail("init", what, got=_first_line(error), fix="check the interfaces of this machine", kind=CommError)
+
+
+def _see_ourselves(listener: socket.socket, host: str, port: int) -> None:
+    """Where an address leads nowhere, as loopback does in a new network namespace, a store's client asks for long."""
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError as error:
+        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL):
+            listener.close()
+            what = f"this machine cannot reach its own address {host}: {error.strerror}."
+            fix = "bring the interface up (`ip link set lo up`), or name another address in MASTER_ADDR"
+            fail("init", what, got=f"{host}:{port}", fix=fix, kind=CommError)
 
 
 def _reached(host: str, port: int, timeout: timedelta) -> TCPStore:
