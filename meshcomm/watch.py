@@ -29,11 +29,11 @@ class Watcher(Protocol):
     def drawn(self, x: Tensor) -> None:
         """Note that ``x`` was drawn at random, differently along ``here.draws_along``."""
 
-    def whole(self, where: str, x: Any, label: str) -> None:
-        """Refuse a tensor that varies at all."""
+    def whole(self, where: str, x: Any, label: str, mesh: Any) -> None:
+        """Refuse a tensor that varies at all, on ``mesh``."""
 
-    def made_whole(self, x: Tensor, what: str) -> None:
-        """Note that ``x`` is invariant along all axes."""
+    def made_whole(self, x: Tensor, what: str, mesh: Any) -> None:
+        """Note that ``x`` is invariant along all axes of ``mesh``."""
 
     def paused(self) -> AbstractContextManager[None]:
         """What runs inside is the library's own and not looked at."""
@@ -43,6 +43,8 @@ class _Here(threading.local):
     watcher: Watcher | None = None
     draws_along: frozenset[str] | None = None
     """The axes along which random functions draw differently; None: all."""
+    draws_over: Any = None
+    """The mesh whose axes these are; None: the one that is checked."""
 
 
 here = _Here()

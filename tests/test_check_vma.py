@@ -1149,23 +1149,6 @@ def test_another_mesh() -> None:
     mc.launch(run, ranks=N)
 
 
-def test_types_over_another_mesh() -> None:
-    """What varies along its axes varies along unknown ones here; what does not, along none."""
-
-    def run() -> None:
-        with checked(axes={"every": 4}):
-            x = mc.axis_index("every") + ones(3)
-            y = mc.all_reduce(x, "every")
-        with checked(axes={"dp": 2, "tp": 2}):
-            assert (kind(x), kind(y)) == (None, I)
-            with pytest.raises(
-                mc.VaryingError, match="mul .* takes a tensor that varies along 'every' of another mesh"
-            ):
-                same()[0] * x
-
-    mc.launch(run, ranks=4)
-
-
 # ------------------------------------------------------------------------------------------------------ remembered pvary
 
 

@@ -145,13 +145,13 @@ def fork_rng(axis: AxisName | tuple[()], *, seed: int | None = None, mesh: Mesh 
         torch.empty(0, device=over.device)  # in use from now on, and its state is one of those to exchange
     if seed is None:
         seed = _agreed(where, over.axis_names, over)
-    outer, along = RandomState(), here.draws_along
+    outer, along = RandomState(), (here.draws_along, here.draws_over)
     _local.forks += 1
-    here.draws_along = frozenset(parts)
+    here.draws_along, here.draws_over = frozenset(parts), over
     try:
         RandomState(mixed(int(seed), _APART), index).load()
         yield
     finally:
         outer.load()
-        here.draws_along = along
+        here.draws_along, here.draws_over = along
         _local.forks -= 1

@@ -81,8 +81,8 @@ def clip_grad_norm(
             total = sums.total()
             factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if watcher is not None:
-            watcher.made_whole(total, _WHERE)
-            watcher.made_whole(factor, _WHERE)
+            watcher.made_whole(total, _WHERE, over)
+            watcher.made_whole(factor, _WHERE, over)
         for p in module.parameters():
             if p.grad is not None:
                 p.grad.mul_(factor.to(p.grad.device, p.grad.real.dtype if p.grad.is_complex() else p.grad.dtype))

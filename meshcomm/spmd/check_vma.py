@@ -15,6 +15,7 @@ from meshcomm.errors import fail, names
 from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.checker import Checker
+from meshcomm.spmd.homes import home_of
 from meshcomm.spmd.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here
 
@@ -133,7 +134,8 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
             "mark_varying", f"no axis {names(unknown)}.", got=f"mesh {where.shape}", fix=f"one of {names(where.shape)}"
         )
     origin = Origin("mark_varying", str(call_site()), leaf=True)
-    kind = Type(dict.fromkeys(given, origin)) if given else INVARIANT
+    home = None if where is None else home_of(where)
+    kind = Type(dict.fromkeys(given, origin), home=home) if given else INVARIANT
     tree: Any = [*x.parameters(), *x.buffers()] if isinstance(x, Module) else x
     for path, leaf in tree_leaves_with_path(tree):
         if not isinstance(leaf, Tensor):

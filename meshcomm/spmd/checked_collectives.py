@@ -19,6 +19,7 @@ from meshcomm.layout.notation import parse_arrow
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.checker_core import Core
+from meshcomm.spmd.homes import home_of
 from meshcomm.spmd.operands import (
     along_of,
     differentiated,
@@ -61,9 +62,18 @@ class Collectives(Core):
 
     def _axes_of(self, name: str, axis: AxisName, mesh: Mesh | None) -> frozenset[str]:
         along = check.axis_of(name, axis, mesh)
-        if along.mesh is not self.mesh and (along.mesh.shape, along.mesh._ranks) != (self.mesh.shape, self.mesh._ranks):
-            fail(name, "a collective over another mesh than the one that is checked.", got=f"{along.mesh}, {self.mesh}")
+        self._same_mesh(name, along.mesh)
         return frozenset([along.name] if isinstance(along.name, str) else along.name)
+
+    def _same_mesh(self, name: str, mesh: Mesh) -> None:
+        if mesh is not self.mesh and home_of(mesh) is not self.home:
+            fail(
+                name,
+                "a collective over another mesh than the one that is checked.",
+                got=f"{mesh} of ranks {list(mesh._ranks)}; checked is {self.mesh} of ranks {list(self.mesh._ranks)}",
+                fix="`with mc.check_vma(mesh=...)` of that mesh around it: a value has a type there, too, if it is "
+                "the same on whole axes",
+            )
 
     def _given(
         self, name: str, result: Any, kinds: Sequence[Type], axes: frozenset[str], of: Sequence[Any] = ()
@@ -123,8 +133,10 @@ class Collectives(Core):
     def _laid_out(
         self, fn: Any, layouts: str, operands: tuple[Tensor, ...], mesh: Mesh | None, kwargs: dict[str, Any]
     ) -> Any:
-        name, where = fn.__name__, self.mesh if mesh is None else mesh
-        if not all(isinstance(x, Tensor) for x in operands) or not isinstance(where, Mesh):
+        name = fn.__name__
+        where = check.mesh_of(name, "", mesh)
+        self._same_mesh(name, where)
+        if not all(isinstance(x, Tensor) for x in operands):
             return _of_layouts(fn, layouts, operands, mesh, kwargs)
         pattern = parse_arrow(name, layouts, where.shape, len(operands))
         spoken = frozenset(pattern.spoken)

@@ -58,7 +58,7 @@ class Leaves(Core):
         stays so where all parts begin alike, and a gradient has the type of its leaf; what a collective has made equal
         is equal.
         """
-        old = marked(x) if x.requires_grad or is_gradient(x) else None
+        old = marked(x) if is_trained(x) else None
         if old is None or old.axes <= kind.axes or not (old.leaf or is_gradient(x)):
             return kind
         if kind.ended.keys() >= old.axes - kind.axes:

@@ -19,6 +19,7 @@ from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import asked_in, call_site
 from meshcomm.spmd.checked_leaves import Leaves, of_leaf
 from meshcomm.spmd.checker_core import WHERE
+from meshcomm.spmd.homes import ANYWHERE
 from meshcomm.spmd.operands import (
     along_of,
     differentiated,
@@ -165,9 +166,10 @@ class Operations(Leaves):
     def _types(self, operands: Sequence[Tensor], name: str) -> list[Type] | None:
         """The types of the operands; None if one is unknown and nothing requires grad."""
         found: list[Type] = []
+        home = self.home
         for x in operands:
             kind = marked(x)
-            if kind is None or writes.any or not kind.axes <= self._all:
+            if kind is None or writes.any or (kind.home is not home and kind.home is not ANYWHERE):
                 kind = self.type_of(x)
             if kind is None:
                 if torch.is_grad_enabled() and (functorch_active() or any(y.requires_grad for y in operands)):
@@ -337,8 +339,9 @@ class Operations(Leaves):
 
     def _own_leaf(self, x: Tensor, begins: bool) -> None:
         """What was made in the image of something that varies, and becomes a leaf, is each rank's own."""
-        if begins and not x.requires_grad and (like := made_like(x)) is not None and self.type_of(x) is not None:
-            self._note(x, join([like, self.type_of(x) or like], "requires_grad_"), (x,))
+        like = made_like(x) if begins and not x.requires_grad else None
+        if like is not None and like.home is self.home and (mine := self.type_of(x)) is not None:
+            self._note(x, join([like, mine], "requires_grad_"), (x,))
 
     def _set(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
         x, value = args[0], args[1] if len(args) > 1 else None
@@ -419,12 +422,11 @@ class Operations(Leaves):
             self._note(x._base, join([base, kind], "a write in place"))
         self._spread(x, kind)
 
-    @staticmethod
-    def _spread(x: Tensor, kind: Type) -> None:
+    def _spread(self, x: Tensor, kind: Type) -> None:
         """All that shares the memory of ``x`` varies, too."""
         if kind.axes:
             origin = Origin("a write in place", str(call_site()))
-            write(x, Type(dict.fromkeys(kind.axes, origin)))
+            write(x, Type(dict.fromkeys(kind.axes, origin), home=self.home))
 
     def _overwritten(self, x: Tensor, kind: Type) -> None:
         """All values of ``x`` are now of a type, whatever they were."""
@@ -446,7 +448,7 @@ class Operations(Leaves):
             return []
         base = target._base
         found = [held(target), None if base is None else self.type_of(base)]
-        return [kind for kind in found if kind is not None and kind.axes and kind.axes <= self._all]
+        return [kind for kind in found if kind is not None and kind.axes and kind.home is self.home]
 
     def _make_room(self, target: Tensor, whole: Type, name: str, operands: Sequence[Tensor]) -> None:
         """Before something that varies is written into what requires grad and is invariant: pvary of that, in place."""

@@ -23,8 +23,10 @@ from meshcomm.collectives.reduce import pvary
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.homes import ANYWHERE, home_of
 from meshcomm.spmd.operands import (
     along_of,
+    differentiated,
     same_place,
     text_of,
     tracked,
@@ -63,6 +65,7 @@ class Core(TorchFunctionMode):
         super().__init__()
         self.mesh, self.insert = mesh, insert
         self._all = frozenset(mesh.axis_names)
+        self.home = home_of(mesh)
         self._known: dict[int, tuple[Tensor, Type]] = {}
         self._always: dict[int, _Varied] = {}
         self._lately: OrderedDict[int, _Varied] = OrderedDict()
@@ -100,7 +103,7 @@ class Core(TorchFunctionMode):
 
     def know(self, x: Tensor, axes: Iterable[str], what: str) -> None:
         """``x``, which is others' too, varies along these axes here."""
-        kind = Type(dict.fromkeys(axes, Origin(what, leaf=True))) if axes else INVARIANT
+        kind = Type(dict.fromkeys(axes, Origin(what, leaf=True)), home=self.home) if axes else INVARIANT
         self._known[id(x)] = x, kind.seen(x.requires_grad)
 
     def type_of(self, x: Tensor) -> Type | None:
@@ -115,13 +118,25 @@ class Core(TorchFunctionMode):
                 kind = None if other is None else self.type_of(other)
                 if kind is None:
                     return None
-        if not kind.axes <= self._all:  # over another mesh, whose axes lie anyhow
-            return None
+        if kind.home is not self.home and kind.home is not ANYWHERE:
+            moved = self._moved(x, kind)
+            if moved is None:
+                return None
+            kind = moved
         return self._with_writes(x, kind) if writes.any else kind
+
+    def _moved(self, x: Tensor, kind: Type) -> Type | None:
+        """The type, on this mesh, of what was typed on another one, or by names alone; None if it has none here."""
+        if kind.home is None:
+            return kind.at_home(self.home) if kind.axes <= self._all else None
+        found = kind.home.moved(kind.axes, self.home)
+        if found is None or not (found.closed or not differentiated(x)):
+            return None
+        return kind.moved(self.home, found.axes)
 
     def _with_writes(self, x: Tensor, kind: Type) -> Type | None:
         """Its type, noted as ``kind``, with what was written into its storage through other tensors."""
-        whole = also_written(x, kind)
+        whole = also_written(x, kind, self.home)
         if isinstance(whole, Origin):
             return None
         if whole is not kind and tracked(x) and torch.is_grad_enabled():
@@ -163,6 +178,8 @@ class Core(TorchFunctionMode):
         """Note a type; ``of``: what was there before, of which ``x`` may be a view."""
         if self._known:
             self._known.pop(id(x), None)
+        if kind.home is None and (kind.since or kind.ended):
+            kind.at_home(self.home)
         note(x, kind, self._known, of)
 
     def _note_all(self, result: Any, kind: Type, but: Sequence[Tensor] = ()) -> None:
@@ -182,26 +199,37 @@ class Core(TorchFunctionMode):
             self._note(x, self._random("random numbers"))
 
     def _random(self, name: str) -> Type:
-        axes = self._all if here.draws_along is None else here.draws_along & self._all
+        axes = self._drawn_along()
         return Type(dict.fromkeys(axes, Origin(name, str(call_site())))) if axes else INVARIANT
 
-    def whole(self, where: str, x: Any, label: str) -> None:
-        """Refuse a tensor that varies at all."""
-        with without_modes():
-            self._whole(where, x, label)
+    def _drawn_along(self) -> frozenset[str]:
+        if here.draws_along is None:
+            return self._all
+        if here.draws_over is None or (home := home_of(here.draws_over)) is self.home:
+            return here.draws_along & self._all
+        found = home.moved(here.draws_along, self.home)
+        return self._all if found is None else found.axes
 
-    def _whole(self, where: str, x: Any, label: str) -> None:
+    def whole(self, where: str, x: Any, label: str, mesh: Mesh) -> None:
+        """Refuse a tensor that varies at all, on ``mesh``."""
+        with without_modes():
+            self._whole(where, x, label, mesh)
+
+    def _whole(self, where: str, x: Any, label: str, mesh: Mesh) -> None:
         kind = self.type_of(x)
+        if not set(mesh._ranks) <= set(self.mesh._ranks):
+            fail(where, "called over more ranks than are checked.", got=f"{mesh}; checked are those of {self.mesh}")
         if kind is None:
             self._unknown(x, [x], where)
         if kind.axes:
             what = f"takes global tensors, and {label} varies along {names(sorted(kind.axes))}."
             self._refuse(where, what, f"{text_of(x)}, {along_of(kind)}", "call it with what is the same on every rank")
 
-    def made_whole(self, x: Tensor, what: str) -> None:
-        """Note that ``x`` is invariant along all axes."""
+    def made_whole(self, x: Tensor, what: str, mesh: Mesh) -> None:
+        """Note that ``x`` is invariant along all axes of ``mesh``."""
         with without_modes():
-            self._note(x, INVARIANT.ends(self._all, Origin(what, str(call_site()))))
+            ended = dict.fromkeys(mesh.axis_names, Origin(what, str(call_site())))
+            self._note(x, Type({}, ended, home=home_of(mesh)))
 
     def _backward(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward pass."""
@@ -291,8 +319,11 @@ class Core(TorchFunctionMode):
             )
         what, got = "a tensor that was made out of sight", f"operand {place}, {text_of(x)}{grad}"
         if (kind := marked(x)) is not None:
-            if isinstance(written := also_written(x, kind), Origin):
+            if isinstance(written := also_written(x, kind, self.home), Origin):
                 what = f"a tensor into which {written} wrote one that was made out of sight"
+            elif kind.home is not None and kind.home is not self.home:
+                along = f"varies along {names(sorted(kind.axes))}" if kind.axes else "is invariant"
+                what = f"a tensor that {along} on another mesh, {kind.home.shape} of ranks {list(kind.home.ranks)}"
             elif foreign := sorted(kind.axes - self._all):
                 what = f"a tensor that varies along {names(foreign)} of another mesh"
         self._refuse(name, f"takes {what}: along which axes it varies is unknown.", got, fix)

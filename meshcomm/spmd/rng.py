@@ -81,13 +81,13 @@ def rng(layout: str, *, seed: int | tuple[int, ...], mesh: Mesh | None = None) -
     parsed = parse(WHERE, layout, sizes)
     place = over.axis(over.axis_names[0], WHERE).coordinate
     draws = Draws(Cut(layout, parsed, sizes, place), _key(seed), handler_of)
-    along = here.draws_along
-    here.draws_along = frozenset(parsed.axes)
+    along = here.draws_along, here.draws_over
+    here.draws_along, here.draws_over = frozenset(parsed.axes), over
     try:
         with draws:
             yield
     finally:
-        here.draws_along = along
+        here.draws_along, here.draws_over = along
 
 
 def _key(seed: object) -> int:

@@ -321,12 +321,12 @@ class _Run:
             return self._inside()
         not_in_a_body(self.mesh)
         for laid in self.cut:
-            here.watcher.whole(WHERE, laid.value, laid.label)
+            here.watcher.whole(WHERE, laid.value, laid.label, self.mesh)
         with here.watcher.paused():
             results = self._inside()
         for y in tree_flatten(results)[0]:
             if isinstance(y, Tensor):
-                here.watcher.made_whole(y, WHERE)
+                here.watcher.made_whole(y, WHERE, self.mesh)
         return results
 
     def _inside(self) -> Any:

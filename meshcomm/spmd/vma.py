@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshcomm._torch import functorch_active, unwrapped
 from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.homes import ANYWHERE, Home
 
 __all__ = [
     "INVARIANT",
@@ -56,10 +57,15 @@ class Origin(NamedTuple):
 class Type:
     """The axes along which a value varies, with the origin of each; all others it is invariant along."""
 
-    __slots__ = ("_twin", "axes", "ended", "leaf", "plain", "since")
+    __slots__ = ("_twin", "axes", "ended", "home", "leaf", "plain", "since")
 
     def __init__(
-        self, since: dict[str, Origin], ended: dict[str, Origin] | None = None, *, plain: bool = False
+        self,
+        since: dict[str, Origin],
+        ended: dict[str, Origin] | None = None,
+        *,
+        plain: bool = False,
+        home: Home | None = None,
     ) -> None:
         self.since = since
         self.ended = ended or {}
@@ -68,26 +74,48 @@ class Type:
         self.leaf = any(origin.leaf for origin in since.values())
         self.plain = plain
         """It was noted on a tensor that did not require grad."""
+        self.home = home
+        """Of whose axes it speaks; None until it is noted for a mesh."""
         self._twin: Type | None = None
+
+    def at_home(self, home: Home) -> Type:
+        """From now on it speaks of the axes of this one, unless it speaks of others already."""
+        if self.home is None:
+            self.home = home
+            if self._twin is not None:
+                self._twin.home = home
+        return self
+
+    def moved(self, home: Home, axes: frozenset[str]) -> Type:
+        """The same value elsewhere, where it varies along these axes."""
+        first = next(iter(self.since.values()), None)
+        since = {axis: self.since.get(axis, first) for axis in axes} if first is not None else {}
+        end = next(iter(self.ended.values()), None)
+        ended = None if end is None else dict.fromkeys(home.shape.keys() - axes, end)
+        return Type(since, ended, plain=self.plain, home=home)
 
     def seen(self, requires_grad: bool) -> Type:
         """The same for a tensor of either kind."""
         if self.plain != requires_grad:
             return self
         if self._twin is None:
-            self._twin = Type(self.since, self.ended, plain=not self.plain)
+            self._twin = Type(self.since, self.ended, plain=not self.plain, home=self.home)
             self._twin._twin = self
         return self._twin
 
     def ends(self, axes: Iterable[str], origin: Origin) -> Type:
         """Made invariant along these axes."""
         since = {axis: origin for axis, origin in self.since.items() if axis not in axes}
-        return Type(since, self.ended | dict.fromkeys(axes, origin))
+        return Type(since, self.ended | dict.fromkeys(axes, origin), home=self._kept_home)
 
     def begins(self, axes: Iterable[str], origin: Origin) -> Type:
         """Made varying along these axes too."""
         ended = {axis: origin for axis, origin in self.ended.items() if axis not in axes}
-        return Type(dict.fromkeys(axes, origin) | self.since, ended)
+        return Type(dict.fromkeys(axes, origin) | self.since, ended, home=self._kept_home)
+
+    @property
+    def _kept_home(self) -> Home | None:
+        return None if self.home is ANYWHERE else self.home
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Nothing of it: a tensor that is saved with this on it must load where only plain data may.
@@ -100,7 +128,7 @@ class Type:
         return f"Type({', '.join(sorted(self.axes)) or 'invariant'})"
 
 
-INVARIANT = Type({}, plain=True)
+INVARIANT = Type({}, plain=True, home=ANYWHERE)
 
 
 def join(types: Sequence[Type], name: str) -> Type:
@@ -207,7 +235,7 @@ def _hold(base: Tensor, kind: Type) -> None:
     if kind.axes:
         before = held(base)
         if before is None or not kind.axes <= before.axes:
-            setattr(base, _HELD, kind if before is None else Type(kind.since | before.since))
+            setattr(base, _HELD, kind if before is None else Type(kind.since | before.since, home=kind.home))
 
 
 def held(x: Tensor) -> Type | None:
@@ -259,9 +287,12 @@ def write(x: Tensor, kind: Type) -> None:
     before = getattr(storage, _WRITTEN, None)
     if storage is None or isinstance(before, Origin):
         return
-    if before is None or not kind.axes <= before.axes:
+    if before is None or before.home is not kind.home or not kind.axes <= before.axes:
         writes.any = True
-        setattr(storage, _WRITTEN, kind if before is None else Type(kind.since | before.since))
+        if before is not None and before.home is not kind.home:  # what it is now can be said on neither
+            setattr(storage, _WRITTEN, next(iter(kind.since.values())))
+            return
+        setattr(storage, _WRITTEN, kind if before is None else Type(kind.since | before.since, home=kind.home))
 
 
 def unseen_write(x: Tensor, origin: Origin) -> None:
@@ -279,11 +310,16 @@ def forget(x: Tensor) -> None:
         setattr(storage, _WRITTEN, None)
 
 
-def also_written(x: Tensor, kind: Type) -> Type | Origin:
+def also_written(x: Tensor, kind: Type, home: Home) -> Type | Origin:
     """The type of ``x``, noted as ``kind``, with what was written into its storage; or where unknown values were."""
     written = getattr(_storage(x), _WRITTEN, None)
     if written is None or isinstance(written, Origin):
         return kind if written is None else written
+    if written.home is not home:
+        there = None if written.home is None else written.home.moved(written.axes, home)
+        if there is None:
+            return next(iter(written.since.values()))  # type: ignore[no-any-return]
+        written = written.moved(home, there.axes)
     if written.axes <= kind.axes:
         return kind
     return kind.begins(written.axes - kind.axes, next(iter(written.since.values()))).seen(x.requires_grad)

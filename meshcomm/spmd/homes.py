@@ -1,0 +1,79 @@
+"""Which mesh the axes of a type are axes of: equal names say nothing where the meshes differ.
+
+Two meshes that are equal in names, sizes, order and ranks are one home. On another mesh over the same ranks a value
+varies along other axes, if it can be said by axes at all: then the same ranks have the same value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from meshcomm.mesh import Mesh
+
+__all__ = ["ANYWHERE", "Home", "Moved", "home_of"]
+
+
+class Moved(NamedTuple):
+    """What the type of a value is on another mesh."""
+
+    axes: frozenset[str]
+    closed: bool
+    """Whether all ranks that have the same value are ranks of that mesh: otherwise its gradient there is a part."""
+
+
+class Home:
+    """The names, sizes and ranks of a mesh."""
+
+    def __init__(self, shape: dict[str, int], ranks: tuple[int, ...]) -> None:
+        self.shape, self.ranks = shape, ranks
+        self._moved: dict[tuple[Home, frozenset[str]], Moved | None] = {}
+
+    def moved(self, axes: frozenset[str], to: Home) -> Moved | None:
+        """Along which axes of another mesh varies what varies along these of this one; None if that cannot be said."""
+        key = to, axes
+        if key not in self._moved:
+            self._moved[key] = self._find(axes, to) if set(to.ranks) <= set(self.ranks) else None
+        return self._moved[key]
+
+    def _find(self, axes: frozenset[str], to: Home) -> Moved | None:
+        values, places = self._places(axes), to._places(frozenset(to.shape))
+        single = {axis for axis, size in to.shape.items() if size == 1 and axis in axes}
+        found = frozenset(axis for i, axis in enumerate(to.shape) if _matters(i, values, places))
+        mine = to._places(found)
+        pairs = {(mine[rank], values[rank]) for rank in to.ranks}
+        if not len(pairs) == len({place for place, _ in pairs}) == len({value for _, value in pairs}):
+            return None
+        inside = {values[rank] for rank in to.ranks}
+        closed = all(rank in places for rank, value in values.items() if value in inside)
+        return Moved(found | single, closed)
+
+    def _places(self, axes: frozenset[str]) -> dict[int, tuple[int, ...]]:
+        """Rank to its indices along these axes."""
+        grid = itertools.product(*(range(size) for size in self.shape.values()))
+        wanted = [i for i, axis in enumerate(self.shape) if axis in axes]
+        return {
+            rank: tuple(place[i] for i in wanted) for rank, place in zip(self.ranks, grid, strict=True)
+        }  # fmt: skip
+
+
+def _matters(axis: int, values: dict[int, tuple[int, ...]], places: dict[int, tuple[int, ...]]) -> bool:
+    """Whether two ranks that differ along this axis alone have different values."""
+    seen: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return any(
+        seen.setdefault(place[:axis] + place[axis + 1 :], values[rank]) != values[rank]
+        for rank, place in places.items()
+    )
+
+
+ANYWHERE = Home({}, ())
+"""Of what is the same on every rank there is."""
+
+_homes: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Home] = {}
+
+
+def home_of(mesh: Mesh) -> Home:
+    """That of a mesh; the same one for equal meshes."""
+    key = tuple(mesh.shape.items()), mesh._ranks
+    found = _homes.get(key)
+    return _homes.setdefault(key, Home(mesh.shape, mesh._ranks)) if found is None else found
