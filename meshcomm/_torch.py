@@ -53,6 +53,7 @@ __all__ = [
     "primal_of",
     "reduce_scatter_base",
     "saved_hooks_on_top",
+    "sequence_number",
     "set_forward_ad_state",
     "set_own_parameters",
     "set_sequence_number",
@@ -221,6 +222,12 @@ def next_sequence_number() -> int:
     """The number that autograd will give to the next node that this thread makes."""
     ask = getattr(torch._C._autograd, "_get_sequence_nr", None)
     return 0 if ask is None else int(ask())
+
+
+def sequence_number(node: Any) -> int:
+    """The number of a node; -1 where torch does not tell."""
+    ask = getattr(node, "_sequence_nr", None)
+    return -1 if ask is None else int(ask())
 
 
 def has_sequence_numbers() -> bool:

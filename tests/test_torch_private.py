@@ -261,6 +261,13 @@ def test_name_next_sequence_number() -> None:
     assert _torch.next_sequence_number() > number
 
 
+def test_name_sequence_number() -> None:
+    x = torch.ones(1, requires_grad=True)
+    first, second = (x * 2).grad_fn, (x * 3).grad_fn
+    assert 0 <= _torch.sequence_number(first) < _torch.sequence_number(second)
+    assert _torch.sequence_number(object()) == -1
+
+
 def test_name_alive() -> None:
     kept: list[Tensor] = []
     grad(lambda x: grad(lambda y: (kept.append(y), (x * y).sum())[1])(x).sum())(torch.ones(2))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshcomm._torch import current_node, next_sequence_number
+from meshcomm._torch import current_node, next_sequence_number, sequence_number
 from meshcomm.runtime.scheduler import current_rank
 
 __all__ = ["begin", "of_current_node"]
@@ -81,7 +81,7 @@ def of_current_node() -> Any:
 
 
 def _of(node: Any) -> object | None:
-    number = node._sequence_nr()
+    number = sequence_number(node)
     if current_rank() is not None:
         return _eras.own.at(number)
     # Autograd has threads of its own, and each thread has its own numbers.
