@@ -61,9 +61,15 @@ def vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How = _SU
     return varied
 
 
-def sums_alone(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How = _SUM) -> list[Tensor | None]:
-    """What backward gives on a rank that has no gradient for any of the leaves, when the others run theirs."""
-    return _Sums(leaves, axis, bucket_mb, how).finish([True] * len(leaves))
+def sums_alone(
+    leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How = _SUM, *, all_do: bool = False
+) -> list[Tensor | None]:
+    """What backward gives on a rank that has no gradient for any of the leaves, when the others run theirs; or, where
+    ``all_do`` this, of what they have collected before.
+    """
+    sums = _Sums(leaves, axis, bucket_mb, how)
+    sums.learning = sums.learning and not all_do  # nobody has seen an order
+    return sums.finish([True] * len(leaves))
 
 
 # -------------------------------------------------------------------------------------------- sums during backward

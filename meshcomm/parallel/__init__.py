@@ -14,7 +14,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.ddp import data_parallel, join
     from meshcomm.parallel.fsdp_module import fully_shard
     from meshcomm.parallel.fsdp_state import Piece, counts, load_full_state_dict, pieces
-    from meshcomm.parallel.micro_batches import no_sync
+    from meshcomm.parallel.micro_batches import no_sync, reduce_gradients
     from meshcomm.parallel.tensor import Column, tensor_parallel, whole_parameters
     from meshcomm.parallel.tensor_functions import (
         column_linear,
@@ -50,6 +50,7 @@ __all__ = [
     "no_sync",
     "parallel_attention",
     "pieces",
+    "reduce_gradients",
     "row_linear",
     "sequence_layer_norm",
     "sequence_rms_norm",
@@ -81,6 +82,7 @@ _LATER = {
     "no_sync": "meshcomm.parallel.micro_batches",
     "parallel_attention": "meshcomm.parallel.tensor_functions",
     "pieces": "meshcomm.parallel.fsdp_state",
+    "reduce_gradients": "meshcomm.parallel.micro_batches",
     "row_linear": "meshcomm.parallel.tensor_functions",
     "sequence_layer_norm": "meshcomm.parallel.tensor_functions",
     "sequence_rms_norm": "meshcomm.parallel.tensor_functions",

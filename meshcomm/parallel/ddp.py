@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshcomm import watch
+from meshcomm import _torch, watch
 from meshcomm._torch import dual_level_open, functorch_active, version_of
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.gather import all_gather_invariant
@@ -30,7 +30,7 @@ from meshcomm.parallel.cuts import know
 from meshcomm.parallel.swap import Around, leaves_of, refuse_sliced, seen_as, sites_of
 from meshcomm.runtime.scheduler import claim
 
-__all__ = ["data_parallel", "is_data_parallel", "join", "no_sync"]
+__all__ = ["data_parallel", "is_data_parallel", "join", "no_sync", "reduce_gradients"]
 
 M = TypeVar("M", bound=nn.Module)
 Grads = Literal["sum", "mean"]
@@ -149,8 +149,8 @@ def _told(module: nn.Module) -> tuple[Mesh, list[Any]]:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Collect gradients without reducing them: in the next step outside, theirs and those collected go together.
 
-    What counts is where the forward pass runs. Meanwhile each ``.grad`` is this rank's own; with ``grads="sum"`` what
-    was in it before is divided among the ranks, so that it counts once.
+    What counts is where the forward pass runs, not where its backward pass does. Meanwhile each ``.grad`` is this
+    rank's own; with ``grads="sum"`` what was in it before is divided among the ranks, so that it counts once.
 
     Args:
         module: one that :func:`data_parallel` gave.
@@ -186,6 +186,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         state.syncs = before
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """As :func:`meshcomm.parallel.reduce_gradients`, of a data parallel module."""
+    _state_of("reduce_gradients", module).reduce_collected()
 
 
 @contextlib.contextmanager
@@ -290,6 +295,7 @@ class _Replica:
         self.dtype, self.buffers = dtype, buffers
         self.inside = self.joined = self.collected = False
         self.syncs = True
+        self.passes = [-2, -2]  # the latest backward pass that reduced, and that collected
         self.last: list[int] = []  # the indices that were not done when last heard of
 
     @property
@@ -345,7 +351,7 @@ class _Replica:
                 fail(
                     "no_sync", "gradients are not collected in compiled code.", fix="compile what is inside the module"
                 )
-            return method(*args, **kwargs)
+            return self._alone(method, args, kwargs)
         if self.joined:
             self._speak(True)
         sites = sites_of(self.module)
@@ -360,6 +366,41 @@ class _Replica:
         if self.buffers and self.module.training and not func:
             self._send_buffers()
         return result
+
+    def _alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method whose gradients stay on this rank."""
+        sites = sites_of(self.module)
+        leaves = [] if functorch_active() or dual_level_open() else leaves_of(sites, transformed=False)
+        own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
+        self.inside = True
+        try:
+            with seen_as(sites, dict(zip(map(id, leaves), own, strict=True))):
+                return method(*args, **kwargs)
+        finally:
+            self.inside = False
+
+    def reduce_collected(self) -> None:
+        """What is in ``.grad`` and was not reduced is, by all ranks."""
+        if not self.collected:
+            return
+        leaves = leaves_of(sites_of(self.module), transformed=False)
+        with torch.no_grad():
+            how = How(self.grads, self.dtype, _Collected(self, leaves))
+            sums = sums_alone(leaves, self.axis, self.bucket_mb, how, all_do=True)
+        for p, g in zip(leaves, sums, strict=True):
+            if g is not None:
+                p.grad = g
+
+    def apart(self, collecting: bool) -> None:
+        """A gradient that is reduced, and one that is not, cannot be told from each other once they are added up."""
+        mine = _torch.backward_pass()
+        if self.passes[not collecting] == mine:
+            fail(
+                "no_sync",
+                "one backward pass has gradients that were collected under no_sync and others that are reduced.",
+                fix="a backward pass for each, that of no_sync first",
+            )
+        self.passes[collecting] = mine
 
     def _varied(self, leaves: list[Tensor]) -> list[Tensor]:
         if not leaves:
@@ -376,7 +417,7 @@ class _Replica:
         return varied
 
     def _how(self, leaves: Sequence[Tensor]) -> How:
-        return How(self.grads, self.dtype, _Collected(self, leaves), functools.partial(_watched, leaves))
+        return How(self.grads, self.dtype, _Collected(self, leaves), functools.partial(_watched, self, leaves))
 
     def collect(self) -> None:
         """From now on ``.grad`` is this rank's own part."""
@@ -424,8 +465,9 @@ class _Replica:
             self._copy_from(self.last[0], [*self.module.parameters(), *self.module.buffers()])
 
 
-def _watched(leaves: Sequence[Tensor]) -> Callable[[int], None]:
+def _watched(state: _Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
     """Finds a gradient that came to a leaf, during a backward pass, on another way than its own."""
+    state.apart(collecting=False)
 
     def seen() -> list[tuple[Tensor | None, int]]:
         return [(g, 0 if g is None else version_of(g)) for g in (leaf.grad for leaf in leaves)]
@@ -462,6 +504,22 @@ class _Collected:
         self.taken.add(at)
         g, self.leaves[at].grad = self.leaves[at].grad, None
         return g
+
+
+class _Own(Function):
+    """Leaves whose gradients stay on this rank, and make what is in ``.grad`` its own part when they come."""
+
+    @staticmethod
+    def forward(ctx: Any, state: _Replica, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.state = state
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.state.apart(collecting=True)
+        ctx.state.collect()
+        return None, *gs
 
 
 # ---------------------------------------------------------------------------------------------------- mean gradients

@@ -103,7 +103,9 @@ class Flow:
     """What goes between the nodes of a group in backward."""
     counts: Counts = field(default_factory=Counts)
     quiet: bool = False
-    """Gradients are added up here and not reduced."""
+    """Forward passes that begin now are of gradients that are added up here and not reduced."""
+    collects: bool = False
+    """The latest forward pass was such a one; backward computes parts of it again."""
     flight: list[_Reduction] = field(default_factory=list)
 
     def advance(self) -> None:
@@ -230,7 +232,7 @@ class Group:
         """The parameters in a buffer, connected to their shards where autograd is to come back."""
         if not torch.is_grad_enabled():
             return self.layout.views(buffer)
-        needy = [at for at, (param, _) in enumerate(self._addresses) if param.requires_grad]
+        needy = self.needy()
         if not needy:
             return self.layout.views(buffer)
         use = _Use(self, needy)
@@ -277,21 +279,38 @@ class Group:
         self.owner.counts.replica_reductions += 1
         return apply(_REDUCE, total, replica, (self.owner.policy.op,))
 
-    def pieces(self, total: Tensor, use: _Use) -> list[Tensor]:
+    def pieces(self, total: Tensor, needy: Sequence[int]) -> list[Tensor]:
         """The gradients of the shards, of their dtype and on their device."""
         if total.dtype != self.shard.dtype or total.device != self.shard.device:
             total = total.to(self.shard.device, self.shard.dtype)
         pieces = self.layout.cut(total, self.index)
-        return pieces if len(use.needy) == len(pieces) else [pieces[at] for at in use.needy]
+        return pieces if len(needy) == len(pieces) else [pieces[at] for at in needy]
+
+    def needy(self) -> list[int]:
+        """Which parameters get gradients."""
+        return [at for at, (param, _) in enumerate(self._addresses) if param.requires_grad]
+
+    @torch.no_grad()
+    def reduce_kept(self) -> None:
+        """Reduce what was collected, by this rank or another one, and add it to the shards' gradients."""
+        policy, needy = self.owner.policy, self.needy()
+        packed, self.kept = self.kept, None
+        if packed is None:
+            dtype = policy.reduce_dtype or policy.param_dtype or self.shard.dtype
+            packed = torch.zeros(self.layout.total, dtype=dtype, device=policy.device)
+        total = _Reduction(self, packed, later=False).total()
+        for at, piece in zip(needy, self.pieces(total, needy), strict=True):
+            p = self.slots[at].param
+            p.grad = piece if p.grad is None else p.grad + piece
 
 
 class _Use:
     """One forward pass's use of a group, and what backward passes make of it."""
 
-    __slots__ = ("again", "group", "needy", "results")
+    __slots__ = ("again", "collects", "group", "needy", "results")
 
     def __init__(self, group: Group, needy: list[int]) -> None:
-        self.group, self.needy = group, needy
+        self.group, self.needy, self.collects = group, needy, group.owner.collects
         self.again: weakref.ref[Again] | None = None
         self.results: dict[int, _Reduction] = {}
 
@@ -311,7 +330,7 @@ class _Use:
         packed = group.packed(self, gradients, device)
         if group.kept is not None:
             packed, group.kept = packed + group.kept, None
-        if owner.quiet:
+        if self.collects:
             group.kept = packed.detach()
             return False
         reduction = self.results[number] = _Reduction(group, packed, later=not differentiable)
@@ -322,7 +341,7 @@ class _Use:
     def shards(self) -> list[Tensor]:
         """The gradients of the shards, once they are there."""
         self.group.owner.land()
-        return self.group.pieces(self.results.pop(_torch.backward_pass()).total(), self)
+        return self.group.pieces(self.results.pop(_torch.backward_pass()).total(), self.needy)
 
 
 class _Reduction:

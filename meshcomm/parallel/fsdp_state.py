@@ -26,6 +26,7 @@ __all__ = [
     "load_full_state_dict",
     "no_sync",
     "pieces",
+    "reduce_gradients",
 ]
 
 
@@ -47,6 +48,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
         with no_sync(model):     loss(model(x0)).backward()     # no reduce_scatter
                                  loss(model(x1)).backward()     # reduces the gradients of both
+
+    What counts is where the forward pass runs, not where its backward pass does.
 
     Args:
         module: what :func:`fully_shard` was given.
@@ -79,6 +82,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         owner.quiet = before
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """As :func:`meshcomm.parallel.reduce_gradients`, of a sharded module."""
+    owner_of("reduce_gradients", module).reduce_kept()
 
 
 def counts(module: nn.Module) -> Counts:

@@ -20,7 +20,7 @@ from meshcomm.parallel.cuts import Flat, Part, know
 from meshcomm.parallel.fsdp_groups import Door, Flow, Group, Slot
 from meshcomm.runtime.pending import Pending
 
-__all__ = ["Sharded", "Unit", "is_sharded", "owner_of", "register"]
+__all__ = ["Sharded", "Unit", "is_sharded", "is_sharded_itself", "owner_of", "register"]
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -250,7 +250,22 @@ class Sharded(Flow):
             if _torch.backward_pass() == -1:
                 self._shut_opened()
 
+    def reduce_kept(self) -> None:
+        """Reduce what was collected under no_sync, of each group of which any rank has something."""
+        groups = [group for unit in self.units for group in unit.groups if group.needy()]
+        policy = self.policy
+        if not groups:
+            return
+        with torch.no_grad():
+            have = torch.tensor([group.kept is not None for group in groups], device=policy.device)
+            for axis in (policy.axis, *(() if policy.replica is None else (policy.replica,))):
+                have = apply(rule_named("all_reduce"), have.int(), axis, ("max",))
+        for group, any_has in zip(groups, have.tolist(), strict=True):
+            if any_has:
+                group.reduce_kept()
+
     def _begin_pass(self, first: Unit) -> None:
+        self.collects = self.quiet
         for phase, last in enumerate(self._last):
             if last is not None:
                 last.next[phase] = None
@@ -307,6 +322,11 @@ def _told(module: nn.Module) -> tuple[Mesh, list[Part]]:
 def is_sharded(module: nn.Module) -> bool:
     """Whether it, or its own parameters as those of a part of another module, are sharded."""
     return module in _sharded or isinstance(_torch.own_parameters(module), Door)
+
+
+def is_sharded_itself(module: nn.Module) -> bool:
+    """Whether it is what was sharded, and not a part of that."""
+    return module in _sharded
 
 
 def owner_of(where: str, module: nn.Module) -> Sharded:

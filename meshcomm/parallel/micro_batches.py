@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator
 
 from torch import nn
 
 from meshcomm.errors import fail
 from meshcomm.parallel import ddp, fsdp_state
-from meshcomm.parallel.fsdp_units import is_sharded
+from meshcomm.parallel.ddp import is_data_parallel
+from meshcomm.parallel.fsdp_units import is_sharded_itself
 
-__all__ = ["no_sync"]
+__all__ = ["no_sync", "reduce_gradients"]
 
 
-def no_sync(module: nn.Module) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
     """Add gradients up on each rank, and reduce nothing: for all but the last micro-batch of a step.
 
     ::
@@ -22,15 +25,19 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
             loss(model(x0)).backward()  # nothing is sent
         loss(model(x1)).backward()  # reduces the gradients of both
 
+    What counts is where the forward pass runs: a backward pass reduces if its forward pass was outside, wherever it
+    runs itself, and then reduces what was collected before too. :func:`reduce_gradients` does so without one.
+
     Args:
-        module: what :func:`data_parallel` or :func:`fully_shard` was given.
+        module: what :func:`data_parallel` or :func:`fully_shard` was given, or a module around such ones.
 
     Returns: a context manager.
 
-    Cost: none with data_parallel. With fully_shard the unreduced gradients of all parameters stay on each rank.
+    Cost: none with data_parallel. With fully_shard the unreduced gradients of all parameters stay on each rank, and not
+        in ``.grad``.
 
     Raises:
-        MeshError: another module.
+        MeshError: another module. And in a backward pass of data_parallel that has both kinds of gradients.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -46,7 +53,64 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 
     Source: ``DistributedDataParallel.no_sync``.
     """
-    if not isinstance(module, nn.Module) or not (is_sharded(module) or ddp.is_data_parallel(module)):
+    with contextlib.ExitStack() as stack:
+        for part in _parts("no_sync", module):
+            if is_sharded_itself(part):
+                stack.enter_context(fsdp_state.no_sync(part))
+            if is_data_parallel(part):
+                stack.enter_context(ddp.no_sync(part))
+        yield
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Reduce now what :func:`no_sync` has collected, without another step.
+
+    ::
+
+        with no_sync(model):
+            for x in micro_batches:
+                loss(model(x)).backward()
+        reduce_gradients(model)
+
+    Type: afterwards each ``.grad`` is what it would be had the last of the backward passes reduced. All ranks call.
+
+    Args:
+        module: what :func:`data_parallel` or :func:`fully_shard` was given, or a module around such ones.
+
+    Returns: nothing. Where nothing was collected nothing changes.
+
+    Cost: that of the reductions of a step, none of which runs beside a backward pass; with fully_shard first an
+        all_reduce of a number per unit.
+
+    Raises:
+        MeshError: another module.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> def step():
+        ...     model = mc.parallel.data_parallel(torch.nn.Linear(1, 1, bias=False), "dp", grads="sum", mesh=mesh)
+        ...     with mc.parallel.no_sync(model):
+        ...         model(torch.tensor([[1.0 + mesh.rank]])).sum().backward()
+        ...     mc.parallel.reduce_gradients(model)
+        ...     return model.weight.grad.item()
+        >>> mc.launch(step, ranks=2)
+        [3.0, 3.0]
+
+    Source: none.
+    """
+    for part in _parts("reduce_gradients", module):
+        if is_sharded_itself(part):
+            fsdp_state.reduce_gradients(part)
+        if is_data_parallel(part):
+            ddp.reduce_gradients(part)
+
+
+def _parts(where: str, module: nn.Module) -> list[nn.Module]:
+    """What has collected something, in the order of the module."""
+    inner = list(module.modules()) if isinstance(module, nn.Module) else []
+    found = [part for part in inner if is_sharded_itself(part) or is_data_parallel(part)]
+    if not found:
         what = f"{type(module).__name__} is neither data parallel nor sharded."
-        fail("no_sync", what, fix="pass the module that data_parallel or fully_shard was given")
-    return fsdp_state.no_sync(module) if is_sharded(module) else ddp.no_sync(module)
+        fail(where, what, fix="pass the module that data_parallel or fully_shard was given")
+    return found
