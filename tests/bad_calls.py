@@ -774,6 +774,8 @@ FSDP: list[tuple[str, dict[str, Any], str]] = [
     ("offload of text", {"offload": "cpu"}, r"offload='cpu' is not a bool"),
     ("sync of None", {"sync": None}, r"sync=None is not a bool"),
     ("regather of 1", {"regather": 1}, r"regather=1 is not a bool"),
+    ("a mean over no axis", {"mean_over": "tp", "grads": "mean"}, r"no axis 'tp'"),
+    ("a mean of sums", {"mean_over": ("a", "b")}, r"mean_over=\('a', 'b'\) with grads='sum'"),
 ]  # fmt: skip
 for cause, kwargs, said in FSDP:
     bad("fully_shard", cause, lambda h, kwargs=kwargs: sharded(**kwargs), rf"^meshcomm.fully_shard: {said}")

@@ -27,6 +27,7 @@ from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cuts import know
+from meshcomm.parallel.means import Mean, checked_mean, mean_of
 from meshcomm.parallel.swap import Around, leaves_of, refuse_sliced, seen_as, sites_of
 from meshcomm.runtime.scheduler import claim
 
@@ -50,6 +51,7 @@ def data_parallel(
     reduce_dtype: torch.dtype | None = None,
     buffers: Literal["broadcast", "leave"] = "broadcast",
     methods: Sequence[str] = ("forward",),
+    mean_over: AxisName | None = None,
 ) -> M:
     """Train ``module`` on other data on each rank of ``axis``: its gradients are reduced over the axis.
 
@@ -79,6 +81,9 @@ def data_parallel(
         buffers: "broadcast": after each forward pass of training that is not under :func:`no_sync`, buffers take the
             values of index 0. "leave": each rank keeps its own.
         methods: the names of the methods that use the parameters and whose gradients are reduced.
+        mean_over: the axes over whose ranks the loss is a mean, where these are not the ones that gradients are reduced
+            over: of experts, the axes of the tokens that all_to_all brings, ``("dp", "ep")``. By default those of the
+            module around this one that is parallel over more axes, or ``axis``.
 
     Returns: ``module``.
 
@@ -115,6 +120,7 @@ def data_parallel(
         fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
     ax = check.axis_of(_WHERE, axis, mesh)
     _checked("grads", grads, ("sum", "mean"))
+    checked_mean(_WHERE, grads, ax.mesh, mean_over)
     _checked("buffers", buffers, ("broadcast", "leave"))
     buckets.checked_size(_WHERE, bucket_mb, ax)
     if reduce_dtype not in (None, *_FLOATS):
@@ -137,6 +143,7 @@ def data_parallel(
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, _HERE, state)
     know(module, _told)
+    state.mean = mean_of(_WHERE, module, grads, ax.mesh, (ax.name,), mean_over)
     return module
 
 
@@ -295,6 +302,7 @@ class _Replica:
         self.dtype, self.buffers = dtype, buffers
         self.inside = self.joined = self.collected = False
         self.syncs = True
+        self.mean: Mean | None = None
         self.passes = [-2, -2]  # the latest backward pass that reduced, and that collected
         self.last: list[int] = []  # the indices that were not done when last heard of
 
@@ -407,14 +415,17 @@ class _Replica:
             return []
         plain = not (torch.compiler.is_compiling() or functorch_active() or dual_level_open())
         if plain and watch.here.watcher is None:
-            return vary_tree(leaves, self.axis, self.bucket_mb, self._how(leaves))
+            varied = vary_tree(leaves, self.axis, self.bucket_mb, self._how(leaves))
+            return varied if self.share == 1 else [_scaled(x, 1 / self.share) for x in varied]
         if plain and self.collected:
             fail("no_sync", "gradients that were collected before cannot be reduced under check_vma.")
-        varied: list[Tensor] = pvary(leaves, self.name, mesh=self.mesh, bucket_mb=self.bucket_mb)
-        if self.grads == "mean":
-            scale = _ScaledForTransforms if functorch_active() or dual_level_open() else _Scaled
-            varied = [scale.apply(x, self.axis.size) for x in varied]  # type: ignore[no-untyped-call]
-        return varied
+        varied = pvary(leaves, self.name, mesh=self.mesh, bucket_mb=self.bucket_mb)
+        return varied if self.grads == "sum" else [_scaled(x, self.axis.size / self.share) for x in varied]
+
+    @property
+    def share(self) -> float:
+        """By what averages are multiplied."""
+        return 1.0 if self.mean is None else self.mean.share
 
     def _how(self, leaves: Sequence[Tensor]) -> How:
         return How(self.grads, self.dtype, _Collected(self, leaves), functools.partial(_watched, self, leaves))
@@ -519,17 +530,24 @@ class _Own(Function):
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.state.apart(collecting=True)
         ctx.state.collect()
-        return None, *gs
+        share = ctx.state.share
+        return None, *(gs if share == 1 else [None if g is None else g * share for g in gs])
 
 
 # ---------------------------------------------------------------------------------------------------- mean gradients
+
+
+def _scaled(x: Tensor, n: float) -> Tensor:
+    kind = _ScaledForTransforms if functorch_active() or dual_level_open() else _Scaled
+    found: Tensor = kind.apply(x, n)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Scaled(Function):
     """The same value; its gradient is divided by ``n``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, n: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, n: float) -> Tensor:
         ctx.n = n
         return x.view_as(x)
 
@@ -544,11 +562,11 @@ class _ScaledForTransforms(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, n: int) -> Tensor:
+    def forward(x: Tensor, n: float) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
         ctx.n = inputs[1]
 
     @staticmethod

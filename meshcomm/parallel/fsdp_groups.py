@@ -24,6 +24,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.again import Again
 from meshcomm.parallel.flat import Layout
+from meshcomm.parallel.means import Mean
 from meshcomm.runtime.flat import gather_flat, scatter_flat
 from meshcomm.runtime.pending import Pending
 
@@ -106,6 +107,8 @@ class Flow:
     """Forward passes that begin now are of gradients that are added up here and not reduced."""
     collects: bool = False
     """The latest forward pass was such a one; backward computes parts of it again."""
+    mean: Mean | None = None
+    """Over what the loss is a mean."""
     flight: list[_Reduction] = field(default_factory=list)
 
     def advance(self) -> None:
@@ -283,6 +286,9 @@ class Group:
         """The gradients of the shards, of their dtype and on their device."""
         if total.dtype != self.shard.dtype or total.device != self.shard.device:
             total = total.to(self.shard.device, self.shard.dtype)
+        mean = self.owner.mean
+        if mean is not None and mean.share != 1:
+            total = total * mean.share
         pieces = self.layout.cut(total, self.index)
         return pieces if len(needy) == len(pieces) else [pieces[at] for at in needy]
 

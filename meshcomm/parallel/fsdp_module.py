@@ -24,6 +24,7 @@ from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.fsdp_groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp_state import all_matched
 from meshcomm.parallel.fsdp_units import Sharded, Unit, is_sharded, register
+from meshcomm.parallel.means import checked_mean, mean_of
 from meshcomm.runtime.scheduler import claim
 
 __all__ = ["fully_shard"]
@@ -49,6 +50,7 @@ def fully_shard(
     init: Callable[[nn.Module], object] | None = None,
     sync: bool = True,
     methods: Collection[str] = (),
+    mean_over: AxisName | None = None,
     mesh: Mesh | None = None,
 ) -> M:
     """Keep 1/n of each parameter, its gradient and its optimiser state; gather a unit's parameters when it runs.
@@ -90,6 +92,9 @@ def fully_shard(
             ``reset_parameters()``. All ranks draw the same random numbers, whatever the mesh.
         sync: parameters and buffers become those of index 0. Without it they must be equal on all ranks already.
         methods: names of methods of units (and of ``module``) that gather as forward does.
+        mean_over: the axes over whose ranks the loss is a mean, where these are not the ones that gradients are reduced
+            over: of experts, the axes of the tokens that all_to_all brings, ``("fsdp", "ep")``. By default those of the
+            module around this one that is sharded over more axes, or ``axis`` and ``replica_axis``.
         mesh: the current mesh by default.
 
     Returns: ``module``.
@@ -129,6 +134,7 @@ def fully_shard(
     replica = None if replica_axis is None else check.axis_of(where, replica_axis, mesh)
     if grads not in ("sum", "mean"):
         fail(where, f"grads={grads!r}.", fix='"sum" if you reduce the loss over the ranks, "mean" for a local loss')
+    checked_mean(where, grads, ax.mesh, mean_over)
     if not check.whole_number(prefetch) or prefetch < 0:
         fail(where, f"prefetch={prefetch!r} is not a number of units.", fix="0 or more")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
@@ -176,6 +182,8 @@ def fully_shard(
         if isinstance(part, nn.RNNBase):
             recurrent.follow(part)
     register(module, owner)
+    reduced = (ax.name, *(() if replica is None else (replica.name,)))
+    owner.mean = mean_of(where, module, grads, ax.mesh, reduced, mean_over)
     return module
 
 

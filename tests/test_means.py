@@ -1,0 +1,183 @@
+"""mean_over: experts, whose tokens come from more ranks than their gradients are reduced over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import meshcomm as mc
+from meshcomm.parallel import data_parallel, fully_shard, no_sync, reduce_gradients
+from meshcomm.parallel.boxes import Place
+from meshcomm.parallel.cuts import places_of
+
+F64 = torch.float64
+ROWS, D = 16, 4
+BOTH = ("fs", "ep")
+
+
+class Net(nn.Module):
+    """A dense layer and an expert per index of ``ep``, each of which gets an even share of the rows of every rank."""
+
+    def __init__(self, own: int | None) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.dense = nn.Linear(D, D).to(F64)
+            every = [nn.Linear(D, D).to(F64) for _ in range(2)]
+        self.own = own
+        self.experts = nn.ModuleList(every if own is None else [every[own]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.dense(x))
+        if self.own is not None:
+            sent = mc.all_to_all(x, "ep", 0, 0)
+            return mc.all_to_all(self.experts[0](sent), "ep", 0, 0)
+        parts = x.unflatten(0, (4, 2, -1))  # by rank, and by expert
+        return torch.stack([expert(parts[:, at]) for at, expert in enumerate(self.experts)], 1).flatten(0, 2)
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(ROWS, D, dtype=F64, generator=generator) for _ in range(3)]
+
+
+def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = net(x).square().sum(-1).mean()
+    return loss
+
+
+def steps(net: nn.Module, parts: list[Tensor]) -> None:
+    """SGD, for AdamW would not see a factor."""
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x in parts:
+        sgd.zero_grad()
+        loss_of(net, x).backward()
+        sgd.step()
+
+
+def alone() -> list[dict[str, Tensor]]:
+    net = Net(None)
+    steps(net, batches())
+    return [part.state_dict() for part in (net.dense, *net.experts)]
+
+
+def said(net: Net) -> None:
+    fully_shard(net.experts, "fs", grads="mean", mean_over=BOTH)
+    data_parallel(net.dense, BOTH, grads="mean")
+
+
+def in_another_order(net: Net) -> None:
+    data_parallel(net.dense, BOTH, grads="mean")
+    data_parallel(net.experts[0], "fs", grads="mean", mean_over=("ep", "fs"))
+
+
+def known_from_around(net: Net) -> None:
+    data_parallel(net.experts[0], "fs", grads="mean")
+    fully_shard(net, BOTH, grads="mean", ignore=["experts.*"])
+
+
+def known_from_around_later(net: Net) -> None:
+    fully_shard(net, BOTH, grads="mean", ignore=["experts.*"])
+    data_parallel(net.experts[0], "fs", grads="mean")
+
+
+def known_from_around_sharded(net: Net) -> None:
+    fully_shard(net, BOTH, grads="mean", ignore=["experts.*"])
+    fully_shard(net.experts, "fs", grads="mean")
+
+
+def kept_over_replicas(net: Net) -> None:
+    fully_shard(net.experts, "fs", grads="mean", mean_over=BOTH)
+    fully_shard(net.dense, "fs", grads="mean", replica_axis="ep")
+
+
+WAYS = [
+    said,
+    in_another_order,
+    known_from_around,
+    known_from_around_later,
+    known_from_around_sharded,
+    kept_over_replicas,
+]
+
+
+def whole(net: nn.Module, part: nn.Module, axis: Any) -> dict[str, Tensor]:
+    """However it is cut, if it is."""
+    places, found = places_of("test", net), {}
+    for name, p in part.named_parameters():
+        spread = places.get(id(p), Place(p.shape)).of(p)
+        both = torch.zeros(2, *spread.shape, dtype=F64)  # the values, and who has them
+        for box in spread.boxes:
+            at = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+            both[0][at], both[1][at] = box.view, 1
+        total = mc.all_reduce(both, axis)
+        found[name] = total[0] / total[1]
+    return found
+
+
+def on_mesh(way: Any) -> tuple[int, list[dict[str, Tensor]]]:
+    mesh = mc.make_mesh({"fs": 2, "ep": 2})
+    with mc.use_mesh(mesh):
+        net = Net(mesh.coordinate["ep"])
+        way(net)
+        steps(net, [mc.shard(x, BOTH) for x in batches()])
+        with torch.no_grad():
+            found = [whole(net, net.dense, BOTH), whole(net, net.experts[0], "fs")]
+        return mesh.coordinate["ep"], found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_three_steps_are_those_of_one_rank(way: Any) -> None:
+    dense, *experts = alone()
+    for own, found in mc.launch(on_mesh, ranks=4, args=(way,)):
+        assert_close(found[0], dict(dense), rtol=1e-9, atol=1e-9)
+        assert_close(found[1], dict(experts[own]), rtol=1e-9, atol=1e-9)
+
+
+def test_on_processes(pool4: Any) -> None:
+    dense, *experts = alone()
+    for own, found in pool4.run(on_mesh, said):
+        assert_close(found[0], dict(dense), rtol=1e-9, atol=1e-9)
+        assert_close(found[1], dict(experts[own]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("maker", [data_parallel, fully_shard])
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_share_of_the_mean(maker: Any, collected: bool) -> None:
+    """In every way in which gradients are reduced."""
+    mesh = mc.make_mesh({"fs": 2, "ep": 4})
+
+    def main() -> float:
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(net.weight)
+        maker(net, "fs", grads="mean", mean_over=BOTH, mesh=mesh)
+        for at in range(2):
+            if collected:
+                with no_sync(net):
+                    net(torch.ones(1, 1)).sum().backward()
+            else:
+                net(torch.ones(1, 1)).sum().backward()
+            if at:
+                reduce_gradients(net)
+        return net.weight.grad.sum().item() if net.weight.grad is not None else 0.0
+
+    found = mc.launch(main, ranks=8)
+    assert max(found) == 0.5
+    assert set(found) <= {0.0, 0.5}
+
+
+def test_transforms() -> None:
+    mesh = mc.make_mesh({"fs": 2, "ep": 4})
+
+    def main() -> float:
+        net = nn.Linear(1, 1, bias=False)
+        data_parallel(net, "fs", grads="mean", mean_over=BOTH, mesh=mesh)
+        loss = lambda p: torch.func.functional_call(net, p, (torch.ones(1, 1),)).sum()  # noqa: E731
+        found: float = torch.func.grad(loss)(dict(net.named_parameters()))["weight"].item()
+        return found
+
+    assert mc.launch(main, ranks=8) == [0.25] * 8
