@@ -35,6 +35,7 @@ if typing.TYPE_CHECKING:
     )
     from meshcomm.helpers.reductions import all_reduce_params, weighted_mean
     from meshcomm.helpers.results import collect_results
+    from meshcomm.helpers.split_rows import split_rows
     from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
     from meshcomm.layout.einsum import einsum
     from meshcomm.layout.plan import Plan, plan
@@ -116,6 +117,7 @@ __all__ = [
     "shard_map",
     "shift",
     "shutdown",
+    "split_rows",
     "sync_seed",
     "to_dtensor",
     "trace",
@@ -162,6 +164,7 @@ _LATER = {
     "rng": "meshcomm.spmd.rng",
     "scatter_object": "meshcomm.helpers.objects",
     "shard_map": "meshcomm.spmd.shard_map",
+    "split_rows": "meshcomm.helpers.split_rows",
     "to_dtensor": "meshcomm.layout.dtensor",
     "trace": "meshcomm.tracing.traces",
     "weighted_mean": "meshcomm.helpers.reductions",

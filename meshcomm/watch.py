@@ -26,6 +26,9 @@ class Watcher(Protocol):
     def host_value(self, what: str) -> None:
         """Refuse a Python number that differs between ranks."""
 
+    def numbers(self, x: Tensor, values: list[int], where: str) -> list[Any]:
+        """The entries of ``x``, which are these, as sizes that know along which axes they vary."""
+
     def drawn(self, x: Tensor) -> None:
         """Note that ``x`` was drawn at random, differently along ``here.draws_along``."""
 

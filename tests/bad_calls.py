@@ -676,6 +676,9 @@ bad("check_vma", "a mesh of another kind", lambda h: mc.check_vma(mesh=("a",))._
 bad("mark_varying", "no such axis", lambda h: mc.mark_varying(x(2), "c"), r"no axis 'c'[\s\S]*one of 'a', 'b'")
 bad("mark_varying", "axes of None", lambda h: mc.mark_varying(x(2), None), r"axes=None")
 bad("mark_varying", "a set of axes", lambda h: mc.mark_varying(x(2), {"a"}), r"axes=\{'a'\}")
+bad("split_rows", "rows that are left", lambda h: mc.split_rows(x(4), torch.tensor([1, 2])), r"counts add up to 3, and there are 4 rows")
+bad("split_rows", "a negative count", lambda h: mc.split_rows(x(4), torch.tensor([5, -1])), r"counts has -1 among its entries")
+bad("split_rows", "a list of counts", lambda h: mc.split_rows(x(4), [4]), r"counts is no tensor but list")
 bad("mark_varying", "not a tensor", lambda h: mc.mark_varying([x(2), 3], "a"), r"x\[1\] is no tensor but int")
 
 

@@ -190,6 +190,7 @@ def test_every_function_is_called() -> None:
     around = {"init", "shutdown", "launch", "make_mesh", "current_mesh", "check_vma", "mark_varying", "use_mesh"}
     dtensors = {"from_dtensor", "to_dtensor", "layout_from", "placements", "layout_of", "partition_spec"}  # below
     rank_free = {
+        "split_rows",
         "rank",
         "world_size",
         "local_rank",

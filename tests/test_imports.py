@@ -150,6 +150,7 @@ LATE = {
     "meshcomm": {
         "meshcomm.helpers.main_only", "meshcomm.helpers.metrics", "meshcomm.helpers.objects",
         "meshcomm.helpers.process", "meshcomm.helpers.reductions", "meshcomm.helpers.results",
+        "meshcomm.helpers.split_rows",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
         "meshcomm.layout.shapes", "meshcomm.parallel", "meshcomm.spmd.check_vma", "meshcomm.spmd.rng",
         "meshcomm.spmd.shard_map", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",

@@ -99,6 +99,8 @@ def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _checked_count(total: Tensor, count: object, axis: Axis) -> Tensor:
     dtype = _wide(total.dtype)
+    if isinstance(count, (torch.SymInt, torch.SymFloat)):  # the size of something that depends on data, under a checker
+        return torch.zeros((), dtype=dtype, device=total.device).add(count)
     if check.whole_number(count) or isinstance(count, float):
         try:
             return torch.full((), float(count), dtype=dtype, device=total.device)  # type: ignore[arg-type]

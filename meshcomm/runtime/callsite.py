@@ -39,8 +39,9 @@ def call_site() -> CallSite:
 
 
 def asked_in(module: str) -> bool:
-    """Whether the innermost frame that is not this library's is one of ``module``."""
+    """Whether the innermost frame that is not this library's is one of ``module``; ``torch.`` is any of torch's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE + os.sep):
         frame = frame.f_back
-    return frame.f_globals.get("__name__") == module
+    name = str(frame.f_globals.get("__name__"))
+    return name == module or (module.endswith(".") and name.startswith(module))

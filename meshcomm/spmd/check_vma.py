@@ -46,8 +46,9 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
     Type: known are what is made inside (numbers of Python are taken to be the same on every rank), what
     :func:`mark_varying` declares, and what was seen by an earlier check. An operation varies along the axes of its
     operands; random functions along all axes, unless drawn under :func:`rng` or :func:`fork_rng`; collectives as their
-    tables say; ``zeros_like`` and the like are invariant, unless they are leaves that require grad, which vary as what
-    they are like. A gradient has the type of its value: that of what is invariant is the sum over the ranks, wherever
+    tables say; sizes that depend on data, which are ``torch.SymInt``, as these data; ``zeros_like`` and the like are
+    invariant, unless they are leaves that require grad, which vary as what they are like. A gradient has the type of
+    its value: that of what is invariant is the sum over the ranks, wherever
     it is asked for. Anything else is unknown, such as what is made of an array, by an ``nn.Parameter(...)`` inside, by
     another thread or by compiled code, and is refused where it requires grad or meets what does.
 
@@ -63,8 +64,9 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
     Raises:
         MeshError: no mesh; entered outside of a rank; no such mode.
         VaryingError: inside, with the line: a missing pvary under "error"; ``mesh.rank``, ``mesh.coordinate`` and
-            ``.item()``, ``bool()`` and the like of a value that varies; dropout that each rank draws for itself of a
-            value that is invariant; a sum over an axis along which a loss is reduced already; pvary or shard of what
+            ``.item()``, ``bool()`` and the like of a value that varies; ``len()``, ``range()`` or ``if`` of a size
+            that does; dropout that each rank draws for itself of a value that is invariant; a sum over an axis along
+            which a loss is reduced already; pvary or shard of what
             varies; a tensor of unknown type that requires grad.
 
     Example:

@@ -25,6 +25,8 @@ from meshcomm.spmd.operands import (
     differentiated,
     text_of,
 )
+from meshcomm.spmd.ragged import CUT, collected, differing, fresh, note_ragged, ragged_of
+from meshcomm.spmd.sizes import made, plain
 from meshcomm.spmd.vma import (
     INVARIANT,
     Origin,
@@ -43,6 +45,8 @@ class Collectives(Core):
         """Call a public collective."""
         name = fn.__name__
         with self._apart():
+            if made.any:
+                args, kwargs = plain(args), plain(kwargs)
             axes = self._axes_of(name, axis, mesh)
             leaves, form = tree_flatten(x)
             kinds: list[Type] = []
@@ -52,13 +56,13 @@ class Collectives(Core):
                     kind, leaves[i] = self._taken(name, leaf, axes, op)
                     kinds.append(kind)
                 x = tree_unflatten(leaves, form)
-            return self._given(name, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves)
+            return self._given(name, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, (args, kwargs))
 
     def made(self, fn: Any, axis: AxisName, mesh: Mesh | None, /, *args: Any, **kwargs: Any) -> Any:
         """Call a collective that takes no tensor."""
         with self._apart():
             axes = self._axes_of(fn.__name__, axis, mesh)
-            return self._given(fn.__name__, fn(*args, **kwargs), [], axes)
+            return self._given(fn.__name__, fn(*plain(args), **plain(kwargs)), [], axes)
 
     def _axes_of(self, name: str, axis: AxisName, mesh: Mesh | None) -> frozenset[str]:
         along = check.axis_of(name, axis, mesh)
@@ -76,7 +80,13 @@ class Collectives(Core):
             )
 
     def _given(
-        self, name: str, result: Any, kinds: Sequence[Type], axes: frozenset[str], of: Sequence[Any] = ()
+        self,
+        name: str,
+        result: Any,
+        kinds: Sequence[Type],
+        axes: frozenset[str],
+        of: Sequence[Any] = (),
+        sizes: tuple[Sequence[Any], dict[str, Any]] = ((), {}),
     ) -> Any:
         """What a collective gives, with its types noted."""
         origin = Origin(name, str(call_site()))
@@ -87,6 +97,9 @@ class Collectives(Core):
                 for i, y in enumerate(tree_flatten(result)[0]):
                     if isinstance(y, Tensor):
                         self._note(y, given[min(i, len(given) - 1)], of)
+                        if made.any or name in CUT:
+                            x = of[i] if i < len(of) and isinstance(of[i], Tensor) else None
+                            collected(name, x, y, origin, axes, *sizes)
             return result
 
         return result.then(noted) if isinstance(result, Work) else noted(result)
@@ -169,6 +182,9 @@ class Collectives(Core):
             with without_modes():
                 if not any(y is x for x in operands):
                     self._note(y, whole)
+                    if inputs := [x for x in operands if ragged_of(x) is not None]:
+                        sizes = join([ragged.kind for x in inputs if (ragged := ragged_of(x)) is not None], name)
+                        note_ragged(y, fresh(y.shape, differing(y, inputs), sizes))
             return y
 
         return result.then(noted) if isinstance(result, Work) else noted(result)

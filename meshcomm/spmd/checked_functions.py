@@ -27,6 +27,7 @@ from meshcomm.spmd.operands import (
     tracked,
     versions_of,
 )
+from meshcomm.spmd.ragged import carried, guessed, without_numbers
 from meshcomm.spmd.torch_rules import Kind
 from meshcomm.spmd.vma import (
     INVARIANT,
@@ -60,6 +61,7 @@ class Functions(Operations):
             for x, g in zip(inputs, result, strict=False):
                 if isinstance(x, Tensor) and isinstance(g, Tensor) and (mine := self.type_of(x)) is not None:
                     self._note(g, self._of_gradient(mine))
+                    carried(x, g)
         return result
 
     def _seeded(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -103,7 +105,8 @@ class Functions(Operations):
             )
             self._refuse(f"{cls.__name__}.apply", "takes a function, which it may call out of sight.", "", fix)
         with self._apart():
-            operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+            args, kwargs, also = without_numbers(args, kwargs)
+            operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)] + also
             found = self._types(operands, cls.__name__)
             whole, given = join(found, cls.__name__) if found else INVARIANT, args
             if found:
@@ -112,6 +115,7 @@ class Functions(Operations):
             result = self._run(own, (cls, *args), kwargs, cls.__name__, args is not given)
             if found is not None:
                 self._note_all(result, whole, operands)
+                guessed(result, operands, cls.__name__)
                 self._changed(operands, versions, whole, cls.__name__, evened=args is not given)
             else:
                 for x, before, after in zip(operands, versions, versions_of(operands), strict=True):
@@ -125,17 +129,20 @@ class Functions(Operations):
         current = current_mesh()
         kinds = self._kinds(given)
         found: list[Type | None] = []
+        inside: list[Any] = []
 
         def tracked(*values: Any) -> Any:
             with without_modes():
-                for value, kind in zip(values, kinds, strict=True):
+                for value, kind, before in zip(values, kinds, given, strict=True):
                     if kind is not None and marked(value) is None:
                         self._note(value, kind)
+                        carried(before, value)
             first = not found
             with self._watching() if first else self, use_mesh(self.mesh if current is None else current):
                 result = run(*values)
             if first:
-                found.extend(self._kinds(several(result)))
+                inside.extend(several(result))
+                found.extend(self._kinds(inside))
             return result
 
         outer, here.watcher = here.watcher, None
@@ -144,9 +151,10 @@ class Functions(Operations):
         finally:
             here.watcher = outer
         with without_modes():
-            for y, kind in zip(several(result), found, strict=True):
+            for y, kind, before in zip(several(result), found, inside, strict=True):
                 if kind is not None:
                     self._note(y, kind)
+                    carried(before, y)
         return result
 
     def _kinds(self, values: Iterable[Any]) -> list[Type | None]:

@@ -32,6 +32,7 @@ from meshcomm.spmd.operands import (
     tracked,
     versions_of,
 )
+from meshcomm.spmd.sizes import made, plain
 from meshcomm.spmd.torch_rules import Kind, kind_of
 from meshcomm.spmd.vma import (
     INVARIANT,
@@ -60,10 +61,20 @@ class Operations(Leaves):
         kwargs = kwargs or {}
         watcher: object = here.watcher
         if watcher is not self:
-            return func(*args, **kwargs)
+            return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
         if torch.compiler.is_compiling():
             _untraceable()
-        kind = kind_of(func)
+        if made.any:
+            return self._sized(kind_of(func), func, args, kwargs)
+        return self._typed(kind_of(func), func, args, kwargs)
+
+    def _typed(
+        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], also: Sequence[Tensor] | None = None
+    ) -> Any:
+        """Call it, and note the types of what it gives.
+
+        also: what stands for sizes among the arguments; None if nobody has looked for them.
+        """
         if kind.getter:
             return self._get(kind, func, args)
         if kind.settles:  # the values stay
@@ -74,6 +85,11 @@ class Operations(Leaves):
         tensors_in(args, operands)
         if kwargs:
             tensors_in(kwargs.values(), operands)
+        if also is None:
+            if kind.sized and len(operands) >= kind.sized:
+                return self._sized(kind, func, args, kwargs)
+        else:
+            operands += also
         if kind.parts:
             return self._parts(kind, func, args, kwargs, operands)
         if kind.silent is not None:
@@ -88,8 +104,8 @@ class Operations(Leaves):
         if kind.setter:
             return self._set(kind, func, args)
         if kind.each:
-            return self._each(kind, func, args, kwargs, operands)
-        return self._special(kind, func, args, kwargs, operands)
+            return self._each(kind, func, args, kwargs, operands, also or ())
+        return self._special(kind, func, args, kwargs, operands, also or ())
 
     def _ordinary(
         self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
@@ -201,7 +217,13 @@ class Operations(Leaves):
         return replaced(args, others), {key: replaced(value, others) for key, value in kwargs.items()}
 
     def _special(
-        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+        self,
+        kind: Kind,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: list[Tensor],
+        also: Sequence[Tensor],
     ) -> Any:
         """Functions that write, draw, or take no more than the shape of an operand."""
         target: Any = kwargs.get("out")
@@ -215,7 +237,7 @@ class Operations(Leaves):
         elif kind.fresh or (kind.random and kind.name.endswith("_like")):
             count = operands[1:]
         elif kind.alike:
-            count = operands[:1]
+            count = [*operands[:1], *also]
         elif kind.in_place and target is not None:
             count = operands[1:] if over else operands
         found = self._types(count, kind.name)
@@ -259,14 +281,20 @@ class Operations(Leaves):
         return result
 
     def _each(
-        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+        self,
+        kind: Kind,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: list[Tensor],
+        also: Sequence[Tensor],
     ) -> Any:
         """Functions of lists, element by element."""
         every = [*args, *kwargs.values()]
         rows = [arg for arg in every if isinstance(arg, (tuple, list)) and arg and isinstance(arg[0], Tensor)]
         if not rows:
             rows = [operands]
-        single = [arg for arg in every if isinstance(arg, Tensor)] if rows != [operands] else []
+        single = [*(arg for arg in every if isinstance(arg, Tensor)), *also] if rows != [operands] else []
         together = [[row[i] for row in rows if i < len(row)] + single for i in range(len(rows[0]))]
         kinds: list[Type | None] = []
         others: dict[int, Tensor] = {}

@@ -32,6 +32,7 @@ from meshcomm.spmd.operands import (
     tracked,
     version,
 )
+from meshcomm.spmd.ragged import carried
 from meshcomm.spmd.torch_rules import Kind
 from meshcomm.spmd.vma import (
     INVARIANT,
@@ -231,6 +232,10 @@ class Core(TorchFunctionMode):
             ended = dict.fromkeys(mesh.axis_names, Origin(what, str(call_site())))
             self._note(x, Type({}, ended, home=home_of(mesh)))
 
+    def _sized(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that may have to do with sizes that depend on data."""
+        raise NotImplementedError
+
     def _backward(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward pass."""
         raise NotImplementedError
@@ -266,6 +271,7 @@ class Core(TorchFunctionMode):
             with self._apart():
                 y = pvary(x, self._names(axes), mesh=self.mesh)
         self._note(y, mine.begins(axes, Origin(name, str(call_site()))))
+        carried(x, y)
         entry.by[axes] = y
         return y
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.spmd.size_rules import SIZED
+
 __all__ = ["RANDOM", "Kind", "kind_of"]
 
 
@@ -22,7 +24,7 @@ def _words(text: str) -> frozenset[str]:
 HOST = _words(
     """
     item tolist numpy equal allclose is_nonzero __bool__ __int__ __float__ __complex__ __index__ __array__
-    __contains__ __dlpack__
+    __contains__ __dlpack__ _local_scalar_dense _nnz
     """
 )
 """Give a number of Python from the values of a tensor."""
@@ -149,6 +151,8 @@ class Kind(NamedTuple):
     """It gives its operand's memory to a tensor that is no view of it."""
     from_data: bool = False
     """It may take data that torch knows nothing of."""
+    sized: int = 0
+    """From how many tensors on what it gives may have sizes that depend on data; 0: never by itself."""
     ordinary: bool = False
     """None of these."""
 
@@ -186,8 +190,9 @@ def kind_of(func: Any) -> Kind:
         silent=_silent(name, getattr(func, "__module__", None) == "torch.nn.functional"),
         shares=name == "detach",
         from_data=name in ("tensor", "as_tensor", "asarray"),
+        sized=SIZED.get(name, 0),
     )
-    return kind._replace(ordinary=not any(kind._replace(name="", from_data=False)))
+    return kind._replace(ordinary=not any(kind._replace(name="", from_data=False, sized=0)))
 
 
 _IN_PLACE = _words(
