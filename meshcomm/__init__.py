@@ -9,6 +9,7 @@ from meshcomm.collectives.one_rank import barrier, exchange, gather, recv, reduc
 from meshcomm.collectives.place import axis_index, axis_size
 from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
 from meshcomm.collectives.seeds import fork_rng, sync_seed
+from meshcomm.collectives.tie import tie
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
 from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
@@ -119,6 +120,7 @@ __all__ = [
     "shutdown",
     "split_rows",
     "sync_seed",
+    "tie",
     "to_dtensor",
     "trace",
     "use_mesh",

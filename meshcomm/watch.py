@@ -20,6 +20,9 @@ class Watcher(Protocol):
     def made(self, fn: Any, axis: Any, mesh: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call ``fn(*args, **kwargs)``, which takes no tensor and gives one that varies along ``axis``."""
 
+    def tied(self, fn: Any, x: Any, others: Any, /) -> Any:
+        """Call ``fn(x, *others)``, whose result has the types of ``x``."""
+
     def laid_out(self, fn: Any, layouts: str, /, *operands: Tensor, mesh: Any, **kwargs: Any) -> Any:
         """Call ``fn``, whose types stand in a string."""
 

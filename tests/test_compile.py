@@ -367,3 +367,21 @@ def test_a_mesh_of_one_compiles() -> None:
 
     x = torch.tensor([1.0, 3.0], dtype=F64)
     close(value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), "one rank")
+
+
+def tied() -> None:
+    """What counts as used is so in a graph: its backward is in it."""
+    mesh = mc.make_mesh({"pp": 4})
+
+    def step(w: Tensor) -> Tensor:
+        y = mc.shift(w * w, "pp", mesh=mesh)
+        return mc.tie(w.sum() * 2, y, {"more": [y.sum()]})
+
+    w = torch.ones(2, requires_grad=True)
+    for run in (step, compiled(step)):
+        (g,) = torch.autograd.grad(run(w), w)
+        assert g.tolist() == [2.0, 2.0]
+
+
+def test_tied(pool4: Any) -> None:
+    pool4.run(tied)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["CallSite", "asked_in", "call_site", "is_ours"]
+from meshcomm._torch import backward_pass
+
+__all__ = ["CallSite", "asked_in", "call_site", "called_at", "hinted", "in_backward", "is_ours"]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -36,6 +38,29 @@ def call_site() -> CallSite:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
     return CallSite(frame.f_code.co_filename, frame.f_lineno)
+
+
+def in_backward() -> bool:
+    """Whether autograd's backward makes the call."""
+    return backward_pass() != -1
+
+
+def called_at(site: CallSite, *, backward: bool) -> str:
+    """The line in words, and whether backward makes the call."""
+    return f"{site}{_IN_BACKWARD if backward else ''}"
+
+
+_IN_BACKWARD = ", in backward"
+_HINT = (
+    "  in backward: a rank whose loss does not depend on what a collective gave it (shift, permute, pvary, ...), or"
+    " that has detached it, has no backward of that call, and the others wait for it\n"
+    "  fix: on that rank loss = mc.tie(loss, y): what the collective gave counts as used"
+)
+
+
+def hinted(text: str, *, backward: bool = False) -> str:
+    """What went wrong between calls, with the usual reason if one of them was made by a backward."""
+    return f"{text}\n{_HINT}" if (backward or _IN_BACKWARD in text) and _HINT not in text else text
 
 
 def asked_in(module: str) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshcomm.errors import CommError, described, text
 from meshcomm.runtime.attendance import all_here
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import call_site, hinted, in_backward
 from meshcomm.runtime.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
 from meshcomm.runtime.guard_board import GAVE_UP, LEAVING, MADE, REFUSED, Board, Entry, Group
 from meshcomm.runtime.guard_messages import Letters
@@ -146,7 +146,7 @@ class _Room:
             runs,
             site,
         )
-        key = (*key, getattr(note.axis, "key", None))
+        key = (*key, getattr(note.axis, "key", None), in_backward())
         try:
             found = self._words.get(key)
         except TypeError:  # an argument without a hash
@@ -389,15 +389,14 @@ class _Meeting:
     def _fail(self, what: str, got: str) -> NoReturn:
         words = Words.read(self.said.words)
         self.say(GAVE_UP, f"{what} {got}")
-        raise CommError(
-            text(
-                words.call.split(" ", 1)[0],
-                what,
-                got=f"{got}\n  here: {words.place} called {words}, call {self.number} of this axis",
-                fix="every rank of an axis must make the same calls on it in the same order;"
-                " after an error that was caught, meet with mc.barrier(axis, timeout=...)",
-            )
+        said = text(
+            words.call.split(" ", 1)[0],
+            what,
+            got=f"{got}\n  here: {words.place} called {words}, call {self.number} of this axis",
+            fix="every rank of an axis must make the same calls on it in the same order;"
+            " after an error that was caught, meet with mc.barrier(axis, timeout=...)",
         )
+        raise CommError(hinted(said))
 
 
 def _given_up(entries: Iterable[Entry]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime import wire
 from meshcomm.runtime.attendance import absent_text
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import call_site, called_at, hinted, in_backward
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Note, Post, Want
@@ -39,7 +39,7 @@ _GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-
 class _Call:
     """What one rank called."""
 
-    __slots__ = ("detail", "key", "note", "rank", "record", "site")
+    __slots__ = ("backward", "detail", "key", "note", "rank", "record", "site")
     record: Record
 
     def __init__(self, rank: Rank, note: Note, key: tuple[Any, ...], detail: Detail) -> None:
@@ -48,6 +48,7 @@ class _Call:
         self.key = key  # what must be equal on all ranks
         self.detail = detail
         self.site = call_site()
+        self.backward = in_backward()
 
     def agrees(self, other: _Call) -> bool:
         mine, theirs = self.note, other.note
@@ -71,7 +72,7 @@ class _Call:
             parts.append(self.detail())
         if note.needs_grad:
             parts.append("that needs a gradient")
-        return f"{' '.join(parts)} over {note.axis} at {self.site}"
+        return f"{' '.join(parts)} over {note.axis} at {called_at(self.site, backward=self.backward)}"
 
 
 class _Meeting:
@@ -110,7 +111,7 @@ class _Meeting:
         for call, ranks in groups:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
             lines.append(f"  {who} called {call}")
-        return f"meshcomm: {title}\n" + "\n".join(lines)
+        return hinted(f"meshcomm: {title}\n" + "\n".join(lines))
 
 
 @dataclass(eq=False)

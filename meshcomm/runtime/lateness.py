@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from meshcomm import _torch
 from meshcomm.errors import text
 from meshcomm.runtime import dumps, exits, recorder, world
+from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.recorder import BEGAN, NUMBER, AxisAt, Log, Record, said_of
 
 __all__ = ["Late", "late_text"]
@@ -76,7 +77,7 @@ def late_text(late: Late, *, again: bool = False) -> str:
             f"  the last calls of this rank are in {dumped}; python -m meshcomm explain {os.path.dirname(dumped)}"
         )
     fix = "wait again, nothing is lost; or s" if again else "the call was given up; s"
-    return text(
+    said = text(
         late.where,
         f"{_named(absent) if absent else 'not everybody'} did not come within {late.seconds:.3g} s"
         f"{': ' + late.found if late.found else ''}.",
@@ -84,6 +85,7 @@ def late_text(late: Late, *, again: bool = False) -> str:
         fix=f"{fix}ee where the ranks that have not come are (kill -USR1, then python -m meshcomm explain; py-spy dump"
         " --pid): all ranks of an axis must make the same calls in the same order",
     )
+    return hinted(said, backward=in_backward())
 
 
 def _named(indices: Sequence[int]) -> str:

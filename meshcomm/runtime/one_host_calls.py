@@ -17,6 +17,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import peers, shared_memory, wire
+from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.lateness import Late, late_text
 from meshcomm.runtime.one_host_words import PERMUTE, code_of, dtype_of, last_said, name_of, named, said
 from meshcomm.runtime.pending import Pending, TimedOutError
@@ -424,14 +425,13 @@ class Call:
     def _differ(self, other: int) -> NoReturn:
         entry = self._entries[other]
         theirs = said(entry[_CODE], entry[_COUNT], entry[_ROOT])
-        raise CommError(
-            text(
-                self.name,
-                f"the ranks called different things: index {other} {theirs}, index {self.link.index} {self}.",
-                got=f"call {self.number} of a group of {self.link.size}",
-                fix="make the same calls in the same order on all ranks",
-            )
+        said_of_both = text(
+            self.name,
+            f"the ranks called different things: index {other} {theirs}, index {self.link.index} {self}.",
+            got=f"call {self.number} of a group of {self.link.size}",
+            fix="make the same calls in the same order on all ranks",
         )
+        raise CommError(hinted(said_of_both, backward=in_backward()))
 
     def whereabouts(self) -> tuple[list[int], dict[int, str]]:
         """Who else has made this call, and what the mailboxes of the others say."""

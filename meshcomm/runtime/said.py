@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from meshcomm.errors import shape_text
-from meshcomm.runtime.callsite import CallSite
+from meshcomm.runtime.callsite import CallSite, called_at, in_backward
 from meshcomm.runtime.protocol import Note
 from meshcomm.runtime.wrapped import Primitive
 
@@ -67,7 +67,7 @@ def fingerprint(note: Note, what: Primitive, site: CallSite) -> Said:
     halves = (int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True))
     few = len(what.send) <= _RUNS
     words = Words(
-        place_of(note.axis), _call_text(note, what), axis_text(note.axis), str(site),
+        place_of(note.axis), _call_text(note, what), axis_text(note.axis), called_at(site, backward=in_backward()),
         tuple(what.send) if few else (), tuple(what.recv) if few else (),
     )  # fmt: skip
     return Said(halves, _GRADIENTS[note.needs_grad], words.write())

@@ -19,6 +19,7 @@ import torch
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
+from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.randomstate import RandomState
 from meshcomm.runtime.shared_leaves import SharedLeaves
@@ -291,7 +292,7 @@ class World:
         if not self.cancelled and waiting:
             report = self._report()
             for rank in waiting:
-                rank.fault = f"meshcomm: deadlock: no rank can go on.\n{report}\n{_DEADLOCK_FIX}"
+                rank.fault = hinted(f"meshcomm: deadlock: no rank can go on.\n{report}\n{_DEADLOCK_FIX}")
                 if rank.gives_up is not None:
                     rank.gives_up(rank.fault)
         for rank in waiting:

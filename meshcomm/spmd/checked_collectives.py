@@ -64,6 +64,18 @@ class Collectives(Core):
             axes = self._axes_of(fn.__name__, axis, mesh)
             return self._given(fn.__name__, fn(*plain(args), **plain(kwargs)), [], axes)
 
+    def tied(self, fn: Any, x: Any, others: Any, /) -> Any:
+        """Call what gives the values and types of ``x``."""
+        with self._apart():
+            result = fn(x, *others)
+            given, taken = (tree_flatten(tree)[0] for tree in (result, x))
+            for y, leaf in zip(given, taken, strict=True):
+                kind = self.type_of(leaf)
+                if kind is None:
+                    self._unknown(leaf, [leaf], fn.__name__)
+                self._note(y, kind, (leaf,))
+            return result
+
     def _axes_of(self, name: str, axis: AxisName, mesh: Mesh | None) -> frozenset[str]:
         along = check.axis_of(name, axis, mesh)
         self._same_mesh(name, along.mesh)
