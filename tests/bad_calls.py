@@ -528,7 +528,9 @@ bad("scatter_object", "text in place of a list", lambda h: mc.scatter_object(Non
 bad("scatter_object", "objects beside src", lambda h: mc.scatter_object([1, 2], "a"), r"objs is given, but src is 0", told=True)
 bad("collect_results", "a negative size", lambda h: mc.collect_results([1], -1, "a"), r"size=-1 is not a number of samples", told=True)
 bad("collect_results", "a size of NaN", lambda h: mc.collect_results([1], nan, "a"), r"size=nan is not a number of samples", told=True)
-bad("collect_results", "too few results", lambda h: mc.collect_results([], 4, "a"), r"has 0 results, but 2 of the 4 samples", told=True)
+bad("collect_results", "too few results", lambda h: mc.collect_results([], 4, "a", order="stride"), r"has 0 results, but 2 of the 4 samples", told=True)
+bad("collect_results", "an order that is none", lambda h: mc.collect_results([1], 2, "a", order="rank"), r"order='rank' is no order", told=True)
+bad("collect_results", "lengths that do not tell", lambda h: mc.collect_results([1, 2], 4, "a"), r"do not tell in which order", told=True)
 bad("collect_results", "parts of text", lambda h: mc.collect_results("ab", 4, "a"), r"parts is a str", told=True)
 bad("collect_results", "a device that is not there", lambda h: mc.collect_results([1], 2, "a", device="xpu"), r"device='xpu' is neither the CPU", told=True)
 bad("collect_results", "a device of None", lambda h: mc.collect_results([1], 2, "a", device=None), r"device=None is neither the CPU", told=True)
@@ -564,10 +566,17 @@ ADDED: list[tuple[str, tuple[Any, ...], str]] = [
     ("no value", ("loss", None), r"value of 'loss' is a NoneType"),
     ("several values", ("loss", x(2)), r"value of 'loss' is not one real number but \[2\]"),
     ("a complex value", ("loss", x().cfloat()), r"value of 'loss' is not one real number but \[\] of torch.complex64"),
-    ("a count of text", ("loss", 1.0, "2"), r"count of 'loss' is a str"),
+    ("a weight of text", ("loss", 1.0, "2"), r"weight of 'loss' is a str"),
     ("a huge value", ("loss", 10**400), r"value of 'loss' is .*too large"),
     ("a value on meta", ("loss", meta().sum()), r"value of 'loss' .*holds no value"),
 ]  # fmt: skip
+ADDED += [
+    ("a weight for an extreme", ("most", 1.0, 2), r"a weight for 'most', of kind 'max'[\s\S]*fix: only a mean has one"),
+    ("a negative weight", ("loss", 1.0, -1), r"weight=-1 of 'loss' is negative"),
+]
+bad("Metrics.add_sum", "no such metric", lambda h: metrics().add_sum("acc", 1.0, 2), r"^meshcomm.Metrics.add_sum: no metric 'acc'")
+bad("Metrics.add_sum", "an extreme", lambda h: metrics().add_sum("most", 1.0, 2), r"'most' is of kind 'max', and has no count[\s\S]*fix: add\('most', total\)")
+bad("Metrics.add_sum", "a count of text", lambda h: metrics().add_sum("loss", 1.0, "2"), r"count of 'loss' is a str")
 for cause, args, said in ADDED:
     bad("Metrics.add", cause, lambda h, args=args: metrics().add(*args), rf"^meshcomm.Metrics.add: {said}")
 bad("main_only", "an axis in place of a function", lambda h: mc.main_only("a"), r"fn is not callable but str[\s\S]*main_only\(axis=...\)")

@@ -243,10 +243,13 @@ def feed(metrics: Metrics, rank: int, wrap: Callable[[float], Any]) -> list[tupl
             ("lowest", step - rank, 1),
         ]
     for i, (name, value, count) in enumerate(given):
-        if i % 3 == 2:
-            metrics.add(name, value, count)  # numbers and tensors mix
+        made = float if i % 3 == 2 else wrap  # numbers and tensors mix
+        if KINDS[name] != "mean":
+            metrics.add(name, made(value))
+        elif i % 8:
+            metrics.add_sum(name, made(value), wrap(count) if i % 2 else count)
         else:
-            metrics.add(name, wrap(value), wrap(count) if i % 2 else count)
+            metrics.add(name, made(value / count), wrap(count) if rank % 2 else count)
     return given
 
 
@@ -318,6 +321,22 @@ def test_nan_is_seen_and_infinity_is_a_value() -> None:
         assert found["i"] == math.inf
 
 
+@pytest.mark.parametrize("wrap", [float, torch.tensor], ids=["numbers", "tensors"])
+def test_a_mean_is_a_mean_and_a_sum_a_sum(wrap: Callable[[float], Any]) -> None:
+    mesh = mc.make_mesh({"a": 1})
+    metrics = Metrics({"acc": "mean"})
+    metrics.add("acc", wrap(0.9), 32)
+    assert metrics.reduce("a", mesh=mesh)["acc"] == pytest.approx(0.9)
+    metrics.add("acc", wrap(0.5), 10)
+    metrics.add("acc", 1.0, wrap(30.0))
+    metrics.add_sum("acc", wrap(5.0), 10)
+    metrics.add("acc", wrap(0.25))
+    assert metrics.reduce("a", mesh=mesh)["acc"] == pytest.approx((5 + 30 + 5 + 0.25) / 51)
+    metrics.add("acc", wrap(math.nan), wrap(0.0))  # a batch of nothing
+    metrics.add("acc", wrap(2.0), 2)
+    assert metrics.reduce("a", mesh=mesh)["acc"] == 2.0
+
+
 def test_large_counts_are_exact() -> None:
     metrics = Metrics({"tokens": "sum"})
     metrics.add("tokens", 2**53 - 2)
@@ -349,9 +368,9 @@ def test_ranks_with_other_metrics(run4: Run) -> None:
         (lambda m: Metrics(["x"]), "no metrics are named"),
         (lambda m: m.add("y", 1), "meshcomm.Metrics.add: no metric 'y'"),
         (lambda m: m.add("x", "1"), "value of 'x' is a str"),
-        (lambda m: m.add("x", 1, None), "count of 'x' is a NoneType"),
+        (lambda m: m.add("x", 1, None), "weight of 'x' is a NoneType"),
         (lambda m: m.add("x", torch.ones(2)), r"value of 'x' is not one real number but \[2\] of torch.float32"),
-        (lambda m: m.add("x", torch.ones(1), [1]), "count of 'x' is a list"),
+        (lambda m: m.add("x", torch.ones(1), [1]), "weight of 'x' is a list"),
         (lambda m: m.reduce("z", mesh=mc.make_mesh({"a": 1})), "meshcomm.Metrics.reduce: no axis 'z'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def round_robin(folder: str | None) -> list[Any]:
                 sampler = DistributedSampler(range(max(size, 1)), n, me, shuffle=False)
                 padded = [result(i) for i in sampler]
                 for parts in (plain, padded, plain + [lambda: "padding that cannot even be pickled"] * me):
-                    found = collect_results(parts, size, axis, dst, tmpdir=folder)
+                    found = collect_results(parts, size, axis, dst, order="stride", tmpdir=folder)
                     assert (found is None) == (me != dst)
                     if found is not None:
                         assert same(found, size), (axis, size)
@@ -63,10 +64,12 @@ def test_through_a_folder(tmp_path: Path) -> None:
 def over_processes(folder: str) -> None:
     mesh = mc.make_mesh({"a": 4})
     for way in (None, folder):
-        found = collect_results([result(i) for i in range(mesh.rank, 23, 4)], 23, "a", 3, tmpdir=way, mesh=mesh)
+        found = collect_results(
+            [result(i) for i in range(mesh.rank, 23, 4)], 23, "a", 3, order="stride", tmpdir=way, mesh=mesh
+        )
         assert found is None if mesh.rank != 3 else same(found, 23)
     with pytest.raises(mc.MeshError, match="index 2: has 5 results, but 6 of the 23 samples are its own"):
-        collect_results([0] * (5 + (mesh.rank < 2)), 23, "a", mesh=mesh)
+        collect_results([0] * (5 + (mesh.rank < 2)), 23, "a", order="stride", mesh=mesh)
 
 
 def test_over_processes(pool4: WorkerPool, tmp_path: Path) -> None:
@@ -79,11 +82,13 @@ def failing(case: str, folder: str) -> str:
     me = mesh.rank
     mine = list(range(me, 7, 3))
     calls: dict[str, Callable[[], Any]] = {
-        "short": lambda: collect_results(mine[: -1 if me == 1 else None], 7, "a", mesh=mesh),
-        "type": lambda: collect_results(torch.ones(3) if me == 2 else mine, 7, "a", mesh=mesh),
-        "pickle": lambda: collect_results([*mine[:-1], {"f": lambda: 0}] if me == 1 else mine, 7, "a", mesh=mesh),
-        "file": lambda: collect_results(mine, 7, "a", tmpdir=f"{folder}/file/sub", mesh=mesh),
-        "size": lambda: collect_results(mine, 7 + (me == 2), "a", mesh=mesh),
+        "short": lambda: collect_results(mine[: -1 if me == 1 else None], 7, "a", order="stride", mesh=mesh),
+        "type": lambda: collect_results(torch.ones(3) if me == 2 else mine, 7, "a", order="stride", mesh=mesh),
+        "pickle": lambda: collect_results(
+            [*mine[:-1], {"f": lambda: 0}] if me == 1 else mine, 7, "a", order="stride", mesh=mesh
+        ),
+        "file": lambda: collect_results(mine, 7, "a", order="stride", tmpdir=f"{folder}/file/sub", mesh=mesh),
+        "size": lambda: collect_results(mine, 7 + (me == 2), "a", order="stride", mesh=mesh),
     }
     try:
         return repr(calls[case]())
@@ -158,6 +163,7 @@ def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"size": 2.0}, "size=2.0 is not a number"),
         ({"dst": 2}, "dst=2 is not an index"),
         ({"axis": "c"}, "no axis 'c'"),
+        ({"order": "interleaved"}, r"order='interleaved' is no order[\s\S]*'stride' or 'contiguous'"),
         ({"device": "meta"}, "device='meta' is neither the CPU nor the mesh's device, cpu"),
         ({"device": "gpu?"}, r"device='gpu\?' is neither"),
     ],
@@ -174,3 +180,80 @@ def test_a_mesh_of_one(tmp_path: Path) -> None:
     mesh = mc.make_mesh({"a": 1})
     for folder in (None, tmp_path):
         assert collect_results([1, {"a": 2}, 3], 2, "a", tmpdir=folder, mesh=mesh) == [1, {"a": 2}]
+
+
+# -------------------------------------------------------------------------------------------------------------- order
+
+
+def in_runs(lengths: list[int], size: int, order: Any, padding: int = 0) -> list[int] | str | None:
+    """Rank i has the samples after those of the ranks before it."""
+    mesh = mc.make_mesh({"a": len(lengths)})
+    before = sum(lengths[: mesh.rank])
+    mine = list(range(before, before + lengths[mesh.rank]))
+    try:
+        return collect_results(mine + [-1] * padding, size, "a", order=order, mesh=mesh)
+    except mc.MeshError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "order"),
+    [
+        ([3, 2], 5, "contiguous"),
+        ([2, 2, 2], 6, "contiguous"),
+        ([0, 5, 1], 6, "contiguous"),
+        ([2, 2, 2], 4, "contiguous"),  # the last one is padding
+        ([4, 1], 5, None),  # in turns they would be 3 and 2
+        ([0, 0, 2], 2, None),
+        ([1, 1, 1], 3, None),  # both orders are one
+        ([1, 1, 0], 2, None),
+        ([0, 0], 0, None),
+        ([3], 3, None),
+    ],
+)
+def test_runs_of_samples(lengths: list[int], size: int, order: Any) -> None:
+    first, *others = mc.launch(in_runs, ranks=len(lengths), args=(lengths, size, order))
+    assert first == list(range(size))
+    assert others == [None] * len(others)
+
+
+def test_runs_over_processes(pool4: WorkerPool) -> None:
+    assert pool4.run(in_runs, [3, 0, 2, 4], 9, "contiguous")[0] == list(range(9))
+    for told in pool4.run(in_runs, [3, 2, 2, 2], 9, None):
+        assert "do not tell in which order they are" in told
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "order", "text"),
+    [
+        (
+            [3, 2],
+            5,
+            None,
+            r"lengths of the ranks' results, 3, 2, do not tell[\s\S]*order='stride'[\s\S]*order='contiguous'",
+        ),
+        ([3, 3], 5, None, r"lengths of the ranks' results, 3, 3, do not tell"),
+        ([2, 2, 2], 6, None, r"do not tell"),
+        ([2, 1, 1], 4, None, r"do not tell"),
+        ([3, 2], 6, "contiguous", r"the ranks have 5 results \(3, 2\), and there are 6 samples"),
+        ([3, 2], 4, "contiguous", r"the ranks have 5 results \(3, 2\), and there are 4 samples"),
+        ([1, 1], 4, None, r"the ranks have 2 results \(1, 1\), and there are 4 samples"),
+        ([4, 1], 4, None, r"the ranks have 5 results"),
+    ],
+)
+def test_an_order_is_never_guessed(lengths: list[int], size: int, order: Any, text: str) -> None:
+    for told in mc.launch(in_runs, ranks=len(lengths), args=(lengths, size, order)):
+        assert isinstance(told, str)
+        assert re.search(text, told), told
+
+
+def test_orders_that_differ_are_told() -> None:
+    def main() -> str:
+        mesh = mc.make_mesh({"a": 2})
+        with pytest.raises((mc.MeshError, mc.CommError)) as caught:
+            collect_results([1], 2, "a", order=["stride", "contiguous"][mesh.rank], mesh=mesh)
+        return str(caught.value)
+
+    for told in mc.launch(main, ranks=2):
+        assert "order='stride'" in told
+        assert "order='contiguous'" in told

@@ -44,7 +44,7 @@ class Metrics:
         >>> def main():
         ...     metrics = mc.Metrics({"loss": "mean", "tokens": "sum", "norm": "max"})
         ...     for step in range(1 + mesh.rank):
-        ...         metrics.add("loss", torch.tensor(3.0), count=2)
+        ...         metrics.add("loss", 1.5, weight=2)  # the mean of two; of a sum add_sum("loss", 3.0, 2)
         ...         metrics.add("tokens", 2)
         ...         metrics.add("norm", float(step))
         ...     return metrics.reduce("dp", mesh=mesh)
@@ -69,24 +69,58 @@ class Metrics:
         self._numbers = {name: [_START[kind], 0.0] for name, kind in self._kinds.items()}  # of the host
         self._tensors: dict[str, list[Tensor]] = {}
 
-    def add(self, name: str, value: float | Tensor, count: float | Tensor = 1) -> None:
+    def add(self, name: str, value: float | Tensor, weight: float | Tensor = 1) -> None:
         """Take a value in, on this rank alone.
 
         Args:
             name: one of the names given.
-            value: a number or a tensor with one element. For a mean it is the sum over what ``count`` counts.
+            value: a number or a tensor with one element. For a mean, the mean of a batch: ``add("acc", 0.9, 32)``.
+            weight: of how many it is the mean; of nothing it counts as nothing, NaN too. Only a mean has one.
+
+        Raises:
+            MeshError: no such metric; not one number; a negative weight, or one for a sum or an extreme.
+        """
+        kind = self._kind("Metrics.add", name)
+        if kind != "mean" and (isinstance(weight, Tensor) or weight != 1):
+            what = f"a weight for {name!r}, of kind {kind!r}."
+            fail("Metrics.add", what, got=f"weight={weight!r}", fix="only a mean has one: leave it out")
+        if isinstance(value, Tensor) or isinstance(weight, Tensor):
+            mine, by = self._on_one_device("Metrics.add", name, value=value, weight=weight)
+            self._add_tensors(name, mine if kind != "mean" else torch.where(by == 0, 0.0, mine * by), by)
+            return
+        mean = _checked_number("Metrics.add", "value", name, value)
+        share = _checked_number("Metrics.add", "weight", name, weight)
+        if share < 0:
+            fail("Metrics.add", f"weight={weight!r} of {name!r} is negative.", fix="how many it is the mean of")
+        self._add_numbers(name, value if kind != "mean" or share == 1 else mean * share if share else 0.0, weight)
+
+    def add_sum(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
+        """Take a sum in, on this rank alone, for a mean: ``add_sum("loss", losses.sum(), losses.numel())``.
+
+        Args:
+            name: one of those that are means.
+            total: a number or a tensor with one element.
             count: how many it is the sum of.
 
         Raises:
-            MeshError: no such metric; not one number.
+            MeshError: no such metric, or no mean; not one number.
         """
-        if not isinstance(name, str) or name not in self._kinds:
-            fail("Metrics.add", f"no metric {name!r}.", fix=f"one of {names(self._kinds)}{likely(name, self._kinds)}")
-        if isinstance(value, Tensor) or isinstance(count, Tensor):
-            self._add_tensors(name, value, count)
+        kind = self._kind("Metrics.add_sum", name)
+        if kind != "mean":
+            fail("Metrics.add_sum", f"{name!r} is of kind {kind!r}, and has no count.", fix=f"add({name!r}, total)")
+        if isinstance(total, Tensor) or isinstance(count, Tensor):
+            self._add_tensors(name, *self._on_one_device("Metrics.add_sum", name, total=total, count=count))
             return
-        for what, number in (("value", value), ("count", count)):
-            _checked_number(what, name, number)
+        for what, number in (("total", total), ("count", count)):
+            _checked_number("Metrics.add_sum", what, name, number)
+        self._add_numbers(name, total, count)
+
+    def _kind(self, where: str, name: object) -> str:
+        if not isinstance(name, str) or name not in self._kinds:
+            fail(where, f"no metric {name!r}.", fix=f"one of {names(self._kinds)}{likely(name, self._kinds)}")
+        return self._kinds[name]
+
+    def _add_numbers(self, name: str, value: float, count: float) -> None:
         held, kind = self._numbers[name], self._kinds[name]
         held[1] += count
         if kind in ("mean", "sum"):
@@ -96,15 +130,17 @@ class Metrics:
         else:
             held[0] = (max if kind == "max" else min)(held[0], value)
 
-    def _add_tensors(self, name: str, value: object, count: object) -> None:
-        device = next(x.device for x in (value, count) if isinstance(x, Tensor))
-        mine = [_one("value", name, value, device), _one("count", name, count, device)]
+    def _on_one_device(self, where: str, name: str, **numbers: object) -> list[Tensor]:
+        device = next(x.device for x in numbers.values() if isinstance(x, Tensor))
+        return [_one(where, what, name, number, device) for what, number in numbers.items()]
+
+    def _add_tensors(self, name: str, value: Tensor, count: Tensor) -> None:
         held = self._tensors.get(name)
         if held is None:
-            self._tensors[name] = [x.clone() for x in mine]
+            self._tensors[name] = [value.clone(), count.clone()]
             return
-        mine = [x.to(held[0].device) for x in mine]
-        self._tensors[name] = [_STEPS[self._kinds[name]](held[0], mine[0]), held[1] + mine[1]]
+        device, step = held[0].device, _STEPS[self._kinds[name]]
+        self._tensors[name] = [step(held[0], value.to(device)), held[1] + count.to(device)]
 
     def reduce(self, axis: AxisName, *, mesh: Mesh | None = None, reset: bool = True) -> dict[str, float]:
         """The values over all ranks of ``axis``.
@@ -162,31 +198,29 @@ class Metrics:
         return f"Metrics({self._kinds})"
 
 
-def _checked_number(what: str, name: str, number: Any) -> float:
+def _checked_number(where: str, what: str, name: str, number: Any) -> float:
     if not isinstance(number, (int, float, Integral)):
-        fail("Metrics.add", f"{what} of {name!r} is a {type(number).__name__}.", fix="a number or a tensor")
+        fail(where, f"{what} of {name!r} is a {type(number).__name__}.", fix="a number or a tensor")
     try:
         return float(number)
     except OverflowError:
-        fail(
-            "Metrics.add", f"{what} of {name!r} is an int too large for a float.", fix="a number that a float can hold"
-        )
+        fail(where, f"{what} of {name!r} is an int too large for a float.", fix="a number that a float can hold")
 
 
-def _one(what: str, name: str, value: object, device: torch.device) -> Tensor:
+def _one(where: str, what: str, name: str, value: object, device: torch.device) -> Tensor:
     """One number as a float64 scalar that nothing else changes."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             fail(
-                "Metrics.add",
+                where,
                 f"{what} of {name!r} is not one real number but {list(value.shape)} of {value.dtype}.",
-                fix="reduce it here first, with .sum() and its count for a mean",
+                fix="reduce it here first; for a mean, add_sum(name, x.sum(), x.numel())",
             )
         if value.is_meta or value.layout is not torch.strided:
             kind = "on the meta device" if value.is_meta else f"a {value.layout} tensor"
-            fail("Metrics.add", f"{what} of {name!r} is {kind}, and holds no value.", fix="a number or a dense tensor")
+            fail(where, f"{what} of {name!r} is {kind}, and holds no value.", fix="a number or a dense tensor")
         return value.detach().reshape(()).to(device, torch.float64)
-    return torch.full((), _checked_number(what, name, value), dtype=torch.float64, device=device)
+    return torch.full((), _checked_number(where, what, name, value), dtype=torch.float64, device=device)
 
 
 def _whole(kind: str, values: Tensor, count: float) -> float:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -36,6 +37,7 @@ def collect_results(
     axis: AxisName,
     dst: int = 0,
     *,
+    order: Literal["stride", "contiguous"] | None = None,
     device: str | torch.device = "cpu",
     tmpdir: str | os.PathLike[str] | None = None,
     mesh: Mesh | None = None,
@@ -45,10 +47,12 @@ def collect_results(
     ::
 
         rank 0  [r0 r2 r4]      [r0 r1 r2 r3 r4]
-        rank 1  [r1 r3 r0]  ->  None                size=5, dst=0
+        rank 1  [r1 r3 r0]  ->  None                size=5, dst=0, order="stride"
 
-    Rank i has worked on samples i, i + n, i + 2n, ..., as ``DistributedSampler`` and ``DataLoader`` hand them out; what
-    it has beyond its share of ``size`` is padding and stays behind. Pickle carries the results: use it among processes
+        rank 0  [r0 r1 r2]      [r0 r1 r2 r3 r4]
+        rank 1  [r3 r4]     ->  None                size=5, dst=0, order="contiguous"
+
+    Pickle carries the results: use it among processes
     that trust each other.
 
     Type: varying -> one rank.
@@ -58,6 +62,10 @@ def collect_results(
         size: how many samples the dataset has; equal on every rank.
         axis: a name, or a tuple of names, of which the first is major.
         dst: the index along ``axis`` that gets them.
+        order: "stride" if rank i has worked on samples i, i + n, i + 2n, ..., as ``DistributedSampler`` and
+            ``DataLoader`` hand them out; "contiguous" if the ranks have worked on one run of samples after the other,
+            of any lengths. What a rank has beyond its share of ``size`` is padding and stays behind: of runs that of
+            ranks with equally many. It may be left out only where the lengths tell.
         device: what the bytes travel through: "cpu", or the mesh's device ("cuda"), where its backend is faster. A mesh
             whose backend cannot move CPU tensors uses its device.
         tmpdir: a folder that all ranks see. If given, the results go through files in it, which ``dst`` removes, and
@@ -70,11 +78,13 @@ def collect_results(
 
     Backward: none.
 
-    Cost: the bytes of the pickle, sent by each rank to ``dst`` in chunks, and two steps with a kilobyte from each rank.
+    Cost: the bytes of the pickle, sent by each rank to ``dst`` in chunks, and two steps with a kilobyte from each rank;
+    one more unless the order is "stride".
 
     Raises:
-        MeshError: on all ranks: fewer results on one of them than its share, a ``size`` or ``dst`` that differs, what
-            cannot be pickled (with the path to the culprit), a ``tmpdir`` that a rank cannot write or ``dst`` not see;
+        MeshError: on all ranks: fewer results than samples, lengths that do not tell the order, a ``size``, ``dst`` or
+            ``order`` that differs, what cannot be pickled (with the path to the culprit), a ``tmpdir`` that a rank
+            cannot write or ``dst`` not see;
             no such axis or index; a device that is neither the CPU nor the mesh's.
 
     Example:
@@ -82,27 +92,30 @@ def collect_results(
         >>> mesh = mc.make_mesh({"dp": 2})
         >>> def main():
         ...     mine = [f"r{i % 5}" for i in range(mesh.rank, 6, 2)]
-        ...     return mc.collect_results(mine, 5, "dp", mesh=mesh)
+        ...     return mc.collect_results(mine, 5, "dp", order="stride", mesh=mesh)
         >>> mc.launch(main, ranks=2)
         [['r0', 'r1', 'r2', 'r3', 'r4'], None]
 
     Source: ``mmengine.dist.collect_results``.
     """
     ax = check.axis_of(_WHERE, axis, mesh)
-    courier = Courier(_WHERE, ax, None, size=size, dst=dst, files=tmpdir is not None)
+    courier = Courier(_WHERE, ax, None, size=size, dst=dst, order=order, files=tmpdir is not None)
     try:
         with held():
             dst = check.checked_index(_WHERE, dst, ax, "dst")
             if not check.whole_number(size) or size < 0:
                 check.explain(_WHERE, f"size={size!r} is not a number of samples.", ax, fix="len(dataset)")
+            if order not in (None, "stride", "contiguous"):
+                check.explain(_WHERE, f"order={order!r} is no order.", ax, fix="'stride' or 'contiguous'")
             if tmpdir is not None and not isinstance(tmpdir, (str, os.PathLike)):
                 check.explain(_WHERE, f"tmpdir={tmpdir!r} is no path.", ax, fix="a folder that all ranks see, or None")
             route = _route(device, ax)
     except MeshError as error:
         courier.refuse(error)
         raise
-    courier = Courier(_WHERE, ax, route, size=size, dst=dst, files=tmpdir is not None)
-    mine, problem = _share(parts, size, ax)
+    courier = Courier(_WHERE, ax, route, size=size, dst=dst, order=order, files=tmpdir is not None)
+    places, problem = _places(courier, parts, size, order)
+    mine = list(parts[: len(places[ax.index])]) if problem is None else []
     data = bytearray()
     if problem is None:
         packed_up, problem = packed(lambda: pack(mine, "parts"))
@@ -112,7 +125,11 @@ def collect_results(
     else:
         got = _through_files(courier, data, dst, Path(tmpdir), problem)
     lists = unpacked(courier, got or ())
-    return None if got is None else [lists[i % ax.size][i // ax.size] for i in range(size)]
+    if got is None:
+        return None
+    found = {at: result for places_of_one, results in zip(places, lists, strict=True)
+             for at, result in zip(places_of_one, results, strict=True)}  # fmt: skip
+    return [found[at] for at in range(size)]
 
 
 def _route(device: str | torch.device, axis: Axis) -> torch.device:
@@ -129,16 +146,53 @@ def _route(device: str | torch.device, axis: Axis) -> torch.device:
     return own if kind == own.type else torch.device("cpu")
 
 
-def _share(parts: Sequence[T], size: int, axis: Axis) -> tuple[list[T], str | None]:
-    """This rank's results without its padding; or what is wrong with them."""
+def _places(courier: Courier, parts: Sequence[T], size: int, order: str | None) -> tuple[list[range], str | None]:
+    """Which samples the results of each rank are, padding left out; or what is wrong with this rank's."""
+    n, me = courier.axis.size, courier.axis.index
+    strided = [range(i, size, n) for i in range(n)]
     if not isinstance(parts, Sequence) or isinstance(parts, (str, bytes)):
-        return [], f"parts is a {type(parts).__name__}{FIX}pass a list with one result per sample"
-    wanted = len(range(axis.index, size, axis.size))
-    if len(parts) < wanted:
-        what = f"has {len(parts)} results, but {wanted} of the {size} samples are its own"
-        samples = f"{axis.index}, {axis.index + axis.size}, ..."
-        return [], f"{what}{FIX}give each rank i samples i, i + {axis.size}, ... (here {samples}), or correct size="
-    return list(parts[:wanted]), None
+        problem = f"parts is a {type(parts).__name__}{FIX}pass a list with one result per sample"
+        if order != "stride":
+            courier.meet(problem)
+        return strided, problem
+    if order == "stride" or n == 1:
+        return strided, _too_few(len(parts), strided[me], size, me, n)
+    lengths = [row.size for row in courier.meet(None, len(parts))]
+    runs = _runs(lengths, size)
+    if order is None:
+        fits = all(length >= len(samples) for length, samples in zip(lengths, strided, strict=True))
+        if fits and (runs is None or [*map(list, runs)] == [*map(list, strided)]):
+            return strided, None
+        if fits:
+            what = f"the lengths of the ranks' results, {_listed(lengths)}, do not tell in which order they are."
+            fix = (
+                f"order='stride' if rank i has samples i, i + {n}, ... (DistributedSampler),"
+                " order='contiguous' if it has a run of them"
+            )
+            check.explain(_WHERE, what, courier.axis, fix=fix)
+    if runs is None:
+        what = f"the ranks have {sum(lengths)} results ({_listed(lengths)}), and there are {size} samples."
+        check.explain(_WHERE, what, courier.axis, fix="one result per sample, and padding at the end alone; or size=")
+    return runs, None
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
+
+
+def _runs(lengths: Sequence[int], size: int) -> list[range] | None:
+    """The samples of each rank if they are one run after the other; None if there are not as many."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if ends[-1] != size and (ends[-1] < size or min(lengths) < max(lengths)):
+        return None
+    return [range(min(begin, size), min(end, size)) for begin, end in itertools.pairwise(ends)]
+
+
+def _too_few(length: int, samples: range, size: int, me: int, n: int) -> str | None:
+    if length >= len(samples):
+        return None
+    what = f"has {length} results, but {len(samples)} of the {size} samples are its own"
+    return f"{what}{FIX}give each rank i samples i, i + {n}, ... (here {me}, {me + n}, ...), or correct size="
 
 
 # -------------------------------------------------------------------------------------------------------- through files

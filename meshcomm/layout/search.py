@@ -57,10 +57,20 @@ def cheapest(
         tuple(tuple(axis for axis in axes if axis in cutting) for axes in side) for side in (source, target)
     )
     if before == after:
-        return ()
+        return _of_size_1(source, target, sizes)
     with later_collection():
         *steps, last = _Search(before, after, shape, cutting).steps()
     return (*steps, last._replace(after=target))
+
+
+def _of_size_1(source: State, target: State, sizes: tuple[tuple[str, int], ...]) -> tuple[Step, ...]:
+    """One step over an axis of size 1, if only such ones come and go: what changes its layout is new storage."""
+    for axis, _ in sizes:
+        places = [[dim for dim, axes in enumerate(state) if axis in axes] for state in (source, target)]
+        if source != target and places[0] != places[1]:
+            dim = (*places[0], *places[1])[0]
+            return (Step("shard", (axis,), dim, dim, (), 0, target),)
+    return ()
 
 
 @contextmanager
