@@ -21,6 +21,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
+from meshcomm.spmd import ragged
+from meshcomm.spmd.shape_rules import quick_rule
 from meshcomm.spmd.sizes import COUNTS, varying
 from meshcomm.spmd.vma import Origin, Type
 
@@ -532,6 +534,52 @@ def on_a_rank() -> list[Any]:
 
 def test_around_any_code() -> None:
     assert mc.launch(on_a_rank, ranks=2) == [[9.0, [3.0, 3.0], [1, 2], 3]] * 2
+
+
+# ------------------------------------------------------------------------------------------------------ shapes by rule
+
+ALONG = Type({"dp": Origin("here")})
+
+
+def cut(x: Tensor, *dims: int) -> Tensor:
+    """Of unknown length along these dims."""
+    ragged.note_ragged(x, ragged.fresh(x.shape, dims, ALONG))
+    return x
+
+
+A, B, C = cut(torch.ones(3, 4), 0), torch.ones(3, 4), cut(torch.ones(3, 4, 2), 0)
+PICK, LENGTH = cut(torch.tensor([0, 1, 2]), 0), ragged.number_of(ALONG)
+ITEM, EVERY = Tensor.__getitem__, slice(None)
+CALLS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    (torch.mul, (A, 2)), (torch.mul, (A, A)), (torch.add, (A, torch.ones(4))), (torch.add, (A, B)),
+    (torch.where, (A > 0, A, 0.0)), (torch.sum, (A,)), (torch.sum, (A, 0)), (torch.sum, (A, (0, -1))),
+    (Tensor.sum, (A, 1, True)), (torch.mean, (C, (1, 2))), (torch.zeros, (LENGTH, 3)), (torch.zeros, ((LENGTH, 3),)),
+    (Tensor.new_zeros, (B, LENGTH)), (Tensor.new_zeros, (B, (LENGTH, 2))), (Tensor.view, (A, -1)),
+    (Tensor.view, (A, LENGTH, 2, 2)), (Tensor.reshape, (A, (-1, 2))), (Tensor.view, (A, -1, 7)), (torch.cat, ([A, A],)),
+    (torch.cat, ([A, B],)), (torch.cat, ([A, A], -1)), (torch.cat, ([A, B], 1)), (F.linear, (A, torch.ones(5, 4))),
+    (F.linear, (A, torch.ones(4, 6))), (torch.matmul, (A, torch.ones(4, 6))), (torch.matmul, (torch.ones(4, 4), A)),
+    (ITEM, (A, 0)), (ITEM, (A, (EVERY, 0))), (ITEM, (A, (EVERY, None))), (ITEM, (A, (..., slice(1, 3)))),
+    (ITEM, (A, slice(1, None))), (ITEM, (A, slice(None, 2))), (ITEM, (A, slice(None, -1, 1))),
+    (ITEM, (A, slice(None, None, 2))), (ITEM, (B, PICK)), (ITEM, (B, (EVERY, PICK))), (ITEM, (B, (PICK, PICK))),
+    (ITEM, (B, (PICK, 0))), (ITEM, (B, (0, PICK))), (ITEM, (C, (PICK, EVERY, None, 1))), (ITEM, (A, True)),
+    (ITEM, (C, (..., 0))), (ITEM, (C, (None, ..., None))), (ITEM, (C, (1, ..., slice(0, 1)))),
+    (torch.transpose, (A, 0, 1)), (torch.transpose, (C, -1, 1)), (torch.unsqueeze, (A, -1)), (torch.unsqueeze, (A, 0)),
+    (torch.sort, (A,)), (torch.arange, (LENGTH,)), (torch.softmax, (A, -1)), (F.layer_norm, (A, (4,))),
+    (torch.zeros_like, (A,)), (Tensor.index_add, (torch.zeros(9, 4), 0, PICK, A)), (Tensor.t, (A,)),
+]  # fmt: skip
+
+
+def test_rules_give_what_the_meta_device_gives() -> None:
+    told = 0
+    for fn, args in CALLS:
+        rule = quick_rule(fn.__name__)
+        assert rule is not None, fn
+        results = 2 if fn is torch.sort else 1
+        found = ragged._by_rule(rule, args, {}, results)
+        if found is not None:
+            assert found == ragged._on_meta(fn, args, {}, results), (fn, args)
+            told += 1
+    assert told == len(CALLS) - 2
 
 
 # ---------------------------------------------------------------------------------------------------------- split_rows

@@ -32,6 +32,7 @@ from meshcomm.spmd.operands import (
     tracked,
     versions_of,
 )
+from meshcomm.spmd.size_rules import may_size
 from meshcomm.spmd.sizes import made, plain
 from meshcomm.spmd.torch_rules import Kind, kind_of
 from meshcomm.spmd.vma import (
@@ -64,9 +65,20 @@ class Operations(Leaves):
             return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
         if torch.compiler.is_compiling():
             _untraceable()
+        kind = kind_of(func)
         if made.any:
-            return self._sized(kind_of(func), func, args, kwargs)
-        return self._typed(kind_of(func), func, args, kwargs)
+            return self._sized(kind, func, args, kwargs)
+        if kind.getter:
+            return self._get(kind, func, args)
+        if not kind.ordinary or (kwargs and kwargs.get("out") is not None):
+            return self._typed(kind, func, args, kwargs)
+        operands: list[Tensor] = []
+        tensors_in(args, operands)
+        if kwargs:
+            tensors_in(kwargs.values(), operands)
+        if kind.sized and len(operands) >= kind.sized and may_size(kind.name, args):
+            return self._sized(kind, func, args, kwargs)
+        return self._ordinary(kind, func, args, kwargs, operands)
 
     def _typed(
         self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], also: Sequence[Tensor] | None = None
@@ -86,7 +98,7 @@ class Operations(Leaves):
         if kwargs:
             tensors_in(kwargs.values(), operands)
         if also is None:
-            if kind.sized and len(operands) >= kind.sized:
+            if kind.sized and len(operands) >= kind.sized and may_size(kind.name, args):
                 return self._sized(kind, func, args, kwargs)
         else:
             operands += also

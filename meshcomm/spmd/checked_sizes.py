@@ -212,7 +212,7 @@ class Sizes(Operations):
                 y = results[0]
                 note_ragged(y, fresh(y.shape, range(y.dim()), whole))
             return
-        if not own:
+        if all(results[i].dim() == 0 for i in own):
             return
         inputs = [x for x in operands if ragged_of(x) is not None]
         if source is not None:
@@ -226,9 +226,11 @@ class Sizes(Operations):
         if kind.name in _SPLITS and isinstance(args[1], (tuple, list)) and len(args[1]) == len(results):
             self._split(args, kwargs, results, inputs, whole)
             return
-        shapes = [None] * 3 if kind.name == "grad" else shapes_elsewhere(func, args, kwargs, len(results))
+        shapes = [None] * 3 if kind.name == "grad" else shapes_elsewhere(kind.name, func, args, kwargs, len(results))
         for i in own:
             y = results[i]
+            if not y.dim():
+                continue
             others = [each[i] if each is not None and len(each[i]) == y.dim() else None for each in shapes]
             if sum(other is not None for other in others) < 2:
                 note_ragged(y, fresh(y.shape, _guessed(kind, y, args, inputs, operands), whole))

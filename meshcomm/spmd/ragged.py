@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import functorch_active, unwrapped
+from meshcomm.spmd.shape_rules import Part, Rule, quick_rule
 from meshcomm.spmd.sizes import COUNTS, Varying, made, numbers_in, plain, varying
 from meshcomm.spmd.vma import Origin, Type, join, note
 
@@ -230,9 +231,52 @@ def _twin(x: Tensor) -> Tensor:
 
 
 def shapes_elsewhere(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
+    name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
 ) -> list[list[Shape] | None]:
     """The shapes of the results in each of the other places; None where it cannot be computed there."""
+    rule = quick_rule(name)
+    found = None if rule is None else _by_rule(rule, args, kwargs, results)
+    return _on_meta(func, args, kwargs, results) if found is None else found
+
+
+def _by_rule(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], results: int) -> list[list[Shape] | None] | None:
+    found: list[list[Shape] | None] = []
+    for world in _HERE:
+        try:
+            shapes = rule([_part(arg, world) for arg in args], {key: _part(arg, world) for key, arg in kwargs.items()})
+            if shapes is None or len(shapes) != results:
+                return None
+            found.append(shapes)
+        except (_UnknownError, ArithmeticError, ValueError, IndexError):
+            found.append(None)
+    return found
+
+
+def _part(value: Any, world: int) -> Any:
+    """An argument as it is elsewhere, for a rule."""
+    if isinstance(value, Tensor):
+        ragged = ragged_of(value)
+        shape = tuple(value.shape) if ragged is None else ragged.shapes[world]
+        if shape is None:
+            raise _UnknownError
+        return Part(shape, indexes=value.dtype not in (torch.bool, torch.uint8))
+    if isinstance(value, Varying):
+        if value.others[world] is None:
+            raise _UnknownError
+        return value.others[world]
+    if isinstance(value, Rows):
+        return Part((_part(value.number, world),))
+    if isinstance(value, (tuple, list)):
+        parts = [_part(part, world) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, slice):
+        return slice(*(_part(end, world) for end in (value.start, value.stop, value.step)))
+    return value
+
+
+def _on_meta(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
+) -> list[list[Shape] | None]:
     twins: dict[int, Tensor] = {}
     found: list[list[Shape] | None] = []
     with torch.no_grad(), torch.device("meta"):

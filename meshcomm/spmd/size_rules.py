@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["ASKS", "INDEXED", "LIKE", "SIZED", "Source", "counts_parts", "source_of", "takes_ints"]
+__all__ = ["ASKS", "INDEXED", "LIKE", "SIZED", "Source", "counts_parts", "may_size", "source_of", "takes_ints"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -47,6 +48,9 @@ _METHODS = _words(
     unsafe_chunk tensor_split hsplit vsplit dsplit resize
     """
 )
+
+
+_MASKS = (torch.bool, torch.uint8)
 
 
 class Source(NamedTuple):
@@ -146,6 +150,12 @@ SIZED = (
     | dict.fromkeys(_FIND, 1)
 )
 """From how many tensors on each may give sizes that depend on data."""
+
+
+def may_size(name: str, args: Sequence[Any]) -> bool:
+    """Whether such a call is worth a closer look: an index of one tensor that is no mask is not."""
+    index = args[1] if name == "__getitem__" else None
+    return not isinstance(index, Tensor) or index.dtype in _MASKS
 
 
 def source_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Source | None:
