@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import _torch, watch
+from meshcomm._versions import say_if_untested
 from meshcomm.errors import fail, likely, names
 from meshcomm.places import InProcess, Place, Processes, Solo, rank_here
 from meshcomm.runtime import eras, world
@@ -458,6 +459,8 @@ def make_mesh(
     limit = duration("make_mesh", timeout)
     mesh = _mesh_over(shape, ranks, limit)
     mesh.strict, mesh.timeout = strict, limit
+    if not mesh._place.rank():  # the first rank, or who calls all of them
+        say_if_untested()
     return mesh
 
 

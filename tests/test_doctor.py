@@ -117,6 +117,20 @@ def test_the_worst_comes_first() -> None:
     assert [each.serious for each in found] == [True, True, False]
 
 
+def test_what_this_torch_lacks() -> None:
+    slow, none = "some µs", "jvp is refused"
+    found = told({}, torch="2.16.0", lacking={"torch.a._b": slow, "torch.c._d": none, "torch.e._f": slow})
+    assert [str(each).splitlines()[0] for each in found] == [
+        "mind: torch 2.16.0 has no torch.a._b, torch.e._f: some µs",
+        "mind: torch 2.16.0 has no torch.c._d: jvp is refused",
+    ]
+    assert found[0].fix == "install a torch that was tested: 2.11, 2.13, 2.14, 2.15"
+    (found_newer,) = told({}, untested="torch 2.16.0 is newer than 2.15")
+    assert not found_newer.serious
+    assert found_newer.what == "torch 2.16.0 is newer than 2.15"
+    assert "install a torch that was tested" in found_newer.fix
+
+
 def test_mixed_versions() -> None:
     seen = look({})
     assert differences([seen] * 3) == []

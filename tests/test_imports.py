@@ -24,7 +24,9 @@ MODULES = sorted(
 
 # From the bottom up; a module imports from its own row or a lower one.
 LAYERS = [
-    ("meshcomm.errors", "meshcomm._torch", "meshcomm.watch"),
+    ("meshcomm.errors", "meshcomm.watch"),
+    ("meshcomm._versions", "meshcomm._trees"),
+    ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups"),
     ("meshcomm.runtime",),
     ("meshcomm.launch", "meshcomm.places"),
     ("meshcomm.mesh",),
@@ -35,7 +37,17 @@ LAYERS = [
     ("meshcomm.helpers", "meshcomm.parallel"),
     ("meshcomm.__main__",),
 ]
-NARROW = {"meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"), "meshcomm.errors": (), "meshcomm._torch": ()}
+NARROW = {
+    "meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"),
+    "meshcomm.errors": (),
+    "meshcomm._trees": (),
+    "meshcomm._versions": ("meshcomm.errors",),
+    "meshcomm._torch": ("meshcomm._versions", "meshcomm._trees", "meshcomm._torch_autograd", "meshcomm._torch_groups"),
+    "meshcomm._torch_autograd": ("meshcomm._versions",),
+    "meshcomm._torch_groups": ("meshcomm._versions",),
+}
+PRIVATE = ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups")
+"""Where private names of torch stand."""
 
 
 def under(module: str, package: str) -> bool:
@@ -203,7 +215,7 @@ STANDARD_LIBRARY = {"os._exit", "sys._current_frames", "sys._getframe"}
 NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # documented, the underscore keeps clear of field names
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "meshcomm._torch"])
+@pytest.mark.parametrize("module", [module for module in MODULES if module not in PRIVATE])
 def test_private_names_of_others_stand_in_one_file(module: str) -> None:
     for node in ast.walk(tree_of(module)):
         place = f"{module}:{getattr(node, 'lineno', 0)}"
@@ -219,7 +231,8 @@ def test_private_names_of_others_stand_in_one_file(module: str) -> None:
 
 def test_the_check_finds_private_names() -> None:
     """What it lets through elsewhere it finds in the one file."""
-    used = {node.attr for node in ast.walk(tree_of("meshcomm._torch")) if isinstance(node, ast.Attribute)}
+    nodes = [node for module in PRIVATE for node in ast.walk(tree_of(module))]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert {"_allgather_base", "_current_level"} <= used
     assert "_allgather_base" not in own_private_names()
 
@@ -238,7 +251,7 @@ FORMATS = {
 def test_torch_distributed_is_used_in_the_process_runtime_only() -> None:
     """Nothing above the runtime communicates through torch.distributed."""
     for module in MODULES:
-        if under(module, "meshcomm.runtime") or module == "meshcomm._torch":
+        if under(module, "meshcomm.runtime") or module in PRIVATE:
             continue
         used = {other for other, _ in imports_of(module) if under(other, "torch.distributed")}
         assert used <= FORMATS.get(module, set()), module

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm import _torch
+from meshcomm import _torch, _torch_autograd
 
 
 def test_this_file_knows_every_name() -> None:
@@ -82,6 +82,24 @@ def groups() -> None:
         options.rootRank = 1
         three.broadcast([x], options).wait()
         assert x.item() == 1.0
+
+
+def batches() -> None:
+    mc.init()
+    group, rank = dist.group.WORLD, dist.get_rank()
+    out = torch.empty(2)
+    todo = [
+        dist.P2POp(dist.isend, torch.full((2,), float(rank)), group=group, group_peer=(rank + 1) % 4),
+        dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % 4),
+    ]
+    for work in _torch.begin_messages(todo):
+        work.wait()
+    assert out.tolist() == [(rank - 1) % 4] * 2
+
+
+def test_name_begin_messages(pool4: Any) -> None:
+    """In a group of a class of somebody's own too: tests/test_devices.py."""
+    pool4.run(batches)
 
 
 def test_name_new_group(pool4: Any) -> None:
@@ -182,6 +200,15 @@ def test_name_version_of() -> None:
     assert _torch.version_of(x) > before
 
 
+def test_name_version_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(2).add_(1)
+    assert _torch.version_hint(x) == _torch.version_of(x) > 0
+    monkeypatch.setattr(_torch_autograd, "_sees_writes", False)
+    assert _torch.version_hint(x) == 0
+    with pytest.raises(mc.MeshError, match=r"has no torch.Tensor._version, which seeing changes in place needs"):
+        _torch.version_of(x)
+
+
 class Noted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, order: list[str]) -> Tensor:
@@ -244,8 +271,8 @@ def test_name_current_node() -> None:
 
 
 def test_without_the_private_names_no_node_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_current_autograd_node")
-    monkeypatch.delattr(torch._C._autograd, "_get_sequence_nr")
+    monkeypatch.setattr(_torch_autograd, "_current_node", None)
+    monkeypatch.setattr(_torch_autograd, "_next_number", None)
     assert (_torch.current_node(), _torch.next_sequence_number()) == (None, 0)
     with mc.use_mesh(mc.make_mesh({"dp": 1})):
         y = mc.pvary(torch.ones(1, requires_grad=True), "dp")
@@ -300,9 +327,10 @@ def test_name_watch_backward() -> None:
 
 
 def test_watch_backward_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
+    own = torch.autograd._engine_run_backward
+    monkeypatch.setattr(_torch_autograd, "_engine", None)
     with _torch.watch_backward(lambda *_: pytest.fail("called")):
-        assert not hasattr(torch.autograd, "_engine_run_backward")
+        assert torch.autograd._engine_run_backward is own
 
 
 def test_name_leaves_of_graph() -> None:
@@ -455,12 +483,6 @@ def test_name_tree_leaves_with_path() -> None:
     assert [leaf for _, leaf in found][1:3] == [None, 3]
 
 
-def test_name_path_text() -> None:
-    paths = torch.utils._pytree.tree_flatten_with_path([{"k": (1,)}])[0]
-    assert [_torch.path_text(path) for path, _ in paths] == ["[0]['k'][0]"]
-    assert _torch.path_text(()) == ""
-
-
 def test_name_saved_hooks_on_top() -> None:
     assert _torch.saved_hooks_on_top() is None
     pack, unpack = (lambda x: x), (lambda x: x)
@@ -513,6 +535,38 @@ def test_name_unwrapped() -> None:
     assert seen[1][0] is not None
     assert seen[1][0].shape == (1, 2)
     assert [outer for _, outer in seen] == [None, None]
+
+
+class Thrice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * g
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_name_plain_apply(monkeypatch: pytest.MonkeyPatch, without: bool) -> None:
+    """Under a transform it makes a node outside of it."""
+    if without:
+        monkeypatch.setattr(_torch, "_plain", None)
+    w, made, apply = torch.ones(2, requires_grad=True), list[Tensor](), _torch.plain_apply(Thrice)
+
+    def fn(z: Tensor) -> Tensor:
+        with _torch.outside_transforms():
+            made.append(apply(w))
+        return (z * made[-1]).sum()
+
+    fn(torch.ones(2))
+    if without:
+        with pytest.raises(mc.MeshError, match=r"(?s)Work.wait: torch .* has no torch\..*_SingleLevelFunction"):
+            grad(fn)(torch.ones(2))
+    else:
+        assert_close(grad(fn)(torch.ones(2)), w)
+    for y in made:
+        assert_close(torch.autograd.grad(y.sum(), w)[0], torch.full((2,), 3.0))
 
 
 def test_name_view_again() -> None:

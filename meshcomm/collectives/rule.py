@@ -24,6 +24,7 @@ from meshcomm._torch import (
     functorch_active,
     in_graph,
     let_into_graph,
+    plain_apply,
     primal_of,
     unwrap_if_dead,
     version_of,
@@ -129,7 +130,7 @@ def start(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Any:
         raw = rule.announced(own, axis.later, params, needs_grad)
     if not needs_grad:
         return raw
-    pair = _Pair(rule, axis, params, version_of(x))
+    pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
     token = _Start.apply(unwrap_if_dead(x), pair)  # type: ignore[no-untyped-call]
     return then(raw, lambda y: pair.finish(token, x, y))
 
@@ -244,7 +245,7 @@ class _Finish(Function):
         return g.new_empty(0), None, None
 
 
-_finish: Any = super(Function, _Finish).apply  # under a transform too: see `Rule.node`
+_finish: Any = plain_apply(_Finish)  # under a transform too
 
 
 def refuse_in_process(name: str, axis: Axis) -> None:

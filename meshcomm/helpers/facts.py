@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshcomm import _versions
 from meshcomm.errors import MeshError
 from meshcomm.runtime import devices, shared_memory
 from meshcomm.runtime.launchers import Launcher, detect
@@ -25,6 +26,7 @@ _SHOWN = (
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
     "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", _SWITCH,
+    _versions.WITHOUT,
 )  # fmt: skip
 _VERSIONS = ("meshcomm", "torch", "python", "nccl", "backends", "backend")
 
@@ -63,6 +65,10 @@ class Facts:
     resolves: bool | None
     """Whether MASTER_ADDR has an address; None where there is none."""
     variables: dict[str, str] = field(default_factory=dict)
+    lacking: dict[str, str] = field(default_factory=dict)
+    """Private names of torch that are not there, and what that costs."""
+    untested: str | None = None
+    """What is to say of a torch that is newer than all that were tested."""
 
     @property
     def ranks(self) -> int:
@@ -99,6 +105,8 @@ def look(environ: Mapping[str, str] | None = None) -> Facts:
         interfaces=_interfaces(),
         resolves=_resolves(variables.get("MASTER_ADDR") or (found.master_addr if found is not None else None)),
         variables={name: variables[name] for name in _SHOWN if name in variables},
+        lacking=dict(_versions.lacking),
+        untested=_versions.untested(),
     )
 
 
@@ -153,6 +161,7 @@ def findings(facts: Facts) -> list[Finding]:
     found += _accelerators(facts)
     found += _network(facts)
     found += _surroundings(facts)
+    found += _torch(facts)
     return sorted(found, key=lambda each: not each.serious)
 
 
@@ -237,6 +246,19 @@ def _surroundings(facts: Facts) -> list[Finding]:
     if facts.variables.get(_SWITCH) == "0":
         what = f"{_SWITCH}=0: ranks of one machine send messages instead of sharing memory"
         found.append(Finding(False, what, "unset it"))
+    return found
+
+
+def _torch(facts: Facts) -> list[Finding]:
+    found = []
+    fix = f"install a torch that was tested: {', '.join(_versions.TESTED)}"
+    if facts.untested is not None:
+        found.append(Finding(False, facts.untested, f"{fix}; or go on, and see what is said of missing names"))
+    by_cost: dict[str, list[str]] = {}
+    for name, costs in facts.lacking.items():
+        by_cost.setdefault(costs, []).append(name)
+    for costs, names in by_cost.items():
+        found.append(Finding(False, f"torch {facts.torch} has no {', '.join(names)}: {costs}", fix))
     return found
 
 

@@ -382,7 +382,7 @@ class ProcessLink(PacketLink):
             dist.P2POp(dist.irecv, buffer, group=self.group, tag=want[3], group_peer=want[0])
             for buffer, want in zip(buffers, wants, strict=True)
         ]
-        works: list[dist.Work] = self._start("exchange", lambda: dist.batch_isend_irecv(todo)) if todo else []
+        works: list[dist.Work] = self._start("exchange", lambda: _torch.begin_messages(todo)) if todo else []
         got = [wire.from_bytes(buffer, want[2]).view(want[1]) for buffer, want in zip(buffers, wants, strict=True)]
         return self._end(works, got, keep=sent, cpu=all(x.is_cpu for x in (*(post[0] for post in sent), *got)))
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from meshcomm._torch import functorch_active, leaves_of_graph, version_of, watch_backward
+from meshcomm._torch import functorch_active, leaves_of_graph, version_hint, watch_backward
 from meshcomm.errors import fail, shape_text
 
 __all__ = ["SharedLeaves"]
@@ -30,7 +30,7 @@ class _Known:
         self.ranks: set[int] = set()
         self.trained_by: int | None = None
         self.written_by: int | None = None
-        self.version = version_of(x)
+        self.version = version_hint(x)
 
 
 class SharedLeaves:
@@ -66,8 +66,8 @@ class SharedLeaves:
         """Before the turn of ``rank`` ends: has it written what others hold?"""
         for known in self.shared:
             x = known.ref()
-            if x is not None and version_of(x) != known.version:
-                known.version = version_of(x)
+            if x is not None and version_hint(x) != known.version:
+                known.version = version_hint(x)
                 self._refuse_write(x, rank, known.ranks)
 
     def _use(self, x: Tensor, rank: int, accumulates: bool, name: str = "", where: str = "launch") -> None:
@@ -75,8 +75,8 @@ class SharedLeaves:
         if known is None or known.ref() is not x:
             place, table = id(x), self._known
             known = table[place] = _Known(x, lambda ref: table.pop(place, None))
-        if version_of(x) != known.version:
-            known.version, known.written_by = version_of(x), next(iter(known.ranks))
+        if version_hint(x) != known.version:
+            known.version, known.written_by = version_hint(x), next(iter(known.ranks))
         others = known.ranks - {rank}
         if others and known.written_by is not None:
             self._refuse_write(x, known.written_by, known.ranks | {rank})

@@ -1,0 +1,161 @@
+"""The private names of torch behind process groups: a part of :mod:`meshcomm._torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+
+from meshcomm._versions import has, refuse
+
+__all__ = [
+    "allgather_base",
+    "begin_messages",
+    "default_store",
+    "functional",
+    "new_group",
+    "reduce_scatter_base",
+]
+
+_GATHERS = has("torch.distributed.ProcessGroup._allgather_base", "some µs of each all_gather between processes")
+_SCATTERS = has(
+    "torch.distributed.ProcessGroup._reduce_scatter_base", "some µs of each reduce_scatter between processes"
+)
+
+
+def allgather_base(group: dist.ProcessGroup, out: Tensor, x: Tensor) -> dist.Work:
+    """Gather into one buffer; the public ``all_gather_into_tensor`` costs some µs more of Python."""
+    if _GATHERS:
+        return group._allgather_base(out, x)
+    return _begun(dist.all_gather_into_tensor(out, x, group=group, async_op=True))
+
+
+def reduce_scatter_base(
+    group: dist.ProcessGroup, out: Tensor, x: Tensor, options: dist.ReduceScatterOptions
+) -> dist.Work:
+    """Reduce and scatter from one buffer to one buffer."""
+    if _SCATTERS:
+        return group._reduce_scatter_base(out, x, options)
+    return _begun(dist.reduce_scatter_tensor(out, x, options.reduceOp, group=group, async_op=True))
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is no member of the group"
+    return work
+
+
+def begin_messages(todo: list[dist.P2POp]) -> list[dist.Work]:
+    """``batch_isend_irecv``; one by one in a group that is not torch's own class, in which torch 2.15 does not find the
+    backend of a device.
+    """
+    if type(todo[0].group) is dist.ProcessGroup:
+        return dist.batch_isend_irecv(todo)
+    peer = {dist.isend: "group_dst", dist.irecv: "group_src"}
+    return [
+        _begun(each.op(each.tensor, group=each.group, tag=each.tag, **{peer[each.op]: each.group_peer}))
+        for each in todo
+    ]
+
+
+_STORE = "torch.distributed.distributed_c10d._get_default_store"
+_has_store = has(_STORE, "barrier(timeout=) and adopted groups are refused on groups of a class of somebody's own")
+
+
+def default_store() -> Store:
+    """The store over which the default process group met."""
+    if _has_store:
+        return distributed_c10d._get_default_store()
+    group = dist.group.WORLD
+    assert group is not None
+    store: Store | None = group.get_group_store()
+    if store is None:
+        refuse("init", _STORE, "a backend that is not a ProcessGroup of its own, or ")
+    return store
+
+
+_HELPERS = ("_world", "_get_default_group", "_new_process_group_helper")
+_missing = [
+    name
+    for name in _HELPERS
+    if not has(f"torch.distributed.distributed_c10d.{name}", "groups are to be made in the same order on all ranks")
+]
+
+
+def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group of ``ranks`` in the order given; only its members call.
+
+    The public ``dist.new_group`` either needs every rank of the world, or derives the group's name from the number of
+    groups that this rank has made before, which differs between ranks once groups are made when first used.
+    """
+    if _missing:
+        return _new_group_in_turn(ranks, name, timeout)
+    world = distributed_c10d._world
+    default = distributed_c10d._get_default_group()
+    backend, store = world.pg_map[default]
+    bound = default.bound_device_id
+    if (
+        bound is not None
+    ):  # a bound device makes NCCL split the default communicator, which waits for every rank of the world
+        default.bound_device_id = None
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            name,  # type: ignore[arg-type]  # a NewType of str in some versions
+            timeout=timeout,
+            group_desc=name,
+        )
+    finally:
+        if bound is not None:
+            default.bound_device_id = bound
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group  # type: ignore[no-any-return]
+
+
+_made = 0
+
+
+def _new_group_in_turn(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """By ``dist.new_group``, once the members are known to have made equally many before."""
+    global _made
+    store, rank = default_store(), dist.get_rank()
+    store.set(f"meshcomm/made/{name}/{rank}", str(_made))
+    every = [int(store.get(f"meshcomm/made/{name}/{other}")) for other in ranks]
+    if len(set(every)) > 1:
+        refuse(
+            "make_mesh",
+            f"torch.distributed.distributed_c10d.{_missing[0]}",
+            f"make and use all meshes on all ranks in the same order ({every} groups were made before), or take ",
+        )
+    group: Any = dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name, sort_ranks=False
+    )
+    _made += 1
+    return group  # type: ignore[no-any-return]
+
+
+class _Lacking:
+    """Stands for a namespace of operations that is not there."""
+
+    def __init__(self, where: str, name: str, instead: str) -> None:
+        self._said = where, name, instead
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse(*self._said)
+
+
+_OPS = "torch.ops._c10d_functional.all_reduce"
+functional: Any = (
+    torch.ops._c10d_functional
+    if has(_OPS, "torch.compile of collectives is refused")
+    else _Lacking("compile", _OPS, "run without torch.compile, or take ")
+)
+"""The collectives that trace in one graph and that inductor buckets and overlaps."""
