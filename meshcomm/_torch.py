@@ -252,9 +252,9 @@ def watch_total_norms(look: Callable[[list[Tensor]], object]) -> None:
         return
     _lookers.append(look)
     home: Any = torch.nn.utils.clip_grad
-    if not _groups_norms or len(_lookers) > 1:
+    own = getattr(home, _GROUPING, None) if _groups_norms else None
+    if own is None or len(_lookers) > 1:
         return
-    own = getattr(home, _GROUPING)
 
     def grouped(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and sys._getframe(1).f_code.co_name == "_get_total_norm":
