@@ -236,6 +236,14 @@ def buffers(p: nn.Parameter, q: nn.Parameter) -> None:
     norm(q.detach() * torch.arange(4.0)[:, None])
 
 
+def drawn_when_made(p: nn.Parameter, q: nn.Parameter) -> None:
+    """A new leaf may become each rank's own; one that was declared may not."""
+    w = torch.empty(3, requires_grad=True)
+    nn.init.normal_(w)
+    mc.all_reduce((w * p).sum(), "dp").backward()
+    assert axes(w) == ["dp"]
+
+
 KEPT: dict[str, tuple[Case, list[str], list[str]]] = {
     **{
         f"{name}{', '.join(['', *options])}": (trained(name, **options), [], ["dp"])
@@ -248,6 +256,7 @@ KEPT: dict[str, tuple[Case, list[str], list[str]]] = {
     "parts that begin alike": (parts_that_begin_alike, [], ["dp"]),
     "made equal": (made_equal, [], []),
     "buffers": (buffers, [], ["dp"]),
+    "drawn when made": (drawn_when_made, [], ["dp"]),
 }
 
 

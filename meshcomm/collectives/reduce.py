@@ -17,11 +17,14 @@ from meshcomm.collectives.gather import cut_rows, gather_over, slice_shape
 from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.one_host import OneHostLink
 from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.whose import Whose
+from meshcomm.runtime.wrapped import bare
 from meshcomm.watch import here
 from meshcomm.work import Work, begun, limited
 
-__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter"]
+__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter", "vary_leaf"]
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
@@ -105,12 +108,37 @@ def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
     return torch.where(axis.index_tensor.to(g.device) == src, _vary(g, axis), 0)
 
 
+def _run_sum_of(x: Tensor, axis: Axis, op: str, whose: Whose) -> Tensor:
+    link = bare(axis.link)
+    if not isinstance(link, OneHostLink):
+        return axis.link.all_reduce(x, op)
+    with link.sums_of(whose.word):
+        return axis.link.all_reduce(x, op)
+
+
 _PVARY = Rule("pvary", (), lambda x, axis: x.view_as(x), _sum_over, local=True)
 _ALL_REDUCE = Rule(
     "all_reduce",
     ("op",),
     _run_all_reduce,
     lambda g, axis, op: _scaled(_vary(g, axis), axis, op),
+)
+_PVARY_OF: Rule = Rule(
+    "pvary",
+    ("whose",),
+    lambda x, axis, whose: x.view_as(x),
+    lambda g, axis, whose: apply(_SUM_OF, g, axis, ("sum", whose)),
+    own=("whose",),
+    local=True,
+    whose="whose",
+)
+_SUM_OF: Rule = Rule(
+    "all_reduce",
+    ("op", "whose"),
+    _run_sum_of,
+    lambda g, axis, op, whose: apply(_PVARY_OF, g, axis, (whose,)),
+    own=("whose",),
+    whose="whose",
 )
 _ALL_REDUCE_CURVED = Rule(
     "all_reduce",
@@ -137,6 +165,12 @@ _REDUCE_SCATTER_CURVED = Rule(
     dims=("dim",),
 )
 _BROADCAST = Rule("broadcast", ("src",), lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
+
+
+def vary_leaf(x: Tensor, axis: Axis, whose: Whose) -> Tensor:
+    """pvary of a leaf; in backward the ranks compare whether they all sum the gradient of the same one."""
+    check.tensor("pvary", x, axis)
+    return apply(_PVARY_OF, x, axis, (whose,))
 
 
 # ------------------------------------------------------------------------------------------- the public functions

@@ -57,6 +57,7 @@ class Rule:
         own: tuple[str, ...] = (),
         ragged: str | None = None,
         local: bool = False,
+        whose: str | None = None,
     ) -> None:
         """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
 
@@ -67,10 +68,11 @@ class Rule:
         ragged: the param that names the one dim whose length may differ between ranks, where the transport sees no
             shapes.
         local: nothing is communicated.
+        whose: the param, one of the own ones, that says which leaf's gradient it sums; that makes it another rule.
         """
         self.name = name
         self.local = local
-        self.key = f"{name}, by value" if saves else name
+        self.key = f"{name}, by value" if saves else name if whose is None else f"{name}, of a leaf"
         self.params = params
         self.run = run
         self.transpose = transpose
@@ -78,6 +80,7 @@ class Rule:
         self.saves = saves
         self.shift = tuple(params.index(dim) for dim in dims)
         self.ragged = None if ragged is None else params.index(ragged)
+        self.whose = None if whose is None else params.index(whose)
         self.agreed = tuple(param for param in params if param not in own)  # these come first
         # Function.apply looks for torch.func and what has leaked out of it, which `apply` below does: 3 of 10 µs.
         self.node: Any = super(Function, _backward_only(self)).apply  # type: ignore[misc]
@@ -93,7 +96,10 @@ class Rule:
         if axis.link.watched:
             given = params[: len(self.agreed)]
             fixed = () if self.ragged is None else x.shape[: params[self.ragged]] + x.shape[params[self.ragged] + 1 :]
-            axis.link.announce(Note(self.name, given, self.agreed, needs_grad, axis, x.dtype, x.shape, fixed))
+            whose = None if self.whose is None else params[self.whose]
+            axis.link.announce(
+                Note(self.name, given, self.agreed, needs_grad, axis, x.dtype, x.shape, fixed, whose=whose)
+            )
         return self.run(x, axis, *params)
 
 

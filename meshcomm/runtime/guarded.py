@@ -142,6 +142,7 @@ class _Room:
             note.shape,
             note.fixed,
             note.tree,
+            note.whose,
             what.key,
             runs,
             site,

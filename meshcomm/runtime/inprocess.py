@@ -23,6 +23,7 @@ from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Note, Post, Want
 from meshcomm.runtime.recorder import DROPPED, ENDED, Owner, Record, failed, log_among
 from meshcomm.runtime.scheduler import Rank, current_rank
+from meshcomm.runtime.whose import differ
 
 __all__ = ["InProcessLink"]
 
@@ -39,7 +40,7 @@ _GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-
 class _Call:
     """What one rank called."""
 
-    __slots__ = ("backward", "detail", "key", "note", "rank", "record", "site")
+    __slots__ = ("backward", "detail", "key", "note", "rank", "record", "site", "word")
     record: Record
 
     def __init__(self, rank: Rank, note: Note, key: tuple[Any, ...], detail: Detail) -> None:
@@ -49,12 +50,13 @@ class _Call:
         self.detail = detail
         self.site = call_site()
         self.backward = in_backward()
+        self.word = 0 if note.whose is None else note.whose.word
 
     def agrees(self, other: _Call) -> bool:
         mine, theirs = self.note, other.note
         if mine.what != theirs.what or mine.given != theirs.given or self.key != other.key:
             return False
-        if mine.fixed != theirs.fixed or mine.tree != theirs.tree:
+        if mine.fixed != theirs.fixed or mine.tree != theirs.tree or differ(self.word, other.word):
             return False
         return mine.needs_grad == theirs.needs_grad or mine.needs_grad is None or theirs.needs_grad is None
 
@@ -72,6 +74,8 @@ class _Call:
             parts.append(self.detail())
         if note.needs_grad:
             parts.append("that needs a gradient")
+        if note.whose is not None:
+            parts.append(f"for {note.whose}")
         return f"{' '.join(parts)} over {note.axis} at {called_at(self.site, backward=self.backward)}"
 
 
@@ -268,7 +272,7 @@ class InProcessLink:
             calls = meeting.calls
             calls.append(call)
             meeting.inputs[self.index] = given
-            if not calls[0].agrees(call):
+            if not calls[0].agrees(call) or (call.word and any(differ(each.word, call.word) for each in calls)):
                 meeting.fail(meeting.report())
             elif meeting.came == self.size:
                 self._compute(meeting, call, compute)

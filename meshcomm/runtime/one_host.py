@@ -11,7 +11,8 @@ rest, but if another has begun its own to be waited for later, it reduces that p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -54,6 +55,17 @@ class OneHostLink(ProcessLink):
     """A group of processes on one machine."""
 
     mail: Mail
+    _whose = 0
+    """The word of the leaf whose gradient the next all_reduce sums, or 0."""
+
+    @contextlib.contextmanager
+    def sums_of(self, whose: int) -> Iterator[None]:
+        """What is reduced inside is the gradient of this leaf."""
+        self._whose = whose
+        try:
+            yield
+        finally:
+            self._whose = 0
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
@@ -70,6 +82,8 @@ class OneHostLink(ProcessLink):
         x = wire.plain(x)
         packed = wire.to_bytes(x)
         call = self._call("all_reduce", op, x)
+        if self._whose:
+            call.of(self._whose)
         out = torch.empty_like(packed)
         flat, result = wire.from_bytes(out, x.dtype), wire.from_bytes(out, x.dtype).view(x.shape)
         in_parts = self._in_parts(x)

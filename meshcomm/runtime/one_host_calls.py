@@ -23,6 +23,7 @@ from meshcomm.runtime.one_host_words import PERMUTE, code_of, dtype_of, last_sai
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.recorder import DROPPED, ENDED, Log, Record, failed
 from meshcomm.runtime.shared_memory import ENTRIES, GONE, HERE, LEAVING, STATE, TABLE, Box, Lease, Neighbour, Segment
+from meshcomm.runtime.whose import differ
 
 __all__ = ["Call", "Caller", "Fill", "Mail", "Reading", "take_leave"]
 
@@ -37,6 +38,7 @@ _PATIENCE, _FAILING = 30.0, 2.0
 """Seconds that a rank that leaves gives the others to read, at least; and at most if it leaves because of an error."""
 _REDUCING, _REDUCED = 1, 2
 
+_NOBODY = -1
 _NUMBER, _CODE, _COUNT, _ROOT, _FD, _SERIAL, _SIZE, _KEPT, _LATER, _OFFSET, _LENGTH = range(11)
 Fill = Callable[[list[Tensor]], object]
 """Takes what each rank has brought, to be read until it returns."""
@@ -357,7 +359,14 @@ class Call:
     def _another_root(self, entry: list[int]) -> bool:
         if self.code >> 16 == PERMUTE:
             return entry[_ROOT] != self.link.index
-        return entry[_ROOT] != self.root
+        theirs = entry[_ROOT]
+        if theirs == self.root:
+            return False
+        return theirs >= 0 or self.root >= 0 or differ(_NOBODY - theirs, _NOBODY - self.root)
+
+    def of(self, whose: int) -> None:
+        """It sums the gradient of this leaf: the word stands in the place of a root, which it has none of."""
+        self.root = _NOBODY - whose
 
     def _borrow(self, entry: list[int], source: int) -> Segment:
         neighbour = self.mail.neighbours[source]

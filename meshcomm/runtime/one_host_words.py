@@ -9,6 +9,7 @@ import torch
 from meshcomm.errors import shape_text
 from meshcomm.runtime.protocol import REDUCE_OPS
 from meshcomm.runtime.shared_memory import ENTRIES, Box
+from meshcomm.runtime.whose import ordinal_of
 
 __all__ = ["PERMUTE", "code_of", "dtype_of", "last_said", "name_of", "named", "said"]
 
@@ -44,6 +45,8 @@ def said(code: int, count: int, root: int) -> str:
     """``all_reduce of f32[8] (sum)``."""
     call, op, dtype = _CALLS[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
     extra = [op] if op else []
+    if root < -1:
+        extra.append(f"the gradient of leaf {ordinal_of(-1 - root)}")
     if root >= 0:
         extra.append(f"{'to' if call in ('permute', 'reduce', 'gather') else 'from'} {root}")
     return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.whose import Whose
 
 __all__ = ["REDUCE_OPS", "Link", "Note", "Post", "Want"]
 
@@ -41,6 +42,13 @@ class Note(NamedTuple):
     """The lengths that must be equal, where the primitive does not see them."""
     tree: tuple[Any, ...] = ()
     """Path, dtype and shape of each leaf, where a pytree was given."""
+    whose: Whose | None = None
+    """Of a sum that was inserted: the leaf whose gradient it is."""
+
+    @property
+    def word(self) -> int:
+        """That as a number; 0 for none."""
+        return 0 if self.whose is None else self.whose.word
 
 
 class Link(Protocol):

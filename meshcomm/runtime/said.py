@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from meshcomm.errors import shape_text
 from meshcomm.runtime.callsite import CallSite, called_at, in_backward
 from meshcomm.runtime.protocol import Note
+from meshcomm.runtime.whose import differ
 from meshcomm.runtime.wrapped import Primitive
 
 __all__ = ["Said", "Words", "axis_text", "calls_text", "fingerprint", "place_of", "told"]
@@ -52,12 +53,15 @@ class Said(NamedTuple):
 
     digest: tuple[int, int]
     gradient: int
-    """Whether one is needed: no, yes, unknown."""
+    """Whether one is needed: no, yes, unknown; and above these two bits the word of the leaf whose gradient it is."""
     words: bytes
 
     def agrees(self, digest: tuple[int, int], gradient: int) -> bool:
         """Whether another rank has called the same."""
-        return self.digest == digest and (self.gradient == gradient or 2 in (self.gradient, gradient))
+        if self.digest != digest or differ(self.gradient >> 2, gradient >> 2):
+            return False
+        mine, theirs = self.gradient & 3, gradient & 3
+        return mine == theirs or 2 in (mine, theirs)
 
 
 def fingerprint(note: Note, what: Primitive, site: CallSite) -> Said:
@@ -70,7 +74,7 @@ def fingerprint(note: Note, what: Primitive, site: CallSite) -> Said:
         place_of(note.axis), _call_text(note, what), axis_text(note.axis), called_at(site, backward=in_backward()),
         tuple(what.send) if few else (), tuple(what.recv) if few else (),
     )  # fmt: skip
-    return Said(halves, _GRADIENTS[note.needs_grad], words.write())
+    return Said(halves, _GRADIENTS[note.needs_grad] + (note.word << 2), words.write())
 
 
 def _call_text(note: Note, what: Primitive) -> str:
@@ -87,6 +91,7 @@ def _call_text(note: Note, what: Primitive) -> str:
         shown.append(f"sending {list(what.send)} and receiving {list(what.recv)} elements")
     parts += [f"({', '.join(shown)})"] if shown else []
     parts += ["that needs a gradient"] if note.needs_grad else []
+    parts += [f"for {note.whose}"] if note.whose is not None else []
     text = " ".join(parts)
     return text if len(text) <= _MOST else text[:_MOST] + " ..."
 

@@ -16,6 +16,7 @@ from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.checker import Checker
 from meshcomm.spmd.homes import home_of
+from meshcomm.spmd.ordinals import next_time, numbered
 from meshcomm.spmd.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here
 
@@ -135,12 +136,15 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
         fail(
             "mark_varying", f"no axis {names(unknown)}.", got=f"mesh {where.shape}", fix=f"one of {names(where.shape)}"
         )
-    origin = Origin("mark_varying", str(call_site()), leaf=True)
+    site = str(call_site())
+    origin = Origin("mark_varying", site, leaf=True)
     home = None if where is None else home_of(where)
     kind = Type(dict.fromkeys(given, origin), home=home) if given else INVARIANT
     tree: Any = [*x.parameters(), *x.buffers()] if isinstance(x, Module) else x
+    name = next_time(f"mark_varying at {site}")
     for path, leaf in tree_leaves_with_path(tree):
         if not isinstance(leaf, Tensor):
             fail("mark_varying", f"x{path} is no tensor but {type(leaf).__name__}.", fix="a tensor, pytree or module")
         declare(leaf, kind)
+        numbered(leaf, kind.axes, f"{name}{path}")
     return x

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from meshcomm._torch import functorch_active
 from meshcomm.errors import names
+from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.checker_core import Core
-from meshcomm.spmd.operands import along_of, text_of
+from meshcomm.spmd.operands import along_of, text_of, version
+from meshcomm.spmd.ordinals import is_declared, next_time, numbered
 from meshcomm.spmd.vma import Type, join, marked, shared, sharing_with
 
-__all__ = ["Leaves", "is_gradient", "is_trained", "of_leaf"]
+__all__ = ["Leaves", "is_gradient", "is_new", "is_trained", "of_leaf"]
 
 _GRADIENT = "_meshcomm_gradient"
 
@@ -30,6 +34,11 @@ def is_trained(x: Tensor) -> bool:
     return (x.requires_grad and x.is_leaf) or is_gradient(x)
 
 
+def is_new(x: Tensor) -> bool:
+    """Whether it is a leaf that was made here, and that nobody has written into yet."""
+    return x.is_leaf and not is_declared(x) and x.grad is None and version(x) == 0
+
+
 class Leaves(Core):
     """Refuses to write what varies into a leaf that requires grad and is invariant, or into its gradient: the ranks
     would drift apart without a word.
@@ -47,6 +56,12 @@ class Leaves(Core):
         mine = self.type_of(owner)
         if mine is not None and (lacks := kind.axes - mine.axes):
             self._drifts(owner, mine, kind, lacks, name)
+
+    def _counted(self, x: Any) -> Any:
+        """The same; if it is a leaf that requires grad, it has just become one."""
+        if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and (mine := self.type_of(x)) is not None:
+            numbered(x, mine.axes, next_time(f"made at {call_site()}"), declared=False)
+        return x
 
     def _shares(self, x: Tensor) -> None:
         """What has the memory of ``x`` and is no view of it has been made."""

@@ -17,7 +17,7 @@ from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import asked_in, call_site
-from meshcomm.spmd.checked_leaves import Leaves, of_leaf
+from meshcomm.spmd.checked_leaves import Leaves, is_new, of_leaf
 from meshcomm.spmd.checker_core import WHERE
 from meshcomm.spmd.homes import ANYWHERE
 from meshcomm.spmd.operands import (
@@ -92,6 +92,7 @@ class Operations(Leaves):
         if kind.settles:  # the values stay
             if kind.name == "requires_grad_":
                 self._own_leaf(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+                return self._counted(func(*args, **kwargs))
             return func(*args, **kwargs)
         operands: list[Tensor] = []
         tensors_in(args, operands)
@@ -127,7 +128,7 @@ class Operations(Leaves):
             result = func(*args, **kwargs)
             if not (kind.from_data and args and is_array(args[0])):
                 self._note_all(result, INVARIANT)
-            return result
+            return self._counted(result) if kwargs.get("requires_grad") else result
         found = self._types(operands, kind.name)
         if found is None:
             return self._unseen(kind, func, args, kwargs, operands)
@@ -263,7 +264,8 @@ class Operations(Leaves):
             found += self._kept(target, count)
         whole = join(found, kind.name) if found else INVARIANT
         if isinstance(target, Tensor):
-            self._stays(target, whole, kind.name)
+            if not (kind.random and is_new(target)):
+                self._stays(target, whole, kind.name)
             self._make_room(target, whole, kind.name, operands)
         given = args
         args, kwargs = self._evened(
@@ -405,7 +407,10 @@ class Operations(Leaves):
             if kind.name == "data":
                 self._known.pop(id(x), None)
                 unmark(x)
-        return func(*args)
+        result = func(*args)
+        if kind.name == "requires_grad":
+            self._counted(x)
+        return result
 
     def _host(self, kind: Kind, operands: Sequence[Tensor]) -> None:
         for x in operands:

@@ -19,7 +19,7 @@ from meshcomm._torch import (
     view_again,
     without_modes,
 )
-from meshcomm.collectives.reduce import pvary
+from meshcomm.collectives.reduce import pvary, vary_leaf
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
@@ -32,6 +32,7 @@ from meshcomm.spmd.operands import (
     tracked,
     version,
 )
+from meshcomm.spmd.ordinals import whose
 from meshcomm.spmd.ragged import carried
 from meshcomm.spmd.torch_rules import Kind
 from meshcomm.spmd.vma import (
@@ -68,6 +69,7 @@ class Core(TorchFunctionMode):
         self._all = frozenset(mesh.axis_names)
         self.home = home_of(mesh)
         self._known: dict[int, tuple[Tensor, Type]] = {}
+        self._given_as: dict[int, tuple[Tensor, int, str]] = {}
         self._always: dict[int, _Varied] = {}
         self._lately: OrderedDict[int, _Varied] = OrderedDict()
         self._outer: list[Any] = []
@@ -106,6 +108,7 @@ class Core(TorchFunctionMode):
         """``x``, which is others' too, varies along these axes here."""
         kind = Type(dict.fromkeys(axes, Origin(what, leaf=True)), home=self.home) if axes else INVARIANT
         self._known[id(x)] = x, kind.seen(x.requires_grad)
+        self._given_as[id(x)] = x, len(self._given_as), what
 
     def type_of(self, x: Tensor) -> Type | None:
         """Along which axes ``x`` varies; None if that is unknown."""
@@ -269,11 +272,18 @@ class Core(TorchFunctionMode):
             y = view_again(x, self.vary(base, axes, name, operands, found))
         if y is None or not same_place(x, y):  # a view of what its base was before x.data = ...
             with self._apart():
-                y = pvary(x, self._names(axes), mesh=self.mesh)
+                y = self._varied(x, axes)
         self._note(y, mine.begins(axes, Origin(name, str(call_site()))))
         carried(x, y)
         entry.by[axes] = y
         return y
+
+    def _varied(self, x: Tensor, axes: frozenset[str]) -> Tensor:
+        given = self._given_as.get(id(x))
+        leaf = whose(x, axes, None if given is None or given[0] is not x else given[1:])
+        if leaf is None:
+            return pvary(x, self._names(axes), mesh=self.mesh)
+        return vary_leaf(x, self._axis(axes), leaf)
 
     def _stands_for(self, base: Tensor, x: Tensor, mine: Type) -> bool:
         """Whether to vary ``base`` in place of its view ``x``, so that all views of it, such as the parts of one
