@@ -19,6 +19,7 @@ from meshcomm.work import Work, wait
 
 if typing.TYPE_CHECKING:
     import meshcomm.parallel  # noqa: F401
+    from meshcomm.helpers.equal import assert_invariant, assert_varying, varying_axes
     from meshcomm.helpers.main_only import main_only
     from meshcomm.helpers.metrics import Metrics
     from meshcomm.helpers.objects import all_gather_object, broadcast_object, gather_object, scatter_object
@@ -67,6 +68,8 @@ __all__ = [
     "all_reduce",
     "all_reduce_params",
     "all_to_all",
+    "assert_invariant",
+    "assert_varying",
     "axis_index",
     "axis_size",
     "backend",
@@ -124,6 +127,7 @@ __all__ = [
     "to_dtensor",
     "trace",
     "use_mesh",
+    "varying_axes",
     "wait",
     "weighted_mean",
     "world_size",
@@ -137,6 +141,8 @@ _LATER = {
     "TraceEvent": "meshcomm.tracing.event",
     "all_gather_object": "meshcomm.helpers.objects",
     "all_reduce_params": "meshcomm.helpers.reductions",
+    "assert_invariant": "meshcomm.helpers.equal",
+    "assert_varying": "meshcomm.helpers.equal",
     "backend": "meshcomm.helpers.process",
     "broadcast_object": "meshcomm.helpers.objects",
     "check_vma": "meshcomm.spmd.check_vma",
@@ -169,6 +175,7 @@ _LATER = {
     "split_rows": "meshcomm.helpers.split_rows",
     "to_dtensor": "meshcomm.layout.dtensor",
     "trace": "meshcomm.tracing.traces",
+    "varying_axes": "meshcomm.helpers.equal",
     "weighted_mean": "meshcomm.helpers.reductions",
     "world_size": "meshcomm.helpers.process",
 }

@@ -170,6 +170,7 @@ AXIS: dict[str, Callable[[Any], Any]] = {
     "scatter_object": lambda axis: mc.scatter_object([1, 2], axis),
     "collect_results": lambda axis: mc.collect_results([1], 1, axis),
     "weighted_mean": lambda axis: mc.weighted_mean(x(), 1, axis),
+    "assert_invariant": lambda axis: mc.assert_invariant(x(4), axis),
     "all_reduce_params": lambda axis: mc.all_reduce_params([x(4)], axis),
     "Metrics.reduce": lambda axis: mc.Metrics({"loss": "mean"}).reduce(axis),
     "data_parallel": lambda axis: parallel.data_parallel(linear(), axis, grads="sum"),
@@ -692,6 +693,12 @@ bad("mark_varying", "a set of axes", lambda h: mc.mark_varying(x(2), {"a"}), r"a
 bad("split_rows", "rows that are left", lambda h: mc.split_rows(x(4), torch.tensor([1, 2])), r"counts add up to 3, and there are 4 rows")
 bad("split_rows", "a negative count", lambda h: mc.split_rows(x(4), torch.tensor([5, -1])), r"counts has -1 among its entries")
 bad("split_rows", "a list of counts", lambda h: mc.split_rows(x(4), [4]), r"counts is no tensor but list")
+bad("varying_axes", "not a tensor", lambda h: mc.varying_axes([x(2)]), r"x is no tensor but list")
+bad("assert_varying", "no such axis", lambda h: mc.assert_varying(x(2), "c"), r"no axis 'c'[\s\S]*one of 'a', 'b'")
+bad("assert_varying", "axes of None", lambda h: mc.assert_varying(x(2), None), r"axes=None")
+bad("assert_varying", "not a tensor", lambda h: mc.assert_varying([x(2), 3], ()), r"x\[0\]|x\[1\] is no tensor but int")
+bad("assert_invariant", "an object", lambda h: mc.assert_invariant({"a": object()}, "a"), r"tree\['a'\] cannot be compared: it is object")
+bad("assert_invariant", "on meta", lambda h: mc.assert_invariant(x(2).to("meta"), "a"), r"a meta tensor has no values")
 bad("mark_varying", "not a tensor", lambda h: mc.mark_varying([x(2), 3], "a"), r"x\[1\] is no tensor but int")
 
 

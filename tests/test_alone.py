@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
+from meshcomm.helpers.equal import assert_invariant
 from meshcomm.helpers.main_only import main_only
 from meshcomm.helpers.metrics import Metrics
 from meshcomm.helpers.objects import all_gather_object, broadcast_object, gather_object, scatter_object
@@ -83,6 +84,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "weighted_mean": lambda: weighted_mean({"x": X}, 2, "one"),
     "all_reduce_params": reduced_in_place,
     "Metrics": metrics,
+    "assert_invariant": lambda: assert_invariant({"x": X}, "one"),
     "main_only": lambda: main_only(axis="one", broadcast=True)(lambda: 3)(),
     "sync_seed": lambda: type(importlib.import_module("meshcomm.collectives.seeds").sync_seed("one")),
 }
@@ -189,6 +191,7 @@ def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_function_is_called() -> None:
     """All that take an axis or a layout; what makes meshes and ranks is called by the tests themselves."""
     around = {"init", "shutdown", "launch", "make_mesh", "current_mesh", "check_vma", "mark_varying", "use_mesh"}
+    around |= {"varying_axes", "assert_varying"}
     dtensors = {"from_dtensor", "to_dtensor", "layout_from", "placements", "layout_of", "partition_spec"}  # below
     rank_free = {
         "split_rows",

@@ -160,7 +160,7 @@ ABOVE = ("tracing", "layout", "spmd", "helpers", "parallel", "__main__")
 # What imports when it is first asked for, and what: DTensor takes a second and more.
 LATE = {
     "meshcomm": {
-        "meshcomm.helpers.main_only", "meshcomm.helpers.metrics", "meshcomm.helpers.objects",
+        "meshcomm.helpers.equal", "meshcomm.helpers.main_only", "meshcomm.helpers.metrics", "meshcomm.helpers.objects",
         "meshcomm.helpers.process", "meshcomm.helpers.reductions", "meshcomm.helpers.results",
         "meshcomm.helpers.split_rows",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",

@@ -20,7 +20,7 @@ from meshcomm.spmd.ordinals import next_time, numbered
 from meshcomm.spmd.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here
 
-__all__ = ["check_vma", "checked_mode", "mark_varying"]
+__all__ = ["check_vma", "checked_axes", "checked_mode", "mark_varying"]
 
 Tree = TypeVar("Tree")
 
@@ -97,6 +97,18 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
         yield
 
 
+def checked_axes(where: str, axes: Any, mesh: Mesh | None) -> tuple[str, ...]:
+    """``axes`` as a tuple, if they are names of axes; of this mesh, if there is one."""
+    given = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(given, (tuple, list)) or not all(isinstance(axis, str) for axis in given):
+        fail(where, f"axes={axes!r}.", fix="a name, or a tuple of names; () for what is the same on every rank")
+    unknown = [] if mesh is None else [axis for axis in given if axis not in mesh.axis_names]
+    if unknown:
+        assert mesh is not None
+        fail(where, f"no axis {names(unknown)}.", got=f"mesh {mesh.shape}", fix=f"one of {names(mesh.shape)}")
+    return tuple(given)
+
+
 def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = None) -> Tree:
     """Declare along which axes a value varies; nothing is communicated or computed.
 
@@ -124,18 +136,8 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
 
     Source: the ``vma`` of a ``jax.ShapeDtypeStruct``; ``jax.lax.pcast``.
     """
-    given = (axes,) if isinstance(axes, str) else axes
     where = current_mesh() if mesh is None else check.mesh_of("mark_varying", "", mesh)
-    if not isinstance(given, (tuple, list)) or not all(isinstance(axis, str) for axis in given):
-        fail(
-            "mark_varying", f"axes={axes!r}.", fix="a name, or a tuple of names; () for what is the same on every rank"
-        )
-    unknown = [] if where is None else [axis for axis in given if axis not in where.axis_names]
-    if unknown:
-        assert where is not None
-        fail(
-            "mark_varying", f"no axis {names(unknown)}.", got=f"mesh {where.shape}", fix=f"one of {names(where.shape)}"
-        )
+    given = checked_axes("mark_varying", axes, where)
     site = str(call_site())
     origin = Origin("mark_varying", site, leaf=True)
     home = None if where is None else home_of(where)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from typing import NamedTuple
+from collections import Counter, OrderedDict
+from typing import Any
 
 from torch import Tensor
 
@@ -18,13 +18,22 @@ _GIVEN = 1 << 18
 """Leaves that are given to a function count by themselves, from here on."""
 
 
-class Number(NamedTuple):
+class Number:
     """What was noted of a leaf."""
 
-    before: dict[frozenset[str], int]
-    """How many leaves had got a type before, by the axes along which they vary."""
-    name: str
-    declared: bool
+    __slots__ = ("before", "declared", "name")
+
+    def __init__(self, before: dict[frozenset[str], int], name: str, declared: bool) -> None:
+        self.before = before
+        """How many leaves had got a type before, by the axes along which they vary."""
+        self.name, self.declared = name, declared
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Nothing of it: a tensor that is saved with this on it must load where only plain data may.
+        return OrderedDict, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Number:
+        return self
 
 
 class _Typed:
