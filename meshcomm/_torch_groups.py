@@ -97,6 +97,7 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.Proce
     world = distributed_c10d._world
     default = distributed_c10d._get_default_group()
     backend, store = world.pg_map[default]
+    store = _own_connection(store)
     bound = default.bound_device_id
     if (
         bound is not None
@@ -118,6 +119,14 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.Proce
             default.bound_device_id = bound
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
+
+
+def _own_connection(store: Any) -> Any:
+    """To the same store: who waits in one holds up all others that ask over it, in whatever thread."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):  # a store that has one only
+        return store
 
 
 _made = 0

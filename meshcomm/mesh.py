@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -178,6 +179,8 @@ class Mesh:
         self._device_mesh = device_mesh
         self._on_cpu = device_mesh is not None and device_mesh.device_type == "cpu"
         self._axes: dict[AxisName, Axis] = {}
+        self._making: dict[tuple[str, ...], threading.Lock] = {}
+        self._identity = place.identify(shape, ranks)
         self._threads = isinstance(place, InProcess)
         self._key = next(_keys)
         self.strict = False
@@ -338,17 +341,22 @@ class Mesh:
         parts = self._checked_names(name, where)
         if self._place.rank() is None:
             self._outside_a_rank(where)
-        if name in self._axes:
-            return self._axes[name]
+        # A name and the tuple of it alone are one axis; and two threads that ask for it find the same.
+        with contextlib.nullcontext() if self._threads else self._making.setdefault(parts, threading.Lock()):
+            axes: dict[Any, Axis] = rank_here().axes if self._threads else self._axes
+            keys: list[Any] = [name, parts, *(parts if len(parts) == 1 else ())]
+            keys = [(self, key) for key in keys] if self._threads else keys
+            found = next((axes[key] for key in keys if key in axes), None) or self._made(parts)
+            axes.update(dict.fromkeys(keys, found))
+        return found
+
+    def _made(self, parts: tuple[str, ...]) -> Axis:
         ranks = self._ranks_along(parts)
-        link = SoloLink() if len(ranks) == 1 else self._place.link(ranks, self.timeout)
+        alone = len(ranks) == 1
+        link = SoloLink() if alone else self._place.link(ranks, self.timeout, self._identity, parts)
         found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, ranks.index(self._ranks[self._rank()]), link)
         if (log := getattr(bare(link), "log", None)) is not None:
             log.named(found.name, found.coordinate)
-        if self._threads:
-            rank_here().axes[self, name] = found
-        else:
-            self._axes[name] = found
         return found
 
     def _checked_names(self, name: object, where: str) -> tuple[str, ...]:
@@ -422,6 +430,12 @@ def make_mesh(
     launch. In a plain process the result is an in-process mesh of any size for ``launch`` to run on; with size 1 it
     can be used directly.
 
+    Each axis of each mesh has its own sequence of calls, as after MPI_Comm_dup: threads may communicate at the same
+    time, each over a mesh or an axis for itself. Two threads must not share one axis: its calls meet in the order in
+    which they are made. What tells one mesh from another, on all ranks alike, is its axes, its ranks, and how many of
+    these were made before: so all of its ranks make the same meshes in the same order (threads: meshes with other
+    names, or before they start).
+
     Args:
         axes: name to size; names are identifiers. One size may be -1: as many as there are ranks left (1 in a plain
             process).
@@ -431,13 +445,14 @@ def make_mesh(
             device that they can move, and its result comes back to it, when False.
         timeout: seconds or a timedelta, equal on every rank, after which a collective over an axis of this mesh gives
             up with an error that says who did not come; None: as long as :func:`meshcomm.init` was told, 5 minutes by
-            default. Axes with a time-out of their own have process groups of their own. Among the ranks of one process
+            default. Among the ranks of one process
             no time passes, and a rank that does not come is an error at once.
 
     Returns: a :class:`Mesh`. It is not the current mesh until ``with use_mesh(mesh):``.
 
     Cost: the members of each axis set up a process group together, once per set of ranks and time-out; nothing
-    in-process.
+        in-process. Where torch's own collectives are used (NCCL, more than 32 ranks), every further mesh over the same
+        ranks sets up one at an axis' first collective, and gives it back when the mesh is gone.
 
     Raises:
         MeshError: sizes that do not multiply to the number of ranks, bad names or sizes, ranks twice or out of range, a

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import cast
 
 import torch
 
 from meshcomm.runtime import groups, world
+from meshcomm.runtime.groups import identity
 from meshcomm.runtime.inprocess import InProcessLink
 from meshcomm.runtime.protocol import Link
 from meshcomm.runtime.scheduler import Rank, current_rank
 from meshcomm.runtime.solo import SoloLink
 
 __all__ = ["InProcess", "Place", "Processes", "Solo", "rank_here"]
+
+_outside = itertools.count()
 
 
 class Processes:
@@ -29,9 +34,15 @@ class Processes:
         here = world.current()
         return None if here is None else here.size
 
-    def link(self, ranks: tuple[int, ...], timeout: timedelta | None) -> Link:
-        """A link between these ranks, which call this together the first time."""
-        return cast(Link, groups.link_of(ranks, timeout))
+    def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
+        """Names a mesh that is made now, alike in all of its processes."""
+        return groups.identify(shape, ranks)
+
+    def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
+        """A link between these ranks for an axis of the mesh of this name; the first one between them is made by all
+        of them together.
+        """
+        return cast(Link, groups.link_of(ranks, timeout, mesh, axis))
 
     def device(self) -> torch.device:
         """The device that ``init`` chose."""
@@ -52,9 +63,18 @@ class InProcess:
         here = current_rank()
         return None if here is None else here.world.size
 
-    def link(self, ranks: tuple[int, ...], timeout: timedelta | None) -> Link:
+    def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
+        """Names a mesh that is made now: by a rank, alike on all of them; outside of a launch it is the one object."""
+        here = current_rank()
+        if here is None:
+            return f"made outside, {next(_outside)}"
+        key = (*shape.items(), ranks)
+        here.made[key] += 1
+        return identity(shape, ranks, here.made[key])
+
+    def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         """A link of the rank that is running to these ranks; no time passes among them."""
-        return InProcessLink(rank_here(), ranks)
+        return InProcessLink(rank_here(), ranks, f"{mesh}: {','.join(axis)}")
 
     def device(self) -> torch.device:
         """The caller's default device."""
@@ -72,7 +92,11 @@ class Solo:
         """One."""
         return 1
 
-    def link(self, ranks: tuple[int, ...], timeout: timedelta | None) -> Link:
+    def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
+        """Nobody asks."""
+        return ""
+
+    def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         """A link to nobody."""
         return SoloLink()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, shape_text, text
 from meshcomm.mesh import Axis
-from meshcomm.runtime import peers
+from meshcomm.runtime import forks, peers
 from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.runtime.lateness import Late, late_text
 from meshcomm.runtime.pending import Pending, TimedOutError
@@ -88,6 +88,8 @@ class Work(Generic[T]):
 
     def _wait(self, timeout: float | None) -> T:
         self._claimed = True
+        if self._rank is None:
+            forks.refuse_if_forked("wait")
         began = time.monotonic()
         with self._locked(timeout):
             if self._error is not None:
@@ -177,6 +179,8 @@ class Work(Generic[T]):
 
         A loop that asks again and again lets other ranks of this process run.
         """
+        if not self._over and self._rank is None:
+            forks.refuse_if_forked("done")
         source = None if self._over else self._source  # another thread may end the wait meanwhile
         return source is None or source.done()
 
@@ -236,7 +240,7 @@ class Work(Generic[T]):
         return f"<Work {state}{'' if title is None else f': {title.what} {title}'}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_claimed", True) or self._over:
+        if getattr(self, "_claimed", True) or self._over or forks.is_fork():
             return
         if self._rank is not None and self._rank.world.cancelled:  # another rank's error is what matters
             return

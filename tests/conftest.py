@@ -73,6 +73,14 @@ def guarded4_at_the_store() -> Iterator[WorkerPool]:
         yield pool
 
 
+@pytest.fixture(scope="session")
+def gloo4() -> Iterator[WorkerPool]:
+    """Four ranks that share no memory."""
+    with PoolWith(4, MESHCOMM_SHARED_MEMORY="0") as pool:
+        pool.run(settle)
+        yield pool
+
+
 @pytest.fixture(params=["in-process", "processes"])
 def run4(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``run4(fn, *args)`` runs ``fn`` on four ranks of either runtime, and gives what each rank returns."""

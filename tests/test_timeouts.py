@@ -211,9 +211,10 @@ def meshes() -> tuple[str, int]:
     usual, same = mc.make_mesh({"a": 4}), mc.make_mesh({"a": 4}, timeout=None)
     short, again = mc.make_mesh({"a": 4}, timeout=0.5), mc.make_mesh({"a": 4}, timeout=timedelta(seconds=0.5))
     links = [bare(mesh.axis("a").link) for mesh in (usual, same, short, again)]
-    assert links[0] is links[1]
-    assert links[2] is links[3]
-    assert links[0] is not links[2]
+    assert len({link.name for link in links}) == 4
+    assert links[0].base is links[1].base
+    assert links[2].base is links[3].base
+    assert links[0].base is not links[2].base
     assert (links[0].mail.timeout, links[2].mail.timeout) == (300.0, 0.5)
     assert usual.timeout is None
     assert short.timeout == timedelta(seconds=0.5)
@@ -227,7 +228,7 @@ def meshes() -> tuple[str, int]:
     if usual.rank != 3:
         mc.all_reduce(X, "a", mesh=short, timeout=LONG)
     assert mc.all_reduce(torch.ones(1), "a", mesh=short, timeout=LONG).item() == 4
-    assert dist.get_process_group_ranks(links[2].group) == [0, 1, 2, 3]
+    assert dist.get_process_group_ranks(links[2].base) == [0, 1, 2, 3]
     return text, len(links[2].mail.dropped)
 
 

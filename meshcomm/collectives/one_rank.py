@@ -447,7 +447,8 @@ def send(
     Raises:
         MeshError: no such axis or index; this rank itself; an input that requires grad; not a tensor; a time-out that
             is not positive.
-        CommError: the time is up; in-process, where the receiver expects another shape or dtype, or nobody can go on.
+        CommError: the time is up; in-process and under guard, where the receiver expects another shape or dtype (among
+            processes it is told alone); in-process, where nobody can go on.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -532,7 +533,8 @@ def recv(
     Raises:
         MeshError: no such axis or index; this rank itself; a shape or dtype that is none; a time-out that is not
             positive.
-        CommError: the time is up; in-process, where the sender sends another shape or dtype, or nobody can go on.
+        CommError: the time is up; the sender sends another shape or dtype (not compared on an accelerator whose backend
+            moves the message: NCCL); in-process, where nobody can go on.
 
     Example: see :func:`send`.
 
@@ -613,7 +615,8 @@ def exchange(
     Raises:
         MeshError: as :func:`send` and :func:`recv`; a message to oneself that does not meet its other side in the same
             batch; a time-out that is not positive.
-        CommError: the time is up; in-process, where shapes or dtypes of the two sides differ, or nobody can go on.
+        CommError: the time is up; what comes has another shape or dtype, as for :func:`recv`; in-process, where nobody
+            can go on.
 
     Example:
         >>> import torch, meshcomm as mc

@@ -34,14 +34,15 @@ Hope = Callable[[dict[int, str]], str]
 """Is told which keys the others have not written, by rank of the world; why they never will, or nothing."""
 
 
-def all_here(ranks: tuple[int, ...], index: int, seconds: float, hope: Hope | None = None) -> None:
-    """Return when all of these ranks of the world have called it; the first one whose time is up (or who has no
-    ``hope``), and the last one to come, decide for all of them: CommError with the absent, or none.
+def all_here(name: str, ranks: tuple[int, ...], index: int, seconds: float, hope: Hope | None = None) -> None:
+    """Return when all of these ranks of the world have called it for the axis of this name; the first one whose time
+    is up (or who has no ``hope``), and the last one to come, decide for all of them: CommError with the absent, or
+    none.
     """
     here = world.current()
     if here is None or here.backend == "fake":
         return
-    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
     try:
         verdict = _meet(f"meshcomm/barrier/{world.meeting_number(here)}/{digest}", ranks, index, seconds, hope)
     except RuntimeError as error:

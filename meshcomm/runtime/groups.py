@@ -1,52 +1,110 @@
-"""torch's process groups and the links over them, one for each set of ranks and time-out."""
+"""The links of the axes of meshes among processes: each has a sequence of calls for itself, as after MPI_Comm_dup.
+
+Two axes between the same ranks may be used by two threads, which come to their calls in another order on each rank. So
+what orders calls, a mailbox or a process group of torch's, belongs to one axis of one mesh. What carries messages need
+not: each one says whose it is.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
-from meshcomm.runtime import exits, recorder, shared_memory, world
+from meshcomm.runtime import exits, forks, recorder, shared_memory, world
 from meshcomm.runtime.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
-from meshcomm.runtime.one_host import Mail, OneHostLink, take_leave
+from meshcomm.runtime.one_host import Mail, OneHostLink, retire, take_leave
 from meshcomm.runtime.processes import FEW, ProcessLink
 from meshcomm.runtime.shared_memory import HERE, Neighbours
-from meshcomm.runtime.wrapped import WrappedLink, bare
+from meshcomm.runtime.turns import Family
+from meshcomm.runtime.wrapped import WrappedLink
 
-__all__ = ["group_of", "link_of"]
+__all__ = ["group_of", "identify", "identity", "link_of"]
 
-_links: dict[tuple[tuple[int, ...], timedelta], ProcessLink | WrappedLink] = {}
+_families: dict[tuple[tuple[int, ...], timedelta], Family] = {}
+_making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
+_links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
+_wrapped: weakref.WeakSet[WrappedLink] = weakref.WeakSet()
 _mails: dict[int, Mail] = {}
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[Any]] = weakref.WeakKeyDictionary()
+"""How many of each kind have been made, while the ranks are together."""
 
 
-def link_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> ProcessLink | WrappedLink:
-    """The link of these ranks of the world in this order, with this time-out or the world's; its members call it
-    together the first time.
+def identity(shape: Mapping[str, int], ranks: tuple[int, ...], number: int) -> str:
+    """Of a mesh: its axes, its ranks, and the how manieth of these it is."""
+    axes = ",".join(f"{name}={size}" for name, size in shape.items())
+    return f"mesh {axes} of ranks {','.join(map(str, ranks))} #{number}"
+
+
+def identify(shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
+    """The identity of a mesh that is made now, the same on all of its ranks."""
+    key = (*shape.items(), ranks)
+    made = _meshes.setdefault(dist.group.WORLD, Counter())  # type: ignore[arg-type]
+    made[key] += 1
+    return identity(shape, ranks, made[key])
+
+
+def link_of(
+    ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]
+) -> ProcessLink | WrappedLink:
+    """A link for this axis of the mesh of this identity, between these ranks of the world in this order, with this
+    time-out or the world's.
     """
+    forks.refuse_if_forked("mesh")
     here = world.current()
     assert here is not None
     limit = here.timeout if timeout is None else timeout
-    if (ranks, limit) not in _links:
-        name, guard = f"{ranks} {limit.total_seconds()}", _guard_of(here)
-        if guard is None:
-            _links[ranks, limit] = _made(here, ranks, limit)
-        else:
-            guard.agree_to_make(name, ranks, limit.total_seconds())
-            _links[ranks, limit] = guard.under_guard(_made(here, ranks, limit), name, limit.total_seconds())
-    return _links[ranks, limit]
+    family, guard = _family_of(here, ranks, limit), _guard_of(here)
+    name = f"{mesh}, {limit.total_seconds():g} s: {','.join(axis)} over {','.join(map(str, ranks))}"
+    made = _made(here, family, name)
+    _links.add(made)
+    if guard is None:
+        return made
+    wrapped: ProcessLink | WrappedLink = guard.under_guard(made, name, limit.total_seconds())
+    if isinstance(wrapped, WrappedLink):
+        _wrapped.add(wrapped)
+    return wrapped
+
+
+def _family_of(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
+    """The first time its ranks come together."""
+    key = ranks, limit
+    with _making.setdefault(key, threading.Lock()):
+        if key not in _families:
+            guard = _guard_of(here)
+            if guard is not None:
+                guard.agree_to_make(f"{ranks} {limit.total_seconds()}", ranks, limit.total_seconds())
+            _families[key] = _new_family(here, ranks, limit)
+    return _families[key]
+
+
+def _new_family(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
+    name = repr(ranks) if limit == here.timeout else f"{ranks} {limit.total_seconds()}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    if limit == here.timeout and ranks == tuple(range(here.size)):
+        group = dist.group.WORLD
+    else:
+        group = _torch.new_group(ranks, f"meshcomm_{digest}", limit)
+    assert group is not None
+    at = "" if here.backend == "fake" else f"meshcomm/turns/{world.meeting_number(here)}/{digest}"
+    return Family(ranks, ranks.index(here.rank), limit, group, at)
 
 
 def _guard_of(here: world.ProcessWorld) -> Any:
     """What guards links, imported where that is asked for; None elsewhere."""
     if here.backend == "fake" or here.size == 1:
         return None
-    if not _links:
+    if not _families:
         world.agree_on_guard(here)
     if not here.guard:
         return None
@@ -59,69 +117,82 @@ def _guard_of(here: world.ProcessWorld) -> Any:
 _guards: list[Any] = []
 
 
-def _made(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> ProcessLink:
-    usual = limit == here.timeout
-    name = repr(ranks) if usual else f"{ranks} {limit.total_seconds()}"
-    if usual and ranks == tuple(range(here.size)):
-        group = dist.group.WORLD
-    else:
-        group = _torch.new_group(ranks, f"meshcomm_{hashlib.sha256(name.encode()).hexdigest()[:16]}", limit)
-    assert group is not None
-    index = ranks.index(here.rank)
+def _made(here: world.ProcessWorld, family: Family, name: str) -> ProcessLink:
+    group, ranks, index, limit = family.base, family.ranks, family.index, family.limit
     ring = recorder.own_ring(recorder.Owner(here.rank, here.size))
-    log = ring.log(ranks, index, None if usual else limit.total_seconds())
+    log = ring.log(ranks, index, name, None if limit == here.timeout else limit.total_seconds())
     near = world.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
     detours = lacks_a_way(dist.get_backend_config(group))
     if near is None:
-        return (DetouredLink if detours else ProcessLink)(group, ranks, index, log)
-    link = (DetouredOneHostLink if detours else OneHostLink)(group, ranks, index, log)
-    link.mail = _mail_of(near, name, index, limit.total_seconds())
-    link.mail.adopted = here.adopted
+        link = (DetouredLink if detours else ProcessLink)(group, ranks, index, log, name)
+    else:
+        link = (DetouredOneHostLink if detours else OneHostLink)(group, ranks, index, log, name)
+    link.makers |= {"turn": partial(family.turn, name), "channel": partial(family.channel, name)}
+    link.numbers = family.numbers
+    hold = _Hold(log)
+    link.hold = hold
+    if near is not None:
+        link.makers["mail"] = partial(_mail_of, near, name, index, limit.total_seconds(), here.adopted, hold)
     return link
+
+
+class _Hold:
+    """Lasts as long as one of the forms of a link."""
+
+    def __init__(self, log: recorder.Log) -> None:
+        weakref.finalize(self, setattr, log, "over", True).atexit = False
 
 
 def _is_small_gloo(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> bool:
     return world.gloo_on_cpu(dist.get_backend_config(group)) and 1 < len(ranks) <= FEW
 
 
-def _mail_of(near: Neighbours, name: str, index: int, timeout: float) -> Mail:
-    """The mailboxes of a group of this name: those that it had, where it is adopted again."""
+def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: bool, hold: _Hold) -> Mail:
+    """The mailboxes of the sequence of this name."""
     key = int.from_bytes(hashlib.sha256(f"{near.token} {name}".encode()).digest()[:7], "little")
-    if key not in _mails:
-        leases = [address.lease for address in near.addresses]
-        try:
-            others = [None if i == index else shared_memory.neighbour(lease) for i, lease in enumerate(leases)]
-            _mails[key] = Mail(key, index, others, timeout)
-        except OSError as error:
-            what = f"the memory of another process on this machine cannot be read: {error.strerror or error}."
-            raise CommError(text("mesh", what, fix=f"set {shared_memory.SWITCH}=0 for all processes")) from error
-    _mails[key].own.say(HERE)
-    return _mails[key]
+    for other, mail in list(_mails.items()):
+        if other != key and mail.is_over() and (not mail.adopted or shared_memory.arena().is_crowded()):
+            retire(mail)
+            _mails.pop(other, None)
+    if key in _mails:  # of a group that is adopted again
+        _mails[key].user = weakref.ref(hold)
+        _mails[key].own.say(HERE)
+        return _mails[key]
+    leases = [address.lease for address in near.addresses]
+    try:
+        others = [None if i == index else shared_memory.neighbour(lease) for i, lease in enumerate(leases)]
+        mail = Mail(key, index, others, timeout)
+    except OSError as error:
+        what = f"the memory of another process on this machine cannot be read: {error.strerror or error}."
+        raise CommError(text("mesh", what, fix=f"set {shared_memory.SWITCH}=0 for all processes")) from error
+    mail.adopted, mail.user = adopted, weakref.ref(hold)
+    mail.own.say(HERE)
+    _mails[key] = mail
+    return mail
 
 
 def group_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """torch's process group of these ranks."""
-    link: ProcessLink = bare(link_of(ranks, timeout))
-    return link.group
+    """The process group of torch's that these ranks have."""
+    forks.refuse_if_forked("mesh")
+    here = world.current()
+    assert here is not None
+    return _family_of(here, ranks, here.timeout if timeout is None else timeout).base
 
 
 def _forget() -> None:
-    for link in _links.values():
-        if isinstance(link, WrappedLink):
-            link.end()
+    for wrapped in list(_wrapped):
+        wrapped.end()
     for guard in _guards:
         guard.end()
     recorder.retire()
     take_leave([mail for mail in _mails.values() if exits.leaving() or not mail.adopted])
     # A reference to a process group that outlives destroy_process_group ends the interpreter with SIGABRT.
-    for link in map(bare, _links.values()):
-        if link.walker is not None:
-            link.walker.end()
-            link.walker = None
-        if isinstance(link, OneHostLink):
-            del link.mail
-        del link.group
+    for link in list(_links):
+        link.let_go()
     _links.clear()
+    _wrapped.clear()
+    _meshes.clear()
+    _families.clear()
     for key in [key for key, mail in _mails.items() if not mail.adopted]:
         del _mails[key]
 
@@ -129,12 +200,27 @@ def _forget() -> None:
 world.on_shutdown(_forget)
 
 
-def _forked() -> None:
+def _forked() -> object:
     # The child is another process: what it does is not to be taken for its parent's.
-    for link in map(bare, _links.values()):
-        vars(link).pop("mail", None)
+    kept: list[object] = [
+        dist.group.WORLD,
+        list(exits.loose),
+        dict(_families),
+        dict(_mails),
+        [dict(vars(link)) for link in _links],
+    ]
+    for link in _links:
+        link.let_go()
+    _families.clear()
     _mails.clear()
+    _making.clear()
+    return kept
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+def _rank() -> int | None:
+    """What rank this process is."""
+    here = world.current()
+    return None if here is None or here.size == 1 else here.rank
+
+
+forks.on_fork(_rank, _forked)

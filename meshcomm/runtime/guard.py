@@ -11,6 +11,7 @@ import itertools
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -140,7 +141,7 @@ class Guard:
         self._threads: set[int] = set()
         self._acknowledged: dict[int, int] = {}
         self.issued: dict[int, int] = {}
-        self.rooms: list[Any] = []
+        self.rooms: weakref.WeakSet[Any] = weakref.WeakSet()
         """Of all groups."""
         self.places: dict[int, str] = {}
         """Where the ranks of the world are on the mesh that was used last: ``dp=1,tp=0``."""
@@ -171,7 +172,7 @@ class Guard:
             with self._lock:
                 self._threads.add(thread)
 
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether what this thread waits for, the program waits for: autograd's own threads run while it waits."""
         alive = {thread.ident: thread for thread in threading.enumerate()}
         real = [i for i in self._threads if i in alive and type(alive[i]).__name__ != "_DummyThread"]
@@ -189,7 +190,7 @@ class Guard:
                 if not wait.told:
                     self._status.waits.append(wait)
                 wait.told = (keys,)
-                if for_program and self._is_alone():
+                if for_program and self.is_alone():
                     self._status.main = (0, 0, wait.id) if wait.keys else (wait.group.key, wait.number, 0)
                 self._tell()
 
@@ -210,7 +211,7 @@ class Guard:
     def program_waits(self, group: Group, number: int) -> Iterator[None]:
         """Around a long wait of the program for what a thread of the guard waits in."""
         with self._lock:
-            self._status.main = (group.key, number, 0) if self._is_alone() else None
+            self._status.main = (group.key, number, 0) if self.is_alone() else None
             self._tell()
         try:
             yield

@@ -77,8 +77,11 @@ class Board(Protocol):
     def forget(self, number: int) -> None:
         """All have read what this rank has written up to this call."""
 
-    def count(self, value: int | None = None) -> list[int]:
-        """What each index has said with ``value``; say it, if one is given."""
+    def say_count(self, turn: int, count: int) -> None:
+        """How many calls this rank has made, in this meeting."""
+
+    def counts(self, turn: int) -> list[int | None]:
+        """What each index has said in this meeting; None: nothing."""
 
 
 class Shelf(Protocol):
@@ -107,7 +110,7 @@ class Group(NamedTuple):
 
 _STATE = 1
 """Cells: the number, the state, two of the digest, gradient, errors, lengths of the words and of the reason."""
-_CELLS, _DATA, _WHY_AT, _COUNT_AT = 8, 128, 2560, 128 - 8
+_CELLS, _DATA, _WHY_AT, _COUNT_AT = 8, 128, 2560, 128 - 16
 _LAST = NOTE // 8
 
 
@@ -116,6 +119,7 @@ class SharedBoard:
 
     def __init__(self, mail: Mail, index: int) -> None:
         self._mail, self._index = mail, index
+        mail.noted = True
         place = arena().place(mail.key)
         assert place is not None
         own = arena().notes_of(place)
@@ -167,14 +171,17 @@ class SharedBoard:
     def forget(self, number: int) -> None:
         """It is written over."""
 
-    def count(self, value: int | None = None) -> list[int]:
+    def say_count(self, turn: int, count: int) -> None:
         """In the space before the first entry's words."""
         own = self._cells[self._index]
         assert own is not None
-        if value is not None:
-            own[_COUNT_AT // 8] = value
+        own[_COUNT_AT // 8 : _COUNT_AT // 8 + 2] = array("q", (turn, count))
+
+    def counts(self, turn: int) -> list[int | None]:
+        """From all."""
         cells = [self._cells[i] or self._map(i) for i in range(len(self._views))]
-        return [0 if each is None else each[_COUNT_AT // 8] for each in cells]
+        said = [(0, 0) if each is None else each[_COUNT_AT // 8 : _COUNT_AT // 8 + 2].tolist() for each in cells]
+        return [count if other == turn else None for other, count in said]
 
 
 def _shortened(data: bytes) -> bytes:
@@ -245,7 +252,8 @@ class StoreBoard:
     def look(self, index: int, number: int) -> Entry | None:
         """If the key is there."""
         store, key = the_store(), f"{self._prefix}/{number}/{index}"
-        return unpacked(store.get(key)) if store.check([key]) else None
+        data = store.get(key) if store.check([key]) else b""
+        return unpacked(data) if len(data) >= _HEAD.size else None
 
     def forget(self, number: int) -> None:
         """Delete what is older."""
@@ -254,13 +262,16 @@ class StoreBoard:
             self._kept.remove(old)
             store.delete_key(f"{self._prefix}/{old}/{self._index}")
 
-    def count(self, value: int | None = None) -> list[int]:
+    def say_count(self, turn: int, count: int) -> None:
         """A key per index."""
+        the_store().set(f"{self._prefix}/count/{self._index}", f"{turn} {count}")
+
+    def counts(self, turn: int) -> list[int | None]:
+        """If the keys are there."""
         store = the_store()
-        if value is not None:
-            store.set(f"{self._prefix}/count/{self._index}", str(value))
         keys = [f"{self._prefix}/count/{i}" for i in range(self._size)]
-        return [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+        said = [store.get(key).decode().split() if store.check([key]) else ["", "0"] for key in keys]
+        return [int(count) if other == str(turn) else None for other, count in said]
 
 
 def unpacked(data: bytes) -> Entry:

@@ -22,7 +22,7 @@ from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.guard import Guard, Wait
 from meshcomm.runtime.guard_board import Group, SharedBoard, SharedShelf, StoreBoard, StoreShelf
 from meshcomm.runtime.guard_store import PatientStore, set_store, the_store
-from meshcomm.runtime.guarded import GuardedLink
+from meshcomm.runtime.guarded import GuardedLink, Room
 from meshcomm.runtime.one_host import OneHostLink
 from meshcomm.runtime.processes import ProcessLink
 from meshcomm.runtime.recorder import Log
@@ -83,7 +83,7 @@ def agree_to_make(name: str, ranks: tuple[int, ...], seconds: float) -> None:
 
 
 def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | ProcessLink:
-    """The link of the group of this name, guarded if the guard is on."""
+    """The link of the sequence of calls of this name, guarded if the guard is on."""
     guard, here = guards.current(), world.current()
     if guard is None or here is None:
         return link
@@ -93,11 +93,9 @@ def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | P
     log, inner = link.log, Log(link.ranks, link.index)
     inner.title, inner.axes = log.title, log.axes
     link.note_in(inner)
-    if shared:
-        group = Group(link.mail.key, link.ranks, at)
-        return GuardedLink(link, guard, group, SharedBoard(link.mail, link.index), timeout, log)
-    group = Group(int.from_bytes(digest[:7], "little"), link.ranks, at)
-    return GuardedLink(link, guard, group, StoreBoard(group, link.index), timeout, log)
+    group = Group(link.mail.key if shared else int.from_bytes(digest[:7], "little"), link.ranks, at)
+    board = SharedBoard(link.mail, link.index) if shared else StoreBoard(group, link.index)
+    return GuardedLink(link, Room(link.index, guard, group, board, timeout), log)
 
 
 def end() -> None:
@@ -110,6 +108,18 @@ def end() -> None:
         home.listeners.remove(guards.home)
         guards.set_current(None)
         set_store(None)
+
+
+def _forked() -> None:
+    """What a fork of a rank is refused is none of the others' business."""
+    if guards.current() is not None:
+        errors.listeners.remove(guards.failed)
+        home.listeners.remove(guards.home)
+        guards.set_current(None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _is_there(key: str) -> bool:

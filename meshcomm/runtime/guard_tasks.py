@@ -45,7 +45,7 @@ class Queue:
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._left: list[Task] = []
-        threading.Thread(target=self._live, name="meshcomm guard", daemon=True).start()
+        threading.Thread(target=_live, args=(self._tasks,), name="meshcomm guard", daemon=True).start()
 
     @property
     def idle(self) -> bool:
@@ -72,12 +72,15 @@ class Queue:
         """After what is in the queue."""
         self._tasks.put(None)
 
-    def _live(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if exits.leaving():
-                return
-            task.run()
-            del task
+    __del__ = end
+
+
+def _live(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        if exits.leaving():
+            return
+        task.run()
+        del task
 
 
 class Begun(Pending):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import CommError, described, text
+from meshcomm.runtime import forks
 from meshcomm.runtime.attendance import all_here
 from meshcomm.runtime.callsite import call_site, hinted, in_backward
 from meshcomm.runtime.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
@@ -27,7 +29,7 @@ from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.said import Said, Words, axis_text, calls_text, fingerprint, place_of
 from meshcomm.runtime.wrapped import Primitive, WrappedLink
 
-__all__ = ["GuardedLink"]
+__all__ = ["GuardedLink", "Room"]
 
 _LINGER = 0.2
 """Seconds that a rank which sees a difference gives the others to come too, so that all can be told of."""
@@ -39,12 +41,11 @@ _DRAIN = 2.0
 class GuardedLink(WrappedLink):
     """A link whose ranks compare their calls first."""
 
-    def __init__(self, inner: Link, guard: Guard, group: Group, board: Board, timeout: float, log: Log) -> None:
+    def __init__(self, inner: Link, room: Room, log: Log) -> None:
         """``log``: of the calls, from when they are made on."""
         super().__init__(inner)
-        self._log = log
-        self.room = _Room(self.index, guard, group, board, timeout)
-        guard.rooms.append(self.room)
+        self._log, self.room = log, room
+        room.guard.rooms.add(room)
 
     @property
     def log(self) -> Log:
@@ -75,6 +76,7 @@ class GuardedLink(WrappedLink):
     def run(self, what: Primitive) -> Any:
         """Agree, then go."""
         room = self.room
+        forks.refuse_if_forked("mesh")
         if what.name == "barrier_within":
             return self._realign(what)
         room.guard.acts()
@@ -90,6 +92,8 @@ class GuardedLink(WrappedLink):
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """This rank does not make the call that the others may make: it was wrong."""
+        if forks.is_fork():
+            return
         room = self.room
         if where in ("send", "recv", "exchange"):
             room.guard.failed(why)
@@ -104,28 +108,34 @@ class GuardedLink(WrappedLink):
         """
         room, seconds, axis = self.room, what.key[1], self.note.axis
         words = Words(place_of(axis), "barrier", axis_text(axis), str(call_site()))
-        inside = [each for each in room.guard.rooms if set(each.group.ranks) <= set(room.group.ranks)]
+        alone = room.guard.is_alone()  # else another thread may be in the middle of the calls of another axis
+        rooms = [each for each in room.guard.rooms if alone or each is room]
+        inside = [each for each in rooms if set(each.group.ranks) <= set(room.group.ranks)]
+        turn = room.next_turn()
         room.come_together(seconds, words)
         for each in inside:
-            each.say_count()
+            each.say_count(turn)
         room.guard.forgive(room.group.ranks)  # between two meetings: nobody raises anything now
         room.come_together(seconds, words)
         for each in inside:
-            each.align()
+            each.align(turn)
 
     def end(self) -> None:
         """No more calls."""
         self.room.end()
 
 
-class _Room:
+class Room:
     """What both forms of a guarded link share: where its calls are."""
 
     def __init__(self, index: int, guard: Guard, group: Group, board: Board, timeout: float) -> None:
         self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
+        self._turns = 0
+        weakref.finalize(self, guard.issued.pop, group.key, None).atexit = False
         self.others = [i for i in range(len(group.ranks)) if i != index]
         self.letters = Letters(index, guard, group, timeout)
-        self._number = self._errors = self.void = 0
+        self._number = self.void = 0
+        self._errors = guard.failures  # those before are no news on an axis that is new
         self._lock = threading.Lock()
         self._words: dict[Any, Said] = {}
         self._queue: Queue | None = None
@@ -169,18 +179,27 @@ class _Room:
             before, self._errors = self._errors, self.guard.failures
             return self._number, self._errors - before
 
-    def say_count(self) -> None:
+    def next_turn(self) -> int:
+        """Names a meeting that aligns numbers, the same on all ranks that come to it."""
+        self._turns += 1
+        return (self.group.key + self._turns) % 2**62 + 1
+
+    def say_count(self, turn: int) -> None:
         """How many calls this rank has made."""
         if self._queue is not None:
             self._queue.drain(_DRAIN)  # all are here: what has not begun by then has no other side
             self.void = self._number
             self._queue.drain(self.timeout)
-        self.board.count(self._number)
+        self.board.say_count(turn, self._number)
 
-    def align(self) -> None:
-        """Count on from the rank that has made the most calls, and one more: it is new to all."""
+    def align(self, turn: int) -> None:
+        """Count on from the rank that has made the most calls, and one more: it is new to all; if all want to."""
+        said = self.board.counts(turn)
+        counts = [count for count in said if count is not None]
+        if len(counts) < len(said):
+            return
         with self._lock:
-            self._number = max(self._number, *self.board.count()) + 1
+            self._number = max(self._number, *counts) + 1
             self._errors = self.guard.failures
             self.guard.issued[self.group.key] = self._number
         self.letters.begin_again(self._number)
@@ -205,7 +224,7 @@ class _Room:
             return text("barrier", "not everybody will come.", got=f"{reason}; {self.guard.where_all_are()}")
 
         with self.guard.waiting(wait, for_program=True) as long:
-            all_here(self.group.ranks, self.index, seconds, hope)
+            all_here(self.group.name, self.group.ranks, self.index, seconds, hope)
 
     def idle(self) -> bool:
         """Whether no earlier call waits for the others' agreement."""
@@ -260,7 +279,7 @@ class _Room:
 class _Meeting:
     """One call of one rank, from its entry until all ranks agree."""
 
-    def __init__(self, room: _Room, turn: tuple[int, int], said: Said, what: Primitive, wait: Wait) -> None:
+    def __init__(self, room: Room, turn: tuple[int, int], said: Said, what: Primitive, wait: Wait) -> None:
         self.room, self.said, self.what, self._wait = room, said, what, wait
         self.number, self.errors = turn
         self.missing = list(room.others)
@@ -418,7 +437,7 @@ class _Deferred(Begun):
 
     __slots__ = ("_number", "_room")
 
-    def __init__(self, room: _Room, number: int, task: Task) -> None:
+    def __init__(self, room: Room, number: int, task: Task) -> None:
         super().__init__(task)
         self._room, self._number = room, number
 

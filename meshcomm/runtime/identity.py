@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshcomm.runtime import devices, world
+from meshcomm.runtime import devices, forks, world
 from meshcomm.runtime.launchers import detect
 from meshcomm.runtime.scheduler import current_rank
 
@@ -38,7 +38,7 @@ def identity() -> Identity:
         place = inside.index, inside.world.size
         return Identity(*place, *place, 0, "in-process", torch.get_default_device(), True)
     launched = world.under_launcher()
-    if launched and world.is_met():
+    if launched and world.is_met() and not forks.is_fork():
         world.ensure()  # a group that something else has initialised is adopted
     here = world.current()
     if here is not None and launched:

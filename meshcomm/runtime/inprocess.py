@@ -157,7 +157,7 @@ class _Circle:
     """What the links of one group share."""
 
     def __init__(self, size: int) -> None:
-        self.counts = [0] * size  # how often each rank has come: here, for two meshes may have links to one group
+        self.counts = [0] * size  # how often each rank has come
         self.meetings: dict[int, _Meeting] = {}
         self.roll_calls = [0] * size
         self.rolls: dict[int, _Meeting] = {}
@@ -177,13 +177,14 @@ class InProcessLink:
 
     watched = True
 
-    def __init__(self, rank: Rank, ranks: tuple[int, ...]) -> None:
+    def __init__(self, rank: Rank, ranks: tuple[int, ...], name: str) -> None:
+        """``name``: of the sequence of calls: two axes have two of them, were they between the same ranks."""
         self.size = len(ranks)
         self.index = ranks.index(rank.index)
         self._ranks = ranks
         self._rank = rank
-        self.log = log_among(rank.world.shared, Owner(rank.index, rank.world.size), ranks)
-        self._circle: _Circle = rank.world.shared.setdefault(ranks, _Circle(self.size))
+        self.log = log_among(rank.world.shared, Owner(rank.index, rank.world.size), ranks, name)
+        self._circle: _Circle = rank.world.shared.setdefault((ranks, name), _Circle(self.size))
         self._note = Note("a collective", (), (), None, "?")
         self.tree: tuple[Any, ...] = ()
         self.orders: dict[Any, list[int]] = {}

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from meshcomm.runtime import wire
-from meshcomm.runtime.one_host_calls import Call, Fill, Mail, Reading, take_leave
+from meshcomm.runtime.one_host_calls import Call, Fill, Mail, Reading, retire, take_leave
+from meshcomm.runtime.one_host_words import lengths_of
 from meshcomm.runtime.processes import Later, ProcessLink
 from meshcomm.runtime.recorder import failed
 
 T = TypeVar("T")
 
-__all__ = ["FLOATS", "LaterOneHostLink", "Mail", "OneHostLink", "Parts", "Reading", "take_leave"]
+__all__ = ["FLOATS", "LaterOneHostLink", "Mail", "OneHostLink", "Parts", "Reading", "retire", "take_leave"]
 
 _ONE_STEP = 2**18
 """Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
@@ -175,6 +176,7 @@ class OneHostLink(ProcessLink):
         out = torch.zeros_like(packed) if source is None else torch.empty_like(packed)
         call = self._call("permute", "", x)
         call.root = -1 if destination is None else destination
+        call.lengths = lengths_of(x.shape)
         call.post(packed, () if destination in (None, self.index) else (destination,))
 
         def fill(got: list[Tensor]) -> None:

@@ -19,13 +19,13 @@ from meshcomm.errors import CommError, text
 from meshcomm.runtime import peers, shared_memory, wire
 from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.lateness import Late, late_text
-from meshcomm.runtime.one_host_words import PERMUTE, code_of, dtype_of, last_said, name_of, named, said
+from meshcomm.runtime.one_host_words import LENGTHS, PERMUTE, code_of, dtype_of, last_said, name_of, named, said
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.recorder import DROPPED, ENDED, Log, Record, failed
 from meshcomm.runtime.shared_memory import ENTRIES, GONE, HERE, LEAVING, STATE, TABLE, Box, Lease, Neighbour, Segment
 from meshcomm.runtime.whose import differ
 
-__all__ = ["Call", "Caller", "Fill", "Mail", "Reading", "take_leave"]
+__all__ = ["Call", "Caller", "Fill", "Mail", "Reading", "retire", "take_leave"]
 
 _LOOKS = 100
 """How often a rank looks and gives way before it sleeps."""
@@ -40,6 +40,7 @@ _REDUCING, _REDUCED = 1, 2
 
 _NOBODY = -1
 _NUMBER, _CODE, _COUNT, _ROOT, _FD, _SERIAL, _SIZE, _KEPT, _LATER, _OFFSET, _LENGTH = range(11)
+_LENGTHS = 11
 Fill = Callable[[list[Tensor]], object]
 """Takes what each rank has brought, to be read until it returns."""
 
@@ -65,11 +66,19 @@ class Mail:
         self.own = shared_memory.arena().make_box(key)
         self.boxes: list[Box | None] = [self.own if each is None else each.arena.box(key) for each in neighbours]
         self.number = 0
-        self.adopted = False
+        self.adopted = self.noted = False
+        self.user: Callable[[], object | None] | None = None
+        """Gives whoever uses it, while somebody does."""
         self.lock = threading.Lock()
         self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
         self.open: dict[int, Call] = {}
         self.dropped: list[Call] = []
+
+    def is_over(self) -> bool:
+        """Whether nobody uses it any more, here, and it is at rest."""
+        if self.dropped:
+            _look_after(self)
+        return self.user is not None and self.user() is None and not self.open
 
     def box(self, index: int) -> Box | None:
         """That of another rank, once it has made it."""
@@ -86,8 +95,8 @@ class Call:
 
     __slots__ = (
         "_entries", "_error", "_fill", "_first", "_lent", "_looking", "_missing", "_once", "_opened", "_over",
-        "_own", "_result", "_segments", "_tables", "code", "count", "link", "mail", "number", "packed", "record",
-        "root", "total",
+        "_own", "_result", "_segments", "_tables", "code", "count", "lengths", "link", "mail", "number", "packed",
+        "record", "root", "total",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +105,7 @@ class Call:
         self.link, self.mail, self.record = link, link.mail, record
         self.code, self.count, self.root = code_of(name, op, dtype), count, root
         self.total = 1
+        self.lengths: list[int] = []  # of the shape, where that must be the same
         self._lent: Segment | None = None
         self.number = 0
         self._missing: list[int] = list(link.mail.others)
@@ -183,6 +193,8 @@ class Call:
         where = (lent.fd, lent.serial, lent.whole, lent.kept) if lent is not None else (0, 0, 0, 0)
         place = (lent.offset, lent.size) if lent is not None else (0, 0)
         cells[at + 1 : at + 11] = array("q", (self.code, self.count, self.root, *where, self.link.is_later, *place))
+        if self.lengths:
+            cells[at + _LENGTHS : at + _LENGTHS + LENGTHS] = array("q", self.lengths)
         mail.open[number] = self
         mail.number = number
         cells[at] = number  # last: now it is there
@@ -225,7 +237,7 @@ class Call:
             for i in self._missing:
                 box = self.mail.boxes[i] or self.mail.box(i)
                 if box is not None and box.cells[at := box.at(self.number)] == self.number:
-                    self._entries[i] = box.cells[at : at + 11].tolist()
+                    self._entries[i] = box.cells[at : at + _LENGTHS + len(self.lengths)].tolist()
                 else:
                     missing.append(i)
             self._missing = missing
@@ -333,7 +345,8 @@ class Call:
                     segments[i] = self._borrow(entry, i)
                 except CommError as error:  # the others want back what they have lent
                     lost = error
-            if entry[_CODE] != self.code or entry[_COUNT] != self.count or self._another_root(entry):
+            same = entry[_CODE] == self.code and entry[_COUNT] == self.count and entry[_LENGTHS:] == self.lengths
+            if not same or self._another_root(entry):
                 wrong = i
         if wrong is not None:
             self._differ(wrong)
@@ -429,11 +442,12 @@ class Call:
     # ------------------------------------------------------------------------------------------------------ errors
 
     def __str__(self) -> str:
-        return said(self.code, self.count, self.root)
+        return said(self.code, self.count, self.root, self.lengths)
 
     def _differ(self, other: int) -> NoReturn:
         entry = self._entries[other]
-        theirs = said(entry[_CODE], entry[_COUNT], entry[_ROOT])
+        lengths = entry[_LENGTHS:] if entry[_CODE] >> 16 == PERMUTE else ()
+        theirs = said(entry[_CODE], entry[_COUNT], entry[_ROOT], lengths)
         said_of_both = text(
             self.name,
             f"the ranks called different things: index {other} {theirs}, index {self.link.index} {self}.",
@@ -597,6 +611,13 @@ def _look_after(mail: Mail) -> None:
         if call._over:
             with contextlib.suppress(ValueError):  # another thread was here
                 mail.dropped.remove(call)
+
+
+def retire(mail: Mail) -> None:
+    """This rank makes no more calls here: its box may serve another sequence when the others have retired theirs."""
+    mail.own.say(GONE)
+    others = {i: other.arena for i, other in enumerate(mail.neighbours) if other is not None}
+    shared_memory.arena().retire(shared_memory.Retired(mail.key, mail.index, mail.number, mail.noted, others))
 
 
 def take_leave(mails: Sequence[Mail]) -> None:

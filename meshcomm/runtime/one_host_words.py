@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,10 @@ from meshcomm.runtime.protocol import REDUCE_OPS
 from meshcomm.runtime.shared_memory import ENTRIES, Box
 from meshcomm.runtime.whose import ordinal_of
 
-__all__ = ["PERMUTE", "code_of", "dtype_of", "last_said", "name_of", "named", "said"]
+__all__ = ["LENGTHS", "PERMUTE", "code_of", "dtype_of", "last_said", "lengths_of", "name_of", "named", "said"]
+
+LENGTHS = 5
+"""Of a shape, that have room in an entry."""
 
 _CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
           "scatter", "barrier")  # fmt: skip
@@ -41,7 +45,14 @@ def dtype_of(code: int) -> torch.dtype:
 PERMUTE = _CALLS.index("permute")
 
 
-def said(code: int, count: int, root: int) -> str:
+def lengths_of(shape: Sequence[int]) -> list[int]:
+    """A shape in the room that an entry has for it: what is behind the last place stands there as one number."""
+    if len(shape) <= LENGTHS:
+        return [*shape, *[-1] * (LENGTHS - len(shape))]
+    return [*shape[: LENGTHS - 1], -2 - zlib.crc32(repr(tuple(shape)).encode())]
+
+
+def said(code: int, count: int, root: int, lengths: Sequence[int] = ()) -> str:
     """``all_reduce of f32[8] (sum)``."""
     call, op, dtype = _CALLS[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
     extra = [op] if op else []
@@ -49,7 +60,9 @@ def said(code: int, count: int, root: int) -> str:
         extra.append(f"the gradient of leaf {ordinal_of(-1 - root)}")
     if root >= 0:
         extra.append(f"{'to' if call in ('permute', 'reduce', 'gather') else 'from'} {root}")
-    return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"
+    shown = shape_text(dtype, [length for length in lengths if length >= 0] if lengths else (count,))
+    shown = f"{shown[:-1]}, ...]" if lengths and lengths[-1] < -1 else shown
+    return f"{call} of {shown}{' (' + ', '.join(extra) + ')' if extra else ''}"
 
 
 def last_said(box: Box | None) -> str:

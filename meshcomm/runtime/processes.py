@@ -5,11 +5,13 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+import itertools
 import re
+import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from time import monotonic
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,14 +19,17 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
-from meshcomm.runtime import attendance, peers, wire
+from meshcomm.runtime import attendance, forks, peers, wire
+from meshcomm.runtime.envelopes import ROOM
 from meshcomm.runtime.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.packets import PacketLink
 from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.post import CALLS, Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.protocol import Post, Want
 from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, recorded
-from meshcomm.runtime.underway import Messages, Started, Walker
+from meshcomm.runtime.turns import Channel, Turn
+from meshcomm.runtime.underway import Messages, Started, Walker, apart
 
 __all__ = ["FEW", "Later", "ProcessLink"]
 
@@ -56,8 +61,8 @@ _ROUND = 1024
 _ANY = dist.AllToAllOptions()
 _TIMED_OUT = "imed out"
 """What gloo says when a time is up."""
-_TAG = 2**30
-"""Tags of the library's own messages begin here; those of users are below."""
+_CHANNELS, _MOST_CALLS = 2**15, 2**14
+"""Of tags: how many axes, and calls of one that are under way, are told apart."""
 
 Message = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
@@ -75,20 +80,31 @@ class ProcessLink(PacketLink):
     is_later = False
     later_form: type[ProcessLink]
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log) -> None:
-        self.group = group
+    group: dist.ProcessGroup
+    turn: Turn
+    channel: Channel
+    hold: object
+    """Whoever wants to know of the end of both forms of the link has a weak reference to it."""
+
+    def __init__(self, base: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log, name: str) -> None:
+        """``base``: a group of torch's that carries messages; the one for collectives is asked for when it is needed.
+        ``name``: of this sequence of calls, the same on all ranks.
+        """
+        self.base, self.name = base, name
+        self.makers: dict[str, Callable[[], Any]] = {}
+        self._making = threading.Lock()
+        self.numbers = itertools.count()
         self.note_in(log)
         self.ranks = ranks
         self.size = len(ranks)
         self.index = index
-        backends = dist.get_backend_config(group)
+        backends = dist.get_backend_config(base)
         self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
         kinds = self._kinds or {"cuda": backends}
         self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
-        self._options = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
+        self._options, self._scatter_options = _all_options()
         self._sum = self._options["sum"]
-        self._scatter_options = {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
         self.walker: Walker | None = None
@@ -107,15 +123,32 @@ class ProcessLink(PacketLink):
             self._later.__dict__ = self.__dict__  # one state: shutdown takes the group away from both
         return self._later  # type: ignore[no-any-return]
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # Called for what is missing only: the group, once shutdown() has taken it away.
-        if name in ("group", "mail"):
-            fail(
-                "mesh",
-                "the mesh belongs to a process group that was shut down.",
-                fix="make the mesh again after mc.init()",
-            )
-        raise AttributeError(name)
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is missing only: what is made when it is first used, and what was taken away since.
+        if name == "group":
+            self.group = self.turn.group
+            return self.group
+        if name not in ("base", "channel", "mail", "turn"):
+            raise AttributeError(name)
+        with self._making:
+            if name not in vars(self) and name in self.makers:
+                setattr(self, name, self.makers[name]())
+        if name in vars(self):
+            return vars(self)[name]
+        forks.refuse_if_forked("mesh")
+        what = "the mesh belongs to a process group that was shut down."
+        return fail("mesh", what, fix="make the mesh again after mc.init()")
+
+    def let_go(self) -> None:
+        """Of everything that belongs to a process group, for it is about to end."""
+        self._making = threading.Lock()
+        self.makers.clear()
+        for name in ("group", "turn", "base", "mail", "channel"):
+            vars(self).pop(name, None)
+        self._room = None
+        if self.walker is not None and not forks.is_fork():
+            self.walker.end()
+        self.walker = None
 
     def copies(self, name: str, x: Tensor) -> bool:
         """A broadcast begins with a copy; so does what the backend reduces in place."""
@@ -145,6 +178,9 @@ class ProcessLink(PacketLink):
                 if self.is_later:
                     return cast(Tensor, Marked(cast(Any, self._finish("all_reduce", work, y)), record))
                 work.wait()
+            except CommError as error:
+                failed(record, error)
+                raise
             except RuntimeError as error:
                 failed(record, error)
                 raise self._error("all_reduce", error) from error
@@ -168,8 +204,11 @@ class ProcessLink(PacketLink):
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
         """Both send all they have, and reduce it in order of index."""
-        x = wire.plain(x)
-        got = self.permute(x, 1 - self.index, 1 - self.index)
+        x, other = wire.plain(x), 1 - self.index
+        packed = wire.to_bytes(x)
+        got = torch.empty_like(packed)
+        got = self._end(self._begin([(packed, other)], [(got, other)], self._tag()), got, keep=packed)
+        got = then(got, lambda got: wire.from_bytes(got, x.dtype).view(x.shape))
         return then(got, lambda got: wire.fold(op, (x, got) if self.index == 0 else (got, x), out=got))
 
     def _in_two_steps(self, x: Tensor, op: str) -> Tensor:
@@ -183,11 +222,11 @@ class ProcessLink(PacketLink):
         if room is None or room.numel() < out.nbytes + _ROUND:
             room = torch.empty(out.nbytes + _ROUND, dtype=torch.uint8)
         got = room[: self.size * mine * out.element_size()].view(out.dtype)
-        args = got, packed, [mine] * self.size, runs, _ANY
-        first, tag = self._start("all_reduce", partial(self.group.alltoall_base, *args)), self._tag()
+        first, tag = self._swap("all_reduce", got, packed, [mine] * self.size, runs), self._tag()
 
         def steps() -> Tensor:
-            ProcessLink._finish(self, "all_reduce", first, None)
+            for work in first:
+                ProcessLink._finish(self, "all_reduce", work, None)
             rows = [wire.from_bytes(row, x.dtype) for row in got.view(self.size, mine)]
             wire.fold(op, rows, out=wire.from_bytes(results[self.index], x.dtype))
             if room.numel() <= _KEEP:
@@ -203,16 +242,20 @@ class ProcessLink(PacketLink):
 
     def _tag(self) -> int:
         """Of the next messages: one that is waited for later shall not meet one of another call."""
-        self._calls = (self._calls + 1) % _TAG
-        return _TAG + self._calls
+        self._calls = (self._calls + 1) % _MOST_CALLS
+        return CALLS + self.channel.number % _CHANNELS * _MOST_CALLS + self._calls
 
     def _start(self, what: str, start: Callable[[], T]) -> T:
         try:
             return start()
+        except CommError:
+            raise
         except RuntimeError as error:
             raise self._error(what, error) from error
 
     def _error(self, what: str, error: RuntimeError) -> CommError:
+        if (turn := vars(self).get("turn")) is not None:
+            turn.spoil()
         said = (str(error).splitlines() or [type(error).__name__])[0]
         who = peers.account(self.ranks, closed=_TIMED_OUT not in said)
         if _TIMED_OUT in said and (late := self._late(who)) is not None:
@@ -285,8 +328,8 @@ class ProcessLink(PacketLink):
         """Messages to and from ranks, all under way before the first is waited for, so that no order can lock."""
 
         def begin() -> list[dist.Work]:
-            works = [self.group.recv([x], src, tag) for x, src in wants if x.numel()]
-            return works + [self.group.send([x], dst, tag) for x, dst in posts if x.numel()]
+            works = [self.base.recv([x], src, tag) for x, src in wants if x.numel()]
+            return works + [self.base.send([x], dst, tag) for x, dst in posts if x.numel()]
 
         return self._start("exchange", begin)
 
@@ -307,28 +350,44 @@ class ProcessLink(PacketLink):
 
     def _all_to_all(self, x: Tensor, send: list[int], recv: list[int]) -> Tensor:
         out = x.new_empty(sum(recv))
-        work = self._start("all_to_all", lambda: self.group.alltoall_base(out, x, recv, send, _ANY))
-        return self._finish("all_to_all", work, out)
+        works = self._swap("all_to_all", out, x, recv, send)
+        if len(works) == 1:
+            return self._finish("all_to_all", works[0], out)
+        return self._end(works, out, keep=x, cpu=x.is_cpu)
+
+    def _swap(self, where: str, out: Tensor, x: Tensor, recv: list[int], send: list[int]) -> Sequence[dist.Work]:
+        """Runs of ``x`` to all, runs of ``out`` from all."""
+        if not self._by_messages(x):
+            return [self._start(where, lambda: self.group.alltoall_base(out, x, recv, send, _ANY))]
+        parts, rows, me = x.split(send), out.split(recv), self.index
+        rows[me].copy_(parts[me])
+        others = [(me + step) % self.size for step in range(1, self.size)]
+        return self._begin([(parts[i], i) for i in others], [(rows[i], i) for i in others], self._tag())
+
+    def _by_messages(self, x: Tensor) -> bool:
+        """Whether the ranks' one group orders the calls of another axis, so that this one's go as messages."""
+        return self._on_gloo and x.is_cpu and self.size <= FEW and not self.channel.first
 
     @recorded
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """Two messages on gloo, else as in the base."""
         if not (self._on_gloo and x.is_cpu):
             return super().permute(x, source, destination)
-        packed = wire.to_bytes(x)
-        if source is None:
-            got = torch.zeros_like(packed)
-        else:
-            got = packed.clone() if source == self.index else torch.empty_like(packed)
-        posts = [] if destination is None or destination == self.index else [(packed, destination)]
-        wants = [] if source is None or source == self.index else [(got, source)]
-        out = self._end(self._begin(posts, wants, self._tag()), got, keep=packed)
-        return then(out, lambda out: wire.from_bytes(out, x.dtype).view(x.shape))
+        tag = self._tag()
+        posts = [] if destination is None or destination == self.index else [(x, destination, tag)]
+        wants = [] if source is None or source == self.index else [(source, tuple(x.shape), x.dtype, tag, x.device)]
+        got = self._by_post("permute", posts, wants, [tag] * len(posts), [tag] * len(wants))
+        own = [wire.plain(x).clone() if source == self.index else torch.zeros_like(x).contiguous()]
+        return then(got, lambda got: [*got, *own][0])
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
         y = x.clone() if self.index == src else torch.empty_like(x)
         if not y.numel():
             return y
+        if self._by_messages(y):
+            others = [i for i in range(self.size) if i != src]
+            posts = [(y, i) for i in others] if self.index == src else []
+            return self._end(self._begin(posts, [] if posts else [(y, src)], self._tag()), y)
         options = dist.BroadcastOptions()
         options.rootRank = src
         work = self._start("broadcast", lambda: self.group.broadcast([y], options))
@@ -372,14 +431,51 @@ class ProcessLink(PacketLink):
 
     @recorded
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
-        """One batch of point-to-point operations, so that no order of sends and receives can lock."""
+        """One batch of point-to-point operations, so that no order of sends and receives can lock. Over gloo with
+        envelopes, which are compared; what an accelerator's backend moves has none.
+        """
+        if self._on_gloo and all(x.is_cpu for x, _, _ in posts) and all(want[4].type == "cpu" for want in wants):
+            return self._by_post("exchange", posts, wants, [route_of(self.name, tag) for *_, tag in posts],
+                                 [route_of(self.name, want[3]) for want in wants])  # fmt: skip
+        return self._by_batch(posts, wants)
+
+    def _by_post(
+        self, where: str, posts: Sequence[Post], wants: Sequence[Want], sent: Sequence[int], got: Sequence[int]
+    ) -> list[Tensor]:
+        """Messages with envelopes: ``sent`` and ``got`` are their tags, to gloo."""
+
+        def begin() -> tuple[list[Parcel], list[dist.Work], list[Tensor]]:
+            parcels = expect(self.base, wants, got)
+            return parcels, *deliver(self.base, self.name, self.numbers, posts, sent)
+
+        parcels, sending, kept = self._start(where, begin)
+        envelopes = [parcel.work for parcel in parcels]
+
+        def opened(works: Sequence[dist.Work]) -> list[Tensor]:
+            """``works`` end when the others have opened theirs."""
+
+            def wait(more: Sequence[dist.Work]) -> None:
+                ProcessLink._end(self, [*more, *works], kept)
+
+            return self._start(where, lambda: open_all(self.base, where, self.name, self.index, parcels, wait))
+
+        large = any(torch.Size(shape).numel() * dtype.itemsize > ROOM for _, shape, dtype, _, _ in wants)
+        if parcels and (large or len(kept) > len(posts)):
+            return self._apart(lambda: opened(ProcessLink._end(self, envelopes, sending)))
+        return then(self._end([*envelopes, *sending], (), keep=kept), opened)
+
+    def _apart(self, steps: Callable[[], T]) -> T:
+        """Take steps that wait more than once, whatever else is under way."""
+        return steps()
+
+    def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         sent = [(wire.to_bytes(x), dst, tag) for x, dst, tag in posts]
         buffers = [
             wire.to_bytes(torch.empty(shape, dtype=dtype, device=device)) for _, shape, dtype, _, device in wants
         ]
-        todo = [dist.P2POp(dist.isend, x, group=self.group, tag=tag, group_peer=dst) for x, dst, tag in sent]
+        todo = [dist.P2POp(dist.isend, x, group=self.base, tag=tag, group_peer=dst) for x, dst, tag in sent]
         todo += [
-            dist.P2POp(dist.irecv, buffer, group=self.group, tag=want[3], group_peer=want[0])
+            dist.P2POp(dist.irecv, buffer, group=self.base, tag=want[3], group_peer=want[0])
             for buffer, want in zip(buffers, wants, strict=True)
         ]
         works: list[dist.Work] = self._start("exchange", lambda: _torch.begin_messages(todo)) if todo else []
@@ -401,7 +497,8 @@ class ProcessLink(PacketLink):
     @recorded
     def barrier_within(self, seconds: float) -> None:
         """At the store, which knows who has come."""
-        attendance.all_here(self.ranks, self.index, seconds)
+        forks.refuse_if_forked("barrier")
+        attendance.all_here(self.name, self.ranks, self.index, seconds)
 
 
 class Later(ProcessLink):
@@ -423,6 +520,9 @@ class Later(ProcessLink):
         begun = [Started(work, None, partial(self._error, "exchange"), gloo=False, keep=keep) for work in works]
         return then_all(begun, lambda _: result)
 
+    def _apart(self, steps: Callable[[], T]) -> T:
+        return cast(T, apart(steps))
+
     def _walk(self, steps: Callable[[], T]) -> T:
         if self.walker is None:
             self.walker = Walker()
@@ -435,6 +535,13 @@ ProcessLink.later_form = Later
 def _brief(said: str) -> str:
     """What gloo says, without where in its sources and what to think of it."""
     return re.sub(r"^\[\S+\] |\. This is typically .*", "", said)
+
+
+@cache
+def _all_options() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of an all_reduce and of a reduce_scatter, by op; nobody changes them."""
+    every = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
+    return every, {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
 
 
 def _options(options: Any, op: Any) -> Any:

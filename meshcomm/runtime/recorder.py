@@ -27,6 +27,8 @@ __all__ = [
 
 MOST = 1000
 """The calls of a rank that are kept."""
+_OVER = 64
+"""The logs that are kept of meshes that are gone."""
 
 Record = list[Any]
 """One call: a list, for that is the cheapest that can be changed."""
@@ -60,8 +62,8 @@ class Log:
     """The last calls of this rank in one group."""
 
     __slots__ = (
-        "_count", "axes", "begin", "index", "inside", "messages", "number", "ranks", "records", "said", "seconds",
-        "title",
+        "_count", "axes", "begin", "index", "inside", "messages", "number", "over", "ranks", "records", "said",
+        "seconds", "title",
     )  # fmt: skip
 
     def __init__(self, ranks: tuple[int, ...], index: int, seconds: float | None = None) -> None:
@@ -71,6 +73,7 @@ class Log:
         self.axes: list[AxisAt] = []
         self.records: deque[Record] = deque(maxlen=MOST)
         self.messages = 0
+        self.over = False  # whether its mesh is gone
         self.inside = False  # a primitive that is made of others is one call
         self.said: tuple[str, object] | None = None
         """The public call and its line, set by who knows them before each call."""
@@ -168,15 +171,17 @@ class Ring:
         self.owner = owner
         self.logs: list[Log] = []
         self.retired = False
-        self.by_ranks: dict[tuple[int, ...], Log] = {}
+        self.by_name: dict[Any, Log] = {}
 
-    def log(self, ranks: tuple[int, ...], index: int, seconds: float | None = None) -> Log:
-        """A log for a group. Two groups of the same ranks are told apart by which was made first."""
+    def log(self, ranks: tuple[int, ...], index: int, name: str = "", seconds: float | None = None) -> Log:
+        """A log for the calls over an axis; ``name`` tells it, on all of its ranks, from others of the same ranks."""
         log = Log(ranks, index, seconds)
-        same = sum(other.ranks == ranks and other.seconds == seconds for other in self.logs)
         log.title = ",".join(map(str, ranks))
         log.title += "" if seconds is None else f" within {seconds:g} s"
-        log.title += f" #{same + 1}" if same else ""
+        log.title += f" of {name}" if name else ""
+        over = [each for each in self.logs if each.over]
+        for each in over[: max(0, len(over) - _OVER)]:
+            self.logs.remove(each)
         self.logs.append(log)
         return log
 
@@ -217,16 +222,16 @@ _inside: dict[Any, Any] = {}
 """What the ranks of the last launch in this process share, their rings among it."""
 
 
-def log_among(shared: dict[Any, Any], owner: Owner, ranks: tuple[int, ...]) -> Log:
+def log_among(shared: dict[Any, Any], owner: Owner, ranks: tuple[int, ...], name: str) -> Log:
     """The log of one of the ranks of this process, which share a dict."""
     global _inside
     _inside = shared.setdefault("rings", {})
     if not _inside:
         _inside.update({rank: Ring(Owner(rank, owner.size)) for rank in range(owner.size)})
     mine: Ring = _inside[owner.rank]
-    if ranks not in mine.by_ranks:
-        mine.by_ranks[ranks] = mine.log(ranks, ranks.index(owner.rank))
-    return mine.by_ranks[ranks]
+    if (ranks, name) not in mine.by_name:
+        mine.by_name[ranks, name] = mine.log(ranks, ranks.index(owner.rank), name)
+    return mine.by_name[ranks, name]
 
 
 def rings_inside() -> dict[int, Ring]:

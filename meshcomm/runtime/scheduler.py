@@ -10,7 +10,7 @@ import contextvars
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
+from meshcomm.runtime import forks
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.randomstate import RandomState
@@ -89,6 +90,7 @@ class Rank:
         self.result: Any = None
         self.error: BaseException | None = None
         self.axes: dict[Any, Any] = {}  # of the meshes that this rank uses
+        self.made: Counter[Any] = Counter()  # how many meshes of a kind
 
     def save(self) -> None:
         """Keep what torch and others hold per process but is this rank's own."""
@@ -193,6 +195,7 @@ class World:
     def check(self) -> None:
         """End this rank if another one has failed, if the time is up, or if it has written what others share."""
         if self.cancelled:
+            forks.refuse_if_forked("launch")
             raise _Cancelled
         if self._end is not None and time.monotonic() > self._end:
             assert self.limit is not None
@@ -348,6 +351,15 @@ def _leave_the_core() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_the_core)
+
+
+def _alone() -> None:
+    """A process forked in a rank has none of the others."""
+    if local.rank is not None:
+        local.rank.world.cancelled = True
+
+
+forks.on_fork(lambda: None if local.rank is None or local.rank.world.size == 1 else local.rank.index, _alone)
 
 
 def _named(error: BaseException | None, rank: Rank, size: int) -> BaseException:

@@ -18,8 +18,8 @@ import select
 import sys
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +45,7 @@ __all__ = [
     "Lease",
     "Neighbour",
     "Neighbours",
+    "Retired",
     "Segment",
     "arena",
     "borrow",
@@ -289,11 +290,15 @@ _ENTRIES_AT = 128
 _STATE = 0
 HERE, LEAVING, GONE = 0, 1, 2
 _DRAINED = 8
+_FAR = 2**62
+"""What a reader says to have seen who will never look again."""
 _BOX = _ENTRIES_AT + ENTRIES * ENTRY
 _DIRECTORY = PAGE // 8
 _BOXES = 2 * PAGE
 """Where the boxes begin; before them lie pairs of key and place."""
 _MOST_BOXES = 1000
+_TRIED = 4
+"""How many boxes are looked at, whether they can serve again."""
 NOTES, NOTE_RING, NOTE = 2**16, 8, 4096
 """What the guard writes: bytes for the process, the calls of a group that it keeps, and bytes for one of them."""
 _NOTES_AT = 8 * (_BOXES + _MOST_BOXES * _BOX)
@@ -328,6 +333,26 @@ class Box:
         """As that reader."""
         self.cells[self._base + _DRAINED + place] = number
 
+    def clear(self, calls: int) -> None:
+        """As it was before so many calls."""
+        first = self._base + _ENTRIES_AT
+        for cell in [*range(self._base, first), *range(first, first + ENTRIES * ENTRY, ENTRY)[: calls + 1]]:
+            self.cells[cell] = 0
+
+
+class Retired(NamedTuple):
+    """A box whose sequence of calls has ended here."""
+
+    key: int
+    place: int
+    """Of this rank in the group."""
+    calls: int
+    """How many there were."""
+    noted: bool
+    """Whether the guard has written here."""
+    others: Mapping[int, Arena]
+    """By index."""
+
 
 class Arena:
     """The mailboxes of a process; made once, for good."""
@@ -335,6 +360,7 @@ class Arena:
     def __init__(self, memory: Memory) -> None:
         self._memory, self._cells = memory, memory.view.cast("q")
         self._lock = threading.Lock()
+        self._retired: deque[Retired] = deque()
 
     @property
     def lease(self) -> Lease:
@@ -364,13 +390,47 @@ class Arena:
         """A box with this key; raises OSError when there is no room for one more."""
         cells = self._cells
         with self._lock:
-            count = cells[_DIRECTORY]
-            if count == _MOST_BOXES:
-                raise OSError(f"there are {count} groups already")
-            cells[_DIRECTORY + 1 + 2 * count] = key
-            cells[_DIRECTORY + 2 + 2 * count] = _BOXES + count * _BOX
-            cells[_DIRECTORY] = count + 1
-        return Box(cells, _BOXES + count * _BOX)
+            at = self._used_before()
+            if at is None:
+                at = cells[_DIRECTORY]
+                if at == _MOST_BOXES:
+                    raise OSError(f"there are {at} axes of meshes already")
+                cells[_DIRECTORY + 2 + 2 * at] = _BOXES + at * _BOX
+                cells[_DIRECTORY + 1 + 2 * at] = key
+                cells[_DIRECTORY] = at + 1
+            else:
+                cells[_DIRECTORY + 1 + 2 * at] = key
+        return Box(cells, _BOXES + at * _BOX)
+
+    def is_crowded(self) -> bool:
+        """Whether there is little room left."""
+        return self._cells[_DIRECTORY] > _MOST_BOXES * 3 // 4
+
+    def retire(self, old: Retired) -> None:
+        """A box that is not used here any more, nor will be."""
+        with self._lock:
+            self._retired.append(old)
+
+    def _used_before(self) -> int | None:
+        """The place of a box that nobody looks into any more, emptied."""
+        for _ in range(min(_TRIED, len(self._retired))):
+            old = self._retired.popleft()
+            at, mine = self.place(old.key), self.box(old.key)
+            if at is None or mine is None:
+                continue
+            boxes = {i: arena.box(old.key) for i, arena in old.others.items()}  # first these, then what they have said
+            if all((box is not None and box.state() == GONE) or mine.drained(i) == _FAR for i, box in boxes.items()):
+                for box in boxes.values():
+                    if box is not None:
+                        box.drain(old.place, _FAR)
+                self._cells[_DIRECTORY + 1 + 2 * at] = 0
+                mine.clear(old.calls)
+                if old.noted:
+                    notes = self.notes_of(at)
+                    notes[:] = bytes(len(notes))
+                return at
+            self._retired.append(old)
+        return None
 
 
 @cache

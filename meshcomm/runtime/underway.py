@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshcomm.runtime import exits
 from meshcomm.runtime.pending import Pending, TimedOutError
 
-__all__ = ["Messages", "Started", "Steps", "Walker"]
+__all__ = ["Messages", "Started", "Steps", "Walker", "apart"]
 
 Explain = Callable[[RuntimeError], Exception]
 """Says in the library's words what the transport said in its own."""
@@ -184,12 +184,24 @@ class Steps(Pending):
         return self._over.is_set()
 
 
+def apart(fn: Callable[[], Any]) -> Steps:
+    """Steps that are taken on a thread of their own."""
+    steps = Steps(fn)
+
+    def live() -> None:
+        with torch.inference_mode():
+            steps.walk()
+
+    threading.Thread(target=live, name="meshcomm message", daemon=True).start()
+    return steps
+
+
 class Walker:
     """A thread that takes the steps of one group's operations, one operation after the other."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Steps | None] = queue.SimpleQueue()
-        threading.Thread(target=self._live, name="meshcomm steps", daemon=True).start()
+        threading.Thread(target=_walk, args=(self._queue,), name="meshcomm steps", daemon=True).start()
 
     def take(self, fn: Callable[[], Any]) -> Steps:
         """Call ``fn`` when those before are done."""
@@ -201,8 +213,11 @@ class Walker:
         """After what is in the queue."""
         self._queue.put(None)
 
-    def _live(self) -> None:
-        with torch.inference_mode():  # it writes into tensors that may have been made in that mode
-            while (steps := self._queue.get()) is not None:
-                steps.walk()
-                del steps  # and with it the tensors, while it waits for the next
+    __del__ = end
+
+
+def _walk(queue: queue.SimpleQueue[Steps | None]) -> None:
+    with torch.inference_mode():  # it writes into tensors that may have been made in that mode
+        while (steps := queue.get()) is not None:
+            steps.walk()
+            del steps  # and with it the tensors, while it waits for the next

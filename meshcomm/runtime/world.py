@@ -23,7 +23,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, MeshError, fail, held, text
-from meshcomm.runtime import devices, dumps, exits, peers, rendezvous
+from meshcomm.runtime import devices, dumps, exits, forks, peers, rendezvous
 from meshcomm.runtime.launchers import Launcher, detect
 from meshcomm.runtime.request import GUARD, Request, guard_wanted, host_port
 from meshcomm.runtime.shared_memory import Address, Neighbours
@@ -82,6 +82,16 @@ class _State:
 
 
 _lock = threading.RLock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()  # who held it is not here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
 _state: _State | None = None
 _launched: Request | None = None
 """What ``launch`` had this process ask for when it started it: asking again begins anew, among the same processes."""
@@ -106,6 +116,7 @@ def current() -> ProcessWorld | None:
 
 def ensure() -> ProcessWorld | None:
     """The world of this launch, made now if need be; None in a plain process."""
+    forks.refuse_if_forked("make_mesh")
     here = current()
     if here is not None:
         return None if _is_solo() else here
@@ -195,6 +206,7 @@ def init(
         >>> mc.make_mesh({"dp": -1}).size
         1
     """
+    forks.refuse_if_forked("init")
     request = Request.checked(launcher, backend, init_method, rank, world_size, store, port, timeout, guard)
     with _lock:
         current()  # Forgets a group that its owner has destroyed meanwhile.
@@ -534,6 +546,8 @@ def shutdown() -> None:
         >>> mc.init()
         >>> mc.shutdown()
     """
+    if forks.is_fork():
+        return  # what there is to leave is the parent's
     with _lock:
         state = _state
         if state is not None:

@@ -1,0 +1,193 @@
+"""A message that is not what its receiver expects: the receiver is told what was sent, the sender is not hurt, and the axis goes
+on; for every way on which one rank hands something to another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshcomm as mc
+from meshcomm.runtime.envelopes import ROOM, SIZE, Envelope
+
+Run = Callable[..., list[Any]]
+LARGE = SIZE
+
+UNLIKE = {
+    "longer": (torch.arange(6.0), torch.arange(3.0)),
+    "shorter": (torch.arange(3.0), torch.arange(6.0)),
+    "dtype": (torch.arange(3.0), torch.arange(3)[:3].int()),
+    "width": (torch.arange(4.0), torch.arange(4.0).double()),
+    "dims": (torch.ones(2, 3), torch.ones(3, 2)),
+    "rank": (torch.ones(6), torch.ones(6, 1)),
+    "nothing": (torch.ones(0), torch.ones(1)),
+    "scalar": (torch.ones(()), torch.ones(1)),
+    "large": (torch.ones(LARGE), torch.ones(LARGE + 1)),
+    "large and small": (torch.ones(LARGE), torch.ones(2)),
+    "small and large": (torch.ones(2), torch.ones(LARGE)),
+    "half": (torch.ones(2, LARGE, dtype=torch.bfloat16), torch.ones(2, LARGE, dtype=torch.float16)),
+    "complex": (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.float64)),
+    "bool": (torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.uint8)),
+}  # fmt: skip
+"""What is sent, and what its receiver expects."""
+
+
+def told(fn: Callable[[], Any]) -> str:
+    with pytest.raises(mc.CommError) as caught:
+        fn()
+    return str(caught.value)
+
+
+def pair() -> mc.Mesh | None:
+    """Of the first two ranks."""
+    mesh = mc.make_mesh({"a": 2}, ranks=[0, 1])
+    return mesh if mc.rank() < 2 else None
+
+
+def goes_on(mesh: mc.Mesh) -> None:
+    assert mc.all_reduce(torch.ones(2), "a", mesh=mesh).tolist() == [2, 2]
+    if mesh.rank == 0:
+        mc.send(torch.tensor([7, 8]), "a", 1, mesh=mesh)
+    else:
+        assert mc.recv("a", 0, shape=(2,), dtype=torch.int64, mesh=mesh).tolist() == [7, 8]
+
+
+def one_way(name: str, how: str) -> str:
+    """What rank 1 is told."""
+    mesh = pair()
+    if mesh is None:
+        return ""
+    x, like = UNLIKE[name]
+    later, text = how == "later", ""
+    if mesh.rank == 0:
+        if how == "exchange":
+            mc.exchange([(x, 1)], [], "a", mesh=mesh)
+        else:
+            work = mc.send(x, "a", 1, mesh=mesh, async_op=later)  # type: ignore[call-overload]
+            _ = work.wait() if later else None
+    elif how == "exchange":
+        text = told(lambda: mc.exchange([], [(0, tuple(like.shape), like.dtype)], "a", mesh=mesh))
+    else:
+        want: Any = {"shape": tuple(like.shape), "dtype": like.dtype, "mesh": mesh}
+        text = told(lambda: mc.recv("a", 0, **want, async_op=True).wait() if later else mc.recv("a", 0, **want))
+    goes_on(mesh)
+    return text
+
+
+@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_is_sent_is_not_what_is_expected(request: pytest.FixtureRequest, pool: str, name: str) -> None:
+    x, like = UNLIKE[name]
+    for how in ("at once", "later", "exchange") if name in ("longer", "dtype", "large") else ("at once",):
+        text = request.getfixturevalue(pool).run(one_way, name, how)[1]
+        sent, expected = (mc.errors.shape_text(each.dtype, each.shape) for each in (x, like))  # type: ignore[attr-defined]
+        assert f"index 0 sends {sent}, index 1 expects {expected}." in text
+        assert "from index 0 to index 1, tag 0" in text
+
+
+def in_a_circle(name: str) -> list[str]:
+    """Rank 1 has another tensor than the others."""
+    mesh = mc.make_mesh({"a": 4})
+    x = UNLIKE[name][mesh.rank == 1]
+    calls: list[Callable[[], Any]] = [
+        lambda: mc.shift(x, "a", mesh=mesh),
+        lambda: mc.shift(x, "a", -1, wrap=False, mesh=mesh, async_op=True).wait(),
+        lambda: mc.permute(x, "a", [(0, 1), (1, 0)], mesh=mesh),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+            found.append("")
+        except mc.CommError as error:
+            found.append(str(error))
+        mc.barrier("a", timeout=60, mesh=mesh)
+        assert mc.all_reduce(torch.ones(1), "a", mesh=mesh).item() == 4
+    return found
+
+
+@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+@pytest.mark.parametrize("name", ["longer", "dtype", "dims", "rank", "large"])
+def test_permutes_of_what_differs(request: pytest.FixtureRequest, pool: str, name: str) -> None:
+    """Who gets another tensor than its own is told."""
+    shown = [re.escape(mc.errors.shape_text(x.dtype, x.shape)) for x in UNLIKE[name]]  # type: ignore[attr-defined]
+    every = request.getfixturevalue(pool).run(in_a_circle, name)
+    for call, receivers in enumerate([(1, 2), (0, 1), (0, 1)]):
+        for rank, texts in enumerate(every):
+            assert bool(texts[call]) == (rank in receivers), (call, rank, texts)
+            for each in shown if texts[call] else ():
+                assert re.search(each, texts[call]), texts[call]
+
+
+def right(dtype: torch.dtype, length: int) -> None:
+    """Many at once, in another order than they are waited for."""
+    mesh = mc.make_mesh({"a": 4})
+    me, others = mesh.rank, [i for i in range(4) if i != mesh.rank]
+
+    def message(src: int, dst: int, tag: int) -> Tensor:
+        return (torch.arange(length) + 7 * src + dst + tag).to(dtype).view(length, 1)
+
+    wants = [(src, (length, 1), dtype, tag) for src in others for tag in (0, 5)]
+    posts = [(message(me, dst, tag), dst, tag) for dst in reversed(others) for tag in (5, 0)]
+    for later in (False, True):
+        got: Any = mc.exchange(posts, wants, "a", mesh=mesh, async_op=later)  # type: ignore[call-overload]
+        for (src, _, _, tag), y in zip(wants, got.wait() if later else got, strict=True):
+            assert y.dtype == dtype
+            assert torch.equal(y.view(torch.uint8), message(src, me, tag).view(torch.uint8))
+
+
+@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+@pytest.mark.parametrize("length", [0, 1, ROOM // 4, ROOM // 4 + 1, 3 * SIZE])
+def test_messages_of_every_size(request: pytest.FixtureRequest, pool: str, length: int) -> None:
+    for dtype in (torch.float32, torch.int16, torch.complex128, torch.bool):
+        request.getfixturevalue(pool).run(right, dtype, length)
+
+
+def over_another_axis() -> str:
+    """Of the same ranks: a message is for the axis that it was sent over."""
+    one, other = mc.make_mesh({"a": 2}, ranks=[0, 1]), mc.make_mesh({"b": 2}, ranks=[0, 1])
+    if mc.rank() > 1:
+        return ""
+    x = torch.arange(3.0)
+    if mc.rank() == 0:
+        works = [mc.send(x, "a", 1, mesh=one, async_op=True), mc.send(x + 1, "b", 1, mesh=other, async_op=True)]
+        mc.wait(works)
+        return ""
+    want: Any = {"shape": (3,), "dtype": torch.float32}
+    assert mc.recv("b", 0, **want, mesh=other).tolist() == [1, 2, 3]
+    assert mc.recv("a", 0, **want, mesh=one).tolist() == [0, 1, 2]
+    return ""
+
+
+@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+def test_a_message_is_for_its_axis(request: pytest.FixtureRequest, pool: str) -> None:
+    request.getfixturevalue(pool).run(over_another_axis)
+
+
+def test_in_process_both_sides_are_told() -> None:
+    mesh = mc.make_mesh({"a": 2})
+
+    def main() -> str:
+        if mesh.rank == 0:
+            return told(lambda: mc.send(torch.ones(6), "a", 1, mesh=mesh))
+        return told(lambda: mc.recv("a", 0, shape=(3,), dtype=torch.float64, mesh=mesh))
+
+    for text in mc.launch(main, ranks=2):
+        assert "sent f32[6]" in text
+        assert "expected f64[3]" in text
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 1, 2), tuple(range(1, 17)), (1,) * 20])
+def test_an_envelope_says_what_was_written(shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape if len(shape) < 10 else (1,) * len(shape), dtype=torch.bfloat16)
+    found = Envelope.read(Envelope.of("one", 3, x, 0).write(x.reshape(-1)))
+    assert found.is_for("one", 3, torch.bfloat16, tuple(x.shape))
+    assert not found.is_for("other", 3, torch.bfloat16, tuple(x.shape))
+    assert not found.is_for("one", 4, torch.bfloat16, tuple(x.shape))
+    assert not found.is_for("one", 3, torch.float16, tuple(x.shape))
+    assert not found.is_for("one", 3, torch.bfloat16, (*x.shape, 1))
