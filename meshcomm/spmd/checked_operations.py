@@ -93,6 +93,9 @@ class Operations(Leaves):
             if kind.name == "requires_grad_":
                 self._own_leaf(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
                 return self._counted(func(*args, **kwargs))
+            if kind.name in ("register_hook", "register_post_accumulate_grad_hook"):
+                args = self._hooked(kind.name, (*args, *kwargs.values()))
+                kwargs = {}
             return func(*args, **kwargs)
         operands: list[Tensor] = []
         tensors_in(args, operands)

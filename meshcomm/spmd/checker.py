@@ -15,6 +15,7 @@ from typing_extensions import Self
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.spmd.checked_collectives import Collectives
 from meshcomm.spmd.checked_functions import Functions, watch_all
+from meshcomm.spmd.checked_hooks import Hooks
 from meshcomm.spmd.checked_sizes import Sizes
 from meshcomm.spmd.checker_core import WHERE
 from meshcomm.spmd.operands import (
@@ -25,7 +26,7 @@ from meshcomm.spmd.operands import (
 __all__ = ["Checker"]
 
 
-class Checker(Functions, Sizes, Collectives):
+class Checker(Functions, Sizes, Hooks, Collectives):
     """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""
 
     def __enter__(self) -> Self:

@@ -239,6 +239,10 @@ class Core(TorchFunctionMode):
         """An operation that may have to do with sizes that depend on data."""
         raise NotImplementedError
 
+    def _hooked(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of register_hook and the like, with a hook that is looked at while it runs."""
+        raise NotImplementedError
+
     def _backward(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward pass."""
         raise NotImplementedError
