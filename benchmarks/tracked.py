@@ -21,6 +21,8 @@ class Tracked(TorchDispatchMode):
     process groups with the bytes of what each takes.
     """
 
+    sees_meshcomm = True
+
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.bytes = 0

@@ -68,6 +68,8 @@ __all__ = [
     "let_into_graph",
     "new_group",
     "next_sequence_number",
+    "out_of_graphs",
+    "outside_dispatch_modes",
     "outside_transforms",
     "own_parameters",
     "plain_apply",
@@ -189,6 +191,39 @@ def outside_transforms() -> Iterator[None]:
         yield
 
 
+_plainly = contextlib.nullcontext()
+
+
+def outside_dispatch_modes() -> contextlib.AbstractContextManager[object]:
+    """What runs inside is seen by no dispatch mode of the user's: one that counts calls, as that of selective
+    checkpoints does, must not count ours. Fake tensors stay fake, what traces goes on tracing, and a mode whose class
+    has ``sees_meshcomm`` (it measures) goes on seeing.
+    """
+    depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    if depth is not None and depth() == 0:
+        return _plainly
+    return _without_dispatch_modes()
+
+
+@contextlib.contextmanager
+def _without_dispatch_modes() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        kinds = {mode: _kind_of(mode) for mode in stack.enter_context(_disable_current_modes())}
+        if set(kinds.values()) <= {"", "FAKE"}:
+            for mode, kind in kinds.items():
+                if kind or getattr(mode, "sees_meshcomm", False):
+                    stack.enter_context(mode)
+        else:
+            stack.close()
+        yield
+
+
+def _kind_of(mode: object) -> str:
+    """Of a mode that is torch's own infrastructure: FAKE, PROXY, FUNCTIONAL; nothing for any other."""
+    key = getattr(mode, "_mode_key", None)
+    return "" if key is None else str(getattr(key, "name", key))
+
+
 # ------------------------------------------------------------------------------------------------ watching operations
 
 
@@ -297,6 +332,17 @@ def let_into_graph() -> bool:
     while _waiting:
         torch.compiler.allow_in_graph(_waiting.pop())
     return True
+
+
+def out_of_graphs(fn: F) -> F:
+    """Have dynamo trace neither ``fn``, a plain function, nor what it calls: graphs end before it and begin after."""
+    compiler = torch._C._dynamo.eval_frame
+    if not hasattr(compiler, "set_code_exec_strategy"):
+        return torch.compiler.disable(fn)  # type: ignore[no-any-return]
+    skip = compiler._FrameAction.SKIP
+    compiler.set_code_exec_strategy(fn.__code__, compiler._FrameExecStrategy(skip, skip))
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return fn
 
 
 # --------------------------------------------------------------------------------------------------------- pytrees

@@ -63,7 +63,8 @@ def test_a_step_on_the_fake_backend(results: Any) -> None:
     ours, theirs, alone = (found[train_step.FSDP][who] for who in ("meshcomm", TORCHS[train_step.FSDP], "one rank"))
     # Each block is gathered forwards and backwards, what is around them once; each has its gradients scattered.
     calls = {"allgather": 2 * layers + 1, "reduce_scatter": layers + 1}
-    assert ours["collectives"] == theirs["collectives"] == calls
+    assert theirs["collectives"] == calls
+    assert ours["collectives"] == calls | {"allreduce": 1}  # which parameters have gradients, on the host
     assert alone["collectives"] == {}
     assert ours["peak"] <= theirs["peak"]
     assert ours["peak"] < alone["peak"]

@@ -172,6 +172,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
 class Live(TorchDispatchMode):
     """Counts the bytes of the storages that this rank's operations have made and that are still there."""
 
+    sees_meshcomm = True
+
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
@@ -587,11 +589,11 @@ def test_the_order_of_start_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefetch in (0, 1):
         with events(monkeypatch) as log:
             mc.launch(main, ranks=2, args=(prefetch,))
-        short = {"all_gather": "g", "reduce_scatter": "r"}
+        short = {"all_gather": "g", "reduce_scatter": "r", "all_reduce": "u"}
         orders[prefetch] = " ".join(("+" if kind == "start" else "-") + short[what] for kind, what, *_ in log)
-    # root, block 0, block 1; block 1 and block 0 again; reductions of block 1, block 0 and the root
-    assert orders[0] == "+g -g +g -g +g -g  +g -g +r +g -g -r +r -r +r -r".replace("  ", " ")
-    assert orders[1] == "+g +g -g +g -g -g  +g +g -g +r -g -r +r -r +r -r".replace("  ", " ")
+    # root, block 0, block 1; block 1 and block 0 again; reductions of block 1, block 0 and the root; what has gradients
+    assert orders[0] == "+g -g +g -g +g -g  +g -g +r +g -g -r +r -r +r +u -r -u".replace("  ", " ")
+    assert orders[1] == "+g +g -g +g -g -g  +g +g -g +r -g -r +r -r +r +u -r -u".replace("  ", " ")
 
 
 def test_bytes_between_forward_and_backward_and_at_the_peak() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import meshcomm as mc
 from meshcomm.parallel import data_parallel
 from meshcomm.parallel.fsdp_module import fully_shard
-from meshcomm.parallel.fsdp_state import full_state_dict, load_full_state_dict
+from meshcomm.parallel.fsdp_state import full_state_dict, load_full_state_dict, no_sync
 from meshcomm.parallel.fsdp_units import owner_of
 from meshcomm.runtime.workers import WorkerPool
 
@@ -217,6 +220,92 @@ PROGRAMS |= {
 }
 
 
+# ---------------------------------------------------------------------------------- what has no gradient gets none
+
+
+class Rare(nn.Module):
+    """Parameters of its own that the ranks in ``users`` use and the others do not, beside units that all use."""
+
+    def __init__(self, users: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.users = users
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.scale, self.never = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x * self.scale if rank in self.users else x
+
+
+class Half(nn.Linear):
+    """Has parameters of two dtypes, which are gathered and reduced apart."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def double(self) -> Any:
+        return self
+
+    def forward(self, x: Tensor, gained: bool = False) -> Tensor:
+        x = super().forward(x)
+        return x * self.gain.double() if gained else x
+
+
+class Halves(nn.Module):
+    """The rarer dtype is used by one rank in one unit, by another rank in the other unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Half() for _ in range(2))
+        for block in self.blocks:
+            block.weight.data, block.bias.data = block.weight.data.double(), block.bias.data.double()
+
+    def double(self) -> Any:
+        return self
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for at, block in enumerate(self.blocks):
+            x = block(x, rank == at).tanh()
+        return x
+
+
+class Experts(nn.Module):
+    """Each rank uses two of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.enter(x)
+        return torch.stack([x, *(self.experts[at](x) for at in {0, rank})]).sum(0)
+
+
+def with_rank(net: nn.Module, x: Tensor, rank: int) -> Tensor:
+    return net(x, rank).square().mean()  # type: ignore[no-any-return]
+
+
+def twice(net: nn.Module, x: Tensor, rank: int) -> Tensor:
+    """Two forward passes, of which only one uses the rare parameter."""
+    return with_rank(net, x, rank) + net(2 * x, rank + 1).abs().mean()  # type: ignore[no-any-return]
+
+
+PROGRAMS |= {
+    "nobody": Program(Rare, loss=with_rank),
+    "one rank": Program(lambda: Rare((1,)), loss=with_rank),
+    "one rank, kept": Program(lambda: Rare((0,)), {"regather": False}, with_rank),
+    "one rank, one unit": Program(lambda: Rare((0,)), {"units": ()}, with_rank),
+    "one rank, whole": Program(lambda: Rare((0,)), {"whole": True}, with_rank),
+    "one rank, twice": Program(lambda: Rare((1,)), loss=twice),
+    "two dtypes": Program(Halves, loss=with_rank),
+    "experts": Program(Experts, loss=with_rank),
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_fully_sharded(name: str, shape: dict[str, int]) -> None:
@@ -232,10 +321,44 @@ def test_data_parallel(name: str) -> None:
         same(got, alone(name, 2))
 
 
-@pytest.mark.parametrize("name", ["tied", "tied across units", "lstm"])
+@pytest.mark.parametrize("name", ["tied", "tied across units", "lstm", "nobody", "one rank", "experts", "two dtypes"])
 def test_on_processes(name: str, pool4: WorkerPool) -> None:
     for got in pool4.run(on_a_rank, name, {"rep": 2, "fsdp": 2}):
         same(got, alone(name, 4))
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_gradients_that_add_up_are_of_what_any_micro_batch_has_used(silent: bool) -> None:
+    mesh = mc.make_mesh({"fsdp": 2})
+
+    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = x.chunk(2)
+        return first, second
+
+    def one_rank() -> tuple[dict[str, Tensor], list[bool]]:
+        net = made("one rank")
+        return net.state_dict(), steps(net, lambda x: both(net, *parts(x)))
+
+    def both(net: nn.Module, first: Tensor, second: Tensor) -> Tensor:
+        # Of the first micro-batch both ranks' rows, of which rank 1 alone uses the scale; in the second nobody does.
+        losses = [with_rank(net, x, rank) for rank, x in enumerate(first.chunk(2))]
+        losses += [with_rank(net, x, 0) for x in second.chunk(2)]
+        return torch.stack(losses).sum() / 2
+
+    def main() -> tuple[dict[str, Tensor], list[bool]]:
+        net = fully_shard(made("one rank"), "fsdp", grads="mean", mesh=mesh)
+
+        def loss(x: Tensor) -> Tensor:
+            first, second = (part.chunk(2)[mesh.rank] for part in parts(x))
+            with no_sync(net) if silent else nullcontext():
+                with_rank(net, first, mesh.rank).backward()
+            return with_rank(net, second, 0)
+
+        used = steps(net, loss)
+        return full_state_dict(net), used
+
+    for got in mc.launch(main, ranks=2):
+        same(got, one_rank())
 
 
 def test_ties_stay_ties() -> None:
@@ -326,3 +449,119 @@ PROGRAMS["lists"] = Program(Lists, {"units": [nn.ModuleList, nn.ModuleDict]})
 def test_units_of_lists_train_as_one_rank() -> None:
     for got in mc.launch(on_a_rank, ranks=2, args=("lists", {"fsdp": 2})):
         same(got, alone("lists", 2))
+
+
+# ------------------------------------------------------------------------------------ checkpoints of activations
+
+
+def save_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_all(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "products": {
+        "use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, save_products)
+    },
+    "everything": {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, save_all)},
+}  # fmt: skip
+
+
+class Recomputed(nn.Module):
+    """Units with a checkpoint inside, checkpoints around units, one around all."""
+
+    def __init__(self, inside: str = "", around: str = "", everything: str = "") -> None:
+        super().__init__()
+        self.inside, self.around, self.everything = inside, around, everything
+        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(WIDTH, 6), "b": nn.Linear(6, WIDTH)}) for _ in "12")
+        self.units = nn.ModuleList(_Block(part, inside) for part in self.blocks)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = x + (checkpoint(unit, x, **KINDS[self.around]) if self.around else unit(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return checkpoint(self.body, x, **KINDS[self.everything]) if self.everything else self.body(x)  # type: ignore[no-any-return]
+
+
+class _Block(nn.Module):
+    def __init__(self, parts: nn.Module, inside: str) -> None:
+        super().__init__()
+        self.parts, self.inside = parts, inside
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.parts["b"](self.parts["a"](x).tanh()).sin()  # type: ignore[index, no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, **KINDS[self.inside]) if self.inside else self.body(x)  # type: ignore[no-any-return]
+
+
+WAYS = [
+    ("products", "", ""), ("", "products", ""), ("everything", "", ""), ("", "everything", ""), ("", "", "products"),
+    ("plain", "plain", ""), ("reentrant", "reentrant", ""), ("plain", "reentrant", ""), ("reentrant", "plain", ""),
+    ("products", "reentrant", ""), ("reentrant", "products", ""), ("plain", "products", ""), ("plain", "", "products"), ("", "plain", "products"),
+]  # fmt: skip
+for way in WAYS:
+    PROGRAMS[f"recomputed {way}"] = Program(partial(Recomputed, *way), {"units": ["units.*"]})
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_checkpoints_inside_and_around_units(way: tuple[str, str, str]) -> None:
+    name = f"recomputed {way}"
+    for got in mc.launch(on_a_rank, ranks=4, args=(name, {"rep": 2, "fsdp": 2})):
+        same(got, alone(name, 4))
+
+
+@pytest.mark.parametrize("way", WAYS[:5], ids=str)
+def test_checkpoints_on_processes(way: tuple[str, str, str], pool4: WorkerPool) -> None:
+    name = f"recomputed {way}"
+    for got in pool4.run(on_a_rank, name, {"fsdp": 4}):
+        same(got, alone(name, 4))
+
+
+# ----------------------------------------------------------------------------------------------------- compiled
+
+
+class Uneven(nn.Module):
+    """Units that differ in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, n), nn.Linear(n, WIDTH, bias=False)) for n in (3, 7))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+PROGRAMS["uneven"] = Program(Uneven)
+
+
+def compiled(inside: bool) -> tuple[dict[str, Tensor], list[bool], int]:
+    torch._dynamo.reset()
+    mesh = mc.make_mesh({"rep": 2, "fsdp": 2})
+    net = fully_shard(made("uneven"), "fsdp", grads="mean", replica_axis="rep", mesh=mesh)
+    for part in net.blocks if inside else [net]:  # type: ignore[union-attr]
+        part.compile(backend="aot_eager")
+    used = steps(net, lambda x: net(x.chunk(4)[mesh.rank]).square().mean())
+    graphs: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return full_state_dict(net), used, graphs
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.timeout(240)
+def test_compiled_with_units_of_different_sizes(inside: bool, pool4: WorkerPool) -> None:
+    for state, used, graphs in pool4.run(compiled, inside):
+        same((state, used), alone("uneven", 4))
+        assert graphs

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm import _torch, _torch_autograd
@@ -398,6 +401,58 @@ def test_name_primal_of() -> None:
         assert forward_ad.unpack_dual(primal).tangent is None
     assert_close(primal, x)
     assert_close(_torch.primal_of(x), x)
+
+
+class Listed(TorchDispatchMode):
+    """Which operations it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_name_outside_dispatch_modes() -> None:
+    class Measures(Listed):
+        sees_meshcomm = True
+
+    with FakeTensorMode(), Listed() as noted, Measures() as measures:
+        with _torch.outside_dispatch_modes():
+            x = torch.ones(2).neg()
+        x.abs()
+    assert type(x) is FakeTensor
+    assert (noted.seen, measures.seen) == (["abs"], ["ones", "neg", "abs"])
+
+    def traced(x: Tensor) -> Tensor:
+        with _torch.outside_dispatch_modes():
+            return x.neg()
+
+    assert "neg" in make_fx(traced)(torch.ones(2)).code
+    assert _torch.outside_dispatch_modes() is _torch.outside_dispatch_modes()  # nothing is made where there is no mode
+
+
+def test_name_out_of_graphs() -> None:
+    seen = []
+
+    def inner() -> None:
+        seen.append(torch.compiler.is_compiling())
+
+    @_torch.out_of_graphs
+    def outer() -> None:
+        seen.append(torch.compiler.is_compiling())
+        inner()
+
+    @torch.compile(backend="eager")
+    def fn(x: Tensor) -> Tensor:
+        y = x + 1
+        outer()
+        return y * 2
+
+    assert fn(torch.ones(2)).tolist() == [4.0, 4.0]
+    assert seen == [False, False]
 
 
 def test_name_outside_transforms() -> None:

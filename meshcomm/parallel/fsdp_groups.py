@@ -28,7 +28,7 @@ from meshcomm.parallel.means import Mean
 from meshcomm.runtime.flat import gather_flat, scatter_flat
 from meshcomm.runtime.pending import Pending
 
-__all__ = ["Counts", "Door", "Flow", "Group", "Policy", "Slot"]
+__all__ = ["Counts", "Door", "Flow", "Group", "Policy", "Slot", "Use", "connect"]
 
 _GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
 _AT_LAST = 0
@@ -83,7 +83,9 @@ class Door(dict[str, "nn.Parameter | None"]):
         if view is not None:
             return view
         opener = self.openers.get(name)
-        return self.views[name] if opener is not None and opener() else _raw(self, name)
+        if opener is not None and opener():
+            return self.views[name]
+        return super().__getitem__(name)
 
 
 @dataclass(eq=False)
@@ -109,7 +111,7 @@ class Flow:
     """The latest forward pass was such a one; backward computes parts of it again."""
     mean: Mean | None = None
     """Over what the loss is a mean."""
-    flight: list[_Reduction] = field(default_factory=list)
+    flight: list[_Sums] = field(default_factory=list)
 
     def advance(self) -> None:
         """Before the next reduction starts, the one before it takes a step: so much memory is under way and no more."""
@@ -117,14 +119,38 @@ class Flow:
             self.flight[-1].advance()
 
     def land(self) -> None:
-        """Wait for all reductions, in the order in which they were started."""
+        """Wait for all reductions, in the order in which they were started; and hear which gradients there are."""
+        heard = self.hear([mark for sums in self.flight for mark in sums.marks])
         self.advance()
-        for reduction in self.flight:
-            reduction.total()
+        for sums in self.flight:
+            sums.totals()
+        start = 0
+        found = heard()
+        for sums in self.flight:
+            sums.marks = found[start : (start := start + len(sums.marks))]
         self.flight.clear()
 
-    def done_with(self, group: Group) -> None:
-        """Backward has the gradients of a group's parameters."""
+    def hear(self, marks: list[int]) -> Callable[[], list[int]]:
+        """Which of them any rank has set: numbers of the host's, so that nobody waits for a device."""
+        axes = [axis for axis in (self.policy.axis, self.policy.replica) if axis is not None and axis.size > 1]
+        if not (axes and marks):
+            return lambda: marks
+        with torch.no_grad():
+            first = apply(_REDUCE, torch.tensor(marks, dtype=torch.int32), axes[0].later, ("sum",))
+
+        def hear() -> list[int]:
+            nonlocal first
+            with torch.no_grad():
+                first = first.wait(None) if isinstance(first, Pending) else first
+                for axis in axes[1:]:
+                    first = apply(_REDUCE, first, axis, ("sum",))
+            found: list[int] = first.tolist()
+            return found
+
+        return hear
+
+    def done_with(self, groups: list[Group]) -> None:
+        """Backward has the gradients of these groups' parameters."""
 
 
 class Group:
@@ -134,7 +160,8 @@ class Group:
         self.owner, self.slots, self.layout = owner, slots, layout
         self.index = owner.policy.axis.index
         self.places = layout.places(self.index)
-        self.kept: Tensor | None = None
+        self.kept: tuple[Tensor, list[int]] | None = None
+        """Gradients that were not reduced, and which parameters had any."""
         self.adopt(shard)
 
     def adopt(self, shard: Tensor) -> None:
@@ -231,32 +258,19 @@ class Group:
             return apply(_GATHER, shard, axis, (0, None))
         return gather_flat(axis.link, shard)
 
-    def views_of(self, buffer: Tensor) -> list[Tensor]:
-        """The parameters in a buffer, connected to their shards where autograd is to come back."""
-        if not torch.is_grad_enabled():
-            return self.layout.views(buffer)
-        needy = self.needy()
-        if not needy:
-            return self.layout.views(buffer)
-        use = _Use(self, needy)
-        token: Tensor = _shards(use, *[self._addresses[at][0] for at in needy])
-        _torch.set_sequence_number(token.grad_fn, _AT_LAST)
-        views = self.layout.views(buffer)
-        if len(needy) == len(views):
-            return list(_weights(token, use, views))
-        for at, view in zip(needy, _weights(token, use, [views[at] for at in needy]), strict=True):
-            views[at] = view
-        return views
+    def needy(self) -> list[int]:
+        """Which parameters get gradients."""
+        return [at for at, (param, _) in enumerate(self._addresses) if param.requires_grad]
 
     # -------------------------------------------------------------------------------------------- reducing
 
-    def packed(self, use: _Use, gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    def packed(self, needy: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """``[n * k]``: the gradients in the dtype in which they are reduced."""
         policy = self.owner.policy
         whole: list[Tensor | None] = list(gradients)
         if len(whole) < len(self.slots):
             whole = [None] * len(self.slots)
-            for at, g in zip(use.needy, gradients, strict=True):
+            for at, g in zip(needy, gradients, strict=True):
                 whole[at] = g
         dtype = policy.param_dtype or self.shard.dtype
         like = next((g for g in gradients if g is not None), None)
@@ -292,62 +306,144 @@ class Group:
         pieces = self.layout.cut(total, self.index)
         return pieces if len(needy) == len(pieces) else [pieces[at] for at in needy]
 
-    def needy(self) -> list[int]:
-        """Which parameters get gradients."""
-        return [at for at, (param, _) in enumerate(self._addresses) if param.requires_grad]
+    def kept_marks(self) -> list[int]:
+        """Of each parameter whether a gradient was collected."""
+        return [0] * len(self.slots) if self.kept is None else self.kept[1]
 
     @torch.no_grad()
-    def reduce_kept(self) -> None:
-        """Reduce what was collected, by this rank or another one, and add it to the shards' gradients."""
+    def reduce_kept(self, marks: Sequence[int]) -> None:
+        """Reduce what was collected, by this rank or another one, and add it to the gradients of the shards that
+        have any: ``marks``.
+        """
         policy, needy = self.owner.policy, self.needy()
-        packed, self.kept = self.kept, None
-        if packed is None:
+        kept, self.kept = self.kept, None
+        if not any(marks):
+            return
+        if kept is None:
             dtype = policy.reduce_dtype or policy.param_dtype or self.shard.dtype
             packed = torch.zeros(self.layout.total, dtype=dtype, device=policy.device)
+        else:
+            packed = kept[0]
         total = _Reduction(self, packed, later=False).total()
         for at, piece in zip(needy, self.pieces(total, needy), strict=True):
-            p = self.slots[at].param
-            p.grad = piece if p.grad is None else p.grad + piece
+            if marks[at]:
+                p = self.slots[at].param
+                p.grad = piece if p.grad is None else p.grad + piece
 
 
-class _Use:
-    """One forward pass's use of a group, and what backward passes make of it."""
+def connect(groups: list[Group], views: list[list[Tensor]], root: Use | None) -> Use | None:
+    """Put in place of the views of parameters that get gradients such as are connected to their shards. All ranks
+    come back to a unit in backward if they come to one that was gathered under it: ``root``.
+    """
+    needy = [group.needy() for group in groups]
+    shards = [group.slots[at].param for group, places in zip(groups, needy, strict=True) for at in places]
+    if not shards:
+        return None
+    use = Use(groups, needy)
+    token: Tensor = _shards(use, *shards)
+    _torch.set_sequence_number(token.grad_fn, _AT_LAST)
+    found = [mine[at] for mine, places in zip(views, needy, strict=True) for at in places]
+    *found, use.token = _weights(token, None if root is None else root.token, use, found)
+    connected = iter(found)
+    for mine, places in zip(views, needy, strict=True):
+        for at in places:
+            mine[at] = next(connected)
+    return use
 
-    __slots__ = ("again", "collects", "group", "needy", "results")
 
-    def __init__(self, group: Group, needy: list[int]) -> None:
-        self.group, self.needy, self.collects = group, needy, group.owner.collects
+class Use:
+    """One forward pass's use of a unit's groups, and what backward passes make of it."""
+
+    __slots__ = ("again", "collects", "groups", "needy", "results", "token")
+
+    def __init__(self, groups: list[Group], needy: list[list[int]]) -> None:
+        self.groups, self.needy, self.collects = groups, needy, groups[0].owner.collects
+        self.token: Tensor | None = None
+        """What units that are gathered under this one are connected to."""
         self.again: weakref.ref[Again] | None = None
-        self.results: dict[int, _Reduction] = {}
+        self.results: dict[int, _Sums] = {}
+
+    def whole(self) -> bool:
+        """Whether every parameter gets a gradient."""
+        return all(len(places) == len(group.slots) for group, places in zip(self.groups, self.needy, strict=True))
 
     def ready(self, gradients: Sequence[Tensor | None]) -> bool:
         """Take the gradients of the parameters; whether the shards get any now."""
-        group = self.group
-        owner = group.owner
+        owner = self.groups[0].owner
         weights = None if self.again is None else self.again()
         if weights is not None and not torch.is_grad_enabled():  # a graph that is kept for another pass keeps them too
             weights.buffers = None
-        owner.done_with(group)
-        number = _torch.backward_pass()
-        device = owner.policy.device
+        owner.done_with(self.groups)
         differentiable = torch.is_grad_enabled() or torch.is_anomaly_enabled()
         if not differentiable:
             owner.advance()
-        packed = group.packed(self, gradients, device)
-        if group.kept is not None:
-            packed, group.kept = packed + group.kept, None
-        if self.collects:
-            group.kept = packed.detach()
+        sums = _Sums(self)
+        start = 0
+        for group, places in zip(self.groups, self.needy, strict=True):
+            if places:
+                own = gradients[start : start + len(places)]
+                start += len(places)
+                sums.add(group, places, own, later=not differentiable)
+        if not sums.reductions:
             return False
-        reduction = self.results[number] = _Reduction(group, packed, later=not differentiable)
-        if not differentiable:
-            owner.flight.append(reduction)
+        self.results[_torch.backward_pass()] = sums
+        owner.flight.append(sums)
         return True
 
-    def shards(self) -> list[Tensor]:
+    def shards(self) -> list[Tensor | None]:
         """The gradients of the shards, once they are there."""
-        self.group.owner.land()
-        return self.group.pieces(self.results.pop(_torch.backward_pass()).total(), self.needy)
+        self.groups[0].owner.land()
+        return self.results.pop(_torch.backward_pass()).pieces()
+
+
+class _Sums:
+    """The gradients of a unit's parameters in one backward pass, and whether there are any."""
+
+    __slots__ = ("_use", "marks", "reductions")
+
+    def __init__(self, use: Use) -> None:
+        self._use = use
+        self.reductions: list[_Reduction] = []
+        self.marks: list[int] = []
+        """Of each parameter that gets gradients whether this rank has one, or has collected one; once the sums have
+        landed, whether any rank has.
+        """
+
+    def add(self, group: Group, needy: list[int], gradients: Sequence[Tensor | None], later: bool) -> None:
+        """Start to reduce the gradients of a group, or collect them."""
+        owner = group.owner
+        packed = group.packed(needy, gradients, owner.policy.device)
+        marks = [int(g is not None) for g in gradients]
+        if group.kept is not None:
+            before, seen = group.kept
+            packed, group.kept = packed + before, None
+            marks = [mark | seen[at] for mark, at in zip(marks, needy, strict=True)]
+        if self._use.collects:
+            collected = [0] * len(group.slots)
+            for at, mark in zip(needy, marks, strict=True):
+                collected[at] = mark
+            group.kept = packed.detach(), collected
+        else:
+            self.marks += marks
+            self.reductions.append(_Reduction(group, packed, later))
+
+    def advance(self) -> None:
+        """Each one takes its step."""
+        for reduction in self.reductions:
+            reduction.advance()
+
+    def totals(self) -> list[Tensor]:
+        """What has become of them."""
+        return [reduction.total() for reduction in self.reductions]
+
+    def pieces(self) -> list[Tensor | None]:
+        """The gradients of the shards, none where no rank has one."""
+        found: list[Tensor | None] = []
+        sums = iter(self.totals())
+        for group, needy in zip(self._use.groups, self._use.needy, strict=True):
+            if needy:
+                found += group.pieces(next(sums), needy)
+        return [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
 
 
 class _Reduction:
@@ -390,31 +486,33 @@ class _Shards(Function):
     """Where the shards come in: takes their gradients when all else is done."""
 
     @staticmethod
-    def forward(ctx: Any, use: _Use, *shards: Tensor) -> Tensor:
-        ctx.use = use
+    def forward(ctx: Any, use: Use, *shards: Tensor) -> Tensor:
+        ctx.use, ctx.count = use, len(shards)
         ctx.set_materialize_grads(False)
-        return torch.empty(0, device=use.group.owner.policy.device)
+        return torch.empty(0, device=use.groups[0].owner.policy.device)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
-            return None, *[None] * len(ctx.use.needy)
-        return None, *ctx.use.shards()
+            return None, *[None] * ctx.count
+        with _torch.outside_dispatch_modes():
+            return None, *ctx.use.shards()
 
 
 class _Weights(Function):
     """Where the parameters come out: starts to reduce their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, use: _Use, views: list[Tensor]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, token: Tensor, root: Tensor | None, use: Use, views: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
-        return tuple(views)
+        return *views, torch.empty(0, device=token.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
-        use: _Use = ctx.use
-        return use.group.owner.nothing if use.ready(gradients) else None, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        use: Use = ctx.use
+        with _torch.outside_dispatch_modes():
+            return use.groups[0].owner.nothing if use.ready(gradients[:-1]) else None, None, None, None
 
 
 # Function.apply looks for torch.func, which `Unit.open` does: 3 of 10 µs.

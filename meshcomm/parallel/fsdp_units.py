@@ -17,7 +17,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel import again
 from meshcomm.parallel.again import Again
 from meshcomm.parallel.cuts import Flat, Part, know
-from meshcomm.parallel.fsdp_groups import Door, Flow, Group, Slot
+from meshcomm.parallel.fsdp_groups import Door, Flow, Group, Slot, Use, connect
 from meshcomm.runtime.pending import Pending
 
 __all__ = ["Sharded", "Unit", "is_sharded", "is_sharded_itself", "owner_of", "register"]
@@ -34,6 +34,8 @@ class Unit:
         self.is_open = False
         self.on_demand = False
         self.pending: list[Any] | None = None
+        self.use: Use | None = None
+        """Of the forward pass that is under way."""
         self.next: list[Unit | None] = [None, None]
         self._version = 0
         self._again: weakref.ref[Again] | None = None
@@ -106,10 +108,12 @@ class Unit:
         if self.version() != version:
             again.changed("fully_shard")
         self.owner.counts.regathers += len(self.groups)
-        return self.take(_BACKWARD)
+        with _torch.outside_dispatch_modes():
+            return self.take(_BACKWARD)
 
     # ------------------------------------------------------------------------------------------------- open and shut
 
+    @_torch.out_of_graphs
     def before(self, *_: Any) -> None:
         """Forward begins: a hook."""
         self.depth += 1
@@ -119,6 +123,7 @@ class Unit:
         self.owner.enter(self)
         self._open(_BACKWARD if _torch.backward_pass() != -1 else _FORWARD)
 
+    @_torch.out_of_graphs
     def after(self, *_: Any) -> None:
         """Forward has ended, in one way or another: a hook."""
         self.depth -= 1
@@ -130,17 +135,18 @@ class Unit:
                 self.shut()
             self.owner.leave()
 
+    @_torch.out_of_graphs
     def open_on_demand(self) -> bool:
         """Somebody looks for a parameter outside of this unit's forward; whether forward or backward is under way."""
         in_backward = _torch.backward_pass() != -1
         if not (in_backward or self.owner.is_running):
             return False
-        self._open(_BACKWARD if in_backward else _FORWARD)
+        self._open(_BACKWARD if in_backward else _FORWARD, on_demand=True)
         self.on_demand = True
         self.owner.opened.append(self)
         return True
 
-    def _open(self, phase: int) -> None:
+    def _open(self, phase: int, on_demand: bool = False) -> None:
         if self.is_open:
             self.shut()
         odd = _torch.functorch_active() or _torch.dual_level_open() or any(each.is_swapped() for each in self.groups)
@@ -148,21 +154,28 @@ class Unit:
             self._open_as_function()
             return
         self._version = self.version()
-        held = self._held() if phase == _BACKWARD else None
-        buffers = self.take(phase) if held is None else list(held.fetched())
-        views = [group.views_of(buffer) for group, buffer in zip(self.groups, buffers, strict=True)]
+        with _torch.outside_dispatch_modes():
+            held = self._held() if phase == _BACKWARD else None
+            buffers = self.take(phase) if held is None else list(held.fetched())
+            views = [group.layout.views(buffer) for group, buffer in zip(self.groups, buffers, strict=True)]
+            # Who asks first may be without gradients, and who asks next not, as in a checkpoint that is reentrant.
+            if self.groups and (torch.is_grad_enabled() or (on_demand and not torch.is_inference_mode_enabled())):
+                with torch.enable_grad():
+                    self._connect(phase, buffers, views)
         self._show(views)
-        if self.regather and phase == _FORWARD and self.groups and torch.is_grad_enabled():
-            self._save_places(buffers, views)
 
-    def _save_places(self, buffers: list[Tensor], views: list[list[Tensor]]) -> None:
-        version = self._version
-        weights = Again(buffers, lambda: self._fetch(version))
-        self._again = weakref.ref(weights)
-        again.open_places(weights)
-        node = next((view.grad_fn for view in views[0] if view.grad_fn is not None), None)
-        if node is not None and len(views) == 1:  # else the other group may be needed longer
-            node.use.again = self._again  # type: ignore[attr-defined]
+    def _connect(self, phase: int, buffers: list[Tensor], views: list[list[Tensor]]) -> None:
+        """Let gradients of the views come back to the shards, and have their places saved."""
+        root = self.owner.units[0]
+        use = connect(self.groups, views, root.use if root is not self and root.is_open and phase == _FORWARD else None)
+        self.use = use if phase == _FORWARD else None
+        if self.regather and phase == _FORWARD:
+            version = self._version
+            weights = Again(buffers, lambda: self._fetch(version))
+            self._again = weakref.ref(weights)
+            again.open_places(weights)
+            if use is not None and use.whole():  # else what gets no gradient may be needed longer
+                use.again = self._again
 
     def _open_as_function(self) -> None:
         """Under ``torch.func`` and ``functional_call``: of plain differentiable operations."""
@@ -192,6 +205,7 @@ class Unit:
         """The module has its shards again."""
         if self.is_open:
             self.is_open = self.on_demand = False
+            self.use = None
             for shown, name, _, _ in self._sites:
                 shown.pop(name, None)
             held = self._held()
@@ -253,16 +267,9 @@ class Sharded(Flow):
     def reduce_kept(self) -> None:
         """Reduce what was collected under no_sync, of each group of which any rank has something."""
         groups = [group for unit in self.units for group in unit.groups if group.needy()]
-        policy = self.policy
-        if not groups:
-            return
-        with torch.no_grad():
-            have = torch.tensor([group.kept is not None for group in groups], device=policy.device)
-            for axis in (policy.axis, *(() if policy.replica is None else (policy.replica,))):
-                have = apply(rule_named("all_reduce"), have.int(), axis, ("max",))
-        for group, any_has in zip(groups, have.tolist(), strict=True):
-            if any_has:
-                group.reduce_kept()
+        found = iter(self.hear([mark for group in groups for mark in group.kept_marks()])())
+        for group in groups:
+            group.reduce_kept([next(found) for _ in group.slots])
 
     def _begin_pass(self, first: Unit) -> None:
         self.collects = self.quiet
@@ -284,10 +291,10 @@ class Sharded(Flow):
                 unit.shut()
         self.opened.clear()
 
-    def done_with(self, group: Group) -> None:
+    def done_with(self, groups: list[Group]) -> None:
         """What was opened on demand is not needed any more."""
         for unit in self.opened:
-            if group in unit.groups and unit.on_demand:
+            if groups is unit.groups and unit.on_demand:
                 unit.shut()
 
     def land(self) -> None:

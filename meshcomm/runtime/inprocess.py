@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm._torch import outside_dispatch_modes
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime import wire
 from meshcomm.runtime.attendance import absent_text
@@ -298,7 +299,7 @@ class InProcessLink:
 
     def _compute(self, meeting: _Meeting, call: _Call, compute: Compute) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), outside_dispatch_modes():  # those of this rank, which came last, have no part in it
                 meeting.results = list(compute(meeting.inputs))
         except Exception as error:  # every rank of the group is told
             meeting.error = f"meshcomm.{call.note.what}: {error}\n{meeting.report()}"
