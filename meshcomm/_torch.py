@@ -192,6 +192,7 @@ def outside_transforms() -> Iterator[None]:
 
 
 _plainly = contextlib.nullcontext()
+_depth_of_modes: Any = find("torch._C._len_torch_dispatch_stack", "collectives of fully_shard cost some µs more")
 
 
 def outside_dispatch_modes() -> contextlib.AbstractContextManager[object]:
@@ -199,8 +200,7 @@ def outside_dispatch_modes() -> contextlib.AbstractContextManager[object]:
     checkpoints does, must not count ours. Fake tensors stay fake, what traces goes on tracing, and a mode whose class
     has ``sees_meshcomm`` (it measures) goes on seeing.
     """
-    depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
-    if depth is not None and depth() == 0:
+    if _depth_of_modes is not None and _depth_of_modes() == 0:
         return _plainly
     return _without_dispatch_modes()
 
@@ -208,7 +208,7 @@ def outside_dispatch_modes() -> contextlib.AbstractContextManager[object]:
 @contextlib.contextmanager
 def _without_dispatch_modes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        kinds = {mode: _kind_of(mode) for mode in stack.enter_context(_disable_current_modes())}
+        kinds = {mode: _kind_of(mode) for mode in stack.enter_context(_no_dispatch_modes()) or ()}
         if set(kinds.values()) <= {"", "FAKE"}:
             for mode, kind in kinds.items():
                 if kind or getattr(mode, "sees_meshcomm", False):
@@ -334,13 +334,17 @@ def let_into_graph() -> bool:
     return True
 
 
+_FRAMES = "torch._C._dynamo.eval_frame."
+_set_strategy: Any = find(_FRAMES + "set_code_exec_strategy", "fully_shard imports all of the compiler")
+_strategy: Any = find(_FRAMES + "_FrameExecStrategy", "fully_shard imports all of the compiler")
+_action: Any = find(_FRAMES + "_FrameAction", "fully_shard imports all of the compiler")
+
+
 def out_of_graphs(fn: F) -> F:
     """Have dynamo trace neither ``fn``, a plain function, nor what it calls: graphs end before it and begin after."""
-    compiler = torch._C._dynamo.eval_frame
-    if not hasattr(compiler, "set_code_exec_strategy"):
+    if _strategy is None or _action is None or _set_strategy is None:
         return torch.compiler.disable(fn)  # type: ignore[no-any-return]
-    skip = compiler._FrameAction.SKIP
-    compiler.set_code_exec_strategy(fn.__code__, compiler._FrameExecStrategy(skip, skip))
+    _set_strategy(fn.__code__, _strategy(_action.SKIP, _action.SKIP))
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     return fn
 
