@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 from torch.autograd import Function
 
@@ -89,7 +90,9 @@ __all__ = [
     "version_of",
     "view_again",
     "watch_backward",
+    "watch_capsules",
     "watch_functions",
+    "watch_storages",
     "watch_total_norms",
     "without_modes",
 ]
@@ -305,6 +308,44 @@ _groups_norms = has(
     f"torch.nn.utils.clip_grad.{_GROUPING}", "torch's clip_grad_norm_ of cut parameters is not refused, and wrong"
 )
 _lookers: list[Callable[[list[Tensor]], object]] = []
+
+
+def watch_storages(watch: Callable[[torch.UntypedStorage], object]) -> None:
+    """From now on ``watch`` is called with each storage of a tensor into which another storage was copied: modes do not
+    see that.
+    """
+    own = torch.UntypedStorage.copy_
+
+    def copy_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        result = own(self, *args, **kwargs)
+        if _of_tensor(self):
+            watch(self)
+        return result
+
+    torch.UntypedStorage.copy_ = copy_  # type: ignore[assignment, method-assign]
+
+
+def watch_capsules(watch: Callable[[Tensor], object]) -> None:
+    """From now on ``watch`` is called with each tensor whose memory ``to_dlpack`` hands out: modes do not see that."""
+    own: Any = getattr(torch.utils.dlpack, "to_dlpack", None)
+
+    def to_dlpack(tensor: Tensor) -> Any:
+        watch(tensor)
+        return own(tensor)
+
+    for place in (torch.utils.dlpack, torch):
+        if own is not None and getattr(place, "to_dlpack", None) is own:
+            setattr(place, "to_dlpack", to_dlpack)  # noqa: B010 -- neither says that it has the name
+
+
+_count_of: Any = find(
+    "torch._C._storage_Use_Count", "deepcopy of a tensor under check_vma gives one of unknown type", None
+)
+
+
+def _of_tensor(storage: torch.UntypedStorage) -> bool:
+    """Whether any tensor has this storage: one that was just made, as by ``storage.clone()``, has none."""
+    return _count_of is None or _count_of(storage._cdata) > 1
 
 
 # ------------------------------------------------------------------------------------------------------- compiling

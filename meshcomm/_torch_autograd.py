@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -157,12 +158,13 @@ _sees_writes = has(
 )
 
 
-def version_of(x: Tensor) -> int:
-    """How often ``x`` has been changed in place."""
-    if not _sees_writes:
-        where = "check_vma, fully_shard, data_parallel"
-        refuse(where, _VERSION, "shard_map(check_vma=False), or ", needs="seeing changes in place")
-    return x._version
+def _no_versions(x: Tensor) -> int:
+    where = "check_vma, fully_shard, data_parallel"
+    refuse(where, _VERSION, "shard_map(check_vma=False), or ", needs="seeing changes in place")
+
+
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version") if _sees_writes else _no_versions
+"""How often a tensor has been changed in place. (A function of Python around it would cost as much again.)"""
 
 
 def version_hint(x: Tensor) -> int:

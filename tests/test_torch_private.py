@@ -209,7 +209,7 @@ def test_name_version_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_autograd, "_sees_writes", False)
     assert _torch.version_hint(x) == 0
     with pytest.raises(mc.MeshError, match=r"has no torch.Tensor._version, which seeing changes in place needs"):
-        _torch.version_of(x)
+        _torch_autograd._no_versions(x)  # what version_of is then
 
 
 class Noted(torch.autograd.Function):
@@ -693,6 +693,29 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return 2 * g
+
+
+def test_name_watch_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors; the storage of a copy has no tensor yet."""
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", torch.UntypedStorage.copy_)  # put back at the end
+    seen: list[torch.UntypedStorage] = []
+    _torch.watch_storages(seen.append)
+    x, y = torch.zeros(2), torch.ones(2)
+    x.untyped_storage().copy_(y.untyped_storage().clone())
+    assert (x.tolist(), [each is x.untyped_storage() for each in seen]) == ([1, 1], [True])
+    monkeypatch.setattr(_torch, "_count_of", None)
+    y.untyped_storage().clone()
+    assert len(seen) == 2
+
+
+def test_name_watch_capsules(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (torch.utils.dlpack, torch):
+        monkeypatch.setattr(place, "to_dlpack", getattr(place, "to_dlpack", None), raising=False)
+    seen: list[torch.Tensor] = []
+    _torch.watch_capsules(seen.append)
+    x = torch.ones(2)
+    assert torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x)).tolist() == [1, 1]
+    assert [each is x for each in seen] == [True]
 
 
 def test_name_watch_functions(monkeypatch: pytest.MonkeyPatch) -> None:

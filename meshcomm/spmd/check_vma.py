@@ -14,6 +14,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.changes import moment
 from meshcomm.spmd.checker import Checker
 from meshcomm.spmd.homes import home_of
 from meshcomm.spmd.ordinals import next_time, numbered
@@ -90,6 +91,8 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
             yield
         finally:
             here.watcher = outer
+            if isinstance(outer, Checker):
+                outer.passed = moment()
         return
     where = check.mesh_of("check_vma", "", mesh)
     where._rank()  # outside of a rank: say so

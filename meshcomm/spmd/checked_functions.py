@@ -7,18 +7,23 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
 from meshcomm._torch import (
     tree_flatten,
+    watch_capsules,
     watch_functions,
+    watch_storages,
     without_modes,
 )
 from meshcomm.errors import names
 from meshcomm.mesh import current_mesh, use_mesh
+from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.changes import moment
 from meshcomm.spmd.checked_operations import Operations
+from meshcomm.spmd.lent import lend
 from meshcomm.spmd.operands import (
     along_of,
     replaced,
@@ -31,9 +36,11 @@ from meshcomm.spmd.ragged import carried, guessed, without_numbers
 from meshcomm.spmd.torch_rules import Kind
 from meshcomm.spmd.vma import (
     INVARIANT,
+    Origin,
     Type,
     join,
     marked,
+    unknown_in,
 )
 from meshcomm.watch import Watcher, here
 
@@ -51,6 +58,7 @@ class Functions(Operations):
             result = func(*args, **kwargs)
         finally:
             here.watcher = outer
+            self.passed = moment()
             if not (
                 kwargs.get("retain_graph") or kwargs.get("create_graph") or len(args) > (3 if kind.gradients else 2)
             ):
@@ -179,6 +187,13 @@ def watch_all() -> None:
     if not _watching:
         _watching.append(True)
         watch_functions(_on_function)
+        watch_storages(_on_storage)
+        watch_capsules(lend)
+
+
+def _on_storage(storage: UntypedStorage) -> None:
+    if here.watcher is not None:
+        unknown_in(storage, Origin("UntypedStorage.copy_", str(call_site())))
 
 
 def _on_function(cls: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

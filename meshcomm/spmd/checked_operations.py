@@ -17,9 +17,11 @@ from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import asked_in, call_site
+from meshcomm.spmd.changes import NOTED_AT, saw, stamp
 from meshcomm.spmd.checked_leaves import Leaves, is_new, of_leaf
 from meshcomm.spmd.checker_core import WHERE
 from meshcomm.spmd.homes import ANYWHERE
+from meshcomm.spmd.lent import lend
 from meshcomm.spmd.operands import (
     along_of,
     differentiated,
@@ -30,6 +32,7 @@ from meshcomm.spmd.operands import (
     tensors_in,
     text_of,
     tracked,
+    version,
     versions_of,
 )
 from meshcomm.spmd.size_rules import may_size
@@ -37,11 +40,13 @@ from meshcomm.spmd.sizes import made, plain
 from meshcomm.spmd.torch_rules import Kind, kind_of
 from meshcomm.spmd.vma import (
     INVARIANT,
+    NAME,
     Origin,
     Type,
     alike,
     forget,
     held,
+    is_written,
     join,
     made_like,
     marked,
@@ -90,9 +95,8 @@ class Operations(Leaves):
         if kind.getter:
             return self._get(kind, func, args)
         if kind.settles:  # the values stay
-            if kind.name == "requires_grad_":
-                self._own_leaf(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-                return self._counted(func(*args, **kwargs))
+            if kind.in_place:
+                return self._settle(kind, func, args, kwargs)
             if kind.name in ("register_hook", "register_post_accumulate_grad_hook"):
                 args = self._hooked(kind.name, (*args, *kwargs.values()))
                 kwargs = {}
@@ -123,6 +127,17 @@ class Operations(Leaves):
             return self._each(kind, func, args, kwargs, operands, also or ())
         return self._special(kind, func, args, kwargs, operands, also or ())
 
+    def _settle(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What changes how a tensor is seen counts as a change of it."""
+        x = args[0]
+        if kind.name == "requires_grad_":
+            self._own_leaf(x, args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+        before = version(x)
+        result = func(*args, **kwargs)
+        if before != (after := version(x)):
+            saw(x, before, after)
+        return self._counted(result) if kind.name == "requires_grad_" else result
+
     def _ordinary(
         self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
     ) -> Any:
@@ -132,7 +147,8 @@ class Operations(Leaves):
             if not (kind.from_data and args and is_array(args[0])):
                 self._note_all(result, INVARIANT)
             return self._counted(result) if kwargs.get("requires_grad") else result
-        found = self._types(operands, kind.name)
+        versions = versions_of(operands)
+        found = self._types(operands, kind.name, versions)
         if found is None:
             return self._unseen(kind, func, args, kwargs, operands)
         whole, given = found[0], args
@@ -142,7 +158,6 @@ class Operations(Leaves):
                     whole = join(found, kind.name)
                     args, kwargs = self._evened(operands, found, whole, kind.name, args, kwargs)
                     break
-        versions = versions_of(operands)
         result = func(*args, **kwargs) if args is given else self._run(func, args, kwargs, kind.name, True)
         self._note_all(result, whole, operands)
         if versions != versions_of(operands):
@@ -153,8 +168,10 @@ class Operations(Leaves):
         self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
     ) -> Any:
         """torch's own collectives do not say what they write."""
+        versions = versions_of(operands)
         result = func(*args, **kwargs)
         whole = Type(dict.fromkeys(self._all, Origin(kind.name, str(call_site()))))
+        self._saw(operands, versions)
         for x in operands:
             self._written(x, whole)
         self._note_all(result, whole, operands)
@@ -182,26 +199,29 @@ class Operations(Leaves):
         """What takes an unknown value gives unknown ones, in what it writes into, too."""
         versions = versions_of(operands)
         result = func(*args, **kwargs)
-        for x, before, after in zip(operands, versions, versions_of(operands), strict=True):
+        for x, before, after in zip(operands, versions, self._saw(operands, versions), strict=True):
             if before != after:
                 self._unknown_in(x, operands, kind.name)
         return result
 
     def _unknown_in(self, x: Tensor, operands: Sequence[Tensor], name: str) -> None:
         """Something unknown was written into ``x``, which must not be taken for what it was."""
-        if self.type_of(x) is None:
-            return
-        if x.requires_grad:
+        if x.requires_grad and self.type_of(x) is not None:
             self._unknown(next(y for y in operands if self.type_of(y) is None), operands, name)
         unseen_write(x, Origin(name, str(call_site())))
 
-    def _types(self, operands: Sequence[Tensor], name: str) -> list[Type] | None:
+    def _types(self, operands: Sequence[Tensor], name: str, versions: Sequence[int] | None = None) -> list[Type] | None:
         """The types of the operands; None if one is unknown and nothing requires grad."""
         found: list[Type] = []
-        home = self.home
-        for x in operands:
-            kind = marked(x)
-            if kind is None or writes.any or (kind.home is not home and kind.home is not ANYWHERE):
+        home, slow = self.home, writes.any
+        for x, at in zip(operands, versions or versions_of(operands), strict=True):
+            kind: Type | None = getattr(x, NAME, None)  # as marked and type_of do it, for what is asked most often
+            if (
+                type(kind) is not Type
+                or slow
+                or (at and at != getattr(x, NOTED_AT, 0))
+                or (kind.home is not home and kind.home is not ANYWHERE)
+            ):
                 kind = self.type_of(x)
             if kind is None:
                 if torch.is_grad_enabled() and (functorch_active() or any(y.requires_grad for y in operands)):
@@ -276,6 +296,7 @@ class Operations(Leaves):
         )
         versions = versions_of(operands)
         result = func(*args, **kwargs)
+        now = self._saw(operands, versions)
         self._note_all(result, whole, operands)
         if kind.fresh and isinstance(result, Tensor):
             like = self.type_of(operands[0])
@@ -288,12 +309,12 @@ class Operations(Leaves):
         for x in operands:
             if is_among(x, target) and not over:
                 self._written(x, whole)
-        if not kind.in_place and versions != versions_of(operands):
+        if not kind.in_place and versions != now:
             others = [i for i, x in enumerate(operands) if not is_among(x, target)]
             self._changed(
                 [operands[i] for i in others], [versions[i] for i in others], whole, kind.name, evened=args is not given
             )
-        elif kind.in_place and versions[1:] != versions_of(operands[1:]):
+        elif kind.in_place and versions[1:] != now[1:]:
             self._changed(operands[1:], versions[1:], whole, kind.name, evened=args is not given)
         return result
 
@@ -344,12 +365,13 @@ class Operations(Leaves):
             self._note_all(result, kinds[0], operands)
         for group, before, whole in zip(together, versions, kinds, strict=True):
             if kind.name.startswith("_fused_"):  # these do not count
+                self._saw(group, before)
                 for x in group[: len(group) - len(single)]:
                     if whole is None:
                         self._unknown_in(x, group, kind.name)
                     elif (mine := self.type_of(x)) is None or mine.axes != whole.axes:
                         self._written(x, whole)
-            elif before != (now := versions_of(group)):
+            elif before != (now := self._saw(group, before)):
                 if whole is not None:
                     self._changed(group, before, whole, kind.name)
                     continue
@@ -370,6 +392,7 @@ class Operations(Leaves):
                 and (seen := marked(result)) is not None
                 and (mine is None or seen.axes >= mine.axes)
             ):
+                stamp(result)  # a backward has added to it
                 return result
             if mine is not None:
                 self._note(result, self._of_gradient(mine) if kind.name == "grad" else mine, (args[0],))
@@ -427,6 +450,8 @@ class Operations(Leaves):
                     f"{text_of(x)}, {along_of(mine)}",
                     "reduce it first; torch.where in place of if; mc.axis_index(axis) for a rank's place",
                 )
+            if kind.lends:
+                lend(x)
 
     def _dropped(self, kind: Kind, operands: Sequence[Tensor], found: Sequence[Type]) -> Type:
         """Each rank drops its own, so the value must be its own."""
@@ -450,7 +475,8 @@ class Operations(Leaves):
         self, operands: Sequence[Tensor], versions: Sequence[int], whole: Type, name: str, evened: bool = False
     ) -> None:
         """Which of the operands an operation has written into shows in their versions."""
-        for x, before, after in zip(operands, versions, versions_of(operands), strict=True):
+        now = self._saw(operands, versions)
+        for x, before, after in zip(operands, versions, now, strict=True):
             if before != after:
                 mine = self.type_of(x)
                 lacks = whole.axes - mine.axes if mine is not None else frozenset()
@@ -458,6 +484,16 @@ class Operations(Leaves):
                     assert mine is not None
                     self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
                 self._written(x, whole, name)
+
+    @staticmethod
+    def _saw(operands: Sequence[Tensor], versions: Sequence[int]) -> list[int]:
+        """Note that what has changed since was seen; the versions now."""
+        now = versions_of(operands)
+        if now != versions:
+            for x, before, after in zip(operands, versions, now, strict=True):
+                if before != after:
+                    saw(x, before, after)
+        return now
 
     def _written(self, x: Tensor, kind: Type, name: str = "a write") -> None:
         """Values of a type were written into ``x``."""
@@ -472,7 +508,7 @@ class Operations(Leaves):
 
     def _spread(self, x: Tensor, kind: Type) -> None:
         """All that shares the memory of ``x`` varies, too."""
-        if kind.axes:
+        if kind.axes and not is_written(x, kind):
             origin = Origin("a write in place", str(call_site()))
             write(x, Type(dict.fromkeys(kind.axes, origin), home=self.home))
 
@@ -517,8 +553,10 @@ class Operations(Leaves):
             )
         if not self.insert:
             self._due(target, missing, name, operands, [])
+        versions = versions_of([owner])
         with self._apart(), torch.enable_grad():
             _VaryInPlace.apply(owner, self._axis(missing))  # type: ignore[no-untyped-call]
+        self._saw([owner], versions)
         self._note(owner, mine.begins(missing, Origin(name, str(call_site()))))
 
 

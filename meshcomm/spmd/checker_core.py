@@ -23,6 +23,15 @@ from meshcomm.collectives.reduce import pvary, vary_leaf
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.changes import (
+    accounted,
+    by_hand,
+    declared_at,
+    moment,
+    noted_at,
+    saw,
+    stamp,
+)
 from meshcomm.spmd.homes import ANYWHERE, home_of
 from meshcomm.spmd.operands import (
     along_of,
@@ -41,6 +50,7 @@ from meshcomm.spmd.vma import (
     Type,
     also_written,
     behind,
+    in_spite,
     marked,
     note,
     writes,
@@ -68,13 +78,16 @@ class Core(TorchFunctionMode):
         self.mesh, self.insert = mesh, insert
         self._all = frozenset(mesh.axis_names)
         self.home = home_of(mesh)
-        self._known: dict[int, tuple[Tensor, Type]] = {}
+        self._known: dict[int, tuple[Tensor, Type, int]] = {}
         self._given_as: dict[int, tuple[Tensor, int, str]] = {}
         self._always: dict[int, _Varied] = {}
         self._lately: OrderedDict[int, _Varied] = OrderedDict()
         self._outer: list[Any] = []
+        self._entered = self.passed = moment()
 
     def __enter__(self) -> Self:
+        if not self._outer:
+            self._entered = moment()
         self._outer.append(here.watcher)
         here.watcher = cast(Watcher, self)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -107,7 +120,8 @@ class Core(TorchFunctionMode):
     def know(self, x: Tensor, axes: Iterable[str], what: str) -> None:
         """``x``, which is others' too, varies along these axes here."""
         kind = Type(dict.fromkeys(axes, Origin(what, leaf=True)), home=self.home) if axes else INVARIANT
-        self._known[id(x)] = x, kind.seen(x.requires_grad)
+        self._known[id(x)] = x, kind.seen(x.requires_grad), version(x)
+        in_spite(x)
         self._given_as[id(x)] = x, len(self._given_as), what
 
     def type_of(self, x: Tensor) -> Type | None:
@@ -115,13 +129,17 @@ class Core(TorchFunctionMode):
         kind = marked(x)
         if kind is None:
             known = self._known.get(id(x))
-            if known is not None:
-                kind = known[1]
-            else:
+            if known is None:
                 other = behind(x)
                 kind = None if other is None else self.type_of(other)
                 if kind is None:
                     return None
+            else:
+                kind = known[1]
+                if version(x) != known[2] and self._changed_unseen(x):
+                    return None
+        elif (at := version(x)) > 0 and at != noted_at(x) and self._changed_unseen(x):
+            return None
         if kind.home is not self.home and kind.home is not ANYWHERE:
             moved = self._moved(x, kind)
             if moved is None:
@@ -137,6 +155,22 @@ class Core(TorchFunctionMode):
         if found is None or not (found.closed or not differentiated(x)):
             return None
         return kind.moved(self.home, found.axes)
+
+    def _changed_unseen(self, x: Tensor) -> bool:
+        """Whether ``x``, changed in place since its type was noted, was changed out of sight."""
+        if functorch_active():
+            return False
+        known = self._known.get(id(x))
+        at, since = (noted_at(x), declared_at(x)) if known is None else (known[2], self._entered)
+        if not accounted(x, at, since, self._entered, self.passed):
+            return True
+        if known is not None:
+            self._known[id(x)] = x, known[1], version(x)
+        else:
+            stamp(x)
+            if since:
+                by_hand(x)
+        return False
 
     def _with_writes(self, x: Tensor, kind: Type) -> Type | None:
         """Its type, noted as ``kind``, with what was written into its storage through other tensors."""
@@ -200,6 +234,7 @@ class Core(TorchFunctionMode):
     def drawn(self, x: Tensor) -> None:
         """Note that ``x`` was drawn at random."""
         with without_modes():
+            saw(x, noted_at(x), version(x))
             self._note(x, self._random("random numbers"))
 
     def _random(self, name: str) -> Type:
@@ -338,7 +373,10 @@ class Core(TorchFunctionMode):
                 "mc.mark_varying(module, axes) of the module that it is a parameter of, () for what is the same on all"
             )
         what, got = "a tensor that was made out of sight", f"operand {place}, {text_of(x)}{grad}"
-        if (kind := marked(x)) is not None:
+        place_of_change = x if marked(x) is not None or x._base is None else x._base
+        if self._changed_since(place_of_change):
+            what = "a tensor that was changed out of sight"
+        elif (kind := marked(x)) is not None:
             if isinstance(written := also_written(x, kind, self.home), Origin):
                 what = f"a tensor into which {written} wrote one that was made out of sight"
             elif kind.home is not None and kind.home is not self.home:
@@ -347,6 +385,11 @@ class Core(TorchFunctionMode):
             elif foreign := sorted(kind.axes - self._all):
                 what = f"a tensor that varies along {names(foreign)} of another mesh"
         self._refuse(name, f"takes {what}: along which axes it varies is unknown.", got, fix)
+
+    def _changed_since(self, x: Tensor) -> bool:
+        known = self._known.get(id(x))
+        at = known[2] if known is not None else noted_at(x) if marked(x) is not None else version(x)
+        return version(x) not in (-1, at) and self._changed_unseen(x)
 
     def _from_nowhere(self, x: Tensor, name: str) -> NoReturn:
         node = type(x.grad_fn).__name__

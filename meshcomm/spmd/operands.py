@@ -101,7 +101,7 @@ def version(x: Tensor) -> int:
 def versions_of(operands: Sequence[Tensor]) -> list[int]:
     """That of each."""
     try:
-        return [version_of(x) for x in operands]
+        return list(map(version_of, operands))
     except RuntimeError:  # inference tensors do not count
         return [version(x) for x in operands]
 

@@ -29,6 +29,9 @@ HOST = _words(
 )
 """Give a number of Python from the values of a tensor."""
 
+LENDS = frozenset(["numpy", "__array__", "__dlpack__"])
+"""Hand out the memory of a tensor, which may be written into from elsewhere."""
+
 FRESH = _words(
     """
     zeros_like ones_like empty_like new_zeros new_ones new_empty new_empty_strided new_full full_like
@@ -149,6 +152,7 @@ class Kind(NamedTuple):
     """A collective of torch.distributed that gives each rank something else."""
     shares: bool = False
     """It gives its operand's memory to a tensor that is no view of it."""
+    lends: bool = False
     from_data: bool = False
     """It may take data that torch knows nothing of."""
     sized: int = 0
@@ -189,6 +193,7 @@ def kind_of(func: Any) -> Kind:
         parts=_of_torch_distributed(func) and any(word in name for word in _PARTS),
         silent=_silent(name, getattr(func, "__module__", None) == "torch.nn.functional"),
         shares=name == "detach",
+        lends=name in LENDS,
         from_data=name in ("tensor", "as_tensor", "asarray"),
         sized=SIZED.get(name, 0),
     )

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshcomm._torch import functorch_active, unwrapped
+from meshcomm._torch import functorch_active, unwrapped, version_of
 from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.changes import NOTED_AT, by_hand, inside, stamp, storage_of
 from meshcomm.spmd.homes import ANYWHERE, Home
+from meshcomm.spmd.lent import any_lent, lend_foreign, with_the_same_memory
 
 __all__ = [
     "INVARIANT",
+    "NAME",
     "Origin",
     "Type",
     "alike",
@@ -29,12 +32,15 @@ __all__ = [
     "declared",
     "forget",
     "held",
+    "in_spite",
+    "is_written",
     "join",
     "made_like",
     "marked",
     "note",
     "shared",
     "sharing_with",
+    "unknown_in",
     "unmark",
     "unseen_write",
     "write",
@@ -163,13 +169,16 @@ def join(types: Sequence[Type], name: str) -> Type:
 
 # -------------------------------------------------------------------------------------------- what is noted on a tensor
 
-_NAME = "_meshcomm_type"
+NAME = "_meshcomm_type"
+"""The attribute with the type of a tensor."""
 _WRITTEN = "_meshcomm_written"
+_IN_SPITE = "_meshcomm_in_spite"
+"""The unknown write into its storage after which the type of a tensor was declared."""
 
 
 def marked(x: Tensor) -> Type | None:
     """The type noted on this very tensor."""
-    found = getattr(x, _NAME, None)
+    found = getattr(x, NAME, None)
     return found if type(found) is Type else None
 
 
@@ -203,7 +212,7 @@ def made_like(x: Tensor) -> Type | None:
 
 def unmark(x: Tensor) -> None:
     """Forget what is noted on ``x``."""
-    setattr(x, _NAME, None)
+    setattr(x, NAME, None)
 
 
 def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = ()) -> None:
@@ -211,7 +220,12 @@ def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = 
 
     known: the ids of tensors whose types are kept elsewhere. of: the tensors that were there before.
     """
-    setattr(x, _NAME, kind.seen(x.requires_grad))
+    setattr(x, NAME, kind if kind.plain != x.requires_grad else kind.seen(kind.plain))
+    try:
+        if at := version_of(x):
+            setattr(x, NOTED_AT, at)
+    except RuntimeError:  # an inference tensor does not count
+        pass
     base = x._base
     if base is not None:
         _hold(base, kind)
@@ -219,12 +233,14 @@ def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = 
         if found is None and id(base) not in known:
             # What is seen of a base of others says nothing about the rest of it.
             if not any(x is base or (isinstance(x, Tensor) and x._base is base) for x in of):
-                setattr(base, _NAME, kind.seen(base.requires_grad))
+                setattr(base, NAME, kind.seen(base.requires_grad))
+                stamp(base)
         elif found is None or found.axes != kind.axes:
             setattr(base, _SPLIT, True)
     if functorch_active():
-        for inner in _inside(x):
-            setattr(inner, _NAME, kind.seen(inner.requires_grad))
+        for inner in inside(x):
+            setattr(inner, NAME, kind.seen(inner.requires_grad))
+            stamp(inner)
 
 
 _HELD = "_meshcomm_held"
@@ -246,17 +262,14 @@ def held(x: Tensor) -> Type | None:
     return found if type(found) is Type else None
 
 
-def _inside(x: Tensor) -> Iterator[Tensor]:
-    inner = unwrapped(x)
-    while inner is not None:
-        yield inner
-        inner = unwrapped(inner)
-
-
 def declare(x: Tensor, kind: Type) -> None:
     """Note the type of ``x`` as somebody says that it is, whatever it was; that says nothing of other views."""
-    setattr(x, _NAME, kind.seen(x.requires_grad))
+    setattr(x, NAME, kind.seen(x.requires_grad))
     setattr(x, _DECLARED, tuple(sorted(kind.axes)))
+    stamp(x)
+    by_hand(x)
+    in_spite(x)
+    lend_foreign(x)
     if x._base is None:
         forget(x)
     else:
@@ -283,9 +296,22 @@ writes = _Writes()
 
 def write(x: Tensor, kind: Type) -> None:
     """Note that values of a type were written into ``x``, so that all its views have them."""
-    storage = _storage(x)
+    storage = storage_of(x)
+    if storage is not None:
+        _write(storage, kind)
+        for other in with_the_same_memory(storage):
+            _write(other, kind)
+
+
+def is_written(x: Tensor, kind: Type) -> bool:
+    """Whether :func:`write` would find that noted already."""
+    before = getattr(storage_of(x), _WRITTEN, None)
+    return before is not None and not any_lent() and (isinstance(before, Origin) or kind.axes <= before.axes)
+
+
+def _write(storage: torch.UntypedStorage, kind: Type) -> None:
     before = getattr(storage, _WRITTEN, None)
-    if storage is None or isinstance(before, Origin):
+    if isinstance(before, Origin):
         return
     if before is None or before.home is not kind.home or not kind.axes <= before.axes:
         writes.any = True
@@ -297,24 +323,38 @@ def write(x: Tensor, kind: Type) -> None:
 
 def unseen_write(x: Tensor, origin: Origin) -> None:
     """Note that something of unknown type was written into ``x``: so is the type of all its views now."""
-    storage = _storage(x)
+    storage = storage_of(x)
     if storage is not None:
-        writes.any = True
-        setattr(storage, _WRITTEN, origin)
+        unknown_in(storage, origin)
+
+
+def unknown_in(storage: torch.UntypedStorage, origin: Origin) -> None:
+    """Note that something of unknown type was written into a storage."""
+    writes.any = True
+    setattr(storage, _WRITTEN, origin)
+    for other in with_the_same_memory(storage):
+        setattr(other, _WRITTEN, origin)
+
+
+def in_spite(x: Tensor) -> None:
+    """The type of ``x`` that is said now holds whatever unknown was written into its storage before."""
+    written = getattr(storage_of(x), _WRITTEN, None) if writes.any else None
+    if isinstance(written, Origin):
+        setattr(x, _IN_SPITE, written)
 
 
 def forget(x: Tensor) -> None:
     """All of ``x`` is other values now, if it is all of its storage."""
-    storage = _storage(x) if writes.any else None
+    storage = storage_of(x) if writes.any else None
     if getattr(storage, _WRITTEN, None) is not None and x.numel() * x.element_size() == storage.nbytes():  # type: ignore[union-attr]
         setattr(storage, _WRITTEN, None)
 
 
 def also_written(x: Tensor, kind: Type, home: Home) -> Type | Origin:
     """The type of ``x``, noted as ``kind``, with what was written into its storage; or where unknown values were."""
-    written = getattr(_storage(x), _WRITTEN, None)
+    written = getattr(storage_of(x), _WRITTEN, None)
     if written is None or isinstance(written, Origin):
-        return kind if written is None else written
+        return kind if written is None or written is getattr(x, _IN_SPITE, None) else written
     if written.home is not home:
         there = None if written.home is None else written.home.moved(written.axes, home)
         if there is None:
@@ -323,18 +363,6 @@ def also_written(x: Tensor, kind: Type, home: Home) -> Type | Origin:
     if written.axes <= kind.axes:
         return kind
     return kind.begins(written.axes - kind.axes, next(iter(written.since.values()))).seen(x.requires_grad)
-
-
-def _storage(x: Tensor) -> torch.UntypedStorage | None:
-    """None for tensors, such as sparse ones, that have none to share."""
-    innermost = x
-    if functorch_active():
-        for inner in _inside(x):
-            innermost = inner
-    try:
-        return innermost.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 # ------------------------------------------------------------------------------------- leaves under other names
@@ -350,7 +378,7 @@ class _Shared:
 
 def shared(x: Tensor) -> None:
     """Note that the memory of ``x`` can be written under another name: ``x.data``, ``x.detach()``."""
-    storage = _storage(x)
+    storage = storage_of(x)
     if storage is not None:
         _Shared.any = True
         setattr(storage, _LEAF, weakref.ref(x))
@@ -358,6 +386,6 @@ def shared(x: Tensor) -> None:
 
 def sharing_with(x: Tensor) -> Tensor:
     """The tensor for which that was noted; ``x`` if there is none."""
-    found = getattr(_storage(x), _LEAF, None) if _Shared.any else None
+    found = getattr(storage_of(x), _LEAF, None) if _Shared.any else None
     other = found() if isinstance(found, weakref.ref) else None
     return other if isinstance(other, Tensor) else x
