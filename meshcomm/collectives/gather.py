@@ -14,7 +14,9 @@ from torch import Tensor
 
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.rule import Rule, apply, rule_named, start
+from meshcomm.errors import CommError
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.lengths import lengths_said
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
 from meshcomm.work import Work, begun, limited
@@ -392,7 +394,11 @@ def _gather(
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         whole, place = _joinable(where, x, dim, lengths, ax)
-        y = run(rule, whole, ax, (place, lengths))
+        try:
+            y = run(rule, whole, ax, (place, lengths))
+        except CommError as error:
+            _say_lengths(error, where, whole, place, ax)
+            raise
         return begun(where, ax, x, y) if async_op else y
     ragged = None if lengths is None else dim
     leaves, spec = buckets.leaves_of(
@@ -410,6 +416,14 @@ def _gather(
         )  # fmt: skip
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
     return begun(where, ax, None, tree) if async_op else tree
+
+
+def _say_lengths(error: CommError, where: str, x: Tensor, dim: int, axis: Axis) -> None:
+    """Which lengths differ, where the transport has seen numbers of elements alone."""
+    each = max(1, x.numel() // max(1, x.shape[dim]))
+    if error.counts and not any(count % each for count in error.counts.values()):
+        lengths = {axis.index: x.shape[dim], **{index: count // each for index, count in error.counts.items()}}
+        error.args = (str(error) + lengths_said(where, dim, lengths, axis.size),)
 
 
 def _joinable(where: str, x: Tensor, dim: int, sizes: Sizes, axis: Axis) -> tuple[Tensor, int]:

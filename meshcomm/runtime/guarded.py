@@ -24,6 +24,7 @@ from meshcomm.runtime.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard
 from meshcomm.runtime.guard_board import GAVE_UP, LEAVING, MADE, REFUSED, Board, Entry, Group
 from meshcomm.runtime.guard_messages import Letters
 from meshcomm.runtime.guard_tasks import Begun, Queue, Task
+from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.protocol import Link, Note
 from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.said import Said, Words, axis_text, calls_text, fingerprint, place_of
@@ -358,7 +359,7 @@ class _Meeting:
         made = [entry for entry in self.found.values() if entry.state != REFUSED]
         if not all(self.said.agrees(entry.digest, entry.gradient) for entry in made):
             calls = [Words.read(self.said.words), *(entry.words for entry in made)]
-            self._fail("the ranks made different calls.", calls_text(calls))
+            self._fail("the ranks made different calls.", calls_text(calls), self._lengths())
         odd = [entry.words.place for entry in made if entry.errors != self.errors]
         if odd:
             me = Words.read(self.said.words).place
@@ -368,8 +369,16 @@ class _Meeting:
         if gone:
             self._fail("not all ranks are in this call any more.", _given_up(gone))
         self._fail(
-            "the ranks made different calls.", calls_text([Words.read(self.said.words), *(e.words for e in made)])
+            "the ranks made different calls.",
+            calls_text([Words.read(self.said.words), *(e.words for e in made)]),
+            self._lengths(),
         )
+
+    def _lengths(self) -> str:
+        """What is said where tensors of other lengths are all that differs."""
+        words = {i: entry.words for i, entry in self.found.items() if entry.state != REFUSED}
+        words[self.room.index] = Words.read(self.said.words)
+        return dims_said({i: words[i].call for i in sorted(words)}, len(self.room.group.ranks))
 
     def _why(self, seconds: float, *, sure: bool) -> str:
         """Why it makes no sense to wait any more."""
@@ -406,7 +415,7 @@ class _Meeting:
         got = f"not there: {absent}; there: {came}; {self.room.guard.where_all_are()}"
         self._fail(what, got)
 
-    def _fail(self, what: str, got: str) -> NoReturn:
+    def _fail(self, what: str, got: str, more: str = "") -> NoReturn:
         words = Words.read(self.said.words)
         self.say(GAVE_UP, f"{what} {got}")
         said = text(
@@ -416,7 +425,7 @@ class _Meeting:
             fix="every rank of an axis must make the same calls on it in the same order;"
             " after an error that was caught, meet with mc.barrier(axis, timeout=...)",
         )
-        raise CommError(hinted(said))
+        raise CommError(hinted(said + more))
 
 
 def _given_up(entries: Iterable[Entry]) -> str:

@@ -20,6 +20,7 @@ from meshcomm.runtime import wire
 from meshcomm.runtime.attendance import absent_text
 from meshcomm.runtime.callsite import call_site, called_at, hinted, in_backward
 from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.protocol import Note, Post, Want
 from meshcomm.runtime.recorder import DROPPED, ENDED, Owner, Record, failed, log_among
@@ -83,7 +84,7 @@ class _Call:
 class _Meeting:
     """One collective: who has come, with what, and what came of it."""
 
-    __slots__ = ("calls", "came", "error", "inputs", "outlasts", "results", "waiting")
+    __slots__ = ("calls", "came", "error", "inputs", "odd", "outlasts", "results", "waiting")
 
     def __init__(self, size: int) -> None:
         self.calls: list[_Call] = []
@@ -91,6 +92,7 @@ class _Meeting:
         self.results: list[Any] | None = None
         self.error: str | None = None
         self.came = 0
+        self.odd = False  # not all have called the same
         self.waiting: list[Rank] = []
         self.outlasts = False  # who waits here does so longer than others in vain
 
@@ -102,6 +104,11 @@ class _Meeting:
         """Whoever comes later is told the same."""
         if not self.over:
             self.error, self.inputs = error, []
+
+    def lengths(self) -> str:
+        """What is said where tensors of other lengths are all that differs."""
+        of_index = {getattr(call.note.axis, "index", at): str(call) for at, call in enumerate(self.calls)}
+        return dims_said(dict(sorted(of_index.items())), len(self.inputs))
 
     def report(self, title: str = "ranks of one axis made different calls.", more: Sequence[_Call] = ()) -> str:
         """Which ranks called what, equal calls together."""
@@ -116,7 +123,7 @@ class _Meeting:
         for call, ranks in groups:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
             lines.append(f"  {who} called {call}")
-        return hinted(f"meshcomm: {title}\n" + "\n".join(lines))
+        return hinted(f"meshcomm: {title}\n" + "\n".join(lines) + self.lengths())
 
 
 @dataclass(eq=False)
@@ -274,7 +281,9 @@ class InProcessLink:
             calls = meeting.calls
             calls.append(call)
             meeting.inputs[self.index] = given
-            if not calls[0].agrees(call) or (call.word and any(differ(each.word, call.word) for each in calls)):
+            meeting.odd = meeting.odd or not calls[0].agrees(call)
+            of_others = call.word and any(differ(each.word, call.word) for each in calls)
+            if of_others or (meeting.odd and (meeting.came == self.size or not meeting.lengths())):  # else all are told
                 meeting.fail(meeting.report())
             elif meeting.came == self.size:
                 self._compute(meeting, call, compute)

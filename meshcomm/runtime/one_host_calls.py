@@ -454,7 +454,10 @@ class Call:
             got=f"call {self.number} of a group of {self.link.size}",
             fix="make the same calls in the same order on all ranks",
         )
-        raise CommError(hinted(said_of_both, backward=in_backward()))
+        error = CommError(hinted(said_of_both, backward=in_backward()))
+        if all(entry[_CODE] == self.code for entry in self._entries.values()):
+            error.counts = {i: entry[_COUNT] for i, entry in self._entries.items()}
+        raise error
 
     def whereabouts(self) -> tuple[list[int], dict[int, str]]:
         """Who else has made this call, and what the mailboxes of the others say."""
