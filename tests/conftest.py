@@ -17,8 +17,15 @@ import torch
 import meshcomm as mc
 from meshcomm.runtime.workers import WorkerPool
 
+POOLS = {"pool4", "guarded4", "guarded4_at_the_store", "bare4"}
+"""Fixtures that start processes."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        named = getattr(item, "callspec", None)
+        if POOLS & set(getattr(item, "fixturenames", ())) or (named is not None and "processes" in named.id):
+            item.add_marker("processes")
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs an accelerator: torch.accelerator finds none")
