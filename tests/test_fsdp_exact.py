@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import meshcomm as mc
@@ -391,6 +393,58 @@ def test_a_recurrent_module_keeps_no_whole_parameter() -> None:
         return all(own[name] is x for name, x in zip(own, kept, strict=True))  # type: ignore[arg-type]
 
     assert mc.launch(main, ranks=2) == [True, True]
+
+
+# ---------------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("name", ["tied across units", "lstm", "experts"])
+def test_a_copy_is_its_own(name: str) -> None:
+    mesh = mc.make_mesh({"fsdp": 2})
+
+    def main() -> None:
+        net = fully_shard(made(name), "fsdp", grads="mean", mesh=mesh)
+        before = full_state_dict(net)
+        twin = copy.deepcopy(net)
+        ours = steps(net, lambda x: PROGRAMS[name].loss(net, x.chunk(2)[mesh.rank], mesh.rank))
+        for key, x in full_state_dict(twin).items():
+            torch.testing.assert_close(x, before[key])
+        names = [len(list(each.named_parameters())) for each in (net, twin)]
+        assert names[0] == names[1]
+        assert ours == steps(twin, lambda x: PROGRAMS[name].loss(twin, x.chunk(2)[mesh.rank], mesh.rank))
+        for key, x in full_state_dict(twin).items():
+            torch.testing.assert_close(x, full_state_dict(net)[key], rtol=0, atol=0)
+
+    mc.launch(main, ranks=2)
+
+
+def averaged(net: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
+    """Train, keep a moving average, and what the average says of other rows."""
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        adam.zero_grad()
+        loss(net, rows(step)).backward()
+        adam.step()
+        average.update_parameters(net)
+    with torch.no_grad():
+        return average.module, average(rows(STEPS))
+
+
+@pytest.mark.parametrize("options", [{}, {"methods": ["forward"]}, {"units": ()}], ids=str)
+def test_a_moving_average_of_a_sharded_module(options: dict[str, Any]) -> None:
+    mesh = mc.make_mesh({"fsdp": 2})
+    wanted, said = averaged(made("uneven"), lambda net, x: net(x).square().mean())
+
+    def main() -> tuple[dict[str, Tensor], Tensor]:
+        net = fully_shard(made("uneven"), "fsdp", grads="mean", mesh=mesh, **options)
+        average, own = averaged(net, lambda net, x: net(x.chunk(2)[mesh.rank]).square().mean())
+        return full_state_dict(average), own
+
+    for state, own in mc.launch(main, ranks=2):
+        torch.testing.assert_close(own, said)
+        for key, x in wanted.state_dict().items():
+            torch.testing.assert_close(state[key], x)
 
 
 # ---------------------------------------------------------------------------------------------------- containers

@@ -9,6 +9,7 @@ backward. Between the two goes an empty tensor, never an unfinished sum.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,13 @@ class Door(dict[str, "nn.Parameter | None"]):
             return self.views[name]
         return super().__getitem__(name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+        """Of what is registered; the units that are copied show their own."""
+        copied = memo[id(self)] = Door({})
+        for name in self:
+            dict.__setitem__(copied, name, copy.deepcopy(_raw(self, name), memo))
+        return copied
+
 
 @dataclass(eq=False)
 class Slot:
@@ -95,6 +103,11 @@ class Slot:
     name: str
     param: nn.Parameter
     sites: list[tuple[Door, str]]
+
+    def copied(self, memo: dict[int, Any]) -> Slot:
+        """That of a copy of the module."""
+        sites = [(copy.deepcopy(door, memo), name) for door, name in self.sites]
+        return Slot(self.name, copy.deepcopy(self.param, memo), sites)
 
 
 @dataclass(eq=False)
@@ -163,6 +176,11 @@ class Group:
         self.kept: tuple[Tensor, list[int]] | None = None
         """Gradients that were not reduced, and which parameters had any."""
         self.adopt(shard)
+
+    def copied(self, owner: Flow, memo: dict[int, Any]) -> Group:
+        """That of a copy of the module, with a shard of its own."""
+        shard = self.checked().detach().clone()
+        return Group(owner, [slot.copied(memo) for slot in self.slots], self.layout, shard)
 
     def adopt(self, shard: Tensor) -> None:
         """Make the parameters views of ``shard``, what the layout has stored here."""

@@ -5,7 +5,6 @@ n = size of the axis, p = number of elements of all parameters, u = of the large
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from meshcomm.parallel.fsdp_groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp_state import all_matched
 from meshcomm.parallel.fsdp_units import Sharded, Unit, is_sharded, register
 from meshcomm.parallel.means import checked_mean, mean_of
+from meshcomm.parallel.swap import Around
 from meshcomm.runtime.scheduler import claim
 
 __all__ = ["fully_shard"]
@@ -413,38 +413,39 @@ def _is_meta(part: nn.Module) -> bool:
 # -------------------------------------------------------------------------------------------------- the hooks
 
 
+class _Entry:
+    """Where a unit is called: gathers before, casts what goes in, and lets go after. It is copied with the module."""
+
+    def __init__(self, unit: Unit, dtype: torch.dtype | None) -> None:
+        self.unit, self.dtype = unit, dtype
+
+    def _cast(self, tree: Any) -> Any:
+        leaves, spec = _torch.tree_flatten(tree)
+        cast = [x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+        return _torch.tree_unflatten(cast, spec)
+
+    def before_and_cast(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward begins: a hook."""
+        self.unit.before()
+        return self._cast(args), self._cast(kwargs)
+
+    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Another method."""
+        try:
+            self.unit.before()
+            return method(*args, **kwargs) if self.dtype is None else method(*self._cast(args), **self._cast(kwargs))
+        finally:
+            self.unit.after()
+
+
 def _attach(unit: Unit, module: nn.Module, methods: Collection[str]) -> None:
     """Gather before forward and these methods, and let go after."""
-    dtype = unit.owner.policy.param_dtype
-
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    def cast_all(tree: Any) -> Any:
-        leaves, spec = _torch.tree_flatten(tree)
-        return _torch.tree_unflatten([cast(leaf) for leaf in leaves], spec)
-
-    def before_and_cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        unit.before()
-        return cast_all(args), cast_all(kwargs)
-
-    if dtype is None:
+    entry = _Entry(unit, unit.owner.policy.param_dtype)
+    if entry.dtype is None:
         module.register_forward_pre_hook(unit.before, prepend=True)
     else:
-        module.register_forward_pre_hook(before_and_cast, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(entry.before_and_cast, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.after, always_call=True)
     for name in methods:
         if callable(getattr(module, name, None)):
-            setattr(module, name, _around(unit, getattr(module, name), cast_all if dtype is not None else None))
-
-
-def _around(unit: Unit, method: Callable[..., Any], cast: Callable[[Any], Any] | None) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            unit.before()
-            return method(*args, **kwargs) if cast is None else method(*cast(args), **cast(kwargs))
-        finally:
-            unit.after()
-
-    return run
+            setattr(module, name, Around(entry.call, getattr(module, name)))

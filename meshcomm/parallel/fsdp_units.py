@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,9 +51,14 @@ class Unit:
                 for door, name in slot.sites:
                     door.openers[name] = self.open_on_demand
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        fail("fully_shard", "a sharded module cannot be copied.",
-             fix="make the module again, shard it, and load full_state_dict of this one")  # fmt: skip
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """That of the copy of the whole module, which has shards of its own."""
+        if id(self.owner.units[0].module) not in memo:
+            fail("fully_shard", "a part of a sharded module cannot be copied without the whole.",
+                 fix="copy the module that fully_shard was given")  # fmt: skip
+        self.owner.copy_units(memo)
+        copied: Unit = memo[id(self)]
+        return copied
 
     def __reduce__(self) -> NoReturn:
         fail("fully_shard", "a sharded module cannot be pickled.", fix="save its state_dict, or full_state_dict")
@@ -237,6 +243,16 @@ class Sharded(Flow):
         if last is not None:
             last.next[phase] = unit
         self._last[phase] = unit
+
+    def copy_units(self, memo: dict[int, Any]) -> None:
+        """While the module is copied: all units, which know each other."""
+        copied = Sharded(self.policy, self.nothing, mean=self.mean)
+        copied.units = [Unit.__new__(Unit) for _ in self.units]
+        memo.update({id(old): new for old, new in zip(self.units, copied.units, strict=True)})
+        for old, new in zip(self.units, copied.units, strict=True):
+            groups = [group.copied(copied, memo) for group in old.groups]
+            Unit.__init__(new, copied, old.name, copy.deepcopy(old.module, memo), groups, old.regather)
+        register(memo[id(self.units[0].module)], copied)
 
     @property
     def is_running(self) -> bool:
