@@ -19,14 +19,21 @@ __all__ = ["Leaves", "is_gradient", "is_new", "is_trained", "of_leaf"]
 _GRADIENT = "_meshcomm_gradient"
 
 
+class _Gradients:
+    """Whether one was ever looked at. Until then nobody asks: to find nothing noted takes long."""
+
+    any = False
+
+
 def of_leaf(x: Tensor) -> None:
     """Note that ``x`` is the gradient that a leaf has."""
+    _Gradients.any = True
     setattr(x, _GRADIENT, True)
 
 
 def is_gradient(x: Tensor) -> bool:
     """Whether that was noted."""
-    return getattr(x, _GRADIENT, False) is True
+    return _Gradients.any and getattr(x, _GRADIENT, False) is True
 
 
 def is_trained(x: Tensor) -> bool:
@@ -51,7 +58,7 @@ class Leaves(Core):
         owner = x if x._base is None else x._base
         if not is_trained(owner):
             owner = sharing_with(x)
-            if not is_trained(owner):
+            if owner is x or not is_trained(owner):
                 return
         mine = self.type_of(owner)
         if mine is not None and (lacks := kind.axes - mine.axes):

@@ -114,6 +114,10 @@ class Operations(Leaves):
             return self._parts(kind, func, args, kwargs, operands)
         if kind.silent is not None:
             return self._silent(kind, func, args, kwargs, operands)
+        if kind.shares:
+            result = self._ordinary(kind, func, args, kwargs, operands)
+            self._shares(operands[0])
+            return result
         if kind.ordinary and not (kwargs and kwargs.get("out") is not None):
             return self._ordinary(kind, func, args, kwargs, operands)
         if kind.host:
@@ -173,7 +177,7 @@ class Operations(Leaves):
         whole = Type(dict.fromkeys(self._all, Origin(kind.name, str(call_site()))))
         self._saw(operands, versions)
         for x in operands:
-            self._written(x, whole)
+            self._written(x, whole, kind.name)
         self._note_all(result, whole, operands)
         return result
 
@@ -190,7 +194,7 @@ class Operations(Leaves):
             if whole is None:
                 self._unknown_in(x, operands, kind.name)
             else:
-                self._written(x, whole)
+                self._written(x, whole, kind.name)
         return result
 
     def _unseen(
@@ -302,8 +306,6 @@ class Operations(Leaves):
             like = self.type_of(operands[0])
             if like is not None and like.axes:
                 alike(result, like)
-        if kind.shares and operands:
-            self._shares(operands[0])
         if over:
             self._overwritten(target, whole)
         for x in operands:
@@ -370,7 +372,7 @@ class Operations(Leaves):
                     if whole is None:
                         self._unknown_in(x, group, kind.name)
                     elif (mine := self.type_of(x)) is None or mine.axes != whole.axes:
-                        self._written(x, whole)
+                        self._written(x, whole, kind.name)
             elif before != (now := self._saw(group, before)):
                 if whole is not None:
                     self._changed(group, before, whole, kind.name)
@@ -495,9 +497,10 @@ class Operations(Leaves):
                     saw(x, before, after)
         return now
 
-    def _written(self, x: Tensor, kind: Type, name: str = "a write") -> None:
-        """Values of a type were written into ``x``."""
-        self._stays(x, kind, name)
+    def _written(self, x: Tensor, kind: Type, name: str = "") -> None:
+        """Values of a type were written into ``x``; ``name``: by what, if nobody has looked before whether they may."""
+        if name:
+            self._stays(x, kind, name)
         old = self.type_of(x)
         if old is not None:
             kind = join([kind, old], "a write in place")
