@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import meshcomm as mc
 from meshcomm.parallel import clip_grad_norm, counts, fsdp, fully_shard, pieces
-from meshcomm.parallel.fsdp_state import full_state_dict
+from meshcomm.parallel.full_state import full_state_dict
 
 RANKS, WIDTH, LAYERS, ROWS, STEPS = 4, 64, 4, 32, 5
 

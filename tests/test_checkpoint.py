@@ -34,10 +34,11 @@ from torch.testing import assert_close
 
 import meshcomm as mc
 from meshcomm.parallel.boxes import Place
-from meshcomm.parallel.checkpoint import full_state_dict, latest, load, save
+from meshcomm.parallel.checkpoint import latest, load, save
 from meshcomm.parallel.ddp import data_parallel
 from meshcomm.parallel.fsdp_module import fully_shard
 from meshcomm.parallel.fsdp_state import pieces
+from meshcomm.parallel.full_state import full_state_dict
 from meshcomm.parallel.tensor import Column, tensor_parallel
 from meshcomm.runtime.workers import WorkerPool
 
@@ -534,8 +535,8 @@ def test_shared_parameters_and_extra_state(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(net.parameters())
         step_of(net, optimizer, torch.arange(5))
         save(tmp_path, net, optimizer, mesh=mesh)
-        kept = full_state_dict(net, shared="drop", mesh=mesh)
-        full = full_state_dict(net, dst=1, mesh=mesh)
+        kept = full_state_dict(net, 0, shared="drop", mesh=mesh)
+        full = full_state_dict(net, 1, mesh=mesh)
         assert (kept is None, full is None) == ((False, True) if mesh.rank == 0 else (True, False))
         assert kept is None or list(kept) == ["embed.weight", "head.bias"]
         return full
@@ -571,11 +572,11 @@ def test_shared_parameters_and_extra_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["dp4", "whole", "fsdp2 tp2"])
 def test_full_state_dict_is_fit_for_safetensors(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rules: tensors that are dense, contiguous, whole and not in each other's memory, by names that are strings."""
-    monkeypatch.setattr("meshcomm.parallel.checkpoint._BATCH", 2000)
+    monkeypatch.setattr("meshcomm.parallel.full_state._BATCH", 2000)
 
     def program() -> Any:
         net, mesh = spread(how)
-        found = full_state_dict(net, mesh=mesh)
+        found = full_state_dict(net, 0, mesh=mesh)
         assert (found is None) == (mesh.rank > 0)
         return found, {name: p.detach().clone() for name, p in net.named_parameters()}
 

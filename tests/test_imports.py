@@ -170,7 +170,7 @@ LATE = {
     "meshcomm.parallel": {
         f"meshcomm.parallel.{name}"
         for name in (
-            "batch_norm", "checkpoint", "clip", "ddp", "fsdp_module", "fsdp_state", "micro_batches", "tensor",
+            "batch_norm", "clip", "ddp", "fsdp_module", "fsdp_state", "full_state", "micro_batches", "tensor",
             "tensor_functions",
         )
     },

@@ -29,8 +29,9 @@ from torch import nn
 
 import meshcomm as mc
 from meshcomm.helpers import results
-from meshcomm.parallel.checkpoint import full_state_dict, load, save
+from meshcomm.parallel.checkpoint import load, save
 from meshcomm.parallel.checkpoint_pickle import Name, Record, read_pickle
+from meshcomm.parallel.full_state import full_state_dict
 from meshcomm.runtime import rendezvous, shared_memory, world
 from meshcomm.runtime.workers import run_processes
 

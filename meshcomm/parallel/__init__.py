@@ -9,11 +9,11 @@ import typing
 if typing.TYPE_CHECKING:
     from meshcomm.parallel import checkpoint, fsdp
     from meshcomm.parallel.batch_norm import SyncBatchNorm, convert_batch_norm, sync_batch_norm
-    from meshcomm.parallel.checkpoint import full_state_dict
     from meshcomm.parallel.clip import clip_grad_norm
     from meshcomm.parallel.ddp import data_parallel, join
     from meshcomm.parallel.fsdp_module import fully_shard
-    from meshcomm.parallel.fsdp_state import Piece, counts, load_full_state_dict, pieces
+    from meshcomm.parallel.fsdp_state import Piece, counts, pieces
+    from meshcomm.parallel.full_state import full_state_dict, load_full_state_dict
     from meshcomm.parallel.micro_batches import no_sync, reduce_gradients
     from meshcomm.parallel.tensor import Column, tensor_parallel, whole_parameters
     from meshcomm.parallel.tensor_functions import (
@@ -73,12 +73,12 @@ _LATER = {
     "counts": "meshcomm.parallel.fsdp_state",
     "data_parallel": "meshcomm.parallel.ddp",
     "enter": "meshcomm.parallel.tensor_functions",
-    "full_state_dict": "meshcomm.parallel.checkpoint",
+    "full_state_dict": "meshcomm.parallel.full_state",
     "fully_shard": "meshcomm.parallel.fsdp_module",
     "heads_of": "meshcomm.parallel.tensor_functions",
     "join": "meshcomm.parallel.ddp",
     "leave": "meshcomm.parallel.tensor_functions",
-    "load_full_state_dict": "meshcomm.parallel.fsdp_state",
+    "load_full_state_dict": "meshcomm.parallel.full_state",
     "no_sync": "meshcomm.parallel.micro_batches",
     "parallel_attention": "meshcomm.parallel.tensor_functions",
     "pieces": "meshcomm.parallel.fsdp_state",

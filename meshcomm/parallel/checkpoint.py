@@ -8,39 +8,31 @@ Not loaded by ``import meshcomm``: torch's checkpoints import DTensor, a second 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.serialization import get_crc32_options
 
 from meshcomm.collectives import check
-from meshcomm.errors import MeshError, fail
-from meshcomm.helpers.objects import broadcast_object, gather_object, scatter_object
-from meshcomm.helpers.parcels import FIX, Courier
-from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh, make_mesh
+from meshcomm.errors import fail
+from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.checkpoint_files import (
     TABLE,
-    Metadata,
     Planner,
     Root,
-    SavePlan,
     Writer,
-    global_plan,
-    local_plan,
 )
-from meshcomm.parallel.checkpoint_parts import Entries, collect, plain_problem, state_names
+from meshcomm.parallel.checkpoint_parts import Entries, Path, collect, plain_problem
 from meshcomm.parallel.checkpoint_reader import Reader
-from meshcomm.parallel.checkpoint_state import Restoring, random_states, set_random_states
+from meshcomm.parallel.checkpoint_state import Restoring, names_of_groups, random_states, set_random_states
+from meshcomm.parallel.checkpoint_team import Team, all_ranks, checked_module, merged
 
-__all__ = ["Checkpoint", "full_state_dict", "latest", "load", "save"]
-
-T = TypeVar("T")
+__all__ = ["Checkpoint", "latest", "load", "save"]
 
 _OURS = "meshcomm"
-_BATCH = 2**28
-"""Bytes of a full state_dict that are gathered at a time."""
+_GROUPS: Path = ("optim", "param_groups")
 
 
 class Checkpoint(NamedTuple):
@@ -126,13 +118,13 @@ def save(
     """
     where = "checkpoint.save"
     root = Root(_checked_path(where, path))
-    _checked_module(where, module, optimizer)
+    checked_module(where, module, optimizer)
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if value is not None and (not check.whole_number(value) or value < least):
             fail(where, f"{name}={value!r} is not a number from {least} on.", fix=f"an int from {least} on, or None")
     step = None if step is None else int(step)
-    axis = _axis(where, mesh)
-    team = _Team(where, axis, path=root.path, step=step, keep=keep)
+    axis = all_ranks(where, module, mesh)
+    team = Team(where, axis, path=root.path, step=step, keep=keep)
     team.first(lambda: _checked_room(where, root, step))
 
     def found_here() -> Entries:
@@ -146,14 +138,15 @@ def save(
 
     found = team.all(found_here)
     found.plain[_OURS, "step"] = step
-    plan, table = team.share_out(found)
+    plan, table, together = team.share_out(found)
+    found.plain.update({(*_GROUPS, number, "params"): ours for number, ours in enumerate(together.groups)})
     step, partial = team.tell(lambda: root.open(where, step))
     found.plain[_OURS, "step"] = step
     try:
         writer = Writer(partial, root.folder(step), axis.index)
         results = team.all(lambda: writer.write(plan, Planner(found)))
         every = team.gather(results)
-        team.first(lambda: writer.conclude(table, every, found.aliases))
+        team.first(lambda: writer.conclude(table, every, together.aliases))
         team.first(lambda: root.publish(where, partial, step))
     finally:
         if axis.index == 0:
@@ -215,12 +208,14 @@ def load(
     """
     where = "checkpoint.load"
     root = Root(_checked_path(where, path))
-    _checked_module(where, module, optimizer)
+    checked_module(where, module, optimizer)
     if not isinstance(keys, tuple) or len(keys) != 2 or not all(isinstance(key, str) for key in keys):
         fail(where, f"keys={keys!r} are not two names.", fix='("model", "optim")')
-    axis = _axis(where, mesh)
-    team = _Team(where, axis, path=root.path, keys=keys, optimizer=optimizer is not None)
+    axis = all_ranks(where, module, mesh)
+    team = Team(where, axis, path=root.path, keys=keys, optimizer=optimizer is not None)
     folder = team.tell(lambda: _existing(where, root))
+    here = team.all(lambda: [] if optimizer is None else names_of_groups(module, optimizer))
+    groups = merged(team.everyone(here))
     model_key, optim_key = (tuple(key.split(".")) if key else () for key in keys)
 
     def planned() -> tuple[Restoring, Checkpoint, Any]:
@@ -229,11 +224,13 @@ def load(
         restoring = Restoring(reader)
         restoring.module(module, model_key)
         if optimizer is not None:
-            restoring.optimizer(module, optimizer, optim_key)
+            restoring.optimizer(module, optimizer, optim_key, groups)
         restoring.plan()
         return restoring, *_ours(reader, axis)
 
     restoring, found, states = team.all(planned)
+    unused = team.everyone(restoring.unused)
+    team.all(lambda: restoring.refuse_unused(unused))
     team.all(restoring.check)
     team.all(restoring.read)
     if random and states is not None:
@@ -272,7 +269,7 @@ def latest(path: str | os.PathLike[str], axis: AxisName | None = None, *, mesh: 
     root = Root(_checked_path(where, path))
     if axis is None:
         return _latest(root)
-    return _Team(where, check.axis_of(where, axis, mesh), path=root.path).tell(lambda: _latest(root))
+    return Team(where, check.axis_of(where, axis, mesh), path=root.path).tell(lambda: _latest(root))
 
 
 def _latest(root: Root) -> str | None:
@@ -280,157 +277,7 @@ def _latest(root: Root) -> str | None:
     return root.folder(steps[-1]) if steps else None
 
 
-def full_state_dict(
-    module: nn.Module, *, shared: str = "copy", dst: int = 0, mesh: Mesh | None = None
-) -> dict[str, Tensor] | None:
-    """The tensors of the module as if it had never been cut, on one rank: fit for ``safetensors.torch.save_file``.
-
-    Each is whole, contiguous, on the CPU and in memory of its own, as that format wants it.
-
-    Type: all ranks of the mesh call; what is varying becomes one rank's.
-
-    Args:
-        module: spread over the mesh in any way.
-        shared: "copy": a parameter with several names is there under each, for ``load_state_dict``; "drop": under the
-            first one alone, as ``safetensors.torch.save_model`` has it.
-        dst: the rank of the mesh that gets it.
-        mesh: the current mesh by default; all ranks if there is none.
-
-    Returns: name to tensor on ``dst``, None elsewhere. What is no tensor in ``state_dict`` is left out.
-
-    Backward: none.
-
-    Cost: p elements travel to one rank and stay there, some 256 MiB at a time.
-
-    Raises:
-        MeshError: on all ranks: no such rank; ranks that do not have all of each tensor between them.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel.checkpoint import full_state_dict
-        >>> from meshcomm.parallel.fsdp_module import fully_shard
-        >>> mesh = mc.make_mesh({"fsdp": 2})
-        >>> def main():
-        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh)
-        ...     found = full_state_dict(model, mesh=mesh)
-        ...     return found and {name: tuple(x.shape) for name, x in found.items()}
-        >>> mc.launch(main, ranks=2)
-        [{'weight': (2, 8), 'bias': (2,)}, None]
-
-    Source: ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` with ``full_state_dict=True``.
-    """
-    where = "checkpoint.full_state_dict"
-    _checked_module(where, module, None)
-    if shared not in ("copy", "drop"):
-        fail(where, f"shared={shared!r} is neither 'copy' nor 'drop'.", fix="one of them")
-    axis = _axis(where, mesh)
-    check.checked_index(where, dst, axis, "dst")
-    team = _Team(where, axis, dst=dst)
-    found = team.all(lambda: _tensors_alone(module))
-    plan, _ = team.share_out(found)
-    mine = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
-    full: dict[str, Tensor] = {}
-    for batch in _batches(found):
-        boxes = [
-            (path, box.offsets, box.view.to("cpu", copy=True).contiguous())
-            for path in batch
-            for box in found.tensors[path].boxes
-            if (".".join(map(str, path)), box.offsets) in mine
-        ]
-        for of_rank in gather_object(boxes, axis.name, dst, mesh=axis.mesh) or ():
-            for path, offsets, part in of_rank:
-                spread = found.tensors[path]
-                whole = full.setdefault(path[1], torch.empty(spread.shape, dtype=spread.dtype, device="cpu"))
-                whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
-    if axis.index != dst:
-        return None
-    for alias, name in found.aliases.items() if shared == "copy" else ():
-        full[alias.partition(".")[2]] = full[name.partition(".")[2]].clone()
-    return {name: full[name] for name in map(state_names(module), module.state_dict()) if name in full}
-
-
-def _tensors_alone(module: nn.Module) -> Entries:
-    found = collect(module, None)
-    return Entries({path: spread for path, spread in found.tensors.items() if len(path) == 2}, {}, found.aliases)
-
-
-def _batches(found: Entries) -> list[list[Any]]:
-    batches: list[list[Any]] = [[]]
-    room = _BATCH
-    for path, spread in found.tensors.items():
-        size = spread.dtype.itemsize * int(torch.Size(spread.shape).numel())
-        if batches[-1] and size > room:
-            batches.append([])
-            room = _BATCH
-        batches[-1].append(path)
-        room -= size
-    return batches
-
-
-# ------------------------------------------------------------------------------------------------------- all together
-
-
-class _Team:
-    """The ranks of one call: what one of them cannot do is an error on all, before they go on."""
-
-    def __init__(self, where: str, axis: Axis, **given: object) -> None:
-        self._axis = axis
-        self._courier = Courier(where, axis, **given)  # type: ignore[arg-type]
-
-    def all(self, do: Callable[[], T]) -> T:
-        """What each rank does for itself."""
-        try:
-            done = do()
-        except Exception as error:
-            try:
-                self._courier.meet(_problem(error))
-            except MeshError as told:
-                raise told from error
-        self._courier.meet()
-        return done
-
-    def first(self, do: Callable[[], T]) -> T | None:
-        """What the first rank does for all."""
-        return self.all(lambda: do() if self._axis.index == 0 else None)
-
-    def tell(self, do: Callable[[], T]) -> T:
-        """The same, and all get what comes of it."""
-        found: Any = broadcast_object(self.first(do), self._axis.name, mesh=self._axis.mesh)
-        return found  # type: ignore[no-any-return]
-
-    def gather(self, mine: T) -> list[T]:
-        """To the first rank; nothing elsewhere."""
-        return gather_object(mine, self._axis.name, mesh=self._axis.mesh) or []
-
-    def share_out(self, found: Entries) -> tuple[SavePlan, Metadata]:
-        """Who writes what, of that which several ranks have; the table is the first rank's."""
-        plans = self.gather(local_plan(found))
-        made = self.first(lambda: global_plan(self._courier.where, plans))
-        mine = scatter_object(None if made is None else made[0], self._axis.name, mesh=self._axis.mesh)
-        return mine, Metadata({}) if made is None else made[1]
-
-
-def _problem(error: Exception) -> str:
-    """As the courier carries it: what and got on a line, and the fix."""
-    if not isinstance(error, MeshError):
-        return f"{type(error).__name__}: {error}".strip().rstrip(".")
-    what, *lines = str(error).split("\n")
-    said = [what.partition(": ")[2].rstrip(".")]
-    fix = ""
-    for line in lines:
-        if f"\n{line}".startswith(FIX):
-            fix = f"\n{line}"
-        elif line.startswith("  got: "):
-            said.append(line.removeprefix("  got: "))
-    return "; ".join(said) + fix
-
-
-def _axis(where: str, mesh: Mesh | None) -> Axis:
-    """All ranks as one axis."""
-    if mesh is None and current_mesh() is None:
-        mesh = make_mesh({"rank": -1})
-    here = check.mesh_of(where, "", mesh)
-    return here.axis(here.axis_names, where)
+# ---------------------------------------------------------------------------------------------------------- arguments
 
 
 def _checked_path(where: str, path: object) -> str:
@@ -438,14 +285,6 @@ def _checked_path(where: str, path: object) -> str:
     if not isinstance(given, str) or not given or "\0" in given:
         fail(where, f"path={path!r} is no path.", fix="a folder, as a string or a pathlib.Path")
     return os.path.abspath(given)
-
-
-def _checked_module(where: str, module: object, optimizer: object) -> None:
-    if not isinstance(module, nn.Module):
-        fail(where, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        what = f"optimizer is not a torch.optim.Optimizer but {type(optimizer).__name__}."
-        fail(where, what, fix="an optimiser of the module's parameters, or None")
 
 
 def _checked_plain(where: str, name: str, value: Any) -> Any:

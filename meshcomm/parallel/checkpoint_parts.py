@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshcomm.errors import fail, names, shape_text
 from meshcomm.parallel.boxes import Place, Spread
 from meshcomm.parallel.cuts import places_of
+from meshcomm.parallel.marks import Mark, mark_of
 
 __all__ = [
     "Entries", "Named", "Path", "collect", "named", "optimizer_names", "optimizer_path", "plain_problem", "state_names",
@@ -87,21 +88,27 @@ class Entries(NamedTuple):
     tensors: dict[Path, Spread]
     plain: dict[Path, Any]
     aliases: dict[str, str]
+    names: list[str]
+    """Of all in the module's ``state_dict``, in its order."""
+    marks: dict[tuple[str, tuple[int, ...]], Mark]
+    """Of the boxes of parameters, by name and place."""
 
 
 def collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Entries:
     """The state of a module, and of an optimiser of its parameters, as ``torch.distributed.checkpoint.state_dict``
     names it.
     """
-    found = Entries({}, {}, {})
+    found = Entries({}, {}, {}, [], {})
     here, names_of = named(module), state_names(module)
     for given, x in module.state_dict().items():
         name = names_of(given)
+        found.names.append(name)
         p = here.params.get(name)
         if p is not None and name in here.aliases:
             found.aliases[f"model.{name}"] = f"model.{here.aliases[name]}"
         elif p is not None:
-            found.tensors["model", name] = here.places.get(id(p), Place(p.shape)).of(p)
+            spread = found.tensors["model", name] = here.places.get(id(p), Place(p.shape)).of(p)
+            found.marks.update({(f"model.{name}", box.offsets): mark_of(box.view) for box in spread.boxes})
         else:
             _put(found, ("model", name), x)
     if optimizer is not None:

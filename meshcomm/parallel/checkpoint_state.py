@@ -15,7 +15,7 @@ from meshcomm.parallel.boxes import Place, Spread
 from meshcomm.parallel.checkpoint_parts import Named, Path, named, optimizer_names, state_names
 from meshcomm.parallel.checkpoint_reader import Reader
 
-__all__ = ["Restoring", "random_states", "set_random_states"]
+__all__ = ["Restoring", "names_of_groups", "random_states", "set_random_states"]
 
 _EXTRA = "_extra_state"
 _NOT_SETTINGS = ("params", "param_names")
@@ -28,6 +28,12 @@ class _Leaf(NamedTuple):
     value: Any
 
 
+def names_of_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of the parameters in each group of an optimiser."""
+    here = named(module)
+    return [optimizer_names(here, group["params"]) for group in optimizer.param_groups]
+
+
 class Restoring:
     """What is to be read where; nothing is changed before :meth:`read`, and all that can be wrong is said before."""
 
@@ -36,6 +42,8 @@ class Restoring:
         self._wanted: list[tuple[str, Spread]] = []
         self._commits: list[Callable[[], None]] = []
         self._files: Any = {}
+        self.unused: dict[str, set[str]] = {}
+        """What the checkpoint has and this rank has no use for, of the module and of the optimiser."""
 
     # --------------------------------------------------------------------------------------------------- the module
 
@@ -91,11 +99,23 @@ class Restoring:
             self._wanted.append((key, target))
 
     def _refuse(self, what: str, missing: Sequence[str], odd: Sequence[str], wrong: Sequence[str]) -> None:
+        self.unused[what] = set(odd)
         said = [f"not in the checkpoint: {names(missing[:4])}{_more(missing)}"] if missing else []
-        said += [f"not in the {what}: {names(odd[:4])}{_more(odd)}"] if odd else []
         said += ["; ".join(wrong[:4]) + _more(wrong)] if wrong else []
         if said:
+            said[len(missing) and 1 :] = [*self._said_of(what, odd), *said[len(missing) and 1 :]]
             fail(self.where, f"the checkpoint does not fit the {what}; {'; '.join(said)}.", got=self.reader.folder)
+
+    def _said_of(self, what: str, odd: Sequence[str]) -> list[str]:
+        return [f"not in the {what}: {names(odd[:4])}{_more(odd)}"] if odd else []
+
+    def refuse_unused(self, every: Sequence[Mapping[str, set[str]]]) -> None:
+        """What no rank has a use for; ``every``: of each rank what it has none for."""
+        for what in self.unused:
+            common = set.intersection(*(set(unused.get(what, ())) for unused in every))
+            said = self._said_of(what, [key for key in self.reader.paths if key in common] or sorted(common))
+            if said:
+                fail(self.where, f"the checkpoint does not fit the {what}; {said[0]}.", got=self.reader.folder)
 
     def _leaves(self, at: Path) -> list[_Leaf]:
         """What stands below a path, or at it: plain data at once, tensors with room for what will be read."""
@@ -114,8 +134,10 @@ class Restoring:
 
     # ------------------------------------------------------------------------------------------------ the optimiser
 
-    def optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> None:
-        """State by the parameters' names, settings by the groups that have them."""
+    def optimizer(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, root: Path, together: Sequence[Sequence[str]]
+    ) -> None:
+        """State by the parameters' names, settings by the groups that have them; ``together``: on all ranks."""
         here = named(module)
         groups = self._groups(root)
         if not groups:
@@ -128,9 +150,9 @@ class Restoring:
                 states.setdefault(here.aliases.get(name, name), []).append((path[len(root) + 2 :], key))
         scalars = self._scalars(here, states)
         wrong: list[str] = []
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
             ours = optimizer_names(here, group["params"])
-            settings = self._settings(here, groups, group, ours)
+            settings = self._settings(here, groups, group, together[number])
             self._commits.append(lambda group=group, settings=settings: _set(group, settings))  # type: ignore[misc]
             for name, p in zip(ours, group["params"], strict=True):
                 place = here.places.get(id(p), Place(p.shape))

@@ -6,14 +6,13 @@ n = size of the axis, p = number of elements of all parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail, likely, names
 from meshcomm.parallel.fsdp_groups import Counts
 from meshcomm.parallel.fsdp_units import owner_of
@@ -22,8 +21,6 @@ __all__ = [
     "Piece",
     "all_matched",
     "counts",
-    "full_state_dict",
-    "load_full_state_dict",
     "no_sync",
     "pieces",
     "reduce_gradients",
@@ -146,100 +143,4 @@ def pieces(module: nn.Module) -> dict[str, Piece]:
     for group, at, slot in owner_of("pieces", module).slots():
         start, stop = group.layout.range_of(at, group.index)
         found[slot.name] = Piece(group.layout.entries[at].shape, start, stop, group.layout.whole)
-    return found
-
-
-def full_state_dict(module: nn.Module, *, cpu: bool = False) -> dict[str, Any]:
-    """``module.state_dict()`` with the whole parameters, on every rank.
-
-    Args:
-        module: what :func:`fully_shard` was given.
-        cpu: move each unit's to the CPU before the next is gathered.
-
-    Returns: what the unsharded module's ``state_dict()`` would be, in new storage; all ranks call.
-
-    Cost: an all_gather of p elements, unit by unit.
-
-    Raises:
-        MeshError: the module is not sharded.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import fully_shard
-        >>> from meshcomm.parallel.fsdp_state import full_state_dict
-        >>> mesh = mc.make_mesh({"fsdp": 2})
-        >>> def main():
-        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh)
-        ...     return model.state_dict()["weight"].shape, full_state_dict(model)["weight"].shape
-        >>> mc.launch(main, ranks=2)[0]
-        (torch.Size([16]), torch.Size([2, 8]))
-    """
-    owner = owner_of("full_state_dict", module)
-    state: dict[str, Any] = dict(module.state_dict())
-    aliases = _aliases(module)
-    axis = owner.policy.axis
-    with torch.no_grad():
-        for unit in owner.units:
-            for group in unit.groups:
-                shard = group.layout.padded(group.checked()).to(owner.policy.device)
-                whole = all_gather_invariant(shard, axis.name, mesh=axis.mesh)
-                whole = whole.cpu() if cpu else whole
-                for slot, x in zip(group.slots, group.layout.views(whole), strict=True):
-                    state.update({name: x.clone() for name in aliases[slot.param] if name in state})
-    return state
-
-
-def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Take this rank's slices of whole parameters; buffers and the rest as ``load_state_dict`` takes them.
-
-    Args:
-        module: what :func:`fully_shard` was given.
-        state: the unsharded module's ``state_dict``, equal on every rank; memory-mapped files are read in part.
-        strict: as of ``load_state_dict``.
-
-    Cost: none.
-
-    Raises:
-        MeshError: the module is not sharded; no mapping; a parameter of another shape.
-        RuntimeError: missing or unexpected names, if ``strict``.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import fully_shard
-        >>> from meshcomm.parallel.fsdp_state import full_state_dict, load_full_state_dict
-        >>> mesh = mc.make_mesh({"fsdp": 2})
-        >>> def main():
-        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh)
-        ...     load_full_state_dict(model, {"weight": torch.ones(2, 8), "bias": torch.zeros(2)})
-        ...     return full_state_dict(model)["weight"].sum().item()
-        >>> mc.launch(main, ranks=2)
-        [16.0, 16.0]
-    """
-    where = "load_full_state_dict"
-    owner = owner_of(where, module)
-    if not isinstance(state, Mapping):
-        what = f"state is no mapping but {type(state).__name__}."
-        fix = "the whole state_dict on every rank; what is on one rank alone goes through mc.broadcast_object"
-        fail(where, what, fix=fix)
-    aliases = _aliases(module)
-    rest = dict(state)
-    own = module.state_dict()
-    for group, at, slot in owner.slots():
-        shape = group.layout.entries[at].shape
-        for name in aliases[slot.param]:
-            if name in rest:
-                if not isinstance(rest[name], Tensor):
-                    fail(where, f"{name!r} is no tensor but {type(rest[name]).__name__}.", fix="the whole parameter")
-                if rest[name].shape != shape:
-                    what = f"{name!r} has shape {tuple(rest[name].shape)}, the parameter {tuple(shape)}."
-                    fail(where, what, fix="the state_dict of the unsharded module")
-                start, stop = group.layout.range_of(at, group.index)
-                rest[name] = rest[name].reshape(-1)[start:stop].view(own[name].shape)
-    module.load_state_dict(rest, strict=strict)
-
-
-def _aliases(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    found: dict[nn.Parameter, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        found.setdefault(param, []).append(name)
     return found

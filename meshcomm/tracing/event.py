@@ -34,7 +34,8 @@ OPERATIONS = (
     "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift", "broadcast",
     "reduce", "gather", "scatter", "send", "recv", "exchange", "barrier",
     "broadcast_object", "all_gather_object", "gather_object", "scatter_object", "collect_results", "main_only",
-    "Metrics.reduce", "checkpoint.save", "checkpoint.load", "checkpoint.full_state_dict",
+    "Metrics.reduce", "checkpoint.save", "checkpoint.load", "checkpoint.latest",
+    "full_state_dict", "load_full_state_dict",
 )  # fmt: skip
 """What the operations of events are called."""
 

@@ -1,0 +1,224 @@
+"""Whole states of modules that are spread over a mesh, in any way: full_state_dict and load_full_state_dict.
+
+p = number of elements of all parameters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm.collectives import check
+from meshcomm.errors import fail
+from meshcomm.helpers.objects import all_gather_object, gather_object
+from meshcomm.mesh import Axis, Mesh
+from meshcomm.parallel import checkpoint
+from meshcomm.parallel.boxes import Place
+from meshcomm.parallel.checkpoint_parts import Entries, Named, Path, collect, named, state_names
+from meshcomm.parallel.checkpoint_team import Team, Together, all_ranks, checked_module
+
+__all__ = ["full_state_dict", "load_full_state_dict"]
+
+_BATCH = 2**28
+"""Bytes that are gathered at a time."""
+
+
+def full_state_dict(
+    module: nn.Module, dst: int | None = None, *, shared: str = "copy", mesh: Mesh | None = None
+) -> dict[str, Tensor] | None:
+    """The tensors of the module as if it had never been cut: fit for ``load_full_state_dict``, for the module on one
+    rank, and for ``safetensors.torch.save_file``.
+
+    Each is whole, contiguous, on the CPU and in memory of its own, as that format wants it. The stages of a pipeline
+    have other names on each rank: what all ranks have is put together.
+
+    Type: all ranks of the mesh call; what is varying becomes the same on every rank, or one rank's.
+
+    Args:
+        module: spread over the mesh in any way.
+        dst: the rank of the mesh that gets it. None: all do.
+        shared: "copy": a parameter with several names is there under each, for ``load_state_dict``; "drop": under the
+            first one alone, as ``safetensors.torch.save_model`` has it.
+        mesh: by default the largest of the current mesh and those of the adaptors; all ranks if there is none.
+
+    Returns: name to tensor; with ``dst`` None on the other ranks. What is no tensor in ``state_dict`` is left out.
+
+    Backward: none.
+
+    Cost: p elements travel to one rank and stay there, or to all, some 256 MiB at a time; each rank reads what it has.
+
+    Raises:
+        MeshError: on all ranks: no such rank; ranks that do not have all of each tensor between them; parameters of one
+            name that are others on each rank.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import full_state_dict, fully_shard
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh)
+        ...     found = full_state_dict(model, 0)
+        ...     return found and {name: tuple(x.shape) for name, x in found.items()}
+        >>> mc.launch(main, ranks=2)
+        [{'weight': (2, 8), 'bias': (2,)}, None]
+
+    Source: ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` with ``full_state_dict=True``.
+    """
+    where = "full_state_dict"
+    checked_module(where, module, None)
+    if shared not in ("copy", "drop"):
+        fail(where, f"shared={shared!r} is neither 'copy' nor 'drop'.", fix="one of them")
+    axis = all_ranks(where, module, mesh)
+    if dst is not None:
+        check.checked_index(where, dst, axis, "dst")
+    team = Team(where, axis, dst=dst)
+    found = team.all(lambda: _tensors_alone(module))
+    plan, _, together = team.share_out(found)
+    mine = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
+    full: dict[str, Tensor] = {}
+    for batch in _batches(together):
+        for of_rank in _gathered(_boxes(found, batch, mine), axis, dst):
+            for path, offsets, part in of_rank:
+                shape, dtype = together.tensors[path]
+                whole = full.setdefault(path[1], torch.empty(shape, dtype=dtype, device="cpu"))
+                whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
+    if dst is not None and axis.index != dst:
+        return None
+    for alias, name in together.aliases.items() if shared == "copy" else ():
+        full[alias.partition(".")[2]] = full[name.partition(".")[2]].clone()
+    return {name: full[name] for name in together.names if name in full}
+
+
+def _tensors_alone(module: nn.Module) -> Entries:
+    found = collect(module, None)
+    return found._replace(tensors={path: x for path, x in found.tensors.items() if len(path) == 2}, plain={})
+
+
+def _batches(together: Together) -> list[list[Path]]:
+    batches: list[list[Path]] = [[]]
+    room = _BATCH
+    for path, (shape, dtype) in together.tensors.items():
+        size = dtype.itemsize * int(torch.Size(shape).numel())
+        if batches[-1] and size > room:
+            batches.append([])
+            room = _BATCH
+        batches[-1].append(path)
+        room -= size
+    return batches
+
+
+def _boxes(found: Entries, batch: list[Path], mine: set[tuple[str, tuple[int, ...]]]) -> list[Any]:
+    return [
+        (path, box.offsets, box.view.to("cpu", copy=True).contiguous())
+        for path in batch
+        if path in found.tensors
+        for box in found.tensors[path].boxes
+        if (".".join(map(str, path)), box.offsets) in mine
+    ]
+
+
+def _gathered(boxes: list[Any], axis: Axis, dst: int | None) -> list[list[Any]]:
+    if dst is None:
+        return all_gather_object(boxes, axis.name, mesh=axis.mesh)
+    return gather_object(boxes, axis.name, dst, mesh=axis.mesh) or []
+
+
+def load_full_state_dict(
+    module: nn.Module,
+    state_or_path: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    mesh: Mesh | None = None,
+) -> None:
+    """Take this rank's parts of whole tensors; everything else as ``load_state_dict`` takes it.
+
+    Type: all ranks of the mesh call.
+
+    Args:
+        module: spread over the mesh in any way.
+        state_or_path: the ``state_dict`` of the module on one rank, or what :func:`full_state_dict` gave, equal on
+            every rank; what is memory-mapped is read in part. Or a file that ``torch.save`` has written of it, of which
+            each rank maps its parts (no code is run); or a folder of :func:`meshcomm.parallel.checkpoint.save`.
+        strict: as of ``load_state_dict``, for what all ranks have between them: names that another rank has, as another
+            stage of a pipeline, are not unexpected.
+        mesh: by default the largest of the current mesh and those of the adaptors; all ranks if there is none.
+
+    Backward: none.
+
+    Cost: the names travel to all ranks.
+
+    Raises:
+        MeshError: not a module; no mapping; no such file; a parameter of another shape, or that is no tensor.
+        RuntimeError: missing or unexpected names, if ``strict``.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import full_state_dict, fully_shard, load_full_state_dict
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh)
+        ...     load_full_state_dict(model, {"weight": torch.ones(2, 8), "bias": torch.zeros(2)})
+        ...     return full_state_dict(model)["weight"].sum().item()
+        >>> mc.launch(main, ranks=2)
+        [16.0, 16.0]
+
+    Source: ``torch.distributed.checkpoint.state_dict.set_model_state_dict`` with ``full_state_dict=True``.
+    """
+    where = "load_full_state_dict"
+    checked_module(where, module, None)
+    axis = all_ranks(where, module, mesh)
+    if isinstance(state_or_path, (str, os.PathLike)) and os.path.isdir(state_or_path):
+        checkpoint.load(state_or_path, module, random=False, mesh=axis.mesh)
+        return
+    team, clean = Team(where, axis), state_names(module)
+    whole = team.all(lambda: _opened(where, state_or_path))
+    state = team.all(lambda: _local(where, module, whole))
+    known = {name for names in team.everyone([clean(name) for name in module.state_dict()]) for name in names}
+    state.update({name: value for name, value in whole.items() if name not in known})
+    module.load_state_dict(state, strict=strict)
+
+
+def _opened(where: str, given: Any) -> Mapping[str, Any]:
+    if isinstance(given, (str, os.PathLike)):
+        if not os.path.isfile(given):
+            fail(where, f"there is no file or folder {given!r}.", fix="what torch.save or checkpoint.save has written")
+        given = torch.load(given, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(given, Mapping):
+        fix = "the whole state_dict on every rank; what is on one rank alone goes through mc.broadcast_object"
+        fail(where, f"state is no mapping but {type(given).__name__}.", fix=fix)
+    return given
+
+
+def _local(where: str, module: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank's ``load_state_dict`` takes."""
+    here, clean, found = named(module), state_names(module), {}
+    for given, own in module.state_dict().items():
+        name = clean(given)
+        found_as = name if name in whole else here.aliases.get(name, name)
+        if found_as not in whole:
+            continue
+        found[given] = value = whole[found_as]
+        p = here.params.get(name)
+        if p is not None:
+            found[given] = _part(where, name, here, p, own, value)
+    return found
+
+
+def _part(where: str, name: str, here: Named, p: nn.Parameter, own: Tensor, value: Any) -> Tensor:
+    place = here.places.get(id(p), Place(p.shape))
+    if not isinstance(value, Tensor):
+        fail(where, f"{name!r} is no tensor but {type(value).__name__}.", fix="the whole parameter")
+    if id(p) not in here.places:
+        return value
+    if tuple(value.shape) != place.shape:
+        what = f"{name!r} has shape {tuple(value.shape)}, the parameter {place.shape}."
+        fail(where, what, fix="the state_dict of the module on one rank")
+    part = torch.empty_like(own, dtype=value.dtype, device=value.device)
+    for box in place.of(part).boxes:
+        ends = [at + size for at, size in zip(box.offsets, box.sizes, strict=True)]
+        box.view.copy_(value[tuple(slice(*each) for each in zip(box.offsets, ends, strict=True))])
+    return part
