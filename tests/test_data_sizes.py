@@ -281,6 +281,16 @@ def test_a_plain_number_is_refused(name: str) -> None:
     assert "  fix: " in str(caught.value)
 
 
+def test_a_number_that_is_returned_is_refused() -> None:
+    """The caller would have that of one rank."""
+
+    def body(x: Tensor) -> tuple[Tensor, int]:
+        return x, n(x)
+
+    with pytest.raises(mc.VaryingError, match=r"the return of output\[1\] .*is a size that depends on data"):
+        mc.shard_map(body, mesh=MESH, in_specs="(dp n)", out_specs=("(dp n)", None))(DATA)
+
+
 def test_a_key_is_refused_as_unhashable_too() -> None:
     """So that who caches by sizes goes without."""
     with pytest.raises(TypeError, match="a key"):

@@ -35,6 +35,7 @@ from meshcomm.spmd.operands import (
     version,
     versions_of,
 )
+from meshcomm.spmd.ragged import untouched
 from meshcomm.spmd.size_rules import may_size
 from meshcomm.spmd.sizes import made, plain
 from meshcomm.spmd.torch_rules import Kind, kind_of
@@ -71,7 +72,7 @@ class Operations(Leaves):
         if torch.compiler.is_compiling():
             _untraceable()
         kind = kind_of(func)
-        if made.any:
+        if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
         if kind.getter:
             return self._get(kind, func, args)

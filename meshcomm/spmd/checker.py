@@ -22,6 +22,7 @@ from meshcomm.spmd.operands import (
     differentiated,
     text_of,
 )
+from meshcomm.spmd.sizes import Varying
 
 __all__ = ["Checker"]
 
@@ -37,6 +38,16 @@ class Checker(Functions, Sizes, Hooks, Collectives):
         """What a checked function returns, which may vary along these axes and must along no other."""
         with self._apart():
             return self._result(y, axes, label, spec)
+
+    def plain_result(self, value: object, label: str) -> None:
+        """What a checked function returns beside tensors, which must be the same everywhere."""
+        if isinstance(value, Varying):
+            self._refuse(
+                f"the return of {label}",
+                f"is a size that depends on data and varies along {names(sorted(value.kind.axes))}.",
+                str(value),
+                "torch.tensor([n]), whose spec names the axis; or the sum: mc.all_reduce(torch.tensor(n), axis)",
+            )
 
     def _result(self, y: Tensor, axes: Sequence[str], label: str, spec: str) -> Tensor:
         kind = self.type_of(y)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from meshcomm._torch import functorch_active, unwrapped
 from meshcomm.spmd.shape_rules import Part, Rule, quick_rule
@@ -19,7 +20,7 @@ from meshcomm.spmd.vma import Origin, Type, join, note
 
 __all__ = [
     "CUT", "Ragged", "Rows", "carried", "carried_within", "collected", "differing", "fresh", "guessed", "note_ragged",
-    "number_of", "ragged_of", "shapes_elsewhere", "standing_for", "tensors_of", "without_numbers",
+    "number_of", "ragged_of", "shapes_elsewhere", "standing_for", "tensors_of", "untouched", "without_numbers",
 ]  # fmt: skip
 
 _NAME = "_meshcomm_ragged"
@@ -62,6 +63,27 @@ def ragged_of(x: Tensor) -> Ragged | None:
     """What is noted on ``x``; None: its sizes are the same everywhere."""
     found = getattr(x, _NAME, None)
     return found if type(found) is Ragged else None
+
+
+_SIMPLE = frozenset([int, float, bool, complex, str, type(None), torch.dtype, torch.device, type(Ellipsis)])
+_NESTED = frozenset([tuple, list, torch.Size])
+
+
+def untouched(values: Iterable[Any]) -> bool:
+    """Whether there is for certain nothing among arguments whose size depends on data."""
+    for value in values:
+        kind = type(value)
+        if kind in _SIMPLE:
+            continue
+        if kind is Tensor or kind is Parameter:
+            if getattr(value, _NAME, None) is not None:
+                return False
+        elif kind in _NESTED:
+            if not untouched(value):
+                return False
+        elif kind is not slice or not untouched((value.start, value.stop, value.step)):
+            return False
+    return True
 
 
 def note_ragged(x: Tensor, ragged: Ragged | None) -> None:

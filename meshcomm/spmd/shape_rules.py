@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Part", "quick_rule"]
+__all__ = ["Part", "Rule", "quick_rule"]
 
 Shape = tuple[int, ...]
 

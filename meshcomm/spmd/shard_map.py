@@ -300,6 +300,9 @@ class _Run:
             checker.know(part, laid.layout.axes, f"{laid.label}, by its spec {str(laid.layout)!r}")
         with checker:
             laid_out, form = self._outputs(self.fn(*args, **kwargs))
+            for each in laid_out:
+                if each.layout is None:
+                    checker.plain_result(each.value, each.label)
             return [
                 each
                 if each.layout is None
