@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
@@ -21,6 +22,7 @@ from meshcomm._torch import (
 from meshcomm.errors import names
 from meshcomm.mesh import current_mesh, use_mesh
 from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.beside import beside, inside_of
 from meshcomm.spmd.changes import moment
 from meshcomm.spmd.checked_operations import Operations
 from meshcomm.spmd.lent import lend
@@ -116,7 +118,8 @@ class Functions(Operations):
             args, kwargs, also = without_numbers(args, kwargs)
             operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)] + also
             found = self._types(operands, cls.__name__)
-            whole, given = join(found, cls.__name__) if found else INVARIANT, args
+            kinds = found if found is None else found + self._beside(cls, args, kwargs, operands)
+            whole, given = join(kinds, cls.__name__) if kinds else INVARIANT, args
             if found:
                 args, kwargs = self._evened(operands, found, whole, cls.__name__, args, kwargs)
             versions = versions_of(operands)
@@ -130,6 +133,21 @@ class Functions(Operations):
                     if before != after:
                         self._unknown_in(x, operands, cls.__name__)
         return result
+
+    def _beside(
+        self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
+    ) -> list[Type]:
+        """The types of what a custom function takes and autograd does not see: no gradient goes there, and what comes
+        back to the others varies with it.
+        """
+        found = []
+        for x in inside_of(args, kwargs, operands):
+            kind = self.type_of(x)
+            if kind is None and torch.is_grad_enabled() and any(y.requires_grad for y in operands):
+                self._unknown(x, [x], cls.__name__)
+            found.append(kind)
+        found += [self.type_of(x) for x in beside(cls, operands)]
+        return [kind for kind in found if kind is not None and kind.axes]
 
     def _checkpoint(self, own: Any, args: tuple[Any, ...]) -> Any:
         """The reentrant checkpoint: the graph that counts is made in backward, by calling the function again."""

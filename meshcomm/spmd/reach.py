@@ -8,6 +8,7 @@ import contextlib
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -81,8 +82,14 @@ class Reach:
             self._look(thing.__func__, name)
         elif isinstance(thing, functools.partial):
             self._partial(thing, name)
-        elif hasattr(thing, "__dict__") and _package(type(thing)) not in _OPAQUE:
-            self._entries(vars(thing), vars(thing), name, isinstance(thing, Module))
+        elif isinstance(thing, (set, frozenset, deque)):
+            for part in list(thing)[:_MANY]:
+                self._look(part, name)
+        elif _package(type(thing)) not in _OPAQUE:
+            if hasattr(thing, "__dict__"):
+                self._entries(vars(thing), vars(thing), name, isinstance(thing, Module))
+            for slot in _slots(type(thing)):
+                self._look(getattr(thing, slot, None), f"{name}.{slot}".strip("."))
 
     def _entries(self, container: Any, keys: Any, name: str, of_module: bool = False) -> None:
         for key in list(keys):
@@ -113,6 +120,13 @@ class Reach:
         self._look(bound.func, name)
         self._value(bound.args, name, lambda: bound.args, write)
         self._look(bound.keywords, name)
+
+
+def _slots(cls: type) -> Iterator[str]:
+    """The names of attributes that stand in no ``__dict__``."""
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
 
 
 def _package(thing: Any) -> str:
