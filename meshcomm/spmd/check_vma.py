@@ -52,7 +52,8 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
     invariant, unless they are leaves that require grad, which vary as what they are like. A gradient has the type of
     its value: that of what is invariant is the sum over the ranks, wherever
     it is asked for. Anything else is unknown, such as what is made of an array, by an ``nn.Parameter(...)`` inside, by
-    another thread or by compiled code, and is refused where it requires grad or meets what does.
+    another thread or by compiled code, or was changed in place out of sight (``set_``, ``z.real = x``, TorchScript),
+    and is refused where it requires grad or meets what does.
 
     Args:
         mode: True, "error", or False: what runs inside is not looked at, and what it makes is unknown.
