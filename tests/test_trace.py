@@ -1025,3 +1025,32 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     for times in found.values():
         assert set(times) == set(tracing.MODES)
         assert all(set(took) == set(tracing.STATES) and min(took.values()) > 0 for took in times.values())
+
+
+# ------------------------------------------------------------------------------------- around processes that are started
+
+
+def abroad(x: Tensor) -> int:
+    mesh = mc.make_mesh({"a": 2})
+    w = torch.ones(8, requires_grad=True)
+    y = mc.all_reduce(mc.pvary(w, "a", mesh=mesh) * x, "a", mesh=mesh)
+    y.sum().backward()
+    return mesh.rank
+
+
+def test_what_started_processes_do_counts() -> None:
+    with (
+        pytest.raises(AssertionError, match=r"a: 2 all_reduce on rank 0, allowed nothing"),
+        mc.comm_budget(a="nothing") as outer,
+        mc.trace() as t,
+    ):
+        assert mc.launch(abroad, ranks=2, args=(torch.ones(8),), runtime="processes") == [0, 1]
+    assert t.summary() == "2 all_reduce over a"
+    for backward in (False, True):
+        assert [t.count("all_reduce", "a", backward=backward, rank=rank) for rank in (0, 1)] == [1, 1]
+    assert t.totals()["a"].payload == 64
+    assert all(event.site is not None and event.site.file == __file__ for event in t.events)
+    assert all(0 <= event.start <= t.seconds for event in t.events)
+    assert len(outer.events) == len(t.events) == 4
+    mc.comm_budget(a="2 all_reduce", bytes=64).check(t)
+    mc.comm_budget(a="1 all_reduce", backward=False).check(t)

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from meshcomm.errors import CommError, MeshError, fail, text
 from meshcomm.runtime import peers, rendezvous, worker, world
@@ -41,6 +41,20 @@ T = TypeVar("T")
 _PROMPT = 0.1
 _POOL_PROMPT = 1.0
 _GOODBYE = 10.0
+
+
+class Watched(Protocol):
+    """A program that tells more than its result."""
+
+    program: Callable[..., Any]
+    """What the workers run instead: it can be pickled if the program can."""
+
+    def results(self, told: list[Any]) -> list[Any]:
+        """The results of the program among what the workers have told."""
+
+
+watch_workers: Callable[[Callable[..., Any]], Watched | None] | None = None
+"""Set by who wants to know what programs in other processes do, if he does: tracing."""
 
 
 def run_processes(
@@ -69,7 +83,8 @@ def run_processes(
         CommError: a rank that raised (its traceback is in the text, the exception is ``__cause__``), that died, or that
             was not done in time. No process is left behind.
     """
-    task = _pack(fn, args, kwargs or {})
+    watched = watch_workers(fn) if watch_workers is not None else None
+    task = _pack(fn, args, kwargs or {}, None if watched is None else watched.program)
     limit = duration("launch", timeout)
     deadline = _deadline(limit)
     crew = _Crew(ranks, backend, limit, guard)
@@ -78,7 +93,7 @@ def run_processes(
         answers = crew.work(task, deadline, _PROMPT)
         results = _results(_name(fn), answers, limit)
         crew.dismiss()
-        return results
+        return results if watched is None else watched.results(results)
     finally:
         crew.kill()
 
@@ -325,8 +340,10 @@ def _epitaph(exitcode: int) -> str:
     return f"the process was ended by {name}."
 
 
-def _pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """The task as bytes, or an error that names what cannot be sent."""
+def _pack(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], instead: Callable[..., Any] | None = None
+) -> bytes:
+    """The task as bytes, or an error that names what cannot be sent; ``instead``: what is run in place of ``fn``."""
     main = sys.modules["__main__"]
     if getattr(fn, "__module__", None) == "__main__" and not (main.__spec__ or getattr(main, "__file__", None)):
         fix = "put it into a file and run that, or import it from one; or use runtime='in-process'"
@@ -335,7 +352,7 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     parts += [(f"args[{index}] of {_name(fn)}", value, "make it in fn instead") for index, value in enumerate(args)]
     parts += [(f"kwargs[{key!r}] of {_name(fn)}", value, "make it in fn instead") for key, value in kwargs.items()]
     try:
-        inner = pickle.dumps((fn, args, dict(kwargs)))
+        inner = pickle.dumps((fn if instead is None else instead, args, dict(kwargs)))
     except Exception:
         for what, value, fix in parts:
             _check_pickles(what, value, fix)

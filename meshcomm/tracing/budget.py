@@ -36,8 +36,8 @@ class comm_budget:  # noqa: N801  # reads as what it says, as use_mesh does
 
     An axis that is not named may not be communicated over, unless ``...`` is, or nothing but ``bytes`` is given. Less
     is always fine. Counted are the primitives that :func:`trace` records: one per tensor or bucket of a pytree, forward
-    and backward, on each rank; the worst rank counts, of this process (processes that are started inside count nothing:
-    put the budget on what they run). A tuple of axes is an axis of its own.
+    and backward, on each rank; the worst rank counts, of this process and of those that a :func:`launch` starts inside.
+    A tuple of axes is an axis of its own.
 
     Args:
         axes: axis to what is allowed; for tuples of axes, written ``("dp", "tp")`` or ``"dp,tp"``; ``...`` stands for

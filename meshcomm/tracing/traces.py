@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh, all_axes, on_new_axis
+from meshcomm.runtime import workers
 from meshcomm.runtime.scheduler import Rank, current_rank
 from meshcomm.tracing import chrome
 from meshcomm.tracing.event import OPERATIONS, Totals, TraceEvent, axis_text, bytes_text, grouped, most, table_of
@@ -39,6 +40,7 @@ class Trace:
         self._origin = 0
         self._end: int | None = None
         self._records: list[Record] = []
+        self._abroad: list[TraceEvent] = []  # of processes that were started inside
         self._events: tuple[TraceEvent, ...] = ()
         self._axes: list[weakref.ref[Axis]] = []
         self._closed = False
@@ -79,7 +81,7 @@ class Trace:
         end = time.perf_counter_ns()
         self._events = self._so_far()
         self._end = end
-        self._records = []
+        self._records, self._abroad = [], []
         self._axes.clear()
         self._home = None
 
@@ -115,7 +117,15 @@ class Trace:
                 self._compiled_now = (*self._compiled_now, axis.name)
 
     def _so_far(self) -> tuple[TraceEvent, ...]:
-        return tuple(record.event(self._origin) for record in list(self._records))
+        return (*(record.event(self._origin) for record in list(self._records)), *self._abroad)
+
+    def _take_over(self, other: Trace, now: tuple[AxisName, ...]) -> None:
+        """What a process that was started inside has recorded; ``now``: over what it ran compiled code."""
+        with self._lock:
+            if not self._closed:
+                self._abroad += chrome.moved(other._events, other.began - self.began)
+                self.compiled = tuple(dict.fromkeys((*self.compiled, *other.compiled)))
+                self._compiled_now = tuple(dict.fromkeys((*self._compiled_now, *now)))
 
     # ------------------------------------------------------------------------------------------------ what it knows
 
@@ -247,7 +257,8 @@ def trace() -> Trace:
     """``with mc.trace() as t:`` records everything that is communicated inside, forward and backward.
 
     Outside of ranks, and where ranks are processes, it records this process: all threads, autograd's too, and all ranks
-    of each :func:`launch` and ``shard_map`` inside; not processes that are started there, whose ranks open their own.
+    of each :func:`launch` and ``shard_map`` inside. Processes that a ``launch`` starts inside record what they do from
+    its first line to its last, and hand it over with their results; others open their own.
     In a rank of :func:`launch` it records that rank. Traces may be nested, and overlap between threads; each has its
     own events.
 
@@ -307,3 +318,42 @@ def _listen_to(axis: Axis) -> None:
 
 
 on_new_axis(_listen_to)
+
+
+class _Traced:
+    """A program that a worker traces: it gives its result, and what it communicated."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        t = Trace()
+        t.__enter__()
+        try:
+            result = self.fn(*args, **kwargs)
+        finally:
+            t._close()
+        return result, t, t._compiled_now
+
+
+class _Watched:
+    """A launch of processes while traces are open."""
+
+    def __init__(self, fn: Callable[..., Any], traces: Sequence[Trace]) -> None:
+        self.program: Callable[..., Any] = _Traced(fn)
+        self._traces = traces
+
+    def results(self, told: list[Any]) -> list[Any]:
+        """Hand what each worker has recorded to the traces, in order of rank."""
+        for _, theirs, now in told:
+            for mine in self._traces:
+                mine._take_over(theirs, now)
+        return [result for result, _, _ in told]
+
+
+def _watch(fn: Callable[..., Any]) -> _Watched | None:
+    return _Watched(fn, tuple(_open)) if _open else None
+
+
+workers.watch_workers = _watch
