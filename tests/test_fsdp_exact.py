@@ -448,6 +448,59 @@ def test_a_moving_average_of_a_sharded_module(options: dict[str, Any]) -> None:
             torch.testing.assert_close(state[key], x)
 
 
+# ------------------------------------------------------------------------------------ one inside another, other axes
+
+
+class Nested(nn.Module):
+    """A part goes over another axis than what is around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.part = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return x + self.part(x)  # type: ignore[no-any-return]
+
+
+PROGRAMS["nested"] = Program(Nested)
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_a_part_that_is_sharded_over_another_axis(inner_first: bool) -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+
+    def main() -> tuple[dict[str, Tensor], list[bool]]:
+        net = made("nested")
+        if inner_first:
+            fully_shard(net.part, "b", replica_axis="a", grads="mean", mesh=mesh)  # type: ignore[arg-type]
+            fully_shard(net, ("a", "b"), grads="mean", mesh=mesh)
+        else:
+            fully_shard(net, ("a", "b"), grads="mean", ignore=["part.*"], mesh=mesh)
+            fully_shard(net.part, "b", replica_axis="a", grads="mean", mesh=mesh)  # type: ignore[arg-type]
+        used = steps(net, lambda x: net(x.chunk(4)[mesh.rank]).square().mean())
+        state = full_state_dict(net)
+        state.update({f"part.{key}": x for key, x in full_state_dict(net.part).items()})  # type: ignore[arg-type]
+        return state, used
+
+    for got in mc.launch(main, ranks=4):
+        same(got, alone("nested", 4))
+
+
+def test_what_cannot_be_nested_is_said() -> None:
+    mesh = mc.make_mesh({"a": 1, "b": 1})
+    net = fully_shard(Nested(), "a", grads="mean", mesh=mesh)
+    with pytest.raises(mc.MeshError, match="is sharded already[\\s\\S]*over another axis, before"):
+        fully_shard(net.part, "b", grads="mean", mesh=mesh)  # type: ignore[arg-type]
+    tied = Tied()
+    fully_shard(tied.a, "a", grads="mean", mesh=mesh)
+    with pytest.raises(mc.MeshError, match="'b.weight' is one of a part that was sharded"):
+        fully_shard(tied, "b", grads="mean", mesh=mesh)
+
+
 # ---------------------------------------------------------------------------------------------------- containers
 
 

@@ -22,7 +22,7 @@ from meshcomm.parallel import recurrent
 from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.fsdp_groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp_state import all_matched
-from meshcomm.parallel.fsdp_units import Sharded, Unit, is_sharded, register
+from meshcomm.parallel.fsdp_units import Sharded, Unit, is_sharded, is_sharded_itself, owner_of, register
 from meshcomm.parallel.means import checked_mean, mean_of
 from meshcomm.parallel.swap import Around
 from meshcomm.runtime.scheduler import claim
@@ -87,7 +87,8 @@ def fully_shard(
             that need matrices (Muon). On the others it has shape [0]. A unit is sent as n times what its fullest rank
             has, so units shall have many parameters.
         offload: shards, gradients and optimiser state stay on the CPU, and units are gathered on the mesh's device.
-        ignore: patterns of names of parameters that stay as they are.
+        ignore: patterns of names of parameters that stay as they are, as parts do that were sharded over another axis
+            before.
         init: called with each submodule that has parameters or buffers on the meta device, by default its
             ``reset_parameters()``. All ranks draw the same random numbers, whatever the mesh.
         sync: parameters and buffers become those of index 0. Without it they must be equal on all ranks already.
@@ -150,11 +151,8 @@ def fully_shard(
     if init is not None and not callable(init):
         fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
     claim(module, where)
-    for part_name, part in module.named_modules():
-        if is_sharded(part):
-            fail(where, f"{part_name or 'the module'!r} is sharded already.", fix="name the parts that are gathered by"
-                 " themselves with units=, and call fully_shard once")  # fmt: skip
-    chosen = _chosen(module, units, methods)
+    apart = _sharded_parts(module, axis)
+    chosen = {name: part for name, part in _chosen(module, units, methods).items() if part not in apart}
     all_matched(where, "whole", kept_whole, chosen)
     known = {name for name in methods if any(hasattr(part, str(name)) for part in chosen.values())}
     all_matched(where, "methods", methods, known)
@@ -163,7 +161,7 @@ def fully_shard(
     device = ax.mesh.device if offload else _device(module, ax)
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, regather, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
-    plan = _owned(module, chosen, ignore)
+    plan = _owned(module, chosen, ignore, apart)
     seed = _shared_seed(policy) if any(slot.param.is_meta for slots in plan.values() for slot in slots) else 0
     made: dict[str, list[Group]] = {}
     loads = [0] * ax.size
@@ -179,7 +177,7 @@ def fully_shard(
         owner.units.append(unit)
         _attach(unit, part, methods)
     for part in module.modules():
-        if isinstance(part, nn.RNNBase):
+        if isinstance(part, nn.RNNBase) and part not in apart:
             recurrent.follow(part)
     register(module, owner)
     reduced = (ax.name, *(() if replica is None else (replica.name,)))
@@ -253,7 +251,24 @@ def _items_of_lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
     return found
 
 
-def _owned(module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[str]) -> dict[str, list[Slot]]:
+def _sharded_parts(module: nn.Module, axis: AxisName) -> set[nn.Module]:
+    """Parts that were sharded over another axis before, and all of theirs: they stay as they are."""
+    where, inner = "fully_shard", set[nn.Module]()
+    for name, part in module.named_modules():
+        if part is not module and is_sharded_itself(part) and owner_of(where, part).policy.axis.name != axis:
+            inner.update(part.modules())
+        elif is_sharded(part) and part not in inner:
+            fix = (
+                "name the parts that are gathered by themselves with units=, and call fully_shard once; a part that "
+                "goes over another axis, before"
+            )
+            fail(where, f"{name or 'the module'!r} is sharded already.", fix=fix)
+    return inner
+
+
+def _owned(
+    module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[str], apart: set[nn.Module]
+) -> dict[str, list[Slot]]:
     """Each unit's parameters: those of which it is the innermost unit around all users."""
     where = "fully_shard"
     unit_of = {part: name for name, part in chosen.items()}
@@ -261,6 +276,7 @@ def _owned(module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[s
     slots: dict[nn.Parameter, Slot] = {}
     doors: dict[nn.Module, Door] = {}
     ignored: set[str] = set()
+    others = {param for part in apart for param in dict.values(_torch.own_parameters(part)) if param is not None}
 
     def walk(part: nn.Module, path: str, chain: tuple[str, ...]) -> None:
         if part in unit_of:
@@ -271,6 +287,11 @@ def _owned(module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[s
             if param is None or pattern is not None:
                 ignored.add(pattern or "")
                 continue
+            if part in apart:
+                continue
+            if param in others:
+                fail(where, f"parameter {full!r} is one of a part that was sharded over another axis.",
+                     fix="shard all modules that share it in one call")  # fmt: skip
             if type(param) is not nn.Parameter or param.layout is not torch.strided:
                 fail(where, f"parameter {full!r} is a {type(param).__name__}, not a dense Parameter.",
                      fix=f"exclude it: ignore=[{full!r}]")  # fmt: skip
