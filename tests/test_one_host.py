@@ -108,6 +108,38 @@ def test_broadcasts_from_different_ranks(pool4: Any) -> None:
     pool4.run(other_roots)
 
 
+ROOTED: dict[str, Callable[[mc.Mesh, int], Any]] = {
+    "broadcast": lambda mesh, root: mc.broadcast(torch.ones(4), "a", root, mesh=mesh),
+    "scatter": lambda mesh, root: link_of(mesh).scatter(
+        torch.ones(4, 2) if mesh.rank == root else None, torch.ones(2), root
+    ),
+    "gather": lambda mesh, root: mc.gather(torch.ones(4), "a", root, mesh=mesh),
+    "reduce": lambda mesh, root: mc.reduce(torch.ones(4), "a", dst=root, mesh=mesh),
+}
+
+
+def another_root(name: str) -> list[str]:
+    """Ranks 0 and 2 each give, or take, by themselves: they wait for nobody there, and are told at the next call."""
+    mesh, told = here(), []
+    for call in (lambda: ROOTED[name](mesh, 2 if mesh.rank == 2 else 0), *[lambda: mc.barrier("a", mesh=mesh)] * 3):
+        try:
+            call()
+        except mc.CommError as error:
+            told.append(str(error))
+    assert mc.all_reduce(torch.ones(1), "a", mesh=mesh).item() == 4
+    return told
+
+
+@pytest.mark.parametrize("name", ROOTED)
+def test_other_roots_are_told_to_those_who_wait_for_nobody(pool4: Any, name: str) -> None:
+    every = pool4.run(another_root, name)
+    for rank in (0, 2):
+        assert len(every[rank]) == 1
+        assert re.search(rf"index \d {name} of f32.*index {rank} {name} of f32", every[rank][0])
+    assert "2)" in every[0][0]
+    assert "0)" in every[2][0]
+
+
 def wrong_lengths() -> None:
     """Index 0 sends 2 elements to index 1, which expects 3."""
     mesh = mc.make_mesh({"a": 2}, ranks=[0, 1])
@@ -260,7 +292,7 @@ def beyond_what_is_kept() -> None:
         assert not any(segment.kept for segment in shared_memory.room._segments)
         assert len(shared_memory.room._segments) <= 3
         mc.barrier("a", mesh=mesh)
-        assert not shared_memory.room.is_wanted()
+        assert not shared_memory.room.wanted()
 
 
 def test_memory_beyond_what_is_kept(pool4: Any) -> None:

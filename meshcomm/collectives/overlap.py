@@ -22,7 +22,7 @@ from meshcomm.collectives import buckets
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.one_host import FLOATS, OneHostLink, Parts, Reading
-from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.pending import settled
 
 __all__ = ["How", "sums_alone", "vary_tree"]
 
@@ -185,7 +185,7 @@ class _Sums:
         sums: list[Tensor | None] = [None] * len(self.kinds)
         for bucket, total in zip(self.buckets, now.totals, strict=True):
             if total is not None:
-                whole: Tensor = total.wait(None) if isinstance(total, Pending) else total
+                whole: Tensor = settled(total)
                 self._unpack(whole, bucket, now.seen, sums)
         if now.without is not None:
             for at, total in enumerate(sums):

@@ -32,7 +32,7 @@ from meshcomm._torch import (
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.inprocess import InProcessLink
-from meshcomm.runtime.pending import Pending, then
+from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.protocol import Note
 from meshcomm.runtime.wrapped import bare
 
@@ -207,7 +207,7 @@ class _Pair:
         mine = self._passes.pop(number)
         self._held.pop(number, None)
         gradient = mine.gradient if mine.begun else self._run(self.axis, mine)
-        return gradient.wait(None) if isinstance(gradient, Pending) else gradient  # type: ignore[no-any-return]
+        return settled(gradient)  # type: ignore[no-any-return]
 
     def _run(self, axis: Axis, what: _Pass) -> Any:
         return self.rule.transpose(what.g, axis, *what.saved, *self.params)

@@ -27,7 +27,7 @@ from meshcomm.parallel.again import Again
 from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.means import Mean
 from meshcomm.runtime.flat import gather_flat, scatter_flat
-from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.pending import Pending, settled
 
 __all__ = ["Counts", "Door", "Flow", "Group", "Policy", "Slot", "Use", "connect"]
 
@@ -491,7 +491,7 @@ class _Reduction:
 
     def _settle(self) -> None:
         if isinstance(self._value, Pending):
-            self._value = self._value.wait(None)
+            self._value = settled(self._value)
 
     def total(self) -> Tensor:
         """This rank's chunk of the sum."""

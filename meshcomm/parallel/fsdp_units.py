@@ -19,7 +19,7 @@ from meshcomm.parallel import again
 from meshcomm.parallel.again import Again
 from meshcomm.parallel.cuts import Flat, Part, know
 from meshcomm.parallel.fsdp_groups import Door, Flow, Group, Slot, Use, connect
-from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.pending import Pending, settled
 
 __all__ = ["Sharded", "Unit", "is_sharded", "is_sharded_itself", "owner_of", "register"]
 
@@ -93,7 +93,7 @@ class Unit:
                 following.pending = following.begin()
                 owner.counts.ahead += len(following.groups)
             following = following.next[phase]
-        return [each.wait(None) if isinstance(each, Pending) else each for each in pending]
+        return [settled(each) for each in pending]
 
     def has_buffers(self) -> bool:
         """Whether nothing is to be gathered for it now."""

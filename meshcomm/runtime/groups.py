@@ -96,7 +96,7 @@ def _new_family(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedel
     else:
         group = _torch.new_group(ranks, f"meshcomm_{digest}", limit)
     assert group is not None
-    at = "" if here.backend == "fake" else f"meshcomm/turns/{world.meeting_number(here)}/{digest}"
+    at = "" if "fake" in here.backend else f"meshcomm/turns/{world.meeting_number(here)}/{digest}"
     return Family(ranks, ranks.index(here.rank), limit, group, at)
 
 

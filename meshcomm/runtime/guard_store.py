@@ -17,6 +17,10 @@ from meshcomm.runtime import exits, peers
 __all__ = ["PatientStore", "set_store", "the_store"]
 
 
+_AGAIN = 1.0
+"""Seconds for a store that has not answered the last question: who ends because of that does not wait as long again."""
+
+
 class _Question:
     __slots__ = ("answer", "args", "error", "fn", "over")
 
@@ -39,14 +43,17 @@ class PatientStore:
 
     def __init__(self, inner: Store, seconds: float) -> None:
         self._inner, self._seconds = inner, seconds
+        self._silent = False
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         threading.Thread(target=_answer, args=(self._questions,), name="meshcomm store", daemon=True).start()
 
     def _ask(self, fn: Callable[..., Any], *args: Any) -> Any:
         question = _Question(fn, args)
         self._questions.put(question)
-        if not question.over.wait(self._seconds):
-            _lost(f"it has not answered for {self._seconds:g} s")
+        seconds = min(_AGAIN, self._seconds) if self._silent else self._seconds
+        self._silent = not question.over.wait(seconds)
+        if self._silent:
+            _lost(f"it has not answered for {seconds:g} s")
         if question.error is not None:
             _lost(str(question.error).split("\n", 1)[0])
         return question.answer

@@ -25,6 +25,7 @@ from meshcomm.runtime.guard_board import GAVE_UP, LEAVING, MADE, REFUSED, Board,
 from meshcomm.runtime.guard_messages import Letters
 from meshcomm.runtime.guard_tasks import Begun, Queue, Task
 from meshcomm.runtime.lengths import dims_said
+from meshcomm.runtime.pending import settled
 from meshcomm.runtime.protocol import Link, Note
 from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.said import Said, Words, axis_text, calls_text, fingerprint, place_of
@@ -87,7 +88,7 @@ class GuardedLink(WrappedLink):
         on_cpu = what.x is None or what.x.is_cpu
         if (self.is_later and on_cpu) or not room.idle():
             begun = room.later(said, what)
-            return begun if self.is_later else begun.wait(None)
+            return begun if self.is_later else settled(begun)
         room.meet(room.next(), said, what, for_program=True)
         return what.go()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.runtime import wire
-from meshcomm.runtime.one_host_calls import Call, Fill, Mail, Reading, retire, take_leave
+from meshcomm.runtime.one_host_calls import Call, Fill, Mail, Reading, compare_given, retire, take_leave
 from meshcomm.runtime.one_host_words import lengths_of
 from meshcomm.runtime.processes import Later, ProcessLink
 from meshcomm.runtime.recorder import failed
@@ -266,6 +266,10 @@ class OneHostLink(ProcessLink):
             self.mail.dropped.append(call)
             raise
         call.finish()
+        if self.mail.given:
+            compare_given(self.mail)
+        if not sources and call.root >= 0:
+            call.gave()
         return result
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -25,7 +27,7 @@ from meshcomm.runtime.recorder import DROPPED, ENDED, Log, Record, failed
 from meshcomm.runtime.shared_memory import ENTRIES, GONE, HERE, LEAVING, STATE, TABLE, Box, Lease, Neighbour, Segment
 from meshcomm.runtime.whose import differ
 
-__all__ = ["Call", "Caller", "Fill", "Mail", "Reading", "retire", "take_leave"]
+__all__ = ["Call", "Caller", "Fill", "Mail", "Reading", "compare_given", "retire", "take_leave"]
 
 _LOOKS = 100
 """How often a rank looks and gives way before it sleeps."""
@@ -36,6 +38,10 @@ _HELPFUL = 0.1
 """Seconds after which a rank reduces what another one should have reduced."""
 _PATIENCE, _FAILING = 30.0, 2.0
 """Seconds that a rank that leaves gives the others to read, at least; and at most if it leaves because of an error."""
+_QUIETLY = 3.0
+"""Seconds after which a rank that leaves says for whom it waits."""
+_COMPARED = 4
+"""How many calls in which this rank waited for nobody are compared at a time."""
 _REDUCING, _REDUCED = 1, 2
 
 _NOBODY = -1
@@ -72,6 +78,8 @@ class Mail:
         self.lock = threading.Lock()
         self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
         self.open: dict[int, Call] = {}
+        self.given: deque[tuple[int, Call]] = deque(maxlen=ENTRIES)
+        """Calls in which this rank waited for nobody, of which it is not known whether the others have made them."""
         self.dropped: list[Call] = []
 
     def is_over(self) -> bool:
@@ -196,6 +204,8 @@ class Call:
         if self.lengths:
             cells[at + _LENGTHS : at + _LENGTHS + LENGTHS] = array("q", self.lengths)
         mail.open[number] = self
+        if lent is not None:
+            lent.number = number
         mail.number = number
         cells[at] = number  # last: now it is there
 
@@ -444,6 +454,27 @@ class Call:
     def __str__(self) -> str:
         return said(self.code, self.count, self.root, self.lengths)
 
+    def gave(self) -> None:
+        """Wait for nobody: whether the others have called the same is seen later."""
+        if self.code >> 16 != PERMUTE:
+            self.mail.given.append((self.number, self))
+
+    def compare(self, number: int) -> bool:
+        """Whether all others have made this call, of that number; CommError if one has made another one."""
+        found = {}
+        for i in self.mail.others:
+            box = self.mail.box(i)
+            entry = _entry_of(box, number)
+            if entry is not None:
+                found[i] = entry
+            elif box is None or box.cells[box.at(number)] < number:
+                return False
+        for i, entry in found.items():
+            if [entry[_CODE], entry[_COUNT], entry[_ROOT]] != [self.code, self.count, self.root]:
+                self._entries, self.number = {i: entry}, number
+                self._differ(i)
+        return True
+
     def _differ(self, other: int) -> NoReturn:
         entry = self._entries[other]
         lengths = entry[_LENGTHS:] if entry[_CODE] >> 16 == PERMUTE else ()
@@ -467,9 +498,13 @@ class Call:
 
     def expire(self, missing: list[int]) -> NoReturn:
         """The mesh's time is up."""
+        raise CommError(self.late(missing))
+
+    def late(self, missing: list[int]) -> str:
+        """That the mesh's time is up, in words."""
         found = peers.account([self.link.ranks[i] for i in missing])
         late = Late(self.name, self.link.log, self.record, self.mail.timeout, missing, *self.whereabouts(), found)
-        raise CommError(late_text(late))
+        return late_text(late)
 
     def fail(self, what: str) -> NoReturn:
         """With where this was, and what to look at."""
@@ -541,7 +576,7 @@ class Reading(Pending):
             has = "has" if len(missing) == 1 else "have"
             found = "" if timeout is not None else peers.account([call.link.ranks[i] for i in missing])
             what = f"{named(missing)} {has} not made the call{f' ({found})' if found else ''}"
-            raise TimedOutError(what, missing, *call.whereabouts())
+            raise TimedOutError(what, missing, *call.whereabouts(), told=lambda: call.late(missing))
         return call.finish()
 
     def record(self) -> Record:
@@ -592,9 +627,45 @@ class _Reader:
         """Whether it will make no more calls."""
         return self._is(LEAVING)
 
+    def entry(self, number: int) -> list[int] | None:
+        """What this rank has written of a call."""
+        return _entry_of(self._mail.box(self._index), number)
+
+    def own_entry(self, number: int) -> list[int] | None:
+        """What its lender has."""
+        return _entry_of(self._mail.own, number)
+
+    def told_of(self, number: int) -> str:
+        """Who it is, and what it has not read."""
+        neighbour = self._mail.neighbours[self._index]
+        who = f"index {self._index} (process {0 if neighbour is None else neighbour.pid})"
+        mine, theirs = self.own_entry(number), self.entry(number)
+        given = "a call" if mine is None else said(mine[_CODE], mine[_COUNT], mine[_ROOT])
+        if theirs is None:
+            return f"{who} has not made call {number}, {given}"
+        called = said(theirs[_CODE], theirs[_COUNT], theirs[_ROOT])
+        return f"{who} of call {number}, {given}" + (f", and has called {called}" if called != given else "")
+
     def _is(self, state: int) -> bool:
         neighbour, box = self._mail.neighbours[self._index], self._mail.box(self._index)
         return (box is not None and box.state() >= state) or (neighbour is not None and neighbour.is_gone())
+
+
+def compare_given(mail: Mail) -> None:
+    """See whether the others have made the calls in which this rank waited for nobody; CommError if not."""
+    for _ in range(_COMPARED):
+        if mail.given:
+            number, call = mail.given.popleft()
+            if not call.compare(number):
+                mail.given.appendleft((number, call))
+                return
+
+
+def _entry_of(box: Box | None, number: int) -> list[int] | None:
+    if box is None:
+        return None
+    at = box.at(number)
+    return box.cells[at : at + _LENGTHS].tolist() if box.cells[at] == number else None
 
 
 def _finish(call: Call) -> None:
@@ -633,6 +704,7 @@ def take_leave(mails: Sequence[Mail]) -> None:
     failing = sys.exc_info()[0] is not None or hasattr(sys, "last_value") or hasattr(sys, "last_exc")
     patience = _FAILING if failing else max([_PATIENCE, *(mail.timeout for mail in mails)])
     end, pause = time.monotonic() + patience, 1e-5
+    tell = time.monotonic() + _QUIETLY
     while True:
         for mail in mails:
             for call in list(mail.open.values()):
@@ -640,9 +712,34 @@ def take_leave(mails: Sequence[Mail]) -> None:
                     _finish(call)
                 else:
                     call.give_up()
-        if not mails or not shared_memory.room.is_wanted() or time.monotonic() > end:
+        wanted = shared_memory.room.wanted() if mails else []
+        waited_for = [each for each in wanted if not _calls_otherwise(*each)]
+        if not waited_for or time.monotonic() > end:
             break
+        if time.monotonic() > tell:
+            tell = math.inf
+            _say("waits at its end, for what was given has not been read", waited_for)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+    if wanted and not failing:
+        _say("ends, and what was given has not been read", wanted)
     for mail in mails:
         mail.own.say(GONE)
+
+
+def _calls_otherwise(segment: Segment, reader: Any) -> bool:
+    """Whether a reader has made another call instead, so that it will not read."""
+    theirs, mine = reader.entry(segment.number), reader.own_entry(segment.number)
+    same = (_CODE, _COUNT, _ROOT)
+    return theirs is not None and mine is not None and [theirs[i] for i in same] != [mine[i] for i in same]
+
+
+def _say(what: str, wanted: Sequence[tuple[Segment, Any]]) -> None:
+    """To whoever looks at this process, which nobody hears otherwise."""
+    shown = list(dict.fromkeys(reader.told_of(segment.number) for segment, reader in wanted))
+    with contextlib.suppress(Exception):
+        sys.stderr.write(
+            f"meshcomm: process {os.getpid()} {what}: {'; '.join(shown[:4])}{'; ...' if len(shown) > 4 else ''}.\n"
+            "  fix: every rank of an axis must make the same calls on it in the same order, with the same src and dst\n"
+        )
+        sys.stderr.flush()

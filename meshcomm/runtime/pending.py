@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-__all__ = ["AllOf", "Pending", "TimedOutError", "then", "then_all"]
+from meshcomm.errors import CommError, text
+
+__all__ = ["AllOf", "Pending", "TimedOutError", "settled", "then", "then_all"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -21,15 +23,17 @@ class TimedOutError(Exception):
 
     def __init__(
         self,
-        text: str = "",
+        what: str = "",
         missing: Sequence[int] | None = None,
         came: Sequence[int] = (),
         known: Mapping[int, str] | None = None,
+        told: Callable[[], str] | None = None,
     ) -> None:
         """``missing``: the indices that are waited for and have not come, where that is known; ``came``: those that
-        have; ``known``: what is known of the others.
+        have; ``known``: what is known of the others; ``told``: gives all of it in words, for who does not wait again.
         """
-        super().__init__(text)
+        super().__init__(what)
+        self.told = told
         self.missing, self.came, self.known = missing, came, known or {}
 
 
@@ -52,6 +56,18 @@ class Pending:
 
     def abandon(self) -> None:
         """Nobody will wait: leave everything in a state in which that does no harm."""
+
+
+def settled(value: Any) -> Any:
+    """The result of what may be a Pending, for who cannot wait again: CommError when the mesh's time is up."""
+    if not isinstance(value, Pending):
+        return value
+    try:
+        return value.wait(None)
+    except TimedOutError as late:
+        fix = "see where the other ranks are: all ranks of an axis must make the same calls in the same order"
+        what = late.told() if late.told is not None else text("wait", f"the time is up: {late}.", fix=fix)
+        raise CommError(what) from None
 
 
 class _Then(Pending):

@@ -120,7 +120,7 @@ class Memory:
 class Segment:
     """A part of a memory: in its first page one byte per reader and a state; then what is lent."""
 
-    __slots__ = ("bytes", "cells", "fd", "flags", "kept", "offset", "readers", "serial", "size", "whole")
+    __slots__ = ("bytes", "cells", "fd", "flags", "kept", "number", "offset", "readers", "serial", "size", "whole")
 
     def __init__(self, memory: Memory, offset: int, size: int) -> None:
         self.fd, self.serial, self.whole, self.offset, self.size = memory.fd, memory.serial, memory.size, offset, size
@@ -130,6 +130,7 @@ class Segment:
             self.bytes = torch.frombuffer(memory.mapped, dtype=torch.uint8, offset=offset + PAGE, count=size - PAGE)
         self.kept = True
         self.readers: Sequence[Reader] = ()
+        self.number = 0  # of the call that it was lent for last
 
     def is_free(self) -> bool:
         """Whether everybody has read."""
@@ -139,9 +140,9 @@ class Segment:
         """A reader has finished."""
         self.flags[place] = 0
 
-    def is_wanted(self) -> bool:
-        """Whether a reader that is alive has not finished."""
-        return any(self.flags[reader.place] and not reader.is_gone() for reader in self.readers)
+    def wanted(self) -> list[tuple[Segment, Reader]]:
+        """The readers that are alive and have not finished."""
+        return [(self, reader) for reader in self.readers if self.flags[reader.place] and not reader.is_gone()]
 
 
 def _create(size: int) -> Memory:
@@ -244,9 +245,9 @@ class Room:
             self._segments.remove(segment)
             os.close(segment.fd)
 
-    def is_wanted(self) -> bool:
-        """Whether somebody is going to read what is lent: it is lost when this process ends."""
-        return any(segment.is_wanted() for segment in [*self._segments, *self._small])
+    def wanted(self) -> list[tuple[Segment, Reader]]:
+        """Who is going to read what is lent: it is lost when this process ends."""
+        return [each for segment in [*self._segments, *self._small] for each in segment.wanted()]
 
 
 room = Room()
