@@ -355,7 +355,10 @@ class _Parallel:
         for name, p in here.items():  # one by one: never more than one whole parameter more
             whole = broadcast(p.detach(), self.name, 0, mesh=self.mesh)
             if name in self.cuts:
+                trains = p.requires_grad
+                p.requires_grad_(False)  # a leaf that trains may not come to vary, and this one shall
                 p.data, p.grad = self.part(name, whole), None
+                p.requires_grad_(trains)
             else:
                 p.data = whole
         buffers = [x.detach() for x in module.buffers()]
