@@ -82,6 +82,10 @@ class Place:
         self.shape = (*self.shape[:dim], there, *self.shape[dim + 1 :])
         self.is_cut = True
 
+    def plain(self) -> tuple[Any, ...]:
+        """As plain data: equal for equal places."""
+        return self.shape, tuple(tuple(tuple(run) for run in runs) for runs in self.runs), self.start, self.stop
+
     def of(self, x: Tensor) -> Spread:
         """``x`` is shaped like the parameter here."""
         if hasattr(x, "__create_chunk_list__"):

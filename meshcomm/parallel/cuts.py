@@ -6,7 +6,7 @@ An adaptor leaves with its module a function that tells its parts; whoever asks 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.boxes import Place
 
-__all__ = ["Dim", "Flat", "Part", "know", "meshes_of", "parts_of", "places_of"]
+__all__ = ["Dim", "Flat", "Part", "know", "meshes_of", "parts_inside", "parts_of", "place_of", "places_of"]
 
 
 class Dim(NamedTuple):
@@ -44,6 +44,8 @@ class Part(NamedTuple):
     maker: str
     mesh: Mesh
     axis: AxisName
+    at: int
+    """The index along the axis of the rank that has it."""
     how: Dim | Flat
 
 
@@ -78,9 +80,15 @@ def parts_of(where: str, module: nn.Module) -> dict[int, list[Part]]:
 
     Raises MeshError for a part of a module that was cut as a whole, for only the whole knows.
     """
+    found = parts_inside(module)
+    _refuse_inner(where, module, {id(each) for each in module.modules()}, found)
+    return found
+
+
+def parts_inside(module: nn.Module) -> dict[int, list[Part]]:
+    """The same of what the module and its parts know themselves; asks no mesh who this rank is."""
     found: dict[int, list[Part]] = {}
-    inside = list(module.modules())
-    for each in inside:
+    for each in module.modules():
         for _, parts in _told(each):
             for part in parts:
                 made = found.setdefault(id(part.param), [])
@@ -88,23 +96,24 @@ def parts_of(where: str, module: nn.Module) -> dict[int, list[Part]]:
                     made.append(part)
     for made in found.values():
         made.sort(key=lambda part: isinstance(part.how, Dim))
-    _refuse_inner(where, module, {id(each) for each in inside}, found)
     return found
 
 
 def places_of(where: str, module: nn.Module) -> dict[int, Place]:
     """By the id of each parameter that is cut, where what is here lies in the global tensor."""
-    places: dict[int, Place] = {}
-    for key, parts in parts_of(where, module).items():
-        for part in parts:
-            how = part.how
-            if isinstance(how, Flat):
-                places[key] = Place(how.shape, how.start, how.stop, cut=True)
-            else:
-                place = places.setdefault(key, Place(part.param.shape))
-                axis = part.mesh.axis(part.axis, where)
-                place.cut(how.dim, how.lengths, axis.size, axis.index)
-    return places
+    return {key: place_of(parts) for key, parts in parts_of(where, module).items()}
+
+
+def place_of(parts: Sequence[Part]) -> Place:
+    """Where what is left of a parameter lies; ``parts``: all that was made of it, slices first."""
+    place = Place(parts[0].param.shape)
+    for part in parts:
+        how = part.how
+        if isinstance(how, Flat):
+            place = Place(how.shape, how.start, how.stop, cut=True)
+        else:
+            place.cut(how.dim, how.lengths, part.mesh.size_of(part.axis), part.at)
+    return place
 
 
 def _refuse_inner(where: str, module: nn.Module, inside: set[int], found: dict[int, list[Part]]) -> None:

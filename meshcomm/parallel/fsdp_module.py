@@ -19,6 +19,7 @@ from meshcomm.collectives.reduce import broadcast
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel import recurrent
+from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.fsdp_groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp_state import all_matched
@@ -66,6 +67,11 @@ def fully_shard(
     becomes this rank's slice, flat; inside of forward the module sees the whole parameters. Parameters belong to the
     innermost unit that contains all their users; those of no unit are gathered when ``module`` itself runs, and kept
     until backward has used them.
+
+    ``state_dict`` has this rank's slices, for this rank: its metadata say which they are, and ``load_state_dict``
+    refuses those of another rank, and whole tensors. What others shall read, files above all, is written by
+    :func:`full_state_dict` or :mod:`meshcomm.parallel.checkpoint`; ``save_pretrained``, if the module has it, takes
+    ``state_dict=full_state_dict(module)`` and refuses slices.
 
     Args:
         module: changed in place. Its parameters may be on the meta device: then one unit after another is made real,
@@ -180,6 +186,7 @@ def fully_shard(
         if isinstance(part, nn.RNNBase) and part not in apart:
             recurrent.follow(part)
     register(module, owner)
+    mark_states(module)
     reduced = (ax.name, *(() if replica is None else (replica.name,)))
     owner.mean = mean_of(where, module, grads, ax.mesh, reduced, mean_over)
     return module

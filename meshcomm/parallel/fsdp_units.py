@@ -336,9 +336,8 @@ def _told(module: nn.Module) -> tuple[Mesh, list[Part]]:
         door, name = slot.sites[0]
         p = dict.get(door, name)  # a load may have put another one there
         how = Flat(group.layout.entries[at].shape, *group.layout.range_of(at, group.index))
-        found.append(
-            Part(p if isinstance(p, nn.Parameter) else slot.param, slot.name, "fully_shard", axis.mesh, axis.name, how)
-        )
+        p = p if isinstance(p, nn.Parameter) else slot.param
+        found.append(Part(p, slot.name, "fully_shard", axis.mesh, axis.name, group.index, how))
     return axis.mesh, found
 
 

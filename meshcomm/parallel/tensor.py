@@ -16,6 +16,7 @@ from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.cuts import Dim, Part, know
 from meshcomm.parallel.streams import Streams
 from meshcomm.parallel.swap import PLAIN_TABLES, Around, Site, refuse_sliced, seen_as
@@ -62,6 +63,7 @@ def tensor_parallel(
     The module is changed in place: its parameters take the values of index 0, so that a seed gives the same model on
     any mesh, and those that are cut keep this rank's part alone. They are the same objects under the same names.
     Layers that are named in the plan do what is said there; all others do what they did, on fewer features.
+    ``state_dict`` has this rank's parts, and says so: see :func:`fully_shard`.
 
     Random numbers in training, of dropout and all that torch draws: what is whole draws alike on all ranks, and what is
     cut draws differently, from a column (or another layer whose result is cut) to the next row (or another one whose
@@ -139,6 +141,7 @@ def tensor_parallel(
     module.forward = Around(state.call, module.forward)
     setattr(module, _HERE, state)
     know(module, _told)
+    mark_states(module)
     return module
 
 
@@ -184,7 +187,7 @@ def _told(module: nn.Module) -> tuple[Mesh, list[Part]]:
     for owner, name, path, how in state.cut:
         p = dict.get(vars(owner)["_parameters"], name)  # behind a table that shows what was gathered
         if isinstance(p, nn.Parameter):
-            found.append(Part(p, path, _WHERE, state.mesh, state.name, how))
+            found.append(Part(p, path, _WHERE, state.mesh, state.name, state.index, how))
     return state.mesh, found
 
 
@@ -293,7 +296,7 @@ class _Parallel:
     """What is known of a module that is tensor parallel."""
 
     def __init__(self, module: nn.Module, axis: Axis, sequence: bool) -> None:
-        self.mesh, self.name, self.sequence = axis.mesh, axis.name, sequence
+        self.mesh, self.name, self.index, self.sequence = axis.mesh, axis.name, axis.index, sequence
         self.module = module
         self.cuts: dict[str, Dim] = {}
         self.cut: list[

@@ -1,0 +1,124 @@
+"""What the ``state_dict`` of a module whose parameters are cut says of them, and what is taken back.
+
+A ``state_dict`` of slices looks like any other one. So that no rank takes the slices of another one, or a whole tensor
+for a slice, its metadata, which ``torch.save`` writes and ``load_state_dict`` hands to hooks, say what each slice is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from meshcomm.errors import fail
+from meshcomm.parallel.boxes import Place
+from meshcomm.parallel.checkpoint_parts import state_names
+from meshcomm.parallel.cuts import Flat, Part, parts_inside, place_of
+from meshcomm.parallel.swap import Around
+
+__all__ = ["mark_states"]
+
+_SLICES = "meshcomm_slices"
+_MARKED = "_meshcomm_marks_states"
+_LOAD, _WRITE = "load_state_dict", "save_pretrained"
+
+
+class _Cut(NamedTuple):
+    """What is here of a parameter."""
+
+    place: Place
+    said: str
+
+
+def mark_states(module: nn.Module) -> None:
+    """Let the ``state_dict`` of a module, and of its copies, say what its slices are, and refuse those of others."""
+    if _MARKED in vars(module):
+        return
+    setattr(module, _MARKED, True)
+    module.register_state_dict_post_hook(_say)
+    module.register_load_state_dict_pre_hook(_check)
+    own = getattr(module, _WRITE, None)
+    if callable(own):
+        setattr(module, _WRITE, Around(_Pretrained(module).call, own))
+
+
+def _cuts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Cut | None]]:
+    """Every name of every parameter, and how it is cut, if it is."""
+    parts, clean = parts_inside(module), state_names(module)
+    for name, p in module.named_parameters(remove_duplicate=False):
+        made = parts.get(id(p))
+        yield clean(name), p, _Cut(place_of(made), _said(made)) if made else None
+
+
+def _said(parts: list[Part]) -> str:
+    said = []
+    for part in reversed(parts):
+        of = f"index {part.at} of {part.mesh.size_of(part.axis)} along axis {part.axis!r}"
+        how = part.how
+        if isinstance(how, Flat):
+            said.append(f"elements {how.start} to {how.stop} of {list(how.shape)}, {of}")
+        else:
+            said.append(f"a part of dim {how.dim}, {of}")
+    return ", of that ".join(said)
+
+
+# ------------------------------------------------------------------------------------------------------- both ways
+
+
+def _say(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """A hook of ``state_dict``."""
+    marks = {name: (cut.place.plain(), cut.said) for name, _, cut in _cuts(module) if cut is not None}
+    if marks:
+        metadata[_SLICES] = marks
+
+
+def _check(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:  # fmt: skip
+    """A hook of ``load_state_dict``, before anything is changed."""
+    marks, clean = metadata.get(_SLICES, {}), state_names(module)
+    values = {clean(name[len(prefix) :]): x for name, x in state.items() if name.startswith(prefix)}
+    for name, p, cut in _cuts(module):
+        x = values.get(name)
+        if isinstance(x, Tensor) and not nn.parameter.is_lazy(x):
+            place, said = marks.get(name, (None, ""))
+            if cut is not None:
+                _fits(prefix + name, x, place, said, p, cut)
+            elif place is not None and x.shape != p.shape:
+                _refuse(f"{prefix + name!r} is a slice ({said}), and the parameter here is whole")
+
+
+def _fits(name: str, x: Tensor, place: Any, said: str, p: nn.Parameter, cut: _Cut) -> None:
+    here = f"here is {cut.said}, of shape {list(p.shape)}"
+    if place is not None and place != cut.place.plain():
+        _refuse(f"{name!r} is a slice of another rank, or of another mesh ({said}); {here}")
+    if x.shape != p.shape:
+        whole = "whole, of" if tuple(x.shape) == cut.place.shape else "of"
+        _refuse(f"{name!r} is {whole} shape {list(x.shape)}; {here}")
+
+
+def _refuse(what: str) -> None:
+    fix = "each rank the state_dict that it has made itself; or whole tensors (full_state_dict) by load_full_state_dict"
+    fail(_LOAD, f"{what}.", fix=f"{fix}; or checkpoint.save and load")
+
+
+class _Pretrained:
+    """In place of a module's ``save_pretrained``, as models have it that a hub knows: its files are for others."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def call(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Write what is whole."""
+        given = next((x for x in (*kwargs.values(), *args) if _is_state(x)), None)
+        for name, p, cut in _cuts(self.module):
+            x = p if given is None else given.get(name)
+            if cut is not None and isinstance(x, Tensor) and tuple(x.shape) != cut.place.shape:
+                what = f"{name!r} would be written as a slice ({cut.said}), which no other model can read."
+                fail(_WRITE, what, fix="save_pretrained(folder, state_dict=full_state_dict(module))")
+        return own(*args, **kwargs)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, Mapping) and any(isinstance(value, Tensor) for value in x.values())
