@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing import assert_close
 
 import meshcomm as mc
@@ -215,11 +216,9 @@ def test_copies_that_replicas_have_are_taken() -> None:
 
 def test_names_that_wrappers_change() -> None:
     """Checkpointed blocks, names with the prefix of a wrapper, weights with two names."""
-    wrap = torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper
-
     def main() -> None:
         made = net()
-        made[0] = wrap(made[0])
+        made[0] = checkpoint_wrapper(made[0])
         ours = fully_shard(made, "a", grads="sum")
         ours.load_state_dict(ours.state_dict())
         said = refused(lambda: ours.load_state_dict(swapped([ours.state_dict()])[0]))
