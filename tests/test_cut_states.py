@@ -216,6 +216,7 @@ def test_copies_that_replicas_have_are_taken() -> None:
 
 def test_names_that_wrappers_change() -> None:
     """Checkpointed blocks, names with the prefix of a wrapper, weights with two names."""
+
     def main() -> None:
         made = net()
         made[0] = checkpoint_wrapper(made[0])
