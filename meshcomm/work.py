@@ -117,14 +117,14 @@ class Work(Generic[T]):
         return self._value
 
     def wait_or_give_up(self, timeout: float) -> T:
-        """The result, or CommError after so many seconds; then nobody can wait for it any more, and the others, when
-        they come, get what this rank has given.
+        """The result, or CommError after so many seconds; then nobody can wait for it any more. The others, when they
+        come, get what this rank has given; under guard they are told, and this rank gets the result if all have come.
         """
         if self._over:
             return self.wait()
         self._claimed = True
         try:
-            return self._finished(timeout)
+            return self._finished_or_withdrawn(timeout)
         except TimedOutError as late:
             error = CommError(self._too_late(timeout, late))
         with self._lock, contextlib.suppress(Exception):
@@ -134,6 +134,14 @@ class Work(Generic[T]):
                 failed(record, error)
             source.abandon()
         raise error
+
+    def _finished_or_withdrawn(self, timeout: float) -> T:
+        try:
+            return self._finished(timeout)
+        except TimedOutError:
+            if not self._source.withdraw(timeout):
+                raise
+        return self._finished(None)
 
     def _too_late(self, waited: float, late: TimedOutError) -> str:
         title, record = self._title, self._source.record()

@@ -400,6 +400,12 @@ def step(each: Running) -> bool:
     if after is not None and fault.exists() and now - json.loads(fault.read_text())["at"] > after:
         each.case["continue_after"] = None
         os.kill(each.pids[each.case["victim"]], signal.SIGCONT)
+    if (
+        each.case.get("continue_last")
+        and len(each.codes) == len(each.pids) - 1
+        and each.case["victim"] not in each.codes
+    ):
+        os.kill(each.pids[each.case["victim"]], signal.SIGCONT)
     if now - each.began > each.case.get("limit", 40):
         for rank, pid in each.pids.items():
             if rank not in each.codes:

@@ -119,6 +119,11 @@ for transport, env in TRANSPORTS.items():
         env=env,
         signals=[[1, "SIGSTOP", 0.2], [1, "SIGCONT", 14]],
     )
+PATIENCE = 15
+add(
+    "gloo guarded, the store stopped", "collective", {"moment": "before"}, fault="SIGSTOP", victim=0, timeout=PATIENCE,
+    env=TRANSPORTS["gloo guarded"], continue_last=True,
+)  # fmt: skip
 for transport, env in TRANSPORTS.items():
     add(f"{transport}, late", "latecomer", fault="raise", victim=2, env=env)
 add("one too few", "begin", absent=[2], timeout=3)
@@ -273,6 +278,17 @@ def test_a_rank_stopped_past_the_time_out_is_named_then(outcomes: dict[str, Outc
     # When it goes on it finds the others gone.
     assert outcome["codes"]["1"] == 1
     assert outcome["errors"]["1"]["kind"] == "CommError"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["gloo guarded, the store stopped"])
+def test_a_store_that_is_stopped_is_waited_for_once(outcomes: dict[str, Outcome], name: str) -> None:
+    """Those who end because of it do not wait for it once more."""
+    outcome = outcomes[name]
+    ended_well(outcome)
+    others_told(outcome, 0, "the store of the process group does not answer(?s:.*)rank 0")
+    for rank in "12":
+        assert PATIENCE - 2 < outcome["errors"][rank]["after"] <= outcome["after"][rank] < 2 * PATIENCE
 
 
 # --------------------------------------------------------------------------------------------------------- while meeting

@@ -17,6 +17,7 @@ from meshcomm.runtime.said import Said, Words
 from meshcomm.runtime.shared_memory import NOTE, NOTE_RING, NOTES, Neighbour, arena
 
 __all__ = [
+    "EXPIRED",
     "GAVE_UP",
     "LEAVING",
     "MADE",
@@ -31,9 +32,10 @@ __all__ = [
     "StoreShelf",
 ]
 
-MADE, GAVE_UP, REFUSED, LEAVING = range(4)
+MADE, GAVE_UP, REFUSED, LEAVING, EXPIRED = range(5)
 """A call that was made; one that the rank no longer waits in; one that it did not make, for it was wrong; one that it
-is about to give up, or not: who sees that waits.
+is about to give up, or not: who sees that waits; one that it no longer waits in for a time-out of its own was over, so
+that the others may not know it yet.
 """
 
 

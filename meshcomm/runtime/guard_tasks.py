@@ -13,15 +13,27 @@ from meshcomm.runtime import exits
 from meshcomm.runtime.guard import LONG
 from meshcomm.runtime.pending import Pending, TimedOutError
 
-__all__ = ["Begun", "Queue", "Task"]
+__all__ = ["Begun", "Limit", "Queue", "Task"]
+
+
+class Limit:
+    """After how many seconds who waits for a call has given it up, for the thread that asks the others; 0: not."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
 
 
 class Task:
     """A call that begins on the group's thread."""
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
+    def __init__(self, fn: Callable[[], Any], limit: Limit | None = None) -> None:
+        """``limit``: where ``fn`` looks at it, gives up with all ranks or with none, and at once if it begins so."""
         self.fn: Callable[[], Any] | None = fn
-        self.over = threading.Event()
+        self.limit = limit
+        self._lock, self._runs = threading.Lock(), False
+        self.known, self.over = threading.Event(), threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
         self.abandoned = False
@@ -29,14 +41,28 @@ class Task:
     def run(self) -> None:
         """On the thread."""
         assert self.fn is not None
+        with self._lock:
+            self._runs = True
         try:
             self.result = self.fn()
         except BaseException as error:
-            self.error = error
+            self.error = self.error or error
         self.fn = None
+        self.known.set()
         self.over.set()
         if self.abandoned and isinstance(self.result, Pending):
             self.result.abandon()
+
+    def withdraw(self, seconds: float, behind: Callable[[float], BaseException]) -> bool:
+        """Whether it can give up with all or none; ``behind``: the error if it has not begun, and cannot agree."""
+        if self.limit is None:
+            return False
+        with self._lock:
+            self.limit.seconds = seconds
+            if not self._runs:
+                self.error = behind(seconds)
+                self.known.set()
+        return True
 
 
 class Queue:
@@ -54,9 +80,9 @@ class Queue:
             self._left.pop(0)
         return not self._left
 
-    def put(self, fn: Callable[[], Any]) -> Task:
+    def put(self, fn: Callable[[], Any], limit: Limit | None = None) -> Task:
         """Call it after those before."""
-        task = Task(fn)
+        task = Task(fn, limit)
         _ = self.idle
         self._left.append(task)
         self._tasks.put(task)
@@ -98,9 +124,9 @@ class Begun(Pending):
     def wait(self, timeout: float | None) -> Any:
         """Until it has begun, and then until it is done."""
         task, end = self._task, None if timeout is None else time.monotonic() + timeout
-        if not task.over.wait(LONG if timeout is None else min(LONG, timeout)):
+        if not task.known.wait(LONG if timeout is None else min(LONG, timeout)):
             with self.waiting():
-                if not task.over.wait(_left(end)):
+                if not task.known.wait(_left(end)):
                     raise TimedOutError("not all ranks have made the call")
         if task.error is not None:
             raise task.error
@@ -111,7 +137,7 @@ class Begun(Pending):
     def done(self) -> bool:
         """Whether a wait would return at once."""
         task = self._task
-        if not task.over.is_set():
+        if not task.known.is_set():
             return False
         return not isinstance(task.result, Pending) or task.result.done()
 

@@ -21,9 +21,9 @@ from meshcomm.runtime import forks
 from meshcomm.runtime.attendance import all_here
 from meshcomm.runtime.callsite import call_site, hinted, in_backward
 from meshcomm.runtime.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
-from meshcomm.runtime.guard_board import GAVE_UP, LEAVING, MADE, REFUSED, Board, Entry, Group
+from meshcomm.runtime.guard_board import EXPIRED, GAVE_UP, LEAVING, MADE, REFUSED, Board, Entry, Group
 from meshcomm.runtime.guard_messages import Letters
-from meshcomm.runtime.guard_tasks import Begun, Queue, Task
+from meshcomm.runtime.guard_tasks import Begun, Limit, Queue, Task
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.pending import settled
 from meshcomm.runtime.protocol import Link, Note
@@ -236,14 +236,14 @@ class Room:
         """Agree and begin when those before have."""
         if self._queue is None:
             self._queue = Queue()
-        turn, inference = self.next(), torch.is_inference_mode_enabled()
+        turn, inference, limit = self.next(), torch.is_inference_mode_enabled(), Limit()
 
         def begin() -> Any:
-            self.meet(turn, said, what, for_program=False)
+            self.meet(turn, said, what, limit, for_program=False)
             with torch.inference_mode(inference), torch.no_grad():
                 return what.go()
 
-        return _Deferred(self, turn[0], self._queue.put(begin))
+        return _Deferred(self, turn[0], said, self._queue.put(begin, limit))
 
     def refuse(self, entry: Entry) -> None:
         """Write it, after what was called before."""
@@ -261,15 +261,19 @@ class Room:
 
     # ---------------------------------------------------------------------------------------------- meeting
 
-    def meet(self, turn: tuple[int, int], said: Said, what: Primitive, *, for_program: bool) -> None:
+    def meet(
+        self, turn: tuple[int, int], said: Said, what: Primitive, limit: Limit | None = None, *, for_program: bool
+    ) -> None:
         """Return when all ranks have called the same; CommError when they have not, or will not."""
         words = Words.read(said.words)
         wait = Wait(self.group, turn[0], str(words), words.place)
         meeting = _Meeting(self, turn, said, what, wait)
+        if limit is not None and limit.seconds:
+            meeting.not_begun(limit.seconds)
         meeting.say(MADE)
         try:
             with self.guard.waiting(wait, for_program=for_program) as long:
-                meeting.wait_for_all(long)
+                meeting.wait_for_all(long, limit)
         except CommError:
             raise
         except BaseException as error:  # Ctrl-C, or what a handler of another signal raises
@@ -291,11 +295,13 @@ class _Meeting:
         """Write this rank's entry."""
         self.room.board.post(self.number, Entry.of(self.said, self.errors, state, why))
 
-    def wait_for_all(self, long: Callable[[], None]) -> None:
-        """Look, give way, sleep; when that is long, tell, and see whether there is hope."""
+    def wait_for_all(self, long: Callable[[], None], limit: Limit | None) -> None:
+        """Look, give way, sleep; when that is long, tell, and see whether there is hope, or ``limit`` says to stop."""
         start = time.monotonic()
         looks, pause, next_look = 0, FIRST_PAUSE, start + LONG
         while not self._look():
+            if limit is not None and limit.seconds and self.missing:
+                self._withdraw(limit.seconds)
             looks += 1
             if looks < FEW_LOOKS:
                 os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
@@ -307,20 +313,22 @@ class _Meeting:
                 continue
             next_look = now + LONG
             long()
+            self._hear()
             if self._why(now - start, sure=False):
                 self._leave(now - start)
 
     def _look(self) -> bool:
         """Whether all have come; none of them is about to give up, for all or none may go on."""
-        early = [i for i in self.room.others if i not in self.missing]
+        last = -1
         for i in list(self.missing):
             entry = self.room.board.look(i, self.number)
             if entry is not None:
+                last = i
                 self.missing.remove(i)
                 self._compare(i, entry)
         if self.missing:
             return False
-        for i in [*early, *(i for i, entry in self.found.items() if entry.state == LEAVING)]:
+        for i in [i for i, entry in self.found.items() if i != last or entry.state == LEAVING]:
             entry = self.room.board.look(i, self.number)
             assert entry is not None
             self._compare(i, entry)
@@ -329,9 +337,16 @@ class _Meeting:
         self._check_lengths()
         return True
 
+    def _hear(self) -> None:
+        """Whether one that came has given up meanwhile, without a reason that this rank finds, too."""
+        for i in list(self.found):
+            entry = self.room.board.look(i, self.number)
+            if entry is not None and entry.state == EXPIRED:
+                self._compare(i, entry)
+
     def _compare(self, index: int, entry: Entry) -> None:
         self.found[index] = entry
-        if not entry.agrees(self.said, self.errors) or entry.state in (GAVE_UP, REFUSED):
+        if not entry.agrees(self.said, self.errors) or entry.state in (GAVE_UP, REFUSED, EXPIRED):
             self._differ()
 
     def _check_lengths(self) -> None:
@@ -366,7 +381,7 @@ class _Meeting:
             me = Words.read(self.said.words).place
             got = f"{', '.join([me] if self.errors else odd)} has raised an error in another call"
             self._fail("not all ranks have come here by the same calls.", got)
-        gone = [entry for entry in self.found.values() if entry.state in (GAVE_UP, REFUSED)]
+        gone = [entry for entry in self.found.values() if entry.state in (GAVE_UP, REFUSED, EXPIRED)]
         if gone:
             self._fail("not all ranks are in this call any more.", _given_up(gone))
         self._fail(
@@ -402,11 +417,22 @@ class _Meeting:
         else:
             self._fail("not all ranks will come.", f"{reason}; {self.room.guard.where_all_are()}")
 
+    def _withdraw(self, seconds: float) -> None:
+        """The same, because who waits for it has a time-out of its own."""
+        self.say(LEAVING)
+        if not self._all_came():
+            self._late(seconds, EXPIRED)
+        self.say(MADE)
+
+    def not_begun(self, seconds: float) -> NoReturn:
+        """Tell the others, who may be there, that this rank has given up before it could come."""
+        self._fail(*_not_begun(seconds), state=EXPIRED)
+
     def _all_came(self) -> bool:
         self._look()
         return not self.missing
 
-    def _late(self, seconds: float) -> NoReturn:
+    def _late(self, seconds: float, state: int = GAVE_UP) -> NoReturn:
         ranks = self.room.group.ranks
         name = self.room.guard.name
         absent = ", ".join(name(ranks[i]) for i in self.missing)
@@ -414,19 +440,28 @@ class _Meeting:
         since = time.strftime("%H:%M:%S", time.localtime(self._wait.since))
         what = f"not all ranks came within {seconds:.3g} s, since {since}."
         got = f"not there: {absent}; there: {came}; {self.room.guard.where_all_are()}"
-        self._fail(what, got)
+        self._fail(what, got, state=state)
 
-    def _fail(self, what: str, got: str, more: str = "") -> NoReturn:
-        words = Words.read(self.said.words)
-        self.say(GAVE_UP, f"{what} {got}")
-        said = text(
-            words.call.split(" ", 1)[0],
-            what,
-            got=f"{got}\n  here: {words.place} called {words}, call {self.number} of this axis",
-            fix="every rank of an axis must make the same calls on it in the same order;"
-            " after an error that was caught, meet with mc.barrier(axis, timeout=...)",
-        )
-        raise CommError(hinted(said + more))
+    def _fail(self, what: str, got: str, more: str = "", state: int = GAVE_UP) -> NoReturn:
+        self.say(state, f"{what} {got}")
+        raise CommError(hinted(_told(self.said, self.number, what, got) + more))
+
+
+def _told(said: Said, number: int, what: str, got: str) -> str:
+    """Why a call is given up, and what to do."""
+    words = Words.read(said.words)
+    return text(
+        words.call.split(" ", 1)[0],
+        what,
+        got=f"{got}\n  here: {words.place} called {words}, call {number} of this axis",
+        fix="every rank of an axis must make the same calls on it in the same order;"
+        " after an error that was caught, meet with mc.barrier(axis, timeout=...)",
+    )
+
+
+def _not_begun(seconds: float) -> tuple[str, str]:
+    """Of a call that was given up while one before it waited."""
+    return f"not begun within {seconds:.3g} s.", "a call before it on this axis still waits for the others"
 
 
 def _given_up(entries: Iterable[Entry]) -> str:
@@ -435,7 +470,7 @@ def _given_up(entries: Iterable[Entry]) -> str:
     if refused:
         first = refused[0]
         return f"{first.words.place} called {first.words.call} at {first.words.site} and has raised: {first.why}"
-    first = next(entry for entry in entries if entry.state == GAVE_UP)
+    first = next(entry for entry in entries if entry.state in (GAVE_UP, EXPIRED))
     return f"{first.words.place} called {first.words} and has given up: {first.why}"
 
 
@@ -445,12 +480,19 @@ def _given_up(entries: Iterable[Entry]) -> str:
 class _Deferred(Begun):
     """A call on the group's thread, and then whatever its transport gives."""
 
-    __slots__ = ("_number", "_room")
+    __slots__ = ("_number", "_room", "_said")
 
-    def __init__(self, room: Room, number: int, task: Task) -> None:
+    def __init__(self, room: Room, number: int, said: Said, task: Task) -> None:
         super().__init__(task)
-        self._room, self._number = room, number
+        self._room, self._number, self._said = room, number, said
 
     def waiting(self) -> AbstractContextManager[None]:
         """The others may want to know."""
         return self._room.guard.program_waits(self._room.group, self._number)
+
+    def withdraw(self, seconds: float) -> bool:
+        """Give up, unless all have come."""
+        return self._task.withdraw(seconds, self._behind)
+
+    def _behind(self, seconds: float) -> CommError:
+        return CommError(hinted(_told(self._said, self._number, *_not_begun(seconds))))

@@ -54,6 +54,12 @@ class Pending:
         """What is noted of the call that is waited for, where that is known."""
         return None
 
+    def withdraw(self, seconds: float) -> bool:
+        """Who has waited so long gives up, with all ranks or with none: whether that can be had here. The next wait
+        then tells which, soon: the result, or CommError as the others.
+        """
+        return False
+
     def abandon(self) -> None:
         """Nobody will wait: leave everything in a state in which that does no harm."""
 
@@ -95,6 +101,10 @@ class _Then(Pending):
         """The source's."""
         return None if self._source is None else self._source.record()
 
+    def withdraw(self, seconds: float) -> bool:
+        """Pass it on."""
+        return self._source is not None and self._source.withdraw(seconds)
+
     def abandon(self) -> None:
         """Pass it on."""
         if self._source is not None:
@@ -124,6 +134,11 @@ class AllOf(Pending):
     def record(self) -> Any:
         """That of the first which is waited for."""
         return next((part.record() for part in self._parts if isinstance(part, Pending)), None)
+
+    def withdraw(self, seconds: float) -> bool:
+        """All that are left."""
+        found = [part.withdraw(seconds) for part in self._parts if isinstance(part, Pending)]
+        return any(found)
 
     def abandon(self) -> None:
         """Pass it on."""

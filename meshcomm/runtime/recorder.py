@@ -322,6 +322,10 @@ class Marked(Pending):
         """Its own."""
         return self._record
 
+    def withdraw(self, seconds: float) -> bool:
+        """Pass it on."""
+        return self._source.withdraw(seconds)
+
     def abandon(self) -> None:
         """Pass it on."""
         if self._record[ENDED] is None:
