@@ -1115,8 +1115,10 @@ def in_threads() -> None:
                     thread.start()
                     thread.join()
                 close(grads(leaves), expected)
-                assert len(log) == 3 + 2 * log.count("wait")
-                assert set(log[-log.count("wait") :]) == {"wait"}, log
+                # In the first step the order of the gradients is learnt.
+                sums = [each for each in log if not (isinstance(each, tuple) and each[0] == "broadcast")]
+                assert len(sums) == 3 + 2 * sums.count("wait"), log
+                assert set(sums[-sums.count("wait") :]) == {"wait"}, log
         assert len(seen) == 3 * len(leaves)
 
 

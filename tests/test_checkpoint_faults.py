@@ -197,9 +197,10 @@ def test_keep_and_what_interrupted_saves_have_left(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
 
     def program() -> list[list[str]]:
-        mesh, seen = mc.make_mesh({"x": 2}), []
+        mesh, layer, seen = mc.make_mesh({"x": 2}), nn.Linear(4, 4).requires_grad_(False), []
+        nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
         for step in (1, 2, 10, 3):
-            save(tmp_path, linear(), step=step, keep=2, mesh=mesh)
+            save(tmp_path, layer, step=step, keep=2, mesh=mesh)
             seen.append(sorted(os.listdir(tmp_path)))
         return seen
 

@@ -704,6 +704,7 @@ HERE = {
     ("meshcomm/runtime/worker.py", "pickle.loads"): "bytes of the parent, of the worker, of itself: through a pipe",
     ("meshcomm/runtime/worker.py", "ctypes.CDLL"): "prctl of the C library that is loaded already",
     ("meshcomm/parallel/checkpoint_reader.py", "torch.load"): "weights_only=True",
+    ("meshcomm/parallel/full_state.py", "torch.load"): "weights_only=True",
     ("examples/train_gpt.py", "torch.load"): "weights_only=True",
 }
 

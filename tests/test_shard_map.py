@@ -523,9 +523,8 @@ def test_a_tensor_that_is_not_found_is_refused() -> None:
             dual = torch.autograd.forward_ad.make_dual(w, w)
             with pytest.raises(mc.MeshError, match="that has a tangent and that was not found"):
                 of_hidden(dual)
-    made_inside = rows(lambda x: x * torch.ones(3, dtype=F64, requires_grad=True))
-    with pytest.raises(mc.MeshError, match=lost):
-        made_inside(x)
+    made_inside = rows(lambda x: x * torch.ones(3, dtype=F64, requires_grad=True))  # found, for it is the body's own
+    assert_close(made_inside(x), x)
 
 
 def test_an_output_that_is_what_is_closed_over() -> None:
@@ -900,11 +899,12 @@ def test_copies_that_differ() -> None:
 
 
 def test_backward_on_a_rank_of_what_was_computed_outside() -> None:
-    y = rows(lambda x: x * 2)(rand(4, 3))
+    y, mesh = rows(lambda x: x * 2)(rand(4, 3)), mc.make_mesh({"a": 2})
 
     def inside() -> None:
-        with pytest.raises(mc.MeshError, match="computed outside of ranks is differentiated inside of one"):
-            y.sum().backward(retain_graph=True)
+        if mesh.rank == 0:  # two would train one leaf
+            with pytest.raises(mc.MeshError, match="computed outside of ranks is differentiated inside of one"):
+                y.sum().backward(retain_graph=True)
 
     mc.launch(inside, ranks=2)
 

@@ -169,7 +169,7 @@ def assert_invariant(tree: Any, axes: AxisName, *, mesh: Mesh | None = None) -> 
         >>> mesh = mc.make_mesh({"dp": 3})
         >>> def main():
         ...     model = torch.nn.Linear(2, 1)
-        ...     mc.all_reduce_params(model, "dp", "mean", mesh=mesh)
+        ...     mc.all_reduce_params(model.parameters(), "dp", "mean", mesh=mesh)
         ...     mc.assert_invariant(model, "dp", mesh=mesh)
         >>> mc.launch(main, ranks=3)
         [None, None, None]

@@ -50,7 +50,9 @@ class Envelope(NamedTuple):
         data = bytearray(_HEAD.pack(*head, self.dtype.removeprefix("torch.").encode(), *lengths))
         out[: _HEAD.size] = torch.frombuffer(data, dtype=torch.uint8)
         if not self.follows and packed.numel():
-            out[_HEAD.size : _HEAD.size + packed.nbytes] = packed.view(torch.uint8)
+            # One element counts as dense whatever its stride, but a view of another width minds.
+            dense = packed.clone(memory_format=torch.contiguous_format)
+            out[_HEAD.size : _HEAD.size + packed.nbytes] = dense.view(torch.uint8)
         return out
 
     @staticmethod

@@ -51,6 +51,7 @@ from meshcomm.spmd.vma import (
     join,
     made_like,
     marked,
+    note,
     unmark,
     unseen_write,
     write,
@@ -164,7 +165,14 @@ class Operations(Leaves):
                     args, kwargs = self._evened(operands, found, whole, kind.name, args, kwargs)
                     break
         result = func(*args, **kwargs) if args is given else self._run(func, args, kwargs, kind.name, True)
-        self._note_all(result, whole, operands)
+        if type(result) is Tensor and whole.home is not None and not self._known:
+            for x in operands:  # as _note_all does it, for what is asked most often
+                if result is x:
+                    break
+            else:
+                note(result, whole, (), operands)
+        else:
+            self._note_all(result, whole, operands)
         if versions != versions_of(operands):
             self._changed(operands, versions, whole, kind.name, evened=args is not given)
         return result
@@ -219,7 +227,7 @@ class Operations(Leaves):
         """The types of the operands; None if one is unknown and nothing requires grad."""
         found: list[Type] = []
         home, slow = self.home, writes.any
-        for x, at in zip(operands, versions or versions_of(operands), strict=True):
+        for x, at in zip(operands, versions or versions_of(operands)):  # noqa: B905 -- they are as long
             kind: Type | None = getattr(x, NAME, None)  # as marked and type_of do it, for what is asked most often
             if (
                 type(kind) is not Type
