@@ -79,6 +79,26 @@ def one_way(name: str, how: str) -> str:
     return text
 
 
+def lone_elements() -> list[Any]:
+    """One element counts as dense whatever its stride."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    found = []
+    for dtype in (torch.int64, torch.float64, torch.bfloat16, torch.complex64, torch.bool):
+        x = torch.arange(6).to(dtype)[1::4][:1]
+        if mesh.rank == 0:
+            mc.send(x, "a", 1, mesh=mesh)
+        else:
+            found.append(mc.recv("a", 0, shape=(1,), dtype=dtype, mesh=mesh).item())
+    return found
+
+
+@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+def test_a_lone_element_of_any_stride(request: pytest.FixtureRequest, pool: str) -> None:
+    assert request.getfixturevalue(pool).run(lone_elements)[1] == [1, 1.0, 1.0, 1 + 0j, True]
+
+
 @pytest.mark.parametrize("pool", ["pool4", "gloo4"])
 @pytest.mark.parametrize("name", UNLIKE)
 def test_what_is_sent_is_not_what_is_expected(request: pytest.FixtureRequest, pool: str, name: str) -> None:

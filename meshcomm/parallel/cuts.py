@@ -49,8 +49,10 @@ class Part(NamedTuple):
     how: Dim | Flat
 
 
-Teller = Callable[[nn.Module], tuple[Mesh, Iterable[Part]]]
-"""Tells over which mesh an adaptor has spread a module, and what it has cut."""
+Teller = Callable[[nn.Module], tuple[Mesh, Iterable[Part]] | None]
+"""Tells over which mesh an adaptor has spread a module, and what it has cut; None of one that is not its own any more,
+such as one whose attributes are being taken apart.
+"""
 
 _NAME = "_meshcomm_cuts"
 _known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -67,7 +69,8 @@ def know(module: nn.Module, teller: Teller) -> None:
 
 def _told(part: nn.Module) -> Iterator[tuple[Mesh, Iterable[Part]]]:
     for teller in vars(part).get(_NAME, ()):
-        yield teller(part)
+        if (told := teller(part)) is not None:
+            yield told
 
 
 def meshes_of(module: nn.Module) -> list[Mesh]:

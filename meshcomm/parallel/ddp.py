@@ -147,9 +147,10 @@ def data_parallel(
     return module
 
 
-def _told(module: nn.Module) -> tuple[Mesh, list[Any]]:
+def _told(module: nn.Module) -> tuple[Mesh, list[Any]] | None:
     """Nothing is cut, but there is a mesh."""
-    return vars(module)[_HERE].mesh, []
+    state = vars(module).get(_HERE)
+    return (state.mesh, []) if isinstance(state, _Replica) else None
 
 
 @contextlib.contextmanager

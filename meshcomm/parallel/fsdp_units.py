@@ -328,9 +328,11 @@ def register(module: nn.Module, owner: Sharded) -> None:
     know(module, _told)
 
 
-def _told(module: nn.Module) -> tuple[Mesh, list[Part]]:
+def _told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
     """What is cut of a module that is sharded."""
-    owner = _sharded[module]
+    owner = _sharded.get(module)
+    if owner is None:
+        return None
     axis, found = owner.policy.axis, []
     for group, at, slot in owner.slots():
         door, name = slot.sites[0]

@@ -180,10 +180,11 @@ def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: state.whole(name, p.detach()) for name, p in module.named_parameters()}
 
 
-def _told(module: nn.Module) -> tuple[Mesh, list[Part]]:
+def _told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
     """What is cut of a module that is tensor parallel."""
-    state: _Parallel = vars(module)[_HERE]
-    found = []
+    state, found = vars(module).get(_HERE), []
+    if not isinstance(state, _Parallel):
+        return None
     for owner, name, path, how in state.cut:
         p = dict.get(vars(owner)["_parameters"], name)  # behind a table that shows what was gathered
         if isinstance(p, nn.Parameter):
