@@ -127,6 +127,8 @@ def compare(found: list[Any], expected: tuple[Tensor, Tensor, Tensor]) -> None:
         assert_close(of_w, gw)
 
 
+OLD = torch.__version__.startswith("2.11.")
+
 # ------------------------------------------------------------------------------------------------- the table of programs
 
 
@@ -472,6 +474,9 @@ def test_wrong_without_the_checker(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_refused_under_error(name: str) -> None:
+    if name == "checkpoint" and OLD:
+        pytest.skip("torch 2.11 leaves the hooks of a checkpoint that was interrupted to the collection of garbage")
+
     def refused() -> None:
         place = r"\w+\.py" if name == "einops" else r"test_check_vma\.py"
         with pytest.raises(mc.VaryingError, match=rf"{place}:\d+.*along 'dp', where others vary") as caught:
@@ -949,7 +954,9 @@ def test_every_random_function_of_nn_is_known() -> None:
 )  # fmt: skip
 def test_the_rules_name_functions_that_exist(table: str) -> None:
     homes = (torch, Tensor, F, nn.init, torch.ops.aten)
-    assert [name for name in getattr(torch_rules, table) if not any(hasattr(home, name) for home in homes)] == []
+    newer = {"_flash_attention_forward_no_dropout_inplace"} if OLD else set()
+    lost = {name for name in getattr(torch_rules, table) if not any(hasattr(home, name) for home in homes)}
+    assert lost <= newer
 
 
 ROWS, IMAGE, VOLUME = ones(4, 6), ones(1, 2, 8, 8), ones(1, 2, 8, 8, 8)
@@ -1540,6 +1547,8 @@ BACKENDS = ["eager", "aot_eager"]
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_code_is_refused(backend: str) -> None:
+    if OLD:
+        pytest.skip("torch 2.11's dynamo ends the process where it is called in a mode on a thread of its own")
     compiled = torch.compile(lambda x, w: x @ w, backend=backend)
 
     def run() -> None:
