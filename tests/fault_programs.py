@@ -92,6 +92,9 @@ def collective(here: Rank, form: str = "sync", moment: str = "before", length: i
     mesh = here.join()
     x = torch.full((length,), mesh.rank + 1.0)
     total = mesh.size * (mesh.size + 1) / 2
+    if form == "never":  # the others have read what this rank gave to the first collective
+        for rank in range(mesh.size):
+            wait_for(here.folder / f"ready.{rank}")
     if moment == "before":
         here.fail()
     if moment == "in" and here.is_victim:
