@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Mail:
         self.lock = threading.Lock()
         self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
         self.open: dict[int, Call] = {}
-        self.given: deque[tuple[int, Call]] = deque(maxlen=ENTRIES)
+        self.given: deque[_Given] = deque(maxlen=ENTRIES)
         """Calls in which this rank waited for nobody, of which it is not known whether the others have made them."""
         self.dropped: list[Call] = []
 
@@ -457,38 +457,15 @@ class Call:
     def gave(self) -> None:
         """Wait for nobody: whether the others have called the same is seen later."""
         if self.code >> 16 != PERMUTE:
-            self.mail.given.append((self.number, self))
+            self.mail.given.append(self._given())
 
-    def compare(self, number: int) -> bool:
-        """Whether all others have made this call, of that number; CommError if one has made another one."""
-        found = {}
-        for i in self.mail.others:
-            box = self.mail.box(i)
-            entry = _entry_of(box, number)
-            if entry is not None:
-                found[i] = entry
-            elif box is None or box.cells[box.at(number)] < number:
-                return False
-        for i, entry in found.items():
-            if [entry[_CODE], entry[_COUNT], entry[_ROOT]] != [self.code, self.count, self.root]:
-                self._entries, self.number = {i: entry}, number
-                self._differ(i)
-        return True
+    def _given(self) -> _Given:
+        return _Given(
+            self.number, self.code, self.count, self.root, tuple(self.lengths), self.link.index, self.link.size
+        )
 
     def _differ(self, other: int) -> NoReturn:
-        entry = self._entries[other]
-        lengths = entry[_LENGTHS:] if entry[_CODE] >> 16 == PERMUTE else ()
-        theirs = said(entry[_CODE], entry[_COUNT], entry[_ROOT], lengths)
-        said_of_both = text(
-            self.name,
-            f"the ranks called different things: index {other} {theirs}, index {self.link.index} {self}.",
-            got=f"call {self.number} of a group of {self.link.size}",
-            fix="make the same calls in the same order on all ranks",
-        )
-        error = CommError(hinted(said_of_both, backward=in_backward()))
-        if all(entry[_CODE] == self.code for entry in self._entries.values()):
-            error.counts = {i: entry[_COUNT] for i, entry in self._entries.items()}
-        raise error
+        self._given().differs(other, self._entries)
 
     def whereabouts(self) -> tuple[list[int], dict[int, str]]:
         """Who else has made this call, and what the mailboxes of the others say."""
@@ -651,13 +628,57 @@ class _Reader:
         return (box is not None and box.state() >= state) or (neighbour is not None and neighbour.is_gone())
 
 
+class _Given(NamedTuple):
+    """What is compared of a call. It holds neither the axis nor what was lent, which may be gone before it is."""
+
+    number: int
+    code: int
+    elements: int
+    root: int
+    lengths: tuple[int, ...]
+    rank: int
+    size: int
+
+    def compare(self, mail: Mail) -> bool:
+        """Whether all others have made this call; CommError if one has made another one."""
+        found = {}
+        for i in mail.others:
+            box = mail.box(i)
+            entry = _entry_of(box, self.number)
+            if entry is not None:
+                found[i] = entry
+            elif box is None or box.cells[box.at(self.number)] < self.number:
+                return False
+        for i, entry in found.items():
+            if [entry[_CODE], entry[_COUNT], entry[_ROOT]] != [self.code, self.elements, self.root]:
+                self.differs(i, {i: entry})
+        return True
+
+    def differs(self, other: int, entries: dict[int, list[int]]) -> NoReturn:
+        """Another rank has made another call: these are the others' entries."""
+        entry = entries[other]
+        lengths = entry[_LENGTHS:] if entry[_CODE] >> 16 == PERMUTE else ()
+        theirs = said(entry[_CODE], entry[_COUNT], entry[_ROOT], lengths)
+        mine = said(self.code, self.elements, self.root, self.lengths)
+        said_of_both = text(
+            name_of(self.code),
+            f"the ranks called different things: index {other} {theirs}, index {self.rank} {mine}.",
+            got=f"call {self.number} of a group of {self.size}",
+            fix="make the same calls in the same order on all ranks",
+        )
+        error = CommError(hinted(said_of_both, backward=in_backward()))
+        if all(each[_CODE] == self.code for each in entries.values()):
+            error.counts = {i: each[_COUNT] for i, each in entries.items()}
+        raise error
+
+
 def compare_given(mail: Mail) -> None:
     """See whether the others have made the calls in which this rank waited for nobody; CommError if not."""
     for _ in range(_COMPARED):
         if mail.given:
-            number, call = mail.given.popleft()
-            if not call.compare(number):
-                mail.given.appendleft((number, call))
+            given = mail.given.popleft()
+            if not given.compare(mail):
+                mail.given.appendleft(given)
                 return
 
 
