@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import sys
 import threading
 import tracemalloc
@@ -244,5 +245,9 @@ def measured() -> dict[str, float]:
     }
 
 
+_OF_AN_AXIS = re.compile(r"meshcomm/(barrier|turns|guard/making)/")
+"""What the first calls over an axis of a mesh leave at the store, some short keys for good: each round makes meshes."""
+
+
 def _keys() -> int:
-    return int(default_store().num_keys())
+    return sum(not _OF_AN_AXIS.search(key) for key in default_store().list_keys())
