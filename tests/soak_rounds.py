@@ -242,6 +242,7 @@ def measured() -> dict[str, float]:
         "axes": len(meshes._axes),
         "groups": len(groups._links),
         "keys at the store": _keys() if mc.rank() == 0 else 0,
+        "keys per mesh made": _keys_of_axes() / _made() if mc.rank() == 0 else 0,
     }
 
 
@@ -251,3 +252,11 @@ _OF_AN_AXIS = re.compile(r"meshcomm/(barrier|turns|guard/making)/")
 
 def _keys() -> int:
     return sum(not _OF_AN_AXIS.search(key) for key in default_store().list_keys())
+
+
+def _keys_of_axes() -> int:
+    return sum(_OF_AN_AXIS.search(key) is not None for key in default_store().list_keys())
+
+
+def _made() -> int:
+    return max(1, sum(count for made in groups._meshes.values() for count in made.values()))
