@@ -8,11 +8,9 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 import meshcomm as mc
 
@@ -85,15 +83,25 @@ def test_there_are_modules_and_each_has_a_layer() -> None:
             assert layer(module) >= 0
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "meshcomm"])
-def test_imports_point_down(module: str) -> None:
+def upward(module: str) -> Iterator[str]:
     for other, line in imports_of(module):
         if not under(other, "meshcomm"):
             continue
-        assert other != "meshcomm", f"{module}:{line} imports the package root"
-        assert layer(other) <= layer(module), f"{module}:{line} imports {other}, which is above it"
-        if module in NARROW:
-            assert any(under(other, package) for package in NARROW[module]), f"{module}:{line} imports {other}"
+        if other == "meshcomm":
+            yield f"{module}:{line} imports the package root"
+        elif layer(other) > layer(module):
+            yield f"{module}:{line} imports {other}, which is above it"
+        elif module in NARROW and not any(under(other, package) for package in NARROW[module]):
+            yield f"{module}:{line} imports {other}"
+
+
+def offenders(rule: Callable[[str], Iterable[str]], modules: Iterable[str] = MODULES) -> str:
+    """What breaks a rule in any module, a line each."""
+    return "\n".join(found for module in modules for found in rule(module))
+
+
+def test_imports_point_down() -> None:
+    assert not offenders(upward, [module for module in MODULES if module != "meshcomm"])
 
 
 def test_no_cycle() -> None:
@@ -144,14 +152,16 @@ def test_type_checkers_see_what_is_imported_when_asked_for() -> None:
     assert {"pvary", "__version__", *later} <= set(dir(mc))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_import_hides_in_a_function(module: str) -> None:
+def hidden_imports(module: str) -> Iterator[str]:
     for function in ast.walk(tree_of(module)):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             for node in ast.walk(function):
-                assert not isinstance(node, (ast.Import, ast.ImportFrom)), (
-                    f"{module}:{node.lineno} imports in a function"
-                )
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    yield f"{module}:{node.lineno} imports in a function"
+
+
+def test_no_import_hides_in_a_function() -> None:
+    assert not offenders(hidden_imports)
 
 
 ABOVE = ("tracing", "layout", "spmd", "helpers", "parallel", "__main__")
@@ -179,14 +189,22 @@ LATE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_few_import_by_name(module: str) -> None:
+def named_imports(module: str) -> Iterator[str]:
     names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree_of(module))}
     texts = {node.value for node in ast.walk(tree_of(module)) if isinstance(node, ast.Constant)}
+    late = LATE.get(module, set())
     if names & {"__import__", "import_module"}:
-        assert texts & set(MODULES) == LATE.get(module, set()), module
-        for other in LATE[module]:
-            assert under(other, module) or layer(other) <= layer(module)
+        if texts & set(MODULES) != late or not late:
+            yield f"{module} imports by name, and names {sorted(texts & set(MODULES))}"
+        yield from (
+            f"{module} imports {other} by name, which is above it"
+            for other in late
+            if not under(other, module) and layer(other) > layer(module)
+        )
+
+
+def test_few_import_by_name() -> None:
+    assert not offenders(named_imports)
 
 
 # --------------------------------------------------------------------------------------------------- private names
@@ -215,22 +233,32 @@ STANDARD_LIBRARY = {"os._exit", "sys._current_frames", "sys._getframe"}
 NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # documented, the underscore keeps clear of field names
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module not in PRIVATE])
-def test_private_names_of_others_stand_in_one_file(module: str) -> None:
+def private_names(module: str) -> Iterator[str]:
+    """Those of others, that it uses."""
+    ours = own_private_names() | NAMED_TUPLES
     for node in ast.walk(tree_of(module)):
         place = f"{module}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
             for alias in node.names:
-                assert not any(hidden(part) for part in alias.name.split(".")), f"{place} imports {alias.name}"
+                if any(hidden(part) for part in alias.name.split(".")):
+                    yield f"{place} imports {alias.name}"
         elif isinstance(node, ast.ImportFrom) and node.module is not None and not under(node.module, "meshcomm"):
             parts = [*node.module.split("."), *(alias.name for alias in node.names)]
-            assert not any(hidden(part) for part in parts), f"{place} imports from {node.module}"
-        elif isinstance(node, ast.Attribute) and hidden(node.attr) and ast.unparse(node) not in STANDARD_LIBRARY:
-            assert node.attr in own_private_names() | NAMED_TUPLES, f"{place} uses {ast.unparse(node)}"
+            if any(hidden(part) for part in parts):
+                yield f"{place} imports from {node.module}"
+        elif isinstance(node, ast.Attribute) and hidden(node.attr):
+            text = ast.unparse(node)
+            if node.attr not in ours and text not in STANDARD_LIBRARY:
+                yield f"{place} uses {text}"
+
+
+def test_private_names_of_others_stand_in_one_file() -> None:
+    assert not offenders(private_names, [module for module in MODULES if module not in PRIVATE])
 
 
 def test_the_check_finds_private_names() -> None:
     """What it lets through elsewhere it finds in the one file."""
+    assert "_allgather_base" in offenders(private_names, PRIVATE)
     nodes = [node for module in PRIVATE for node in ast.walk(tree_of(module))]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert {"_allgather_base", "_current_level"} <= used
@@ -289,17 +317,21 @@ def names_taken() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-@pytest.mark.parametrize("name", [module for module in MODULES if module != "meshcomm.runtime"])
-def test_all_names_exist_and_cover_what_others_import(name: str) -> None:
+def wrong_in_all(name: str) -> Iterator[str]:
     module = importlib.import_module(name)
     if hasattr(module, "__path__"):
         return
-    assert hasattr(module, "__all__"), f"{name} has no __all__"
-    assert len(set(module.__all__)) == len(module.__all__)
-    for each in module.__all__:
-        assert hasattr(module, each), f"{name}.__all__ names {each}"
+    exported = getattr(module, "__all__", [])
+    if not hasattr(module, "__all__") or len(set(exported)) != len(exported):
+        yield f"{name} has no __all__, or names something twice in it"
+    yield from (f"{name}.__all__ names {each}" for each in exported if not hasattr(module, each))
     for user, taken in names_taken().get(name, []):
-        assert taken in module.__all__, f"{user} imports {taken} of {name}, which is not in its __all__"
+        if taken not in exported:
+            yield f"{user} imports {taken} of {name}, which is not in its __all__"
+
+
+def test_all_names_exist_and_cover_what_others_import() -> None:
+    assert not offenders(wrong_in_all)
 
 
 def test_every_module_is_found_by_the_import_system() -> None:
@@ -308,9 +340,8 @@ def test_every_module_is_found_by_the_import_system() -> None:
     assert found | {"meshcomm"} == set(MODULES)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_is_for(module: str) -> None:
-    assert ast.get_docstring(tree_of(module)), module
+def test_every_module_says_what_it_is_for() -> None:
+    assert not [module for module in MODULES if not ast.get_docstring(tree_of(module))]
 
 
 def test_types_are_shipped() -> None:
