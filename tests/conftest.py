@@ -1,4 +1,6 @@
-"""What every test shares: one thread per process, the skip of GPU tests, one pool of worker processes."""
+"""What every test shares: one thread per process, the skip of GPU tests, one pool of worker processes of each kind, and
+which tests run one after the other where pytest-xdist spreads them over workers.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,39 @@ import meshcomm as mc
 from meshcomm.runtime import groups
 from meshcomm.runtime.workers import WorkerPool
 
-POOLS = {"pool4", "guarded4", "guarded4_at_the_store", "bare4"}
+POOLS = {"pool4", "guarded4", "guarded4_at_the_store", "gloo4", "bare4"}
 """Fixtures that start processes."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pool_of(item: pytest.Item) -> str:
+    """Which processes a test runs on: none, plain ones or guarded ones."""
+    wants = POOLS & set(getattr(item, "fixturenames", ()))
+    callspec = getattr(item, "callspec", None)
+    texts = [] if callspec is None else [each for each in callspec.params.values() if isinstance(each, str)]
+    wants |= POOLS & set(texts)
+    if any(name.startswith("guarded4") for name in wants):
+        return "guarded"
+    return "plain" if wants or "processes" in texts else ""
+
+
+def group_of(item: pytest.Item) -> str:
+    """The tests that one worker of pytest-xdist runs, one after the other: those of a pool, or of a file."""
+    pool = pool_of(item)
+    return item.path.stem if not pool or item.get_closest_marker("thorough") else pool
+
+
+FIRST = ["test_soak", "test_faults", "plain", "guarded"]
+"""The longest groups; who begins with them ends with the others."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        named = getattr(item, "callspec", None)
-        if POOLS & set(getattr(item, "fixturenames", ())) or (named is not None and "processes" in named.id):
+        if pool_of(item):
             item.add_marker("processes")
+        if config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    rank = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(group_of(item), len(FIRST)))
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs an accelerator: torch.accelerator finds none")
@@ -37,6 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     settle()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names that can be given to pytest again, without the group that pytest-xdist has put behind them."""
+    if report.nodeid.rfind("@") > report.nodeid.rfind("]"):
+        report.nodeid = report.nodeid.rpartition("@")[0]
 
 
 def settle() -> None:
