@@ -61,10 +61,10 @@ def saw(x: Tensor, before: int, after: int) -> None:
 
 
 def _saw(x: Tensor, before: int, after: int) -> None:
-    if noted_at(x) == before:
+    if getattr(x, NOTED_AT, 0) == before:
         setattr(x, NOTED_AT, after)
     base = x._base
-    if base is not None and noted_at(base) == before:
+    if base is not None and getattr(base, NOTED_AT, 0) == before:
         setattr(base, NOTED_AT, after)
     storage = storage_of(x)
     if storage is None or before >= after:
@@ -115,11 +115,10 @@ def inside(x: Tensor) -> Iterator[Tensor]:
 
 def storage_of(x: Tensor) -> torch.UntypedStorage | None:
     """None for tensors, such as sparse ones, that have none to share."""
-    innermost = x
     if functorch_active():
         for inner in inside(x):
-            innermost = inner
+            x = inner
     try:
-        return innermost.untyped_storage()
+        return x.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from meshcomm._torch import (
     at_trace_time,
     functorch_active,
+    version_of,
 )
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
@@ -23,13 +24,14 @@ from meshcomm.spmd.checker_core import WHERE
 from meshcomm.spmd.homes import ANYWHERE
 from meshcomm.spmd.lent import lend
 from meshcomm.spmd.operands import (
+    SIMPLE,
     along_of,
     differentiated,
+    gather,
     is_among,
     is_array,
     of_tracked,
     replaced,
-    tensors_in,
     text_of,
     tracked,
     version,
@@ -52,6 +54,7 @@ from meshcomm.spmd.vma import (
     made_like,
     marked,
     note,
+    says_all,
     unmark,
     unseen_write,
     write,
@@ -75,14 +78,12 @@ class Operations(Leaves):
         kind = kind_of(func)
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
-        if kind.getter:
-            return self._get(kind, func, args)
         if not kind.ordinary or (kwargs and kwargs.get("out") is not None):
-            return self._typed(kind, func, args, kwargs)
+            return self._get(kind, func, args) if kind.getter else self._typed(kind, func, args, kwargs)
         operands: list[Tensor] = []
-        tensors_in(args, operands)
+        gather(args, Tensor, operands)
         if kwargs:
-            tensors_in(kwargs.values(), operands)
+            gather(kwargs.values(), Tensor, operands)
         if kind.sized and len(operands) >= kind.sized and may_size(kind.name, args):
             return self._sized(kind, func, args, kwargs)
         return self._ordinary(kind, func, args, kwargs, operands)
@@ -99,14 +100,14 @@ class Operations(Leaves):
         if kind.settles:  # the values stay
             if kind.in_place:
                 return self._settle(kind, func, args, kwargs)
-            if kind.name in ("register_hook", "register_post_accumulate_grad_hook"):
+            if kind.hooks:
                 args = self._hooked(kind.name, (*args, *kwargs.values()))
                 kwargs = {}
             return func(*args, **kwargs)
         operands: list[Tensor] = []
-        tensors_in(args, operands)
+        gather(args, Tensor, operands)
         if kwargs:
-            tensors_in(kwargs.values(), operands)
+            gather(kwargs.values(), Tensor, operands)
         if also is None:
             if kind.sized and len(operands) >= kind.sized and may_size(kind.name, args):
                 return self._sized(kind, func, args, kwargs)
@@ -152,18 +153,17 @@ class Operations(Leaves):
             result = func(*args, **kwargs)
             if not (kind.from_data and args and is_array(args[0])):
                 self._note_all(result, INVARIANT)
-            return self._counted(result) if kwargs.get("requires_grad") else result
-        versions = versions_of(operands)
+            return self._counted(result) if kwargs and kwargs.get("requires_grad") else result
+        versions: list[int] = []
         found = self._types(operands, kind.name, versions)
         if found is None:
             return self._unseen(kind, func, args, kwargs, operands)
         whole, given = found[0], args
-        if len(found) > 1:
-            for each in found:
-                if each is not whole:
-                    whole = join(found, kind.name)
-                    args, kwargs = self._evened(operands, found, whole, kind.name, args, kwargs)
-                    break
+        for each in found:
+            if each.sort is not whole.sort:
+                whole = join(found, kind.name)
+                args, kwargs = self._evened(operands, found, whole, kind.name, args, kwargs)
+                break
         result = func(*args, **kwargs) if args is given else self._run(func, args, kwargs, kind.name, True)
         if type(result) is Tensor and whole.home is not None and not self._known:
             for x in operands:  # as _note_all does it, for what is asked most often
@@ -223,11 +223,20 @@ class Operations(Leaves):
             self._unknown(next(y for y in operands if self.type_of(y) is None), operands, name)
         unseen_write(x, Origin(name, str(call_site())))
 
-    def _types(self, operands: Sequence[Tensor], name: str, versions: Sequence[int] | None = None) -> list[Type] | None:
-        """The types of the operands; None if one is unknown and nothing requires grad."""
+    def _types(self, operands: Sequence[Tensor], name: str, versions: list[int] | None = None) -> list[Type] | None:
+        """The types of the operands; None if one is unknown and nothing requires grad.
+
+        versions: a list to which theirs are added, as they are before the operation.
+        """
         found: list[Type] = []
         home, slow = self.home, writes.any
-        for x, at in zip(operands, versions or versions_of(operands)):  # noqa: B905 -- they are as long
+        for x in operands:
+            try:
+                at = version_of(x)
+            except RuntimeError:  # an inference tensor does not count
+                at = -1
+            if versions is not None:
+                versions.append(at)
             kind: Type | None = getattr(x, NAME, None)  # as marked and type_of do it, for what is asked most often
             if (
                 type(kind) is not Type
@@ -257,7 +266,7 @@ class Operations(Leaves):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with a pvary of each operand that requires grad and does not vary as the others do."""
         others: dict[int, Tensor] = {}
-        if torch.is_grad_enabled():
+        if whole.axes and torch.is_grad_enabled():
             for x, kind in zip(operands, found, strict=True):
                 if len(kind.axes) != len(whole.axes) and x is not but and differentiated(x):
                     others[id(x)] = self.vary(x, whole.axes - kind.axes, name, operands, found)
@@ -275,20 +284,17 @@ class Operations(Leaves):
         also: Sequence[Tensor],
     ) -> Any:
         """Functions that write, draw, or take no more than the shape of an operand."""
-        target: Any = kwargs.get("out")
-        if kind.in_place and operands:
-            target = operands[0]
-        over = kind.overwrites or not kind.in_place
-        over = over and isinstance(target, Tensor) and not (tracked(target) or functorch_active())
-        count = [x for x in operands if not is_among(x, target)]
-        if kind.fresh and operands and kwargs.get("requires_grad"):
-            pass  # a leaf made for each rank's own
-        elif kind.fresh or (kind.random and kind.name.endswith("_like")):
-            count = operands[1:]
-        elif kind.alike:
+        target: Any = operands[0] if kind.in_place and operands else kwargs.get("out")
+        into = isinstance(target, Tensor)
+        over = into and (kind.overwrites or not kind.in_place) and not (functorch_active() or tracked(target))
+        if kind.alike:
             count = [*operands[:1], *also]
-        elif kind.in_place and target is not None:
+        elif kind.in_place and operands:
             count = operands[1:] if over else operands
+        elif (kind.fresh and not kwargs.get("requires_grad")) or (kind.random and kind.name.endswith("_like")):
+            count = operands[1:]
+        else:  # of what is fresh and requires grad, too: a leaf made for each rank's own
+            count = [x for x in operands if not is_among(x, target)]
         found = self._types(count, kind.name)
         if found is None:
             return self._unseen(kind, func, args, kwargs, operands)
@@ -296,30 +302,35 @@ class Operations(Leaves):
             found.append(self._dropped(kind, count, found))
         if kind.random:
             found.append(self._random(kind.name))
-        if isinstance(target, Tensor):
+        if into:
             found += self._kept(target, count)
         whole = join(found, kind.name) if found else INVARIANT
-        if isinstance(target, Tensor):
-            if not (kind.random and is_new(target)):
-                self._stays(target, whole, kind.name)
-            self._make_room(target, whole, kind.name, operands)
         given = args
-        args, kwargs = self._evened(
-            count, found[: len(count)], whole, kind.name, args, kwargs, target if isinstance(target, Tensor) else None
-        )
+        if whole.axes:
+            if into:
+                if not (kind.random and is_new(target)):
+                    self._stays(target, whole, kind.name)
+                self._make_room(target, whole, kind.name, operands)
+            args, kwargs = self._evened(
+                count, found[: len(count)], whole, kind.name, args, kwargs, target if into else None
+            )
         versions = versions_of(operands)
         result = func(*args, **kwargs)
         now = self._saw(operands, versions)
-        self._note_all(result, whole, operands)
+        if result is not target or not into:
+            self._note_all(result, whole, operands)
         if kind.fresh and isinstance(result, Tensor):
             like = self.type_of(operands[0])
             if like is not None and like.axes:
                 alike(result, like)
         if over:
             self._overwritten(target, whole)
-        for x in operands:
-            if is_among(x, target) and not over:
-                self._written(x, whole)
+        elif into:
+            self._written(target, whole)
+        elif target is not None:
+            for x in operands:
+                if is_among(x, target):
+                    self._written(x, whole)
         if not kind.in_place and versions != now:
             others = [i for i, x in enumerate(operands) if not is_among(x, target)]
             self._changed(
@@ -394,6 +405,8 @@ class Operations(Leaves):
     def _get(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
         """A property: x.T and the like have the type of x, and so has its gradient."""
         result = func(*args)
+        if type(result) in SIMPLE:
+            return result
         if isinstance(result, Tensor) and result is not args[0] and kind.name != "_base":
             if kind.name == "data":
                 self._shares(args[0])
@@ -511,7 +524,9 @@ class Operations(Leaves):
         if name:
             self._stays(x, kind, name)
         old = self.type_of(x)
-        if old is not None:
+        if old is not None and (
+            old is not kind or old is not marked(x) or old.plain == x.requires_grad or functorch_active()
+        ):
             kind = join([kind, old], "a write in place")
             self._note(x, kind, (x,))
         if x._base is not None and (base := self.type_of(x._base)) is not None:
@@ -520,7 +535,7 @@ class Operations(Leaves):
 
     def _spread(self, x: Tensor, kind: Type) -> None:
         """All that shares the memory of ``x`` varies, too."""
-        if kind.axes and not is_written(x, kind):
+        if kind.axes and not is_written(x, kind, self.home):
             origin = Origin("a write in place", str(call_site()))
             write(x, Type(dict.fromkeys(kind.axes, origin), home=self.home))
 
@@ -533,14 +548,20 @@ class Operations(Leaves):
             return
         kind = self._as_declared(x, kind)
         self._note(x, kind)
-        forget(x)
-        self._spread(x, kind)
+        if not says_all(x, kind, self.home):
+            forget(x)
+            self._spread(x, kind)
 
     def _kept(self, target: Tensor, operands: Sequence[Tensor]) -> list[Type]:
         """The types that the base or other views of a target have, whatever is written: through all of them the graph
         of what is written is reached.
         """
-        if not torch.is_grad_enabled() or not any(differentiated(x) for x in operands if x is not target):
+        if not torch.is_grad_enabled():
+            return []
+        for x in operands:
+            if x is not target and differentiated(x):
+                break
+        else:
             return []
         base = target._base
         found = [held(target), None if base is None else self.type_of(base)]

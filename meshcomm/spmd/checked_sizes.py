@@ -17,7 +17,7 @@ from meshcomm._torch import functorch_active
 from meshcomm.errors import names
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.checked_operations import Operations
-from meshcomm.spmd.operands import is_among, tensors_in, text_of
+from meshcomm.spmd.operands import gather, is_among, text_of
 from meshcomm.spmd.ragged import (
     Ragged,
     Rows,
@@ -32,7 +32,7 @@ from meshcomm.spmd.ragged import (
     tensors_of,
 )
 from meshcomm.spmd.size_rules import ASKS, INDEXED, LIKE, counts_parts, source_of, takes_ints
-from meshcomm.spmd.sizes import COUNTS, Varying, numbers_in, plain, varying
+from meshcomm.spmd.sizes import COUNTS, Varying, plain, varying
 from meshcomm.spmd.torch_rules import Kind
 from meshcomm.spmd.vma import Origin, Type, join
 
@@ -47,8 +47,8 @@ class Sizes(Operations):
         numbers: list[Varying] = []
         operands: list[Tensor] = []
         for values in (args, kwargs.values()):
-            numbers_in(values, numbers)
-            tensors_in(values, operands)
+            gather(values, Varying, numbers)
+            gather(values, Tensor, operands)
         if kind.name.startswith("sym_") and not operands:
             return func(*args, **kwargs)
         if kind.setter and len(args) > 1 and isinstance(args[1], Tensor):

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from meshcomm._torch import (
     functorch_active,
     unwrap_if_dead,
+    version_of,
     view_again,
     without_modes,
 )
@@ -24,6 +25,7 @@ from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.changes import (
+    NOTED_AT,
     accounted,
     by_hand,
     declared_at,
@@ -46,6 +48,7 @@ from meshcomm.spmd.ragged import carried
 from meshcomm.spmd.torch_rules import Kind
 from meshcomm.spmd.vma import (
     INVARIANT,
+    NAME,
     Origin,
     Type,
     also_written,
@@ -54,6 +57,7 @@ from meshcomm.spmd.vma import (
     marked,
     note,
     writes,
+    written_in,
 )
 from meshcomm.watch import Watcher, here
 
@@ -126,26 +130,35 @@ class Core(TorchFunctionMode):
 
     def type_of(self, x: Tensor) -> Type | None:
         """Along which axes ``x`` varies; None if that is unknown."""
-        kind = marked(x)
-        if kind is None:
-            known = self._known.get(id(x))
-            if known is None:
-                other = behind(x)
-                kind = None if other is None else self.type_of(other)
-                if kind is None:
-                    return None
-            else:
-                kind = known[1]
-                if version(x) != known[2] and self._changed_unseen(x):
-                    return None
-        elif (at := version(x)) > 0 and at != noted_at(x) and self._changed_unseen(x):
-            return None
-        if kind.home is not self.home and kind.home is not ANYWHERE:
-            moved = self._moved(x, kind)
-            if moved is None:
+        kind: Type | None = getattr(x, NAME, None)  # as marked, version and noted_at do it: this is asked often
+        if type(kind) is not Type:
+            kind = self._type_elsewhere(x)
+            if kind is None:
                 return None
-            kind = moved
-        return self._with_writes(x, kind) if writes.any else kind
+        else:
+            try:
+                at = version_of(x)
+            except RuntimeError:  # an inference tensor does not count
+                at = 0
+            if at and at != getattr(x, NOTED_AT, 0) and self._changed_unseen(x):
+                return None
+        if kind.home is not self.home and kind.home is not ANYWHERE:
+            kind = self._moved(x, kind)
+            if kind is None:
+                return None
+        if not writes.any or (written := written_in(x)) is None:
+            return kind
+        if type(written) is Type and written.home is self.home and written.axes <= kind.axes:
+            return kind
+        return self._with_writes(x, kind)
+
+    def _type_elsewhere(self, x: Tensor) -> Type | None:
+        """That of a tensor on which none is noted."""
+        known = self._known.get(id(x))
+        if known is None:
+            other = behind(x)
+            return None if other is None else self.type_of(other)
+        return None if version(x) != known[2] and self._changed_unseen(x) else known[1]
 
     def _moved(self, x: Tensor, kind: Type) -> Type | None:
         """The type, on this mesh, of what was typed on another one, or by names alone; None if it has none here."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from meshcomm._torch import functorch_active, unwrapped, version_of
@@ -12,20 +13,31 @@ from meshcomm.errors import shape_text
 from meshcomm.spmd.vma import Type
 
 __all__ = [
-    "along_of", "differentiated", "is_among", "is_array", "of_tracked", "replaced", "same_place", "several",
-    "tensors_in", "text_of", "tracked", "version", "versions_of",
+    "SIMPLE", "along_of", "differentiated", "gather", "is_among", "is_array", "of_tracked", "replaced", "same_place",
+    "several", "text_of", "tracked", "version", "versions_of",
 ]  # fmt: skip
 
 
-def tensors_in(values: Iterable[Any], into: list[Tensor]) -> None:
-    """Add the tensors among ``values`` to a list."""
+SIMPLE = frozenset([int, float, bool, complex, str, type(None), torch.dtype, torch.device, type(Ellipsis)])
+"""Types of values that are nothing but themselves."""
+
+T = TypeVar("T")
+
+
+def gather(values: Iterable[Any], wanted: type[T], into: list[T]) -> None:
+    """Add what is of a type among ``values`` to a list."""
     for value in values:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if kind in SIMPLE:  # to ask torch whether it is a tensor takes long
+            continue
+        if isinstance(value, wanted):
             into.append(value)
         elif isinstance(value, (tuple, list)):
-            tensors_in(value, into)
-        elif isinstance(value, slice):
-            tensors_in((value.start, value.stop, value.step), into)
+            gather(value, wanted, into)
+        elif kind is slice:
+            gather((value.start, value.stop, value.step), wanted, into)
+        elif isinstance(value, dict):
+            gather(value.values(), wanted, into)
 
 
 def replaced(value: Any, others: dict[int, Tensor]) -> Any:
@@ -40,7 +52,7 @@ def replaced(value: Any, others: dict[int, Tensor]) -> Any:
 
 def is_among(x: Tensor, target: Any) -> bool:
     """Whether ``x`` is the target, or one of them."""
-    return any(x is y for y in several(target)) if target is not None else False
+    return x is target or (isinstance(target, (tuple, list)) and any(x is y for y in target))
 
 
 def several(value: Any) -> Sequence[Any]:
@@ -95,7 +107,10 @@ def _innermost(x: Tensor) -> Tensor:
 
 def version(x: Tensor) -> int:
     """How often ``x`` was changed in place; -1 where nobody counts."""
-    return -1 if x.is_inference() else version_of(x)
+    try:
+        return version_of(x)
+    except RuntimeError:
+        return -1
 
 
 def versions_of(operands: Sequence[Tensor]) -> list[int]:

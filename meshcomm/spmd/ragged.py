@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from meshcomm._torch import functorch_active, unwrapped
+from meshcomm.spmd.operands import SIMPLE, gather
 from meshcomm.spmd.shape_rules import Part, Rule, quick_rule
-from meshcomm.spmd.sizes import COUNTS, Varying, made, numbers_in, plain, varying
+from meshcomm.spmd.sizes import COUNTS, Varying, made, plain, varying
 from meshcomm.spmd.vma import Origin, Type, join, note
 
 __all__ = [
@@ -65,7 +66,6 @@ def ragged_of(x: Tensor) -> Ragged | None:
     return found if type(found) is Ragged else None
 
 
-_SIMPLE = frozenset([int, float, bool, complex, str, type(None), torch.dtype, torch.device, type(Ellipsis)])
 _NESTED = frozenset([tuple, list, torch.Size])
 
 
@@ -73,7 +73,7 @@ def untouched(values: Iterable[Any]) -> bool:
     """Whether there is for certain nothing among arguments whose size depends on data."""
     for value in values:
         kind = type(value)
-        if kind in _SIMPLE:
+        if kind in SIMPLE:
             continue
         if kind is Tensor or kind is Parameter:
             if getattr(value, _NAME, None) is not None:
@@ -172,7 +172,7 @@ def without_numbers(args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
     if not made.any:
         return args, kwargs, []
     numbers: list[Varying] = []
-    numbers_in((args, kwargs), numbers)
+    gather((args, kwargs), Varying, numbers)
     return (
         (plain(args), plain(kwargs), [standing_for(each.kind) for each in numbers]) if numbers else (args, kwargs, [])
     )

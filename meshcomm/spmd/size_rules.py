@@ -153,7 +153,11 @@ SIZED = (
 
 
 def may_size(name: str, args: Sequence[Any]) -> bool:
-    """Whether such a call is worth a closer look: an index of one tensor that is no mask is not."""
+    """Whether such a call is worth a closer look: an index of one tensor that is no mask is not, nor a choice between
+    two.
+    """
+    if name == "where":
+        return len(args) < 2
     index = args[1] if name == "__getitem__" else None
     return not isinstance(index, Tensor) or index.dtype in _MASKS
 

@@ -20,7 +20,7 @@ from meshcomm.runtime.callsite import asked_in, call_site
 from meshcomm.spmd.vma import Type, join
 from meshcomm.watch import here
 
-__all__ = ["COUNTS", "Varying", "made", "numbers_in", "plain", "varying"]
+__all__ = ["COUNTS", "Varying", "made", "plain", "varying"]
 
 COUNTS = (0, 2**25 - 39, 2**26 - 5)
 """How many could have been selected elsewhere: prime, so that what divides a size by chance is seen as chance."""
@@ -283,16 +283,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     return value
-
-
-def numbers_in(values: Iterable[Any], into: list[Varying]) -> None:
-    """Add the numbers that vary, among ``values``, to a list."""
-    for value in values:
-        if isinstance(value, Varying):
-            into.append(value)
-        elif isinstance(value, (tuple, list)):
-            numbers_in(value, into)
-        elif isinstance(value, slice):
-            numbers_in((value.start, value.stop, value.step), into)
-        elif isinstance(value, dict):
-            numbers_in(value.values(), into)

@@ -6,6 +6,7 @@ A function that stands nowhere here gives what varies wherever one of its operan
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -54,6 +55,9 @@ SETTLES = _words(
     """
 )
 """Ask, or change, how a tensor is seen, and no values."""
+
+HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook"])
+"""Take a function that is called with a gradient."""
 
 OVERWRITES = _words(
     """
@@ -124,7 +128,8 @@ _NOISY = _words(
 """Random functions of a value, as dropout is."""
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True, slots=True)  # asked of each operation: a NamedTuple takes twice as long
+class Kind:
     """How the checker reads a function."""
 
     name: str
@@ -144,6 +149,8 @@ class Kind(NamedTuple):
     """What the gradients of outputs are called."""
     settles: bool = False
     """It changes how a tensor is seen, and no values."""
+    hooks: bool = False
+    """It is given a function for gradients."""
     overwrites: bool = False
     """Nothing of what was in its first operand remains."""
     silent: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]] | None = None
@@ -189,6 +196,7 @@ def kind_of(func: Any) -> Kind:
         random=name in RANDOM,
         drops=drops,
         settles=name in SETTLES,
+        hooks=name in HOOKS,
         overwrites=name in OVERWRITES,
         parts=_of_torch_distributed(func) and any(word in name for word in _PARTS),
         silent=_silent(name, getattr(func, "__module__", None) == "torch.nn.functional"),
@@ -197,7 +205,7 @@ def kind_of(func: Any) -> Kind:
         from_data=name in ("tensor", "as_tensor", "asarray"),
         sized=SIZED.get(name, 0),
     )
-    return kind._replace(ordinary=not any(kind._replace(name="", from_data=False, sized=0)))
+    return replace(kind, ordinary=replace(kind, name="", from_data=False, sized=0) == Kind(""))
 
 
 _IN_PLACE = _words(

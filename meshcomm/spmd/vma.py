@@ -38,6 +38,7 @@ __all__ = [
     "made_like",
     "marked",
     "note",
+    "says_all",
     "shared",
     "sharing_with",
     "unknown_in",
@@ -45,6 +46,7 @@ __all__ = [
     "unseen_write",
     "write",
     "writes",
+    "written_in",
 ]
 
 
@@ -63,7 +65,7 @@ class Origin(NamedTuple):
 class Type:
     """The axes along which a value varies, with the origin of each; all others it is invariant along."""
 
-    __slots__ = ("_twin", "axes", "ended", "home", "leaf", "plain", "since")
+    __slots__ = ("_twin", "axes", "ended", "home", "leaf", "plain", "since", "sort")
 
     def __init__(
         self,
@@ -77,7 +79,13 @@ class Type:
         self.ended = ended or {}
         """Where it was made invariant, by axis."""
         self.axes = frozenset(since)
-        self.leaf = any(origin.leaf for origin in since.values())
+        sort = self.axes, frozenset(self.ended)
+        self.sort = _sorts.setdefault(sort, sort)
+        """Its axes, those that vary and those that have ended: one object for all types with these."""
+        self.leaf = False
+        for origin in since.values():
+            if origin.leaf:
+                self.leaf = True
         self.plain = plain
         """It was noted on a tensor that did not require grad."""
         self.home = home
@@ -104,10 +112,12 @@ class Type:
         """The same for a tensor of either kind."""
         if self.plain != requires_grad:
             return self
-        if self._twin is None:
-            self._twin = Type(self.since, self.ended, plain=not self.plain, home=self.home)
-            self._twin._twin = self
-        return self._twin
+        twin = self._twin
+        if twin is None:
+            twin = self._twin = Type.__new__(Type)
+            twin.since, twin.ended, twin.axes, twin.sort = self.since, self.ended, self.axes, self.sort
+            twin.leaf, twin.home, twin.plain, twin._twin = self.leaf, self.home, not self.plain, self
+        return twin
 
     def ends(self, axes: Iterable[str], origin: Origin) -> Type:
         """Made invariant along these axes."""
@@ -134,13 +144,19 @@ class Type:
         return f"Type({', '.join(sorted(self.axes)) or 'invariant'})"
 
 
+_Sort = tuple[frozenset[str], frozenset[str]]
+_sorts: dict[_Sort, _Sort] = {}
+
 INVARIANT = Type({}, plain=True, home=ANYWHERE)
 
 
 def join(types: Sequence[Type], name: str) -> Type:
     """The type of what is computed from values of these types by the operation ``name``."""
     first = types[0]
-    if len(types) == 1:
+    for each in types:
+        if each.sort is not first.sort:
+            break
+    else:
         return first
     axes = first.axes
     for each in types:
@@ -227,27 +243,34 @@ def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = 
     except RuntimeError:  # an inference tensor does not count
         pass
     base = x._base
-    if base is not None:
-        _hold(base, kind)
-        found = marked(base)
-        if found is None and id(base) not in known:
-            # What is seen of a base of others says nothing about the rest of it.
-            if not any(x is base or (isinstance(x, Tensor) and x._base is base) for x in of):
-                setattr(base, NAME, kind.seen(base.requires_grad))
-                stamp(base)
-        elif found is None or found.axes != kind.axes:
-            setattr(base, _SPLIT, True)
+    if base is not None and not (
+        getattr(base, NAME, None) is kind and (not kind.axes or getattr(base, _HELD, None) is kind)
+    ):
+        _note_base(base, kind, known, of)
     if functorch_active():
         for inner in inside(x):
             setattr(inner, NAME, kind.seen(inner.requires_grad))
             stamp(inner)
 
 
+def _note_base(base: Tensor, kind: Type, known: Container[int], of: Iterable[Any]) -> None:
+    """Note that a view of ``base`` has this type."""
+    _hold(base, kind)
+    found = marked(base)
+    if found is None and id(base) not in known:
+        # What is seen of a base of others says nothing about the rest of it.
+        if not any(x is base or (isinstance(x, Tensor) and x._base is base) for x in of):
+            setattr(base, NAME, kind.seen(base.requires_grad))
+            stamp(base)
+    elif found is None or found.axes != kind.axes:
+        setattr(base, _SPLIT, True)
+
+
 _HELD = "_meshcomm_held"
 
 
 def _hold(base: Tensor, kind: Type) -> None:
-    """Note that a view of ``base`` has this type."""
+    """Keep the widest type of a view of ``base``."""
     if kind.axes:
         before = held(base)
         if before is None or not kind.axes <= before.axes:
@@ -303,10 +326,26 @@ def write(x: Tensor, kind: Type) -> None:
             _write(other, kind)
 
 
-def is_written(x: Tensor, kind: Type) -> bool:
-    """Whether :func:`write` would find that noted already."""
-    before = getattr(storage_of(x), _WRITTEN, None)
-    return before is not None and not any_lent() and (isinstance(before, Origin) or kind.axes <= before.axes)
+def written_in(x: Tensor) -> Type | Origin | None:
+    """What was written into the storage of ``x``: values of a type, or unknown ones."""
+    found: Type | Origin | None = getattr(storage_of(x), _WRITTEN, None)
+    return found
+
+
+def says_all(x: Tensor, kind: Type, home: Home) -> bool:
+    """Whether, once all of ``x`` is of this type, what was written into its storage says no more and no less."""
+    before = written_in(x) if writes.any else None
+    if before is None:
+        return not kind.axes
+    return type(before) is Type and before.axes == kind.axes and before.home is home and not any_lent()
+
+
+def is_written(x: Tensor, kind: Type, home: Home) -> bool:
+    """Whether :func:`write` of that on a mesh would find it noted already."""
+    before = written_in(x)
+    if before is None or any_lent():
+        return False
+    return type(before) is not Type or (kind.axes <= before.axes and before.home is home)
 
 
 def _write(storage: torch.UntypedStorage, kind: Type) -> None:
@@ -338,7 +377,7 @@ def unknown_in(storage: torch.UntypedStorage, origin: Origin) -> None:
 
 def in_spite(x: Tensor) -> None:
     """The type of ``x`` that is said now holds whatever unknown was written into its storage before."""
-    written = getattr(storage_of(x), _WRITTEN, None) if writes.any else None
+    written = written_in(x) if writes.any else None
     if isinstance(written, Origin):
         setattr(x, _IN_SPITE, written)
 
@@ -352,13 +391,13 @@ def forget(x: Tensor) -> None:
 
 def also_written(x: Tensor, kind: Type, home: Home) -> Type | Origin:
     """The type of ``x``, noted as ``kind``, with what was written into its storage; or where unknown values were."""
-    written = getattr(storage_of(x), _WRITTEN, None)
+    written = written_in(x)
     if written is None or isinstance(written, Origin):
         return kind if written is None or written is getattr(x, _IN_SPITE, None) else written
     if written.home is not home:
         there = None if written.home is None else written.home.moved(written.axes, home)
         if there is None:
-            return next(iter(written.since.values()))  # type: ignore[no-any-return]
+            return next(iter(written.since.values()))
         written = written.moved(home, there.axes)
     if written.axes <= kind.axes:
         return kind
