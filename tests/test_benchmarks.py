@@ -364,6 +364,7 @@ def test_other_ops_and_dtypes(op: str, dtype: str, tmp_path: Path) -> None:
     assert [(row["redop"], row["type"], row["meshcomm"]["wrong"]) for row in rows] == [(op, dtype, 0)] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_processes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run_here(tmp_path, "processes", "--ranks", "2", "--backend", "gloo")
@@ -374,6 +375,7 @@ def test_processes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "wrong elements: 0" in out
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]

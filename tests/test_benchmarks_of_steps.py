@@ -56,6 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(210)
 def test_a_step_on_the_fake_backend(results: Any) -> None:
     found = results["fake"]
@@ -75,6 +76,7 @@ def test_a_step_on_the_fake_backend(results: Any) -> None:
     assert ours["at_rest"] < alone["at_rest"] / 4
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(210)
 def test_a_step_on_processes(results: Any) -> None:
     assert {kind: set(each) for kind, each in results["gloo"]["2"].items()} == {
@@ -106,6 +108,7 @@ def test_the_checked_step_is_the_plain_one() -> None:
         torch.testing.assert_close(other, found[0])
 
 
+@pytest.mark.thorough
 def test_the_guards_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks and one call are enough; each way that is compared is the one that it says."""
     monkeypatch.setattr(guard_costs, "RANKS", 2)

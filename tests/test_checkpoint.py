@@ -395,6 +395,7 @@ def on_processes(folder: str) -> dict[str, bool]:
     return done
 
 
+@pytest.mark.thorough
 def test_torchs_own_parallelisms_and_processes(pool4: WorkerPool, tmp_path: Path) -> None:
     reference = trained("adamw")
     save(tmp_path / "reference", *reference)
@@ -1002,6 +1003,7 @@ print("killed", killed)
 """
 
 
+@pytest.mark.thorough
 def test_killed_at_every_step_and_a_disk_that_is_full(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], capture_output=True, text=True,
                           timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip

@@ -62,6 +62,7 @@ def living_process() -> Iterator[str]:
         process.communicate()
 
 
+@pytest.mark.thorough
 def test_what_others_are_writing_stays(tmp_path: Path) -> None:
     """Swept is what is one's own, or left by the dead; of another machine's, what is old."""
     with living_process() as alive:
@@ -91,6 +92,7 @@ for step in map(int, sys.argv[2:]):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize("numbered", [True, False])
 def test_jobs_that_save_into_one_folder_lose_nothing(tmp_path: Path, numbered: bool) -> None:

@@ -65,6 +65,7 @@ def forward_and_backward(calls: list[tuple[str, Any]]) -> None:
         close(found, expected, f"{name} over {axis!r} on rank {mesh.rank}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
 def test_equals_eager(pool4: Any, op: str) -> None:
     """Along one axis, and the first along a tuple too."""
@@ -122,6 +123,7 @@ def trees() -> None:
     close(run(compiled(fn)), run(fn), f"rank {mesh.rank}")
 
 
+@pytest.mark.thorough
 def test_pytrees_and_tuples(pool4: Any) -> None:
     pool4.run(trees)
 
@@ -140,6 +142,7 @@ def rank_dependent() -> None:
     close(value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), f"rank {mesh.rank}")
 
 
+@pytest.mark.thorough
 def test_a_rank_dependent_program(pool4: Any) -> None:
     pool4.run(rank_dependent)
 
@@ -159,6 +162,7 @@ def stages() -> None:
     close(value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), f"gradient on rank {mesh.rank}")
 
 
+@pytest.mark.thorough
 def test_ranks_without_a_source(pool4: Any) -> None:
     pool4.run(stages)
 
@@ -183,6 +187,7 @@ def graphs() -> int:
     return sum("_c10d_functional" in name and "wait" not in name for name in seen)
 
 
+@pytest.mark.thorough
 def test_ranks_have_the_same_collectives_in_their_graphs(pool4: Any) -> None:
     counts = pool4.run(graphs)
     assert len(set(counts)) == 1
@@ -213,6 +218,7 @@ def transforms() -> None:
         close(compiled(fn)(given), fn(given), f"{name} on rank {mesh.rank}")
 
 
+@pytest.mark.thorough
 def test_transforms_inside_compile(pool4: Any) -> None:
     pool4.run(transforms)
 
@@ -225,6 +231,7 @@ def compiled_batches() -> None:
     close(fn(x), torch.arange(6, dtype=F64).view(3, 2) + 3, f"rank {mesh.rank}")
 
 
+@pytest.mark.thorough
 def test_nested_vmap(pool4: Any) -> None:
     pool4.run(compiled_batches)
 
@@ -275,6 +282,7 @@ def mapped(backend: str) -> None:
         close(run(compiled(within, backend)), expected, f"compiled on rank {mesh.rank}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_shard_map(pool4: Any, backend: str) -> None:
     pool4.run(mapped, backend)
@@ -296,6 +304,7 @@ def compiled_within() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_compiled_within_shard_map(pool4: Any) -> None:
     pool4.run(compiled_within)
 
@@ -325,6 +334,7 @@ def first_used_in_compile() -> None:
     close(found, torch.tensor([2.0, 2.0, 4.0, 4.0]), f"rank {mesh.rank}")
 
 
+@pytest.mark.thorough
 def test_an_axis_first_used_in_compiled_code(pool4: Any) -> None:
     pool4.run(first_used_in_compile)
 
@@ -383,5 +393,6 @@ def tied() -> None:
         assert g.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.thorough
 def test_tied(pool4: Any) -> None:
     pool4.run(tied)

@@ -29,7 +29,7 @@ from meshcomm.runtime.wrapped import bare
 F64 = torch.float64
 WIDTH, HIDDEN, BLOCKS, STEPS = 4, 8, 1, 3
 # Four ranks share this machine's cores while they compile.
-pytestmark = pytest.mark.timeout(250)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(250)]
 
 # Names of inductor's configuration, as torch.compile(options=) takes them. A cached graph shows no code.
 PLAIN: dict[str, Any] = {"fx_graph_cache": False}

@@ -173,6 +173,7 @@ def test_alone(plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     assert printed.endswith("nothing serious is wrong\n")
 
 
+@pytest.mark.thorough
 def test_alone_with_processes(plain: pytest.MonkeyPatch) -> None:
     report = doctor.alone(60.0, False, (64,))
     assert report.healthy, report.findings
@@ -241,6 +242,7 @@ def test_what_other_ranks_see() -> None:
     assert found.what.startswith("rank 2: GLOO_SOCKET_IFNAME names 'ib0'")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_under_torchrun() -> None:
     done = subprocess.run(

@@ -144,7 +144,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return found
 
 
-pytestmark = pytest.mark.timeout(210)  # of the first test, which waits for all programs
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(210)]  # of the first test, which waits for all programs
 
 
 @pytest.mark.parametrize(("name", "code"), [("without-shutdown", 0), ("with-shutdown", 0), ("after-an-exception", 1)])

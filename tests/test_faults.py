@@ -23,6 +23,8 @@ import pytest
 
 import meshcomm as mc
 
+pytestmark = pytest.mark.thorough
+
 PROGRAMS = Path(__file__).with_name("fault_programs.py")
 GLOO = {"MESHCOMM_SHARED_MEMORY": "0"}
 GUARD = {"MESHCOMM_GUARD": "1"}

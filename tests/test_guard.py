@@ -549,6 +549,7 @@ except mc.MeshError as error:
 """
 
 
+@pytest.mark.thorough
 def test_on_in_some_processes_only(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT]
     processes = [

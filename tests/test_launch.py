@@ -128,6 +128,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("how", [[], ["init"]])
 def test_a_machine_without_loopback_is_told_at_once(tmp_path: Path, how: list[str]) -> None:

@@ -236,6 +236,7 @@ def installed(variable: str, package: str) -> str:
     return str(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_torchrun(tmp_path: Path) -> None:
     launched(
@@ -245,11 +246,13 @@ def test_torchrun(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_mpich(tmp_path: Path) -> None:
     launched(tmp_path, [installed("MESHCOMM_MPICH", "mpich"), "-n", "2"], 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_mpich_behind_a_shell(tmp_path: Path) -> None:
     shell = tmp_path / "shell.sh"
@@ -257,12 +260,14 @@ def test_mpich_behind_a_shell(tmp_path: Path) -> None:
     launched(tmp_path, [installed("MESHCOMM_MPICH", "mpich"), "-n", "2", "sh", str(shell)], 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_openmpi(tmp_path: Path) -> None:
     command = [installed("MESHCOMM_OPENMPI", "openmpi"), "--oversubscribe", "-n", "2"]
     launched(tmp_path, command, 2, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_srun(tmp_path: Path) -> None:
     if not os.environ.get("SLURM_CONF") or shutil.which("srun") is None:
@@ -483,6 +488,7 @@ def test_meetings_in_one_store_do_not_mix() -> None:
         assert "world sizes differ" in outcome
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_an_attempt_that_lost_a_rank_does_not_disturb_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun starts its ranks again with the same store."""
@@ -537,6 +543,7 @@ def every_way(folder: str, port: int) -> list[tuple[str, float]]:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_every_way_to_meet_twice(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -572,6 +579,7 @@ def adopts(folder: str) -> tuple[bool, int, float]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_adoption(tmp_path: Path) -> None:
     assert run_processes(adopts, 2, (str(tmp_path),), timeout=50) == [(True, 0, 3.0), (True, 1, 3.0)]

@@ -193,6 +193,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+@pytest.mark.thorough
 @LINUX
 def test_on_one_machine_everything_listens_on_loopback(tmp_path: Path) -> None:
     """Or where the launcher has put rank 0, if it is told that all ranks are here."""
@@ -246,6 +247,7 @@ def mpiexec(variable: str) -> list[str]:
     return [str(Path(folder, "bin", "mpiexec"))]
 
 
+@pytest.mark.thorough
 @LINUX
 @pytest.mark.parametrize("launcher", ["torchrun", "mpich", "openmpi", "srun"])
 def test_ranks_of_a_launcher_listen_on_loopback(launcher: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The soak: two minutes of it, or MESHCOMM_SOAK_SECONDS; and it finds what leaks."""
+"""The soak: a minute of it, or MESHCOMM_SOAK_SECONDS; and it finds what leaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import soak
 from soak_rounds import LEAKS
 
-SECONDS = float(os.environ.get("MESHCOMM_SOAK_SECONDS", "120"))
+SECONDS = float(os.environ.get("MESHCOMM_SOAK_SECONDS", "60"))
 SCRIPT = Path(soak.__file__)
 
 
@@ -24,6 +24,7 @@ def soaked(*arguments: str, timeout: float) -> tuple[int, str]:
     return done.returncode, f"{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(SECONDS + 240)
 def test_nothing_grows_and_no_number_is_wrong() -> None:
     faulthandler.cancel_dump_traceback_later()  # pytest's own clock is shorter
@@ -33,6 +34,7 @@ def test_nothing_grows_and_no_number_is_wrong() -> None:
     assert "guarded: rss MiB" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_what_leaks_with_each_program_is_found() -> None:
     leaks = ",".join(LEAKS)
@@ -70,6 +72,7 @@ def test_what_grows_is_found(series: list[float]) -> None:
     assert found[2].startswith("plain rank 2: descriptors grew by ")
 
 
+@pytest.mark.thorough
 def test_a_round_that_fails_says_how_to_repeat_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

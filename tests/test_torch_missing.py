@@ -54,6 +54,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.thorough
 def test_with_all_names_every_program_is_right(without: dict[str, dict[str, Any]]) -> None:
     found = without[""]
     assert "import" not in found, found
@@ -62,6 +63,7 @@ def test_with_all_names_every_program_is_right(without: dict[str, dict[str, Any]
     assert {name: told for name, told in found.items() if told != "right"} == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*NAMES, "torch"])
 def test_without(without: dict[str, dict[str, Any]], name: str) -> None:
     found = dict(without[name])

@@ -168,6 +168,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_launched_it_prints_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--ranks", "2"])

@@ -66,6 +66,7 @@ def test_in_process_equals_one_rank(example: ModuleType, tmp_path: Path, capsys:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt"]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(160)
 def test_torchrun_equals_one_rank(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -73,6 +74,7 @@ def test_torchrun_equals_one_rank(tmp_path: Path) -> None:
     assert_checked(ended.returncode, ended.stdout, ended.stderr)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(160)
 @pytest.mark.parametrize("variable", ["MESHCOMM_MPICH", "MESHCOMM_OPENMPI"])
 def test_mpiexec_equals_one_rank(tmp_path: Path, variable: str) -> None:

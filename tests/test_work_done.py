@@ -403,6 +403,7 @@ for work, found in zip(works, lists):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_works_under_way_at_the_end_of_the_program(tmp_path: Path) -> None:
     """No rank aborts or hangs; a message that can no longer come is said to be missing."""

@@ -147,6 +147,7 @@ def test_results_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.current() is None  # The parent is a plain process still.
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_one_rank_and_tensors_by_value() -> None:
     (leaf,) = run_processes(gives_leaf, 1, timeout=LIMIT)
@@ -183,12 +184,14 @@ def test_a_rank_that_dies_silently(how: str, words: str) -> None:
         run_processes(dies, 2, (1, how), timeout=LIMIT)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_sys_exit_is_a_failure_too() -> None:
     with pytest.raises(CommError, match="rank 0 failed in leaves: SystemExit: 5"):
         run_processes(leaves, 2, (0,), timeout=LIMIT)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_time_out(tmp_path: Path) -> None:
     words = "(?s)hangs did not end within 4 s on rank 1; all ranks were ended.*got: done: 2 of 3 ranks.*longer timeout="
@@ -221,6 +224,7 @@ def test_wrong_arguments(ranks: int, timeout: float | None, message: str) -> Non
         run_processes(own_pid, ranks, timeout=timeout)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_a_backend_that_is_not_there_is_the_users_error() -> None:
     with pytest.raises(MeshError, match="backend 'carrier-pigeon' is not available"):
@@ -230,6 +234,7 @@ def test_a_backend_that_is_not_there_is_the_users_error() -> None:
 # ----------------------------------------------------------------------------------------------------------------- pool
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_a_pool_keeps_its_processes_and_replaces_broken_ones(tmp_path: Path) -> None:
     with WorkerPool(2, timeout=20) as pool:
@@ -257,6 +262,7 @@ def test_a_pool_keeps_its_processes_and_replaces_broken_ones(tmp_path: Path) -> 
     assert gone(second + third)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_a_pool_that_is_dropped_ends_its_workers() -> None:
     pool = WorkerPool(2, timeout=LIMIT)
@@ -309,6 +315,7 @@ def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
     raise AssertionError(f"the workers did not start: {process.communicate(timeout=5)}")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_a_script(tmp_path: Path) -> None:
     """Runs some processes, then others in a pool that it leaves open."""
@@ -320,6 +327,7 @@ def test_a_script(tmp_path: Path) -> None:
     assert gone(noted_pids(tmp_path) + noted_pids(tmp_path / "pool"))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
     process = start(tmp_path, UNGUARDED)
@@ -329,6 +337,7 @@ def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
     assert "if __name__ == '__main__':" in err
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_a_function_of_an_interactive_session_is_told(tmp_path: Path) -> None:
     program = SCRIPT + "\nrun_processes(main, 2, ('',))"
@@ -339,6 +348,7 @@ def test_a_function_of_an_interactive_session_is_told(tmp_path: Path) -> None:
     assert "MeshError: meshcomm.launch: main lives in an interactive session" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_no_orphans_when_the_parent_is_ended(tmp_path: Path) -> None:
     """By each of three signals: three scripts that start side by side."""
@@ -360,6 +370,7 @@ def test_no_orphans_when_the_parent_is_ended(tmp_path: Path) -> None:
         assert err.count("Traceback") == (1 if number == signal.SIGINT else 0), err
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_who_was_started_to_ignore_interrupts_does(tmp_path: Path) -> None:
     """A job in the background: the terminal's Ctrl-C, which goes to all, is not meant for it, nor for its workers."""
