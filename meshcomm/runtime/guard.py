@@ -45,9 +45,11 @@ class Wait:
     place: str
     keys: dict[int, str] = field(default_factory=dict)
     """For messages: rank of the world to the key at the store that it will write."""
+    unless: tuple[str, ...] = ()
+    """For messages: where there is one of these keys, it waits no more."""
     since: float = field(default_factory=time.time)
-    told: tuple[tuple[int, ...], ...] = ()
-    """For whose keys this process has told that it waits; nothing if it has not."""
+    told: tuple[tuple[Any, ...], ...] = ()
+    """For which keys this process has told that it waits; nothing if it has not."""
     id: int = field(default_factory=lambda: next(_ids))
     """Negative where it outlasts a deadlock, for the others may come when they have been told."""
 
@@ -56,7 +58,7 @@ class Wait:
         return {
             "id": self.id, "key": self.group.key, "ranks": self.group.ranks, "name": self.group.name,
             "number": self.number, "words": self.words, "place": self.place,
-            "keys": {str(rank): key for rank, key in self.keys.items()}, "since": self.since,
+            "keys": {str(rank): key for rank, key in self.keys.items()}, "unless": self.unless, "since": self.since,
         }  # fmt: skip
 
     @staticmethod
@@ -64,7 +66,8 @@ class Wait:
         """The inverse of ``write``."""
         group = Group(found["key"], tuple(found["ranks"]), found["name"])
         keys = {int(rank): key for rank, key in found["keys"].items()}
-        return Wait(group, found["number"], found["words"], found["place"], keys, found["since"], ((),), found["id"])
+        said = found["number"], found["words"], found["place"], keys, tuple(found["unless"]), found["since"]
+        return Wait(group, *said, ((),), found["id"])
 
 
 @dataclass
@@ -183,7 +186,7 @@ class Guard:
         """Around a wait; what it gives is to be called when the wait has become long."""
 
         def long() -> None:
-            keys = tuple(wait.keys)
+            keys = (*wait.keys.items(), *wait.unless)
             if wait.told == (keys,):
                 return
             with self._lock:
@@ -208,10 +211,10 @@ class Guard:
             self._tell()
 
     @contextmanager
-    def program_waits(self, group: Group, number: int) -> Iterator[None]:
-        """Around a long wait of the program for what a thread of the guard waits in."""
+    def program_waits(self, what: tuple[int, int, int]) -> Iterator[None]:
+        """Around a long wait of the program for what a thread of the guard waits in: as in a status."""
         with self._lock:
-            self._status.main = (group.key, number, 0) if self.is_alone() else None
+            self._status.main = what if self.is_alone() else None
             self._tell()
         try:
             yield
@@ -335,7 +338,8 @@ class Guard:
 
     def _missing(self, rank: int, wait: Wait) -> list[int]:
         if wait.keys:
-            return [other for other, key in wait.keys.items() if not self._is_there(key)]
+            missing = [other for other, key in wait.keys.items() if not self._is_there(key)]
+            return [] if any(map(self._is_there, wait.unless)) else missing
         group = wait.group
         return [
             other for other in group.ranks if other != rank and not self.shelf.has_posted(other, group, wait.number)

@@ -21,6 +21,10 @@ _AGAIN = 1.0
 """Seconds for a store that has not answered the last question: who ends because of that does not wait as long again."""
 
 
+_NOTHING = "-"
+"""What nobody writes: asked to put it in the place of itself, a store gives it back where there is nothing."""
+
+
 class _Question:
     __slots__ = ("answer", "args", "error", "fn", "over")
 
@@ -65,6 +69,11 @@ class PatientStore:
     def get(self, key: str) -> bytes:
         """What was written; waits for it."""
         return bytes(self._ask(self._inner.get, key))
+
+    def peek(self, key: str) -> bytes:
+        """What was written, or nothing: it does not wait, even for what another one takes away meanwhile."""
+        found = bytes(self._ask(self._inner.compare_set, key, _NOTHING, _NOTHING))
+        return b"" if found == _NOTHING.encode() else found
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of them are there."""

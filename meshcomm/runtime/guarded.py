@@ -192,6 +192,7 @@ class Room:
             self._queue.drain(_DRAIN)  # all are here: what has not begun by then has no other side
             self.void = self._number
             self._queue.drain(self.timeout)
+        self.letters.end_what_was_begun()
         self.board.say_count(turn, self._number)
 
     def align(self, turn: int) -> None:
@@ -488,7 +489,7 @@ class _Deferred(Begun):
 
     def waiting(self) -> AbstractContextManager[None]:
         """The others may want to know."""
-        return self._room.guard.program_waits(self._room.group, self._number)
+        return self._room.guard.program_waits((self._room.group.key, self._number, 0))
 
     def withdraw(self, seconds: float) -> bool:
         """Give up, unless all have come."""
