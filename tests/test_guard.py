@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from test_random_programs import one_program, one_tangent
 from torch import Tensor
 
 import meshcomm as mc
+from meshcomm._torch import default_store
 from meshcomm.runtime import guard as guards
 from meshcomm.runtime.guarded import GuardedLink
 from meshcomm.runtime.wrapped import bare
@@ -503,14 +507,72 @@ def keys_left() -> tuple[int, int]:
 
 
 def guard_keys() -> list[str]:
-    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415
-
-    return [key for key in _get_default_store().list_keys() if "guard" in key]
+    return [key for key in default_store().list_keys() if "guard" in key]
 
 
 def test_nothing_is_left_at_the_store(guarded: Any) -> None:
     for before, after in guarded.run(keys_left):
         assert after <= before + 8
+
+
+def rounds_that_let_go(rounds: int) -> list[int]:
+    """How many keys there are at the store while meshes are made, used, met over and dropped."""
+    found = []
+    for _ in range(rounds):
+        with square() as mesh:
+            for axis in ("dp", "tp", BOTH):
+                mc.all_reduce(x(), axis)
+                mc.shift(x(), axis)
+                mc.barrier(axis, timeout=60)
+        del mesh
+        gc.collect()
+        found.append(default_store().num_keys())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pool4", "gloo4", "guarded4"])
+def test_a_mesh_that_is_dropped_leaves_nothing_at_the_store(request: pytest.FixtureRequest, kind: str) -> None:
+    counts = request.getfixturevalue(kind).run(rounds_that_let_go, 12)[0]
+    assert max(counts[8:]) <= max(counts[:4]) + 8, counts  # each of 36 axes has left ten keys or more
+
+
+def drops_what_it_waited_for() -> list[bool]:
+    """Whether meshes are gone whose last call was waited for later, with a graph."""
+    gone = []
+    for _ in range(3):
+        with square() as mesh:
+            y = mc.all_reduce(x().requires_grad_(), "dp", async_op=True).wait()
+            y.sum().backward()
+            z = mc.shift(x().requires_grad_(), "tp", async_op=True).wait()
+        there = weakref.ref(mesh)
+        del mesh, y, z
+        with square():
+            mc.all_reduce(x(), BOTH)  # this thread's last call
+        gc.collect()
+        gone.append(there() is None)
+    return gone
+
+
+def test_a_mesh_goes_although_its_last_calls_had_a_graph(guarded: Any) -> None:
+    for gone in guarded.run(drops_what_it_waited_for):
+        assert all(gone[:2]), gone
+
+
+def test_who_begins_later_is_not_taken_for_one_that_has_ended(guarded4: Any) -> None:
+    """A rank that has not been given this function yet has returned from the one before."""
+    pids = guarded4.run(os.getpid)
+    os.kill(pids[2], signal.SIGSTOP)
+    late = threading.Timer(1.0, os.kill, (pids[2], signal.SIGCONT))
+    late.start()
+    try:
+        assert guarded4.run(sums_over_all) == [4.0] * 4
+    finally:
+        late.join()
+
+
+def sums_over_all() -> float:
+    with square():
+        return mc.all_reduce(torch.ones(()), BOTH).item()
 
 
 def without() -> None:

@@ -14,9 +14,11 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import world
 
-__all__ = ["Hope", "absent_text", "all_here"]
+__all__ = ["Hope", "absent_text", "all_here", "forget"]
 
 _LONGEST_PAUSE = 0.02
+_met: dict[str, str] = {}
+"""Where at the store the axes of these names have met."""
 
 
 def absent_text(absent: Sequence[str], seconds: float) -> str:
@@ -42,13 +44,30 @@ def all_here(name: str, ranks: tuple[int, ...], index: int, seconds: float, hope
     here = world.current()
     if here is None or here.backend == "fake":
         return
-    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    if name not in _met:
+        _met[name] = f"meshcomm/barrier/{world.meeting_number(here)}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     try:
-        verdict = _meet(f"meshcomm/barrier/{world.meeting_number(here)}/{digest}", ranks, index, seconds, hope)
+        verdict = _meet(_met[name], ranks, index, seconds, hope)
     except RuntimeError as error:
         _lost(error)
     if verdict:
         raise CommError(verdict)
+
+
+def forget(name: str, size: int) -> None:
+    """This rank has let go of the axis of this name: the last one that does takes away what is at the store."""
+    prefix = _met.pop(name, "")
+    if not prefix:
+        return
+    store = _torch.default_store()
+    if store.add(f"{prefix}/gone", 1) < size:
+        return
+    calls = {store.add(f"{prefix}/calls/{i}", 0) for i in range(size)}
+    for call in range(max(1, min(calls) - 1), max(calls) + 1):
+        for name in (*map(str, range(size)), "came", "verdict"):
+            store.delete_key(f"{prefix}/{call}/{name}")
+    for name in (*(f"calls/{i}" for i in range(size)), "gone"):
+        store.delete_key(f"{prefix}/{name}")
 
 
 def _lost(error: RuntimeError) -> NoReturn:

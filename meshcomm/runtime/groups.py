@@ -7,11 +7,12 @@ not: each one says whose it is.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
-from meshcomm.runtime import exits, forks, recorder, shared_memory, world
+from meshcomm.runtime import attendance, exits, forks, recorder, shared_memory, world
 from meshcomm.runtime.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
 from meshcomm.runtime.one_host import Mail, OneHostLink, retire, take_leave
 from meshcomm.runtime.processes import FEW, ProcessLink
@@ -36,6 +37,8 @@ _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
 _links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
 _wrapped: weakref.WeakSet[WrappedLink] = weakref.WeakSet()
 _mails: dict[int, Mail] = {}
+_let_go: deque[tuple[Family, str, str, bool]] = deque()
+"""Sequences that this rank needs no more, of which there may be something at the store."""
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[Any]] = weakref.WeakKeyDictionary()
 """How many of each kind have been made, while the ranks are together."""
 
@@ -69,11 +72,25 @@ def link_of(
     made = _made(here, family, name)
     _links.add(made)
     if guard is None:
+        _keep(here, made, family, name, name)
         return made
     wrapped: ProcessLink | WrappedLink = guard.under_guard(made, name, limit.total_seconds())
     if isinstance(wrapped, WrappedLink):
         _wrapped.add(wrapped)
+    _keep(here, made, family, name, guard.place_of(here, name))
     return wrapped
+
+
+def _keep(here: world.ProcessWorld, link: ProcessLink, family: Family, name: str, barrier: str) -> None:
+    """Until the link goes; those that have gone are seen to when another one is made: here nobody waits for a store."""
+    while _let_go:
+        gone, channel, met, alone = _let_go.popleft()
+        with contextlib.suppress(RuntimeError):  # a store that is lost is told of by the next call
+            gone.forget(channel, alone)
+            attendance.forget(met, len(gone.ranks))
+    if not here.adopted and here.backend != "fake":
+        apart = not isinstance(link, OneHostLink)
+        weakref.finalize(link.hold, _let_go.append, (family, name, barrier, apart)).atexit = False
 
 
 def _family_of(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
@@ -193,6 +210,7 @@ def _forget() -> None:
     _wrapped.clear()
     _meshes.clear()
     _families.clear()
+    _let_go.clear()
     for key in [key for key, mail in _mails.items() if not mail.adopted]:
         del _mails[key]
 

@@ -77,6 +77,8 @@ class Status:
     version: int = 0
     home: str = ""
     """How its function has ended."""
+    functions: int = 0
+    """How many it was given to run so far."""
     left: bool = False
     """Whether it has left the group for good."""
     failures: int = 0
@@ -245,6 +247,7 @@ class Guard:
         """How this rank's function has ended: it makes no more calls until it is given another one."""
         with self._lock:
             self._status.home = how
+            self._status.functions += not how
             self._tell()
 
     # --------------------------------------------------------------------------------------------- looking
@@ -315,9 +318,14 @@ class Guard:
         reason = self.gone(rank, status)
         if reason:
             return f"{self.name(rank)} {reason}"
-        if status.home and status.issued.get(key, 0) < number:
-            return f"{self.name(rank)} has {status.home}"
+        home = self._home(status)
+        if home and status.issued.get(key, 0) < number:
+            return f"{self.name(rank)} has {home}"
         return ""
+
+    def _home(self, status: Status) -> str:
+        """How another rank's function has ended, if that was not one before this rank's: it may be given this one yet."""
+        return status.home if status.functions >= self._status.functions else ""
 
     def _circle(
         self, rank: int, wait: Wait, path: list[tuple[int, int]], been: set[tuple[int, int]], seen: Seen
@@ -372,7 +380,7 @@ class Guard:
             if wait is not None and not reason:
                 groups.setdefault(f"called {wait.words}", []).append(wait.place)
             else:
-                elsewhere = reason or status.home or "computing, or waiting for something else"
+                elsewhere = reason or self._home(status) or "computing, or waiting for something else"
                 groups.setdefault(elsewhere, []).append(self.name(rank))
         return told([(places, did) for did, places in groups.items()])
 

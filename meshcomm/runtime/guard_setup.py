@@ -88,14 +88,18 @@ def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | P
     if guard is None or here is None:
         return link
     shared = isinstance(link, OneHostLink) and isinstance(guard.shelf, SharedShelf)
-    digest = hashlib.sha256(name.encode()).digest()
-    at = f"meshcomm/guard/{world.meeting_number(here)}/{digest.hex()[:16]}"
+    digest, at = hashlib.sha256(name.encode()).digest(), place_of(here, name)
     log, inner = link.log, Log(link.ranks, link.index)
     inner.title, inner.axes = log.title, log.axes
     link.note_in(inner)
     group = Group(link.mail.key if shared else int.from_bytes(digest[:7], "little"), link.ranks, at)
     board = SharedBoard(link.mail, link.index) if shared else StoreBoard(group, link.index)
     return GuardedLink(link, Room(link.index, guard, group, board, timeout), log)
+
+
+def place_of(here: world.ProcessWorld, name: str) -> str:
+    """Of the sequence of this name, at the store."""
+    return f"meshcomm/guard/{world.meeting_number(here)}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def end() -> None:

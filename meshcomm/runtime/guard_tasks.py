@@ -70,13 +70,13 @@ class Queue:
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._left: list[Task] = []
+        self._left: list[threading.Event] = []  # no tasks: their results lead back here by way of autograd's nodes
         threading.Thread(target=_live, args=(self._tasks,), name="meshcomm guard", daemon=True).start()
 
     @property
     def idle(self) -> bool:
         """Whether all have begun."""
-        while self._left and self._left[0].over.is_set():
+        while self._left and self._left[0].is_set():
             self._left.pop(0)
         return not self._left
 
@@ -84,15 +84,15 @@ class Queue:
         """Call it after those before."""
         task = Task(fn, limit)
         _ = self.idle
-        self._left.append(task)
+        self._left.append(task.over)
         self._tasks.put(task)
         return task
 
     def drain(self, seconds: float) -> None:
         """Wait for all of them, so long at most."""
         end = time.monotonic() + seconds
-        for task in list(self._left):
-            task.over.wait(max(0.0, end - time.monotonic()))
+        for over in list(self._left):
+            over.wait(max(0.0, end - time.monotonic()))
 
     def end(self) -> None:
         """After what is in the queue."""

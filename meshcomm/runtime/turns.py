@@ -69,6 +69,7 @@ class Family:
         self._left: list[_Place] = []  # that this rank has not told of yet
         self._uses: dict[int, int] = {0: 0}  # of the first rank: how often each has been given away
         self._lock = threading.Lock()
+        self._named: set[str] = set()
         self.numbers = itertools.count()
         """Of what this process sends within the group."""
 
@@ -76,6 +77,7 @@ class Family:
         """For the axis of this name, the same on all of its ranks: nobody waits for anybody."""
         if not self._at:
             return Channel(0, True)
+        self._named.add(name)
         try:
             store = _torch.default_store()
             first = store.compare_set(f"{self._at}/first", "", name).decode() == name
@@ -89,6 +91,7 @@ class Family:
         """For the axis of this name, on all of its ranks."""
         if not self._at:
             return Turn(self.base, [])
+        self._named.add(name)
         try:
             store = _torch.default_store()
             first = store.compare_set(f"{self._at}/first", "", name).decode() == name
@@ -104,6 +107,18 @@ class Family:
         turn = Turn(group, errors)
         weakref.finalize(turn, self._ended, place, errors).atexit = False
         return turn
+
+    def forget(self, name: str, alone: bool) -> None:
+        """This rank has let go of the axis of this name: the last one that does takes away what is at the store.
+        ``alone``: others may have asked for it although this rank has not.
+        """
+        if not self._at or not (alone or name in self._named):
+            return
+        self._named.discard(name)
+        store, short = _torch.default_store(), _short(name)
+        if store.add(f"{self._at}/gone/{short}", 1) == len(self.ranks):
+            for kind in ("channel", "of", "gone"):
+                store.delete_key(f"{self._at}/{kind}/{short}")
 
     def _ended(self, place: _Place, errors: list[None]) -> None:
         if not errors:
