@@ -324,7 +324,7 @@ class Guard:
         return ""
 
     def _home(self, status: Status) -> str:
-        """How another rank's function has ended, if that was not one before this rank's: it may be given this one yet."""
+        """How another rank's function has ended; not of one before this rank's, for it may be given this one yet."""
         return status.home if status.functions >= self._status.functions else ""
 
     def _circle(
