@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import meshcomm as mc
+from meshcomm.runtime.protocol import REDUCE_OPS
 
 MOVED = (
     torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float16,
@@ -65,6 +66,21 @@ def check_dtypes(shape: tuple[int, ...], axes: list[Any], names: list[str], dtyp
                 xs, ys = worked(name, shape, axis, dtype)
                 what = f"{name} over {axis!r} of {dtype} on rank {rank}"
                 check_one(BY_NAME[name], axis, mesh, xs[rank], ys[rank], what)
+
+
+NOT_IN_CASES = {
+    "axis_index", "axis_size", "barrier", "exchange", "fork_rng", "gather", "recv", "reduce", "scatter", "send", "sync_seed", "tie",
+}  # fmt: skip
+"""What talks with one rank, gives no tensor, or is differentiable only as a part of something else: with tests of their own."""
+
+
+def test_every_collective_and_reduction_has_a_case() -> None:
+    """From cases.py follow the tests of values, gradients, transforms, works and compiled code."""
+    ours = {name for name in mc.__all__ if getattr(mc, name).__module__.startswith("meshcomm.collectives.")}
+    assert {case.op for case in CASES} == ours - NOT_IN_CASES
+    assert ours >= NOT_IN_CASES
+    reduced = {case.kwargs(2).get("op") for case in CASES if case.op == "all_reduce"}
+    assert reduced == set(REDUCE_OPS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

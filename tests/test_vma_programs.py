@@ -7,10 +7,11 @@ same functions of whole tensors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,6 +47,10 @@ VERSIONS: dict[str, tuple[Vary, Any]] = {
     "expert, inserting": (mc.pvary, True),
     "expert, refusing": (mc.pvary, "error"),
 }
+OTHERS: dict[str, tuple[Vary, Any]] = {
+    "expert, one by one": (one_by_one, False),
+    "left out, unchecked": (left_out, False),
+}
 TWICE = ("expert", "left out")
 """Whose second derivatives are compared, too."""
 
@@ -67,26 +72,41 @@ def mixed(outputs: list[Tensor]) -> Tensor:
     return torch.stack([(y * draw(*y.shape, seed=70 + i, grad=False)).sum() for i, y in enumerate(live)]).sum()
 
 
-def outcome(fn: Callable[..., Any], args: tuple[Any, ...], by_backward: bool, twice: bool) -> list[list[Tensor]]:
-    """Values, gradients with respect to all inputs, and ``twice``: the gradients of a function of these."""
+Heard = Counter[tuple[str, str]]
+"""How often each collective was called, by name and axes."""
+
+
+def outcome(
+    fn: Callable[..., Any], args: tuple[Any, ...], by_backward: bool, twice: bool, calls: Heard | None = None
+) -> tuple[list[list[Tensor]], Heard, Heard]:
+    """Values, gradients with respect to all inputs, and ``twice``: the gradients of a function of these. With them the
+    ``calls`` that there were after the values and after the gradients.
+    """
     given, outputs = given_of(args), tensors(fn(*args))
+    forward = Counter(calls or {})
     if by_backward:
         mixed(outputs).backward()
-        return [outputs, [torch.zeros_like(x) if x.grad is None else x.grad for x in given]]
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+        return [[y.detach() for y in outputs], gradients], forward, Counter(calls or {})
     first = torch.autograd.grad(mixed(outputs), given, create_graph=twice)
+    both = Counter(calls or {})
     live = [g for g in first if g.requires_grad]
     second: list[Tensor] = []
     if live:
         curves = torch.autograd.grad(torch.stack([g.square().sum() for g in live]).sum(), given, allow_unused=True)
         second = [torch.zeros_like(x) if c is None else c for x, c in zip(given, curves, strict=True)]
-    return [outputs, list(first), second]
+    return [[x.detach() for x in each] for each in (outputs, first, second)], forward, both
 
 
-def check(name: str, pv: Vary, check_vma: Any, twice: bool = False) -> None:
-    """The program gives what the function of whole tensors gives."""
+@functools.cache
+def whole(name: str, twice: bool) -> list[list[Tensor]]:
+    """What the function of whole tensors gives."""
     program = BY_NAME[name]
-    mine = outcome(program.make(pv, check_vma), program.inputs(), program.on_ranks, twice)
-    right = outcome(program.whole, program.inputs(), program.on_ranks, twice)
+    return outcome(program.whole, program.inputs(), program.on_ranks, twice)[0]
+
+
+def compare(name: str, mine: list[list[Tensor]], twice: bool) -> None:
+    right = whole(name, twice)
     for what, found, expected in zip(
         ("value", "gradient", "second derivative")[: len(right)], mine, right, strict=True
     ):
@@ -95,12 +115,67 @@ def check(name: str, pv: Vary, check_vma: Any, twice: bool = False) -> None:
             assert_close(a, b, rtol=1e-9, atol=1e-9, msg=where.__add__)
 
 
-def everywhere(program: Program, fn: Callable[..., Any], *args: Any) -> None:
+def check(name: str, pv: Vary, check_vma: Any) -> None:
+    """On ranks, the program gives what the function of whole tensors gives."""
+    program = BY_NAME[name]
+    compare(name, outcome(program.make(pv, check_vma), program.inputs(), program.on_ranks, False)[0], False)
+
+
+def everywhere(program: Program, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Where the program can run: outside of ranks if it can."""
+    return mc.launch(fn, ranks=RANKS[program.name], args=args) if program.on_ranks else [fn(*args)]
+
+
+FREE = ("pvary", "shard")
+"""Nothing is sent for them."""
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[Heard]:
+    """The collectives that rank 0 of the mesh calls; not what sends nothing."""
+    calls: Heard = Counter()
+    announce = InProcessLink.announce
+
+    def listen(self: InProcessLink, note: Note) -> None:
+        axis: Any = note.axis
+        if note.what not in FREE and axis.mesh.rank == 0:
+            names = axis.name if isinstance(axis.name, tuple) else (axis.name,)
+            calls[note.what, " ".join(sorted(names))] += 1
+        announce(self, note)
+
+    InProcessLink.announce = listen  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        InProcessLink.announce = announce  # type: ignore[method-assign]
+
+
+class Ran(NamedTuple):
+    """A program and what came of it."""
+
+    on_ranks: list[list[list[Tensor]]]
+    """Values and gradients; outside of ranks of one."""
+    forward: Heard
+    backward: Heard
+    """The collectives of either. Outside of ranks the forward runs once more in the backward, which does not count;
+    recomputation by checkpoint does. On ranks both are counted as the backward, with what shard_map sends for its outputs.
+    """
+
+
+@functools.cache
+def ran(name: str, version: str) -> Ran:
+    """One run for all that is to be known of it."""
+    program, (pv, check_vma) = BY_NAME[name], (VERSIONS | OTHERS)[version]
+    twice = version in TWICE and not program.once
+    with heard() as calls:
+        found = everywhere(
+            program, lambda: outcome(program.make(pv, check_vma), program.inputs(), program.on_ranks, twice, calls)
+        )
     if program.on_ranks:
-        mc.launch(fn, ranks=RANKS[program.name], args=args)
-    else:
-        fn(*args)
+        return Ran([each for each, _, _ in found], Counter(), calls)
+    ((result, forward, both),) = found
+    assert forward + forward <= both
+    return Ran([result], forward, both - forward - forward)
 
 
 def test_there_are_enough_of_them() -> None:
@@ -109,18 +184,22 @@ def test_there_are_enough_of_them() -> None:
     assert {tuple(each.axes.values()) for each in PROGRAMS} == {(4,), (2, 2), (2, 2, 2)}
 
 
+def all_right(name: str, version: str) -> None:
+    for mine in ran(name, version).on_ranks:
+        compare(name, mine, version in TWICE and not BY_NAME[name].once)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_are_those_of_the_whole(name: str, version: str) -> None:
-    program = BY_NAME[name]
-    everywhere(program, check, name, *VERSIONS[version], version in TWICE and not program.once)
+    all_right(name, version)
 
 
 @pytest.mark.parametrize("name", IN_NEED)
 def test_unchecked_they_are_wrong_without_pvary(name: str) -> None:
     """Or else the programs would prove nothing."""
     with pytest.raises((AssertionError, mc.VaryingError), match="not close|differs along"):
-        everywhere(BY_NAME[name], check, name, left_out, False)
+        all_right(name, "left out, unchecked")
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
@@ -151,52 +230,6 @@ def test_refused_by_the_name_of_the_axis(name: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- counts
 
-FREE = ("pvary", "shard")
-"""Nothing is sent for them."""
-
-
-@contextlib.contextmanager
-def heard() -> Iterator[Counter[tuple[str, str]]]:
-    """The collectives that rank 0 of the mesh calls, by name and axes; not what sends nothing."""
-    calls: Counter[tuple[str, str]] = Counter()
-    announce = InProcessLink.announce
-
-    def listen(self: InProcessLink, note: Note) -> None:
-        axis: Any = note.axis
-        if note.what not in FREE and axis.mesh.rank == 0:
-            names = axis.name if isinstance(axis.name, tuple) else (axis.name,)
-            calls[note.what, " ".join(sorted(names))] += 1
-        announce(self, note)
-
-    InProcessLink.announce = listen  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        InProcessLink.announce = announce  # type: ignore[method-assign]
-
-
-Counts = tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]
-
-
-def count(program: Program, pv: Vary, check_vma: Any) -> Counts:
-    """The collectives of the forward and of the backward.
-
-    Outside of ranks the forward runs once more in the backward, which does not count; recomputation by checkpoint does.
-    On ranks both are counted together, with what shard_map sends for its outputs.
-    """
-    if program.on_ranks:
-        with heard() as calls:
-            mc.launch(run, ranks=RANKS[program.name], args=(program, pv, check_vma))
-        return Counter(), calls
-    fn, args = program.make(pv, check_vma), program.inputs()
-    with heard() as forward:
-        total = mixed(tensors(fn(*args)))
-    with heard() as both:
-        torch.autograd.grad(total, given_of(args))
-    assert forward <= both
-    return forward, both - forward
-
-
 ONE_WEIGHT_IN_PARTS = {"multi_query_attention"}
 """Programs whose expert makes a pvary of each part of a weight."""
 
@@ -206,21 +239,21 @@ def test_inserted_are_as_many_as_an_expert_writes(name: str) -> None:
     """As the expert's with a pvary per tensor. A pvary of a tree puts tensors into buckets, which the checker does not:
     fewer all_reduces, and a broadcast in the first backward that fixes the order of buckets.
     """
-    program = BY_NAME[name]
-    expert, inserted = count(program, one_by_one, False), count(program, left_out, True)
-    assert inserted[0] == expert[0]
-    assert inserted[1].keys() == expert[1].keys()
-    assert inserted[1] <= expert[1]  # fewer where the parts of one weight go through one pvary
+    expert, inserted, in_buckets = ran(name, "expert, one by one"), ran(name, "left out"), ran(name, "expert")
+    assert inserted.forward == expert.forward
+    assert inserted.backward.keys() == expert.backward.keys()
+    assert inserted.backward <= expert.backward  # fewer where the parts of one weight go through one pvary
     if name not in ONE_WEIGHT_IN_PARTS:
-        assert inserted == expert
-    in_buckets = sum(count(program, mc.pvary, False), Counter())
-    kept = {call: number for call, number in in_buckets.items() if call[0] != "broadcast"}
-    assert Counter(kept) <= sum(expert, Counter())
+        assert inserted.backward == expert.backward
+    kept = {
+        call: number for call, number in (in_buckets.forward + in_buckets.backward).items() if call[0] != "broadcast"
+    }
+    assert Counter(kept) <= expert.forward + expert.backward
 
 
-def calls_of(text: str) -> Counter[tuple[str, str]]:
+def calls_of(text: str) -> Heard:
     """``"all_reduce tp, 4 all_reduce dp"``"""
-    found: Counter[tuple[str, str]] = Counter()
+    found: Heard = Counter()
     for part in filter(None, text.split(", ")):
         words = part.split(" ")
         number = int(words.pop(0)) if words[0].isdigit() else 1
@@ -243,8 +276,8 @@ EXPERT: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", EXPERT)
 def test_the_expert_is_one(name: str) -> None:
     """What the numbers above are compared with."""
-    forward, backward = (calls_of(text) for text in EXPERT[name])
-    assert count(BY_NAME[name], one_by_one, False) == (forward, backward)
+    expert = ran(name, "expert, one by one")
+    assert [expert.forward, expert.backward] == [calls_of(text) for text in EXPERT[name]]
 
 
 # ------------------------------------------------------------------------------------------------------------ on ranks
