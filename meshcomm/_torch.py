@@ -9,6 +9,7 @@ those of autograd in :mod:`meshcomm._torch_autograd`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from meshcomm import _trees
 from meshcomm._torch_autograd import (
@@ -92,7 +94,9 @@ __all__ = [
     "watch_backward",
     "watch_capsules",
     "watch_functions",
+    "watch_parameters",
     "watch_storages",
+    "watch_swaps",
     "watch_total_norms",
     "without_modes",
 ]
@@ -336,6 +340,32 @@ def watch_capsules(watch: Callable[[Tensor], object]) -> None:
     for place in (torch.utils.dlpack, torch):
         if own is not None and getattr(place, "to_dlpack", None) is own:
             setattr(place, "to_dlpack", to_dlpack)  # noqa: B010 -- neither says that it has the name
+
+
+def watch_parameters(watch: Callable[[Parameter, Any], object]) -> None:
+    """From now on ``watch(parameter, data)`` is called for each ``Parameter(data)``: modes do not see that."""
+    own: Any = Parameter.__new__
+
+    @functools.wraps(own)
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        made = own(cls, data, requires_grad)
+        watch(made, data)
+        return made
+
+    Parameter.__new__ = new  # type: ignore[method-assign]
+
+
+def watch_swaps(watch: Callable[..., None]) -> None:
+    """From now on ``torch.utils.swap_tensors(x, y)`` is ``watch(torch's own, x, y)``: modes do not see that, and torch
+    refuses tensors that somebody refers to weakly.
+    """
+    own: Any = torch.utils.swap_tensors
+
+    @functools.wraps(own)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        watch(own, t1, t2)
+
+    torch.utils.swap_tensors = swap_tensors
 
 
 _count_of: Any = find(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -716,6 +717,34 @@ def test_name_watch_capsules(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2)
     assert torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x)).tolist() == [1, 1]
     assert [each is x for each in seen] == [True]
+
+
+def test_name_watch_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of lazy modules are made in another way, and are not seen before they have a shape."""
+    monkeypatch.setattr(torch.nn.Parameter, "__new__", torch.nn.Parameter.__new__)  # put back at the end
+    seen: list[Any] = []
+    _torch.watch_parameters(lambda made, data: seen.append((made, data)))
+    x = torch.ones(2)
+    made = torch.nn.Parameter(x, requires_grad=False)
+    assert (type(made), made.requires_grad, made.data_ptr() == x.data_ptr()) == (torch.nn.Parameter, False, True)
+    assert [(y is made, data is x) for y, data in seen] == [(True, True)]
+    assert torch.nn.LazyLinear(2).weight is not None
+    assert copy.deepcopy(made).tolist() == torch.nn.Parameter(data=x).tolist() == [1, 1]
+    assert len(seen) == 4  # a lazy module begins as one of size 0
+
+
+def test_name_watch_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils, "swap_tensors", torch.utils.swap_tensors)
+    seen: list[Any] = []
+
+    def watch(own: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        own(x, y)
+        seen.append((x, y))
+
+    _torch.watch_swaps(watch)
+    x, y = torch.zeros(2), torch.ones(3)
+    torch.utils.swap_tensors(x, y)
+    assert (x.tolist(), y.tolist(), len(seen)) == ([1, 1, 1], [0, 0], 1)
 
 
 def test_name_watch_functions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,7 @@ def test_of_an_alias(alias: str, into: str) -> None:
         INTO[into](ALIASES[alias](z), x)
         return (s * z).sum() + (s[1:] * v).sum() + x.sum()
 
-    if into in ("copy_", "out"):  # all that was there is gone
+    if into in ("copy_", "out") or alias == "parameter":  # all that was there is gone, or was seen to be there
         check(program)
     else:
         refused(program, "made out of sight|changed out of sight")

@@ -114,11 +114,13 @@ def inside(x: Tensor) -> Iterator[Tensor]:
 
 
 def storage_of(x: Tensor) -> torch.UntypedStorage | None:
-    """None for tensors, such as sparse ones, that have none to share."""
+    """None for tensors that have none to share, such as sparse ones and parameters of lazy modules before their first
+    call.
+    """
     if functorch_active():
         for inner in inside(x):
             x = inner
     try:
         return x.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return None

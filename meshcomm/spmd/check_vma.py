@@ -51,9 +51,9 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
     tables say; sizes that depend on data, which are ``torch.SymInt``, as these data; ``zeros_like`` and the like are
     invariant, unless they are leaves that require grad, which vary as what they are like. A gradient has the type of
     its value: that of what is invariant is the sum over the ranks, wherever
-    it is asked for. Anything else is unknown, such as what is made of an array, by an ``nn.Parameter(...)`` inside, by
-    another thread or by compiled code, or was changed in place out of sight (``set_``, ``z.real = x``, TorchScript),
-    and is refused where it requires grad or meets what does.
+    it is asked for; an ``nn.Parameter(x)`` has the type of x. Anything else is unknown, such as what is made of an
+    array, by another thread or by compiled code, or was changed in place out of sight (``set_``, ``z.real = x``,
+    TorchScript), and is refused where it requires grad or meets what does.
 
     Args:
         mode: True, "error", or False: what runs inside is not looked at, and what it makes is unknown.

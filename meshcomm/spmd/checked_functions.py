@@ -16,14 +16,16 @@ from meshcomm._torch import (
     tree_flatten,
     watch_capsules,
     watch_functions,
+    watch_parameters,
     watch_storages,
+    watch_swaps,
     without_modes,
 )
 from meshcomm.errors import names
 from meshcomm.mesh import current_mesh, use_mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.beside import beside, inside_of
-from meshcomm.spmd.changes import moment
+from meshcomm.spmd.changes import moment, noted_at, saw
 from meshcomm.spmd.checked_operations import Operations
 from meshcomm.spmd.lent import lend
 from meshcomm.spmd.operands import (
@@ -32,6 +34,7 @@ from meshcomm.spmd.operands import (
     several,
     text_of,
     tracked,
+    version,
     versions_of,
 )
 from meshcomm.spmd.ragged import carried, guessed, without_numbers
@@ -42,6 +45,7 @@ from meshcomm.spmd.vma import (
     Type,
     join,
     marked,
+    swap,
     unknown_in,
 )
 from meshcomm.watch import Watcher, here
@@ -61,6 +65,7 @@ class Functions(Operations):
         finally:
             here.watcher = outer
             self.passed = moment()
+            self._grown()
             if not (
                 kwargs.get("retain_graph") or kwargs.get("create_graph") or len(args) > (3 if kind.gradients else 2)
             ):
@@ -73,6 +78,15 @@ class Functions(Operations):
                     self._note(g, self._of_gradient(mine))
                     carried(x, g)
         return result
+
+    def _grown(self) -> None:
+        """A backward adds to gradients that leaves had before, such as views of one flat buffer."""
+        for key, (x, g) in list(self._growing.items()):
+            if x.grad is not g:
+                del self._growing[key]
+            elif (before := noted_at(g)) != (after := version(g)) and (mine := self.type_of(x)) is not None:
+                saw(g, before, after)
+                self._written(g, self._of_gradient(mine))
 
     def _seeded(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a backward, with gradients of outputs that have their types."""
@@ -205,13 +219,27 @@ def watch_all() -> None:
     if not _watching:
         _watching.append(True)
         watch_functions(_on_function)
+        watch_parameters(_on_parameter)
         watch_storages(_on_storage)
         watch_capsules(lend)
+        watch_swaps(_on_swap)
 
 
 def _on_storage(storage: UntypedStorage) -> None:
     if here.watcher is not None:
         unknown_in(storage, Origin("UntypedStorage.copy_", str(call_site())))
+
+
+def _on_parameter(made: Tensor, data: Any) -> None:
+    watcher = here.watcher
+    if isinstance(watcher, Functions) and isinstance(data, Tensor):
+        watcher.parameter(made, data)
+
+
+def _on_swap(own: Any, x: Tensor, y: Tensor) -> None:
+    if isinstance(here.watcher, Functions):
+        here.watcher.forget_varied((x, y))
+    swap(own, x, y)
 
 
 def _on_function(cls: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

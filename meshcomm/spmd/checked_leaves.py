@@ -6,17 +6,21 @@ from typing import Any
 
 from torch import Tensor
 
-from meshcomm._torch import functorch_active
+from meshcomm._torch import functorch_active, without_modes
 from meshcomm.errors import names
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.checker_core import Core
 from meshcomm.spmd.operands import along_of, text_of, version
 from meshcomm.spmd.ordinals import is_declared, next_time, numbered
-from meshcomm.spmd.vma import Type, join, marked, shared, sharing_with
+from meshcomm.spmd.vma import Type, join, made_like, marked, shared, sharing_with
 
 __all__ = ["Leaves", "is_gradient", "is_new", "is_trained", "of_leaf"]
 
 _GRADIENT = "_meshcomm_gradient"
+
+
+_MADE_AT = "_meshcomm_made_at"
+"""How often the memory of a parameter had been changed when it was made."""
 
 
 class _Gradients:
@@ -43,7 +47,7 @@ def is_trained(x: Tensor) -> bool:
 
 def is_new(x: Tensor) -> bool:
     """Whether it is a leaf that was made here, and that nobody has written into yet."""
-    return x.is_leaf and not is_declared(x) and x.grad is None and version(x) == 0
+    return x.is_leaf and not is_declared(x) and x.grad is None and version(x) == getattr(x, _MADE_AT, 0)
 
 
 class Leaves(Core):
@@ -69,6 +73,26 @@ class Leaves(Core):
         if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and (mine := self.type_of(x)) is not None:
             numbered(x, mine.axes, next_time(f"made at {call_site()}"), declared=False)
         return x
+
+    def parameter(self, made: Tensor, data: Tensor) -> None:
+        """``made`` is a parameter with the values of ``data``, and its memory."""
+        if made is data:
+            return
+        with without_modes():
+            kind = self.type_of(data)
+            if kind is None:
+                return
+            self._shares(data)
+            self._note(made, self._own(data, kind, "Parameter") if made.requires_grad else kind)
+            setattr(made, _MADE_AT, version(made))
+            self._counted(made)
+
+    def _own(self, x: Tensor, kind: Type, name: str) -> Type:
+        """The type of a leaf with the values of ``x``, of this type: what was made in the image of something that
+        varies is each rank's own.
+        """
+        like = made_like(x)
+        return kind if like is None or like.home is not self.home else join([like, kind], name)
 
     def _shares(self, x: Tensor) -> None:
         """What has the memory of ``x`` and is no view of it has been made."""

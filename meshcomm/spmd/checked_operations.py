@@ -431,9 +431,8 @@ class Operations(Leaves):
 
     def _own_leaf(self, x: Tensor, begins: bool) -> None:
         """What was made in the image of something that varies, and becomes a leaf, is each rank's own."""
-        like = made_like(x) if begins and not x.requires_grad else None
-        if like is not None and like.home is self.home and (mine := self.type_of(x)) is not None:
-            self._note(x, join([like, mine], "requires_grad_"), (x,))
+        if begins and not x.requires_grad and made_like(x) is not None and (mine := self.type_of(x)) is not None:
+            self._note(x, self._own(x, mine, "requires_grad_"), (x,))
 
     def _set(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
         x, value = args[0], args[1] if len(args) > 1 else None
@@ -460,6 +459,8 @@ class Operations(Leaves):
         result = func(*args)
         if kind.name == "requires_grad":
             self._counted(x)
+        elif kind.name == "grad" and isinstance(value, Tensor):
+            self._growing[id(x)] = x, value
         return result
 
     def _host(self, kind: Kind, operands: Sequence[Tensor]) -> None:

@@ -86,6 +86,7 @@ class Core(TorchFunctionMode):
         self._given_as: dict[int, tuple[Tensor, int, str]] = {}
         self._always: dict[int, _Varied] = {}
         self._lately: OrderedDict[int, _Varied] = OrderedDict()
+        self._growing: dict[int, tuple[Tensor, Tensor]] = {}
         self._outer: list[Any] = []
         self._entered = self.passed = moment()
 
@@ -103,6 +104,7 @@ class Core(TorchFunctionMode):
         if not self._outer:
             self._always.clear()
             self._lately.clear()
+            self._growing.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -362,6 +364,12 @@ class Core(TorchFunctionMode):
                 if len(self._lately) > _LATELY:
                     self._lately.popitem(last=False)
         return entry
+
+    def forget_varied(self, tensors: Iterable[Tensor]) -> None:
+        """Hold nothing that was made of these tensors."""
+        for x in tensors:
+            self._always.pop(id(x), None)
+            self._lately.pop(id(x), None)
 
     def _names(self, axes: frozenset[str]) -> AxisName:
         ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)

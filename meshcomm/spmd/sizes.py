@@ -266,6 +266,10 @@ def _operators() -> None:
         setattr(Varying, f"__{name}__", _alone(getattr(operator, name)))
     for name in ("floor", "ceil", "trunc"):
         setattr(Varying, f"__{name}__", _alone(getattr(math, name)))
+    for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tanh"):  # numpy asks for methods of these names
+        setattr(Varying, name, _alone(getattr(math, name)))
+    for name in ("real", "imag", "numerator", "denominator"):
+        setattr(Varying, name, property(_alone(operator.attrgetter(name))))
 
 
 _operators()

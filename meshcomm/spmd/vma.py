@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ __all__ = [
     "says_all",
     "shared",
     "sharing_with",
+    "swap",
     "unknown_in",
     "unmark",
     "unseen_write",
@@ -428,3 +429,16 @@ def sharing_with(x: Tensor) -> Tensor:
     found = getattr(storage_of(x), _LEAF, None) if _Shared.any else None
     other = found() if isinstance(found, weakref.ref) else None
     return other if isinstance(other, Tensor) else x
+
+
+def swap(run: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> None:
+    """Let ``run`` make of each what the other one is. What is noted on a tensor goes with it, but for its memory's note
+    of whose it is.
+    """
+    owners = [(storage_of(each), other) for each, other in ((x, y), (y, x)) if sharing_with(each) is each]
+    noted = [(storage, other) for storage, other in owners if getattr(storage, _LEAF, None) is not None]
+    for storage, _ in noted:
+        setattr(storage, _LEAF, None)
+    run(x, y)
+    for storage, other in noted:
+        setattr(storage, _LEAF, weakref.ref(other))
