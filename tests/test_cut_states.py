@@ -159,6 +159,40 @@ def test_whole_tensors_are_refused_and_the_way_is_said(way: Way) -> None:
             assert "load_full_state_dict" in said
 
 
+@every_way
+def test_a_part_says_the_same(way: Way, tmp_path: Path) -> None:
+    """Asked by itself, or by a module around it that is none of ours; its copy and its file too."""
+
+    def main() -> None:
+        ours, other = way(), way(1)
+        file = tmp_path / f"{mc.current_mesh().rank}.pt"
+        torch.save(ours[2].state_dict(), file)
+        before = copy.deepcopy(other.state_dict())
+        for mine in (
+            ours[2].state_dict(),
+            copy.deepcopy(ours)[2].state_dict(),
+            torch.load(file, weights_only=True),
+        ):
+            said = refused(lambda mine=mine: other[2].load_state_dict(swapped([mine])[0]))
+            assert "weight' is a slice of another rank, or of another mesh" in said
+            other[2].load_state_dict(mine)
+            other.load_state_dict(before)
+        if way is not whole_matrices:
+            assert "is whole, of shape [4, 8]" in refused(lambda: other[2].load_state_dict(net()[2].state_dict()))
+        around, theirs = nn.Sequential(ours[0], ours[2]), nn.Sequential(other[0], other[2])
+        assert "is a slice of another rank" in refused(
+            lambda: theirs.load_state_dict(swapped([around.state_dict()])[0])
+        )
+        theirs.load_state_dict(around.state_dict())
+        assert_close(dict(theirs.state_dict()), dict(around.state_dict()), rtol=0, atol=0)
+        prefixed = ours[2].state_dict(prefix="2.")
+        assert "'2.weight' is a slice of another rank" in refused(
+            lambda: nn.ModuleDict({"2": other[2]}).load_state_dict(swapped([prefixed])[0])
+        )
+
+    ranks(main)
+
+
 def test_slices_for_a_part_that_is_whole() -> None:
     """Beside what is cut another way, and under another name of the axis."""
 

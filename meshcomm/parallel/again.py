@@ -77,7 +77,8 @@ def _pack(x: Tensor) -> tuple[Any, ...]:
         for first, last, dtype, width, again, at in spans:
             if first <= place < last and x.dtype == dtype:
                 return again, at, x.size(), x.stride(), (place - first) // width
-    return x, x._version
+    # Autograd knows of whom it is the result; kept with that, a node would keep itself.
+    return x if x.is_leaf else x.detach(), x._version
 
 
 def _unpack(saved: tuple[Any, ...]) -> Tensor:

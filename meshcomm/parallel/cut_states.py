@@ -21,6 +21,8 @@ __all__ = ["mark_states"]
 
 _SLICES = "meshcomm_slices"
 _MARKED = "_meshcomm_marks_states"
+_OWN = "_meshcomm_own_slices"
+"""Of each part: its own parameters that are cut. The whole alone knows of them, and a part is asked by itself."""
 _LOAD, _WRITE = "load_state_dict", "save_pretrained"
 
 
@@ -32,9 +34,19 @@ class _Cut(NamedTuple):
 
 
 def mark_states(module: nn.Module) -> None:
-    """Let the ``state_dict`` of a module, and of its copies, say what its slices are, and refuse those of others."""
-    if _MARKED in vars(module):
-        return
+    """Let the ``state_dict`` of a module, of its parts and of copies say what slices are, and refuse others' slices."""
+    parts = parts_inside(module)
+    for each in module.modules():
+        own = each.named_parameters(recurse=False, remove_duplicate=False)
+        cuts = {name: _Cut(place_of(made), _said(made)) for name, p in own if (made := parts.get(id(p)))}
+        if cuts:
+            vars(each)[_OWN] = cuts
+    for each in module.modules():
+        if _MARKED not in vars(each) and (each is module or any(_OWN in vars(inner) for inner in each.modules())):
+            _watch(each)
+
+
+def _watch(module: nn.Module) -> None:
     setattr(module, _MARKED, True)
     module.register_state_dict_post_hook(_say)
     module.register_load_state_dict_pre_hook(_check)
@@ -45,10 +57,11 @@ def mark_states(module: nn.Module) -> None:
 
 def _cuts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Cut | None]]:
     """Every name of every parameter, and how it is cut, if it is."""
-    parts, clean = parts_inside(module), state_names(module)
-    for name, p in module.named_parameters(remove_duplicate=False):
-        made = parts.get(id(p))
-        yield clean(name), p, _Cut(place_of(made), _said(made)) if made else None
+    clean = state_names(module)
+    for path, part in module.named_modules(remove_duplicate=False):
+        cuts = vars(part).get(_OWN, {})
+        for name, p in part.named_parameters(prefix=path, recurse=False, remove_duplicate=False):
+            yield clean(name), p, cuts.get(name.rpartition(".")[2])
 
 
 def _said(parts: list[Part]) -> str:

@@ -68,10 +68,10 @@ def fully_shard(
     innermost unit that contains all their users; those of no unit are gathered when ``module`` itself runs, and kept
     until backward has used them.
 
-    ``state_dict`` has this rank's slices, for this rank: its metadata say which they are, and ``load_state_dict``
-    refuses those of another rank, and whole tensors. What others shall read, files above all, is written by
-    :func:`full_state_dict` or :mod:`meshcomm.parallel.checkpoint`; ``save_pretrained``, if the module has it, takes
-    ``state_dict=full_state_dict(module)`` and refuses slices.
+    ``state_dict``, of a part too, has this rank's slices, for this rank: its metadata say which they are, and
+    ``load_state_dict`` refuses those of another rank, and whole tensors. What others shall read, files above all, is
+    written by :func:`full_state_dict` or :mod:`meshcomm.parallel.checkpoint`; ``save_pretrained``, if the module has
+    it, takes ``state_dict=full_state_dict(module)`` and refuses slices.
 
     Args:
         module: changed in place. Its parameters may be on the meta device: then one unit after another is made real,

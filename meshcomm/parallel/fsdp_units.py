@@ -174,6 +174,8 @@ class Unit:
         """Let gradients of the views come back to the shards, and have their places saved."""
         root = self.owner.units[0]
         use = connect(self.groups, views, root.use if root is not self and root.is_open and phase == _FORWARD else None)
+        if use is not None and (root is not self or phase == _BACKWARD):
+            use.token = None  # nothing is gathered under it
         self.use = use if phase == _FORWARD else None
         if self.regather and phase == _FORWARD:
             version = self._version
@@ -211,6 +213,8 @@ class Unit:
         """The module has its shards again."""
         if self.is_open:
             self.is_open = self.on_demand = False
+            if self.use is not None:
+                self.use.token = None  # a graph that holds itself would never go
             self.use = None
             for shown, name, _, _ in self._sites:
                 shown.pop(name, None)
@@ -229,6 +233,11 @@ class Sharded(Flow):
     _depth: int = 0
     _hooks: Any = None
     _last: list[Unit | None] = field(default_factory=lambda: [None, None])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        """That of the copy of the module, of which it is an attribute."""
+        copied: Sharded = copy.deepcopy(self.units[0], memo).owner
+        return copied
 
     def slots(self) -> Iterator[tuple[Group, int, Slot]]:
         """Every parameter once."""
@@ -319,18 +328,24 @@ class Sharded(Flow):
         self._shut_opened()
 
 
-_sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
+_HERE = "_meshcomm_fully_sharded"
 
 
 def register(module: nn.Module, owner: Sharded) -> None:
-    """Remember that a module is sharded."""
-    _sharded[module] = owner
+    """Remember with a module, and nowhere else, that it is sharded: they go together."""
+    vars(module)[_HERE] = owner
     know(module, _told)
+
+
+def _owner(module: nn.Module) -> Sharded | None:
+    """What stands behind it; nothing behind a shallow copy, which shares the attributes of another module."""
+    owner = vars(module).get(_HERE)
+    return owner if isinstance(owner, Sharded) and owner.units[0].module is module else None
 
 
 def _told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
     """What is cut of a module that is sharded."""
-    owner = _sharded.get(module)
+    owner = _owner(module)
     if owner is None:
         return None
     axis, found = owner.policy.axis, []
@@ -345,17 +360,17 @@ def _told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether it, or its own parameters as those of a part of another module, are sharded."""
-    return module in _sharded or isinstance(_torch.own_parameters(module), Door)
+    return _owner(module) is not None or isinstance(_torch.own_parameters(module), Door)
 
 
 def is_sharded_itself(module: nn.Module) -> bool:
     """Whether it is what was sharded, and not a part of that."""
-    return module in _sharded
+    return _owner(module) is not None
 
 
 def owner_of(where: str, module: nn.Module) -> Sharded:
     """What stands behind a sharded module."""
-    owner = _sharded.get(module) if isinstance(module, nn.Module) else None
+    owner = _owner(module) if isinstance(module, nn.Module) else None
     if owner is None:
         fail(where, f"this {type(module).__name__} is not sharded.", fix="pass the module that fully_shard was given")
     return owner

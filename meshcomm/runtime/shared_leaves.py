@@ -38,7 +38,7 @@ class SharedLeaves:
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        self._held: dict[int, tuple[nn.Module, int]] = {}
+        self._held: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.shared: list[_Known] = []
         """Those of several ranks: nobody may write them."""
 
@@ -56,7 +56,7 @@ class SharedLeaves:
 
     def claim(self, module: nn.Module, rank: int, where: str) -> None:
         """``module`` is made parallel by this rank, and then is its own."""
-        holder = self._held.setdefault(id(module), (module, rank))[1]
+        holder = self._held.setdefault(module, rank)
         if holder != rank:
             self._refuse(where, "a module is shared by ranks", f"{type(module).__name__}, of ranks {holder} and {rank}")
         for name, x in module.named_parameters():
