@@ -3,9 +3,7 @@
 import importlib
 import typing
 
-from meshcomm.collectives.exchange import all_to_all, permute, shift
 from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
-from meshcomm.collectives.one_rank import barrier, exchange, gather, recv, reduce, scatter, send
 from meshcomm.collectives.place import axis_index, axis_size
 from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
 from meshcomm.collectives.seeds import fork_rng, sync_seed
@@ -14,11 +12,14 @@ from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
 from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
 from meshcomm.runtime.dumps import dump_collectives
+from meshcomm.runtime.garbage import LaterCollection as _LaterCollection
 from meshcomm.runtime.world import init, shutdown
 from meshcomm.work import Work, wait
 
 if typing.TYPE_CHECKING:
     import meshcomm.parallel  # noqa: F401
+    from meshcomm.collectives.exchange import all_to_all, permute, shift
+    from meshcomm.collectives.one_rank import barrier, exchange, gather, recv, reduce, scatter, send
     from meshcomm.helpers.equal import assert_invariant, assert_varying, varying_axes
     from meshcomm.helpers.main_only import main_only
     from meshcomm.helpers.metrics import Metrics
@@ -133,7 +134,8 @@ __all__ = [
     "world_size",
 ]
 
-# What stands above the collectives is imported when it is first asked for; DTensor, which some needs, takes a second.
+# What stands above the collectives, and what few programs need of these, is imported when it is first asked for;
+# DTensor, which some needs, takes a second.
 _LATER = {
     "Metrics": "meshcomm.helpers.metrics",
     "Plan": "meshcomm.layout.plan",
@@ -141,16 +143,20 @@ _LATER = {
     "TraceEvent": "meshcomm.tracing.event",
     "all_gather_object": "meshcomm.helpers.objects",
     "all_reduce_params": "meshcomm.helpers.reductions",
+    "all_to_all": "meshcomm.collectives.exchange",
     "assert_invariant": "meshcomm.helpers.equal",
     "assert_varying": "meshcomm.helpers.equal",
     "backend": "meshcomm.helpers.process",
+    "barrier": "meshcomm.collectives.one_rank",
     "broadcast_object": "meshcomm.helpers.objects",
     "check_vma": "meshcomm.spmd.check_vma",
     "collect_results": "meshcomm.helpers.results",
     "comm_budget": "meshcomm.tracing.budget",
     "device": "meshcomm.helpers.process",
     "einsum": "meshcomm.layout.einsum",
+    "exchange": "meshcomm.collectives.one_rank",
     "from_dtensor": "meshcomm.layout.dtensor",
+    "gather": "meshcomm.collectives.one_rank",
     "gather_object": "meshcomm.helpers.objects",
     "get_dist_info": "meshcomm.helpers.process",
     "global_shape": "meshcomm.layout.shapes",
@@ -165,13 +171,19 @@ _LATER = {
     "mark_varying": "meshcomm.spmd.check_vma",
     "node_rank": "meshcomm.helpers.process",
     "partition_spec": "meshcomm.layout.shapes",
+    "permute": "meshcomm.collectives.exchange",
     "placements": "meshcomm.layout.dtensor",
     "plan": "meshcomm.layout.plan",
     "rank": "meshcomm.helpers.process",
+    "recv": "meshcomm.collectives.one_rank",
+    "reduce": "meshcomm.collectives.one_rank",
     "reshard": "meshcomm.layout.reshard",
     "rng": "meshcomm.spmd.rng",
+    "scatter": "meshcomm.collectives.one_rank",
     "scatter_object": "meshcomm.helpers.objects",
+    "send": "meshcomm.collectives.one_rank",
     "shard_map": "meshcomm.spmd.shard_map",
+    "shift": "meshcomm.collectives.exchange",
     "split_rows": "meshcomm.helpers.split_rows",
     "to_dtensor": "meshcomm.layout.dtensor",
     "trace": "meshcomm.tracing.traces",
@@ -187,7 +199,8 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for one of 
             return importlib.import_module("meshcomm.parallel")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        with _LaterCollection():
+            value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
         return value
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral
 from typing import Any, TypeVar
 
 from meshcomm.errors import fail
-from meshcomm.runtime import devices, workers, world
+from meshcomm.runtime import devices, world
 from meshcomm.runtime.request import duration, switch
 from meshcomm.runtime.scheduler import World, current_rank
 
@@ -100,9 +101,11 @@ def launch(
             )
         return [fn(*args, **(kwargs or {}))]
     if runtime == "processes":
-        return workers.run_processes(
+        workers: Any = importlib.import_module("meshcomm.runtime.workers")  # not every program starts processes
+        results: list[T] = workers.run_processes(
             fn, ranks, tuple(args), dict(kwargs or {}), backend=backend, timeout=limit, guard=guard
         )
+        return results
     devices.choose_backend(backend, "launch")
     return World(ranks, limit).run(lambda: fn(*args, **(kwargs or {})))
 

@@ -170,7 +170,7 @@ ABOVE = ("tracing", "layout", "spmd", "helpers", "parallel", "__main__")
 # What imports when it is first asked for, and what: DTensor takes a second and more.
 LATE = {
     "meshcomm": {
-        "meshcomm.helpers.equal", "meshcomm.helpers.main_only", "meshcomm.helpers.metrics", "meshcomm.helpers.objects",
+        "meshcomm.collectives.exchange", "meshcomm.collectives.one_rank", "meshcomm.helpers.equal", "meshcomm.helpers.main_only", "meshcomm.helpers.metrics", "meshcomm.helpers.objects",
         "meshcomm.helpers.process", "meshcomm.helpers.reductions", "meshcomm.helpers.results",
         "meshcomm.helpers.split_rows",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
@@ -186,6 +186,8 @@ LATE = {
     },
     "meshcomm.spmd.dtensors": {"meshcomm.layout.dtensor"},
     "meshcomm.runtime.groups": {"meshcomm.runtime.guard_setup"},
+    "meshcomm.launch": {"meshcomm.runtime.workers"},
+    "meshcomm.places": {"meshcomm.runtime.inprocess"},
 }  # fmt: skip
 
 

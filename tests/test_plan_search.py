@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 import random
@@ -14,6 +15,7 @@ import torch
 import meshcomm as mc
 from meshcomm.layout import search
 from meshcomm.layout.search import State, Step, cheapest
+from meshcomm.runtime.garbage import LaterCollection
 
 Cost = tuple[int, int, int]
 Case = tuple[State, State, tuple[int, ...], dict[str, int]]
@@ -228,3 +230,41 @@ def test_random_plans_on_data(sizes: tuple[int, ...]) -> None:
     small = [case for case in cases if math.prod(case[2]) <= 3000]
     assert len(small) > 8
     mc.launch(on_data, ranks=math.prod(sizes), args=(small, of))
+
+
+def test_a_collection_that_falls_due_waits_until_a_plan_is_found() -> None:
+    """One of all that torch has made takes longer than the plan."""
+    seen: list[bool] = []
+    inside = [False]
+    before = gc.get_threshold()
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        seen.append(inside[0])
+
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        with LaterCollection():
+            inside[0] = True
+            with LaterCollection():
+                kept = [[number] for number in range(100)]
+            kept += [[number] for number in range(100)]
+            inside[0] = False
+        kept += [[number] for number in range(100)]
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+    assert len(kept) == 300
+    assert gc.isenabled()
+    assert seen
+    assert not any(seen)
+
+
+def test_who_has_turned_collection_off_finds_it_off() -> None:
+    gc.disable()
+    try:
+        with LaterCollection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -31,10 +31,8 @@ from meshcomm._torch import (
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
-from meshcomm.runtime.inprocess import InProcessLink
 from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.protocol import Note
-from meshcomm.runtime.wrapped import bare
 
 __all__ = ["Rule", "apply", "refuse_in_process", "rule_named", "start"]
 
@@ -256,7 +254,7 @@ _finish: Any = plain_apply(_Finish)  # under a transform too
 
 def refuse_in_process(name: str, axis: Axis) -> None:
     """Compiled code runs without the change-overs that in-process ranks need."""
-    if isinstance(bare(axis.link), InProcessLink):
+    if axis.mesh._threads and axis.size > 1:
         fail(
             name,
             "torch.compile does not work on in-process ranks.",

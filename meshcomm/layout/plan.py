@@ -11,9 +11,10 @@ import torch
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.layout.notation import Dim, Layout, Pattern, parse_arrow
-from meshcomm.layout.search import Step, cheapest, later_collection
+from meshcomm.layout.search import Step, cheapest
 from meshcomm.layout.shapes import checked_shape, cut, fit
 from meshcomm.mesh import Mesh
+from meshcomm.runtime.garbage import LaterCollection
 
 __all__ = ["Plan", "plan", "plan_of", "sides_of"]
 
@@ -121,7 +122,7 @@ def plan(layouts: str, shape: Sequence[int], mesh: Mesh | None = None, *, dtype:
     whole = checked_shape(where, shape)
     if not isinstance(dtype, torch.dtype):
         fail(where, f"dtype={dtype!r} is not a dtype.", fix="such as torch.float32")
-    with later_collection():
+    with LaterCollection():
         return plan_of(where, parse_arrow(where, layouts, sizes, 1), whole, sizes, dtype.itemsize)
 
 

@@ -10,17 +10,17 @@ Axes of size 1 cut nothing, and the search does not see them.
 from __future__ import annotations
 
 import bisect
-import gc
 import heapq
 import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Perm", "State", "Step", "cheapest", "later_collection"]
+from meshcomm.runtime.garbage import LaterCollection
+
+__all__ = ["Perm", "State", "Step", "cheapest"]
 
 State = tuple[tuple[str, ...], ...]
 """Per dim the axes that it is cut over, major first."""
@@ -58,7 +58,7 @@ def cheapest(
     )
     if before == after:
         return _of_size_1(source, target, sizes)
-    with later_collection():
+    with LaterCollection():
         *steps, last = _Search(before, after, shape, cutting).steps()
     return (*steps, last._replace(after=target))
 
@@ -71,18 +71,6 @@ def _of_size_1(source: State, target: State, sizes: tuple[tuple[str, int], ...])
             dim = (*places[0], *places[1])[0]
             return (Step("shard", (axis,), dim, dim, (), 0, target),)
     return ()
-
-
-@contextmanager
-def later_collection() -> Iterator[None]:
-    """Leave a garbage collection that falls due for later: one of all that torch has made takes longer than a plan."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 # ------------------------------------------------------------------------------------------------------- the search
