@@ -837,3 +837,22 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(sys, "argv", ["ddp_basics.py"])
     runpy.run_path(str(EXAMPLES / "ddp_basics.py"), run_name="__main__")
     assert "function, module and one rank alone agree" in capsys.readouterr().out
+
+
+def test_modules_that_are_alike_are_not_mixed_up() -> None:
+    """Ranks that run two modules in other orders hear which, and a copy is the module that it was copied from."""
+
+    def main(odd: bool) -> list[float]:
+        mesh = mc.make_mesh({"dp": 2})
+        one, other = (data_parallel(nn.Linear(2, 1), "dp", grads="sum", mesh=mesh) for _ in range(2))
+        if mesh.rank:
+            other = copy.deepcopy(other)
+        x = torch.full((1, 2), 1.0 + mesh.rank)
+        y = one(x) + 3 * other(x) if odd and mesh.rank else 3 * other(x) + one(x)
+        y.sum().backward()
+        return [one.weight.grad[0, 0].item(), other.weight.grad[0, 0].item()]
+
+    assert mc.launch(main, ranks=2, args=(False,)) == [[3.0, 9.0]] * 2
+    with pytest.raises(mc.CommError, match="of x of Linear, module 1 of the axis") as refused:
+        mc.launch(main, ranks=2, args=(True,))
+    assert "of x of Linear, module 2 of the axis" in str(refused.value)

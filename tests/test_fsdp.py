@@ -1150,3 +1150,39 @@ def test_the_same_as_torch_has_it(pool4: WorkerPool) -> None:
         torch.testing.assert_close(ours, theirs)
         for name, x in their_state.items():
             torch.testing.assert_close(our_state[name], x)
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: bool) -> Tensor:
+        return self.other(x) if other else self.one(x)
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_units_that_are_alike_are_not_mixed_up(replicas: bool) -> None:
+    """Ranks that run other units of one size hear which, forward and backward."""
+
+    def main(odd: bool) -> None:
+        mesh = mc.make_mesh({"replica": 2, "fsdp": 2})
+        options = {"replica_axis": "replica"} if replicas else {}
+        net = fully_shard(OneOfTwo(), "fsdp", grads="sum", units=["one", "other"], mesh=mesh, **options)
+        net(torch.ones(1, 4), odd and mesh.coordinate["fsdp"] == 1).sum().backward()
+
+    mc.launch(main, ranks=4, args=(False,))
+    with pytest.raises(mc.CommError, match="unit 'o(ther|ne)' of OneOfTwo") as refused:
+        mc.launch(main, ranks=4, args=(True,))
+    assert "unit 'one' of OneOfTwo f32[" in str(refused.value)
+    assert "unit 'other' of OneOfTwo f32[" in str(refused.value)
+
+
+def test_replicas_that_run_other_units_are_told() -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"replica": 2, "fsdp": 2})
+        net = fully_shard(OneOfTwo(), "fsdp", grads="sum", units=["one", "other"], mesh=mesh, replica_axis="replica")
+        net(torch.ones(1, 4), mesh.coordinate["replica"] == 1).sum().backward()
+
+    with pytest.raises(mc.CommError, match=r"all_reduce\(op='sum'\) of x of unit 'o(ther|ne)' of OneOfTwo"):
+        mc.launch(main, ranks=4)

@@ -40,6 +40,8 @@ class How(NamedTuple):
     """Called when a backward pass brings the first gradients: of one leaf in the first pass for a tree, of a bucket
     later. What it gives is called at the end, with each place for which no rank had a gradient.
     """
+    whose: str = ""
+    """Of whom the tree is, in the words of all ranks: what others add up is not to be mixed with it."""
 
 
 _SUM = How()
@@ -168,6 +170,8 @@ class _Sums:
             now.totals.append(link.all_reduce(Parts(parts, dtype, share), "sum"))
         else:
             whole = torch.cat([part.to(dtype) for part in parts])
+            if link.watched and self.how.whose:
+                link.tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", whole.dtype, tuple(whole.shape)),)
             now.totals.append(apply(rule_named("all_reduce"), whole, axis, (self.how.op,)))
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:

@@ -155,33 +155,10 @@ def _told(module: nn.Module) -> tuple[Mesh, list[Any]] | None:
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Collect gradients without reducing them: in the next step outside, theirs and those collected go together.
+    """As :func:`meshcomm.parallel.no_sync`, of a data parallel module.
 
-    What counts is where the forward pass runs, not where its backward pass does. Meanwhile each ``.grad`` is this
-    rank's own; with ``grads="sum"`` what was in it before is divided among the ranks, so that it counts once.
-
-    Args:
-        module: one that :func:`data_parallel` gave.
-
-    Cost: none; it saves the reductions of all micro-steps but the last.
-
-    Raises:
-        MeshError: another module; compiled code.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import data_parallel, no_sync
-        >>> mesh = mc.make_mesh({"dp": 2})
-        >>> def step():
-        ...     model = data_parallel(torch.nn.Linear(1, 1, bias=False), "dp", grads="sum", mesh=mesh)
-        ...     with no_sync(model):
-        ...         model(torch.tensor([[1.0]])).sum().backward()
-        ...     model(torch.tensor([[10.0 * mesh.rank]])).sum().backward()
-        ...     return model.weight.grad.item()
-        >>> mc.launch(step, ranks=2)
-        [12.0, 12.0]
-
-    Source: ``DistributedDataParallel.no_sync``.
+    Meanwhile each ``.grad`` is this rank's own; with ``grads="sum"`` what was in it before is divided among the ranks,
+    so that it counts once.
     """
     state = _state_of("no_sync", module)
     if watch.here.watcher is not None:
@@ -301,6 +278,9 @@ class _Replica:
     ) -> None:
         self.module, self.mesh, self.name, self.grads, self.bucket_mb = module, mesh, axis, grads, bucket_mb
         self.dtype, self.buffers = dtype, buffers
+        ledger = self.axis.link.ledger
+        ledger.modules += 1
+        self.whose = f"{type(module).__name__}, module {ledger.modules} of the axis"
         self.inside = self.joined = self.collected = False
         self.syncs = True
         self.mean: Mean | None = None
@@ -394,7 +374,7 @@ class _Replica:
             return
         leaves = leaves_of(sites_of(self.module), transformed=False)
         with torch.no_grad():
-            how = How(self.grads, self.dtype, _Collected(self, leaves))
+            how = How(self.grads, self.dtype, _Collected(self, leaves), whose=self.whose)
             sums = sums_alone(leaves, self.axis, self.bucket_mb, how, all_do=True)
         for p, g in zip(leaves, sums, strict=True):
             if g is not None:
@@ -429,7 +409,8 @@ class _Replica:
         return 1.0 if self.mean is None else self.mean.share
 
     def _how(self, leaves: Sequence[Tensor]) -> How:
-        return How(self.grads, self.dtype, _Collected(self, leaves), functools.partial(_watched, self, leaves))
+        look = functools.partial(_watched, self, leaves)
+        return How(self.grads, self.dtype, _Collected(self, leaves), look, self.whose)
 
     def collect(self) -> None:
         """From now on ``.grad`` is this rank's own part."""

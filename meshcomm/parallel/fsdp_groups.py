@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshcomm import _torch
-from meshcomm.collectives.rule import apply, rule_named
+from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.again import Again
@@ -169,8 +169,9 @@ class Flow:
 class Group:
     """Parameters of a unit that go together, and this rank's shard of them."""
 
-    def __init__(self, owner: Flow, slots: list[Slot], layout: Layout, shard: Tensor) -> None:
-        self.owner, self.slots, self.layout = owner, slots, layout
+    def __init__(self, owner: Flow, slots: list[Slot], layout: Layout, shard: Tensor, unit: str) -> None:
+        """``unit``: whose parameters they are, in the words of all ranks."""
+        self.owner, self.slots, self.layout, self.unit = owner, slots, layout, unit
         self.index = owner.policy.axis.index
         self.places = layout.places(self.index)
         self.kept: tuple[Tensor, list[int]] | None = None
@@ -180,7 +181,7 @@ class Group:
     def copied(self, owner: Flow, memo: dict[int, Any]) -> Group:
         """That of a copy of the module, with a shard of its own."""
         shard = self.checked().detach().clone()
-        return Group(owner, [slot.copied(memo) for slot in self.slots], self.layout, shard)
+        return Group(owner, [slot.copied(memo) for slot in self.slots], self.layout, shard, self.unit)
 
     def adopt(self, shard: Tensor) -> None:
         """Make the parameters views of ``shard``, what the layout has stored here."""
@@ -273,12 +274,18 @@ class Group:
         counts.bytes_gathered += self._nbytes
         axis = self.owner.policy.axis.later
         if axis.link.watched or axis.size == 1:
-            return apply(_GATHER, shard, axis, (0, None))
+            return self._told(_GATHER, shard, axis, (0, None))
         return gather_flat(axis.link, shard)
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
         return [at for at, (param, _) in enumerate(self._addresses) if param.requires_grad]
+
+    def _told(self, rule: Rule, x: Tensor, axis: Axis, params: tuple[Any, ...]) -> Any:
+        """Run it, and let who compares calls compare units, too: those of equal size are not to be mixed up."""
+        if axis.link.watched:
+            axis.link.tree = ((f" of {self.unit}", x.dtype, tuple(x.shape)),)
+        return apply(rule, x, axis, params)
 
     # -------------------------------------------------------------------------------------------- reducing
 
@@ -306,13 +313,13 @@ class Group:
         self.owner.counts.reductions += 1
         self.owner.counts.bytes_reduced += packed.nbytes
         if axis.link.watched or axis.size == 1 or packed.requires_grad:
-            return apply(_SCATTER, packed, axis, (0, self.owner.policy.op, None))
+            return self._told(_SCATTER, packed, axis, (0, self.owner.policy.op, None))
         return scatter_flat(axis.link, packed, self.owner.policy.op)
 
     def spread(self, total: Tensor, replica: Axis) -> Any:
         """Start the sum over the replicas."""
         self.owner.counts.replica_reductions += 1
-        return apply(_REDUCE, total, replica, (self.owner.policy.op,))
+        return self._told(_REDUCE, total, replica, (self.owner.policy.op,))
 
     def pieces(self, total: Tensor, needy: Sequence[int]) -> list[Tensor]:
         """The gradients of the shards, of their dtype and on their device."""

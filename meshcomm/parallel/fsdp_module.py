@@ -175,7 +175,8 @@ def fully_shard(
         real = any(not slot.param.is_meta for slot in plan[name])
         _materialise(part, chosen, plan[name], policy, init, seed + number)
         keep = whole if isinstance(whole, bool) else any(fnmatchcase(name, pattern) for pattern in whole)
-        made[name] = _groups(owner, plan[name], keep, sync and real, loads)
+        said = f"unit {name!r} of {type(module).__name__}" if name else f"{type(module).__name__} itself"
+        made[name] = _groups(owner, plan[name], keep, sync and real, loads, said)
     if sync:
         _share_buffers(module, policy)
     for name, part in chosen.items():
@@ -329,7 +330,7 @@ def _owned(
     return plan
 
 
-def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: list[int]) -> list[Group]:
+def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: list[int], said: str) -> list[Group]:
     """Cut the parameters of a unit."""
     policy = owner.policy
     kinds: dict[tuple[torch.dtype, bool], list[Slot]] = {}
@@ -346,7 +347,7 @@ def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: l
         if policy.offload:
             shard = shard.cpu()
             shard = shard.pin_memory() if policy.device.type != "cpu" else shard
-        groups.append(Group(owner, members, layout, shard))
+        groups.append(Group(owner, members, layout, shard, said))
     return groups
 
 

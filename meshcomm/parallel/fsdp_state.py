@@ -39,39 +39,10 @@ def all_matched(where: str, name: str, patterns: Collection[str], found: Iterabl
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Add gradients up on each rank, and reduce nothing: for all but the last micro-batch of a step.
+    """As :func:`meshcomm.parallel.no_sync`, of a sharded module.
 
-    ::
-
-        with no_sync(model):     loss(model(x0)).backward()     # no reduce_scatter
-                                 loss(model(x1)).backward()     # reduces the gradients of both
-
-    What counts is where the forward pass runs, not where its backward pass does.
-
-    Args:
-        module: what :func:`fully_shard` was given.
-
-    Cost: the unreduced gradients, p elements on each rank, stay in memory until the next backward outside. Without
-    ``no_sync`` gradients of micro-batches add up in the shards, p/n elements, at a reduction each.
-
-    Raises:
-        MeshError: the module is not sharded.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import fully_shard
-        >>> from meshcomm.parallel import counts, no_sync
-        >>> mesh = mc.make_mesh({"fsdp": 2})
-        >>> def main():
-        ...     model = fully_shard(torch.nn.Linear(8, 1), "fsdp", grads="mean", mesh=mesh)
-        ...     with no_sync(model):
-        ...         model(torch.ones(1, 8)).sum().backward()
-        ...     model(torch.ones(1, 8)).sum().backward()
-        ...     return model.weight.grad[:2].tolist(), counts(model).reductions
-        >>> mc.launch(main, ranks=2)[0]
-        ([2.0, 2.0], 1)
-
-    Source: ``DistributedDataParallel.no_sync``.
+    The unreduced gradients, p elements on each rank, stay in memory until the next backward outside; without it those
+    of micro-batches add up in the shards, p/n elements, at a reduction each.
     """
     owner = owner_of("no_sync", module)
     before, owner.quiet = owner.quiet, True
@@ -100,7 +71,18 @@ def counts(module: nn.Module) -> Counts:
     Raises:
         MeshError: the module is not sharded.
 
-    Example: see :func:`no_sync`.
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import counts, fully_shard, no_sync
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 1), "fsdp", grads="mean", mesh=mesh)
+        ...     with no_sync(model):
+        ...         model(torch.ones(1, 8)).sum().backward()
+        ...     model(torch.ones(1, 8)).sum().backward()
+        ...     return model.weight.grad[:2].tolist(), counts(model).reductions
+        >>> mc.launch(main, ranks=2)[0]
+        ([2.0, 2.0], 1)
     """
     return Counts(**vars(owner_of("counts", module).counts))
 

@@ -14,6 +14,8 @@ class Ledger:
     def __init__(self) -> None:
         self.at_once = 0
         """How many gave their result at once."""
+        self.modules = 0
+        """How many modules were given to the link that have their gradients summed over it, by all of its ranks."""
         self._begun: list[weakref.ref[Any]] = []  # from the oldest that is not waited for on
 
     def begin(self, call: Any) -> None:
