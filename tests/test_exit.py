@@ -62,7 +62,7 @@ where = dict(init_method="file://" + meeting, rank=rank, world_size=2)
 exec(compile(program, "program.py", "exec"))
 """
 INIT = """
-mc.init(timeout=30, **where)
+mc.init(timeout=150, **where)
 mesh = mc.make_mesh({"dp": 2})
 assert mc.all_reduce(torch.ones(2), "dp", mesh=mesh).tolist() == [2.0, 2.0]
 """
@@ -107,7 +107,7 @@ dist.destroy_process_group()
 if rank == 0:
     kept = dist.all_reduce(torch.ones(2), async_op=True)
     raise ValueError("boom")
-until = time.monotonic() + 20
+until = time.monotonic() + 100
 while not os.path.exists(meeting + "-left"):
     assert time.monotonic() < until, "rank 0 is still there"
     time.sleep(0.05)
@@ -128,25 +128,28 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """All programs, run by one interpreter."""
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """All programs, run by one interpreter; those in a row if anybody asks for them."""
+    in_a_row = any(getattr(item, "originalname", "") == "test_several_runs_in_a_row" for item in request.session.items)
+    jobs = {name: job for name, job in JOBS.items() if in_a_row or job.times < IN_A_ROW}
     folder = tmp_path_factory.mktemp("exit")
     script = folder / "harness.py"
     script.write_text(HARNESS)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), json.dumps(JOBS)]
+    command = [sys.executable, str(script), json.dumps(jobs)]
     done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     found = {}
-    for name in JOBS:
+    for name in jobs:
         codes, seconds = json.loads((folder / name / "found").read_text())
         found[name] = Ended(dict(codes), seconds, (folder / name / "stderr").read_text())
     return found
 
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(210)]  # of the first test, which waits for all programs
+pytestmark = pytest.mark.timeout(210)  # of the first test, which waits for all programs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "code"), [("without-shutdown", 0), ("with-shutdown", 0), ("after-an-exception", 1)])
 def test_several_runs_in_a_row(ended: dict[str, Ended], name: str, code: int) -> None:
     assert ended[name].codes == {code: 2 * IN_A_ROW}, ended[name].stderr
@@ -163,7 +166,7 @@ def test_a_rank_that_fails_while_its_peer_waits_ends_at_once_and_so_does_the_pee
     assert found.codes == {1: 2}
     assert "boom" in found.stderr
     assert "all_reduce" in found.stderr  # The peer's traceback.
-    assert found.seconds < 25  # The time-out is 30 s.
+    assert found.seconds < 120  # The time-out is 150 s.
 
 
 def test_a_collective_that_its_peer_never_joins_does_not_hold_up_the_end(ended: dict[str, Ended]) -> None:

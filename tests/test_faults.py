@@ -23,8 +23,6 @@ import pytest
 
 import meshcomm as mc
 
-pytestmark = pytest.mark.thorough
-
 PROGRAMS = Path(__file__).with_name("fault_programs.py")
 GLOO = {"MESHCOMM_SHARED_MEMORY": "0"}
 GUARD = {"MESHCOMM_GUARD": "1"}
@@ -80,6 +78,12 @@ LOST: list[tuple[str, str, str, int]] = [
     ("gloo guarded", "return", "before later", 2),
 ]
 """The transport, the fault, when, and which of three ranks: the others are told at once."""
+BRIEFLY = [
+    ("shared", "SIGKILL", "in backward", 1),
+    ("gloo", "raise", "before", 2),
+    ("shared guarded", "return", "before", 2),
+]
+"""What `make test` has of them."""
 
 
 def lost_name(transport: str, fault: str, moment: str, victim: int) -> str:
@@ -212,7 +216,10 @@ CODES = {"SIGKILL": -9, "raise": 1, "return": 0, "exit": 7}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [lost_name(*each) for each in LOST])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(lost_name(*each), marks=[] if each in BRIEFLY else pytest.mark.thorough) for each in LOST],
+)
 def test_a_rank_that_is_lost_is_named_at_once(outcomes: dict[str, Outcome], name: str) -> None:
     outcome, case = outcomes[name], CASES[name]
     victim, fault = case["victim"], case["fault"]
@@ -227,6 +234,7 @@ def test_a_rank_that_is_lost_is_named_at_once(outcomes: dict[str, Outcome], name
         assert f"ValueError: boom on rank {victim}" in outcome["err"][str(victim)]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["shared, raise before later, rank 2", "gloo, raise before, rank 2"])
 def test_the_others_say_what_it_raised(outcomes: dict[str, Outcome], name: str) -> None:
@@ -234,6 +242,7 @@ def test_the_others_say_what_it_raised(outcomes: dict[str, Outcome], name: str) 
         assert "ValueError: boom on rank 2" in outcomes[name]["errors"][rank]["text"]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [f"{transport}, late" for transport in TRANSPORTS])
 def test_who_ended_of_it_is_not_taken_for_the_cause(outcomes: dict[str, Outcome], name: str) -> None:
@@ -242,6 +251,7 @@ def test_who_ended_of_it_is_not_taken_for_the_cause(outcomes: dict[str, Outcome]
     assert not re.search("(index|rank) 1 has (left|ended)", outcomes[name]["errors"]["0"]["text"])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["shared, never", "gloo, never"])
 def test_a_work_that_nobody_waits_for_does_not_hold_up_the_end(outcomes: dict[str, Outcome], name: str) -> None:
@@ -253,6 +263,7 @@ def test_a_work_that_nobody_waits_for_does_not_hold_up_the_end(outcomes: dict[st
         assert outcome["after"][rank] < AT_ONCE
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["shared, loop SIGKILL", "gloo, loop SIGKILL"])
 def test_a_rank_killed_at_any_moment(outcomes: dict[str, Outcome], name: str) -> None:
@@ -260,6 +271,7 @@ def test_a_rank_killed_at_any_moment(outcomes: dict[str, Outcome], name: str) ->
     others_told(outcomes[name], 1, r"(index|rank) 1 has ended")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["shared, stopped for a while", "gloo, stopped for a while"])
 def test_a_rank_stopped_within_the_time_out_changes_nothing(outcomes: dict[str, Outcome], name: str) -> None:
@@ -270,6 +282,7 @@ def test_a_rank_stopped_within_the_time_out_changes_nothing(outcomes: dict[str, 
     assert all(after > 1.5 for after in outcome["after"].values())  # it was
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [f"{transport}, stopped" for transport in TRANSPORTS])
 def test_a_rank_stopped_past_the_time_out_is_named_then(outcomes: dict[str, Outcome], name: str) -> None:
@@ -282,6 +295,7 @@ def test_a_rank_stopped_past_the_time_out_is_named_then(outcomes: dict[str, Outc
     assert outcome["errors"]["1"]["kind"] == "CommError"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["gloo guarded, the store stopped"])
 def test_a_store_that_is_stopped_is_waited_for_once(outcomes: dict[str, Outcome], name: str) -> None:
@@ -311,6 +325,7 @@ see another one gone.
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MEETINGS)
 def test_ranks_that_do_not_meet(outcomes: dict[str, Outcome], name: str) -> None:
@@ -327,6 +342,7 @@ def test_ranks_that_do_not_meet(outcomes: dict[str, Outcome], name: str) -> None
 # -------------------------------------------------------------------------------------------------------- while training
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_resumes_from_the_last_checkpoint_to_the_same_bits(outcomes: dict[str, Outcome], name: str) -> None:
@@ -375,6 +391,7 @@ def torchrun(folder: Path, case: Case, *flags: str) -> subprocess.CompletedProce
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(160)
 def test_torchrun_shows_the_rank_that_raised_as_the_cause(tmp_path: Path) -> None:
     case = {"program": "collective", "args": {"moment": "before"}, "fault": "raise", "victim": 1, "timeout": FOREVER}
@@ -390,6 +407,7 @@ def test_torchrun_shows_the_rank_that_raised_as_the_cause(tmp_path: Path) -> Non
     assert re.search("index 1 has left the group.*ValueError: boom on rank 1", told["text"])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["fsdp, whole"])
 def test_torchrun_restarts_the_ranks_and_training_resumes(
@@ -411,6 +429,7 @@ LAUNCHED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", LAUNCHED)
 def test_launch_shows_the_rank_that_failed(what: str, tmp_path: Path) -> None:

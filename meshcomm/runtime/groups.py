@@ -37,7 +37,7 @@ _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
 _links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
 _wrapped: weakref.WeakSet[WrappedLink] = weakref.WeakSet()
 _mails: dict[int, Mail] = {}
-_let_go: deque[tuple[Family, str, str, bool]] = deque()
+_let_go: deque[tuple[weakref.ref[Family], str, str, bool]] = deque()
 """Sequences that this rank needs no more, of which there may be something at the store."""
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[Any]] = weakref.WeakKeyDictionary()
 """How many of each kind have been made, while the ranks are together."""
@@ -84,13 +84,17 @@ def link_of(
 def _keep(here: world.ProcessWorld, link: ProcessLink, family: Family, name: str, barrier: str) -> None:
     """Until the link goes; those that have gone are seen to when another one is made: here nobody waits for a store."""
     while _let_go:
-        gone, channel, met, alone = _let_go.popleft()
+        held, channel, met, alone = _let_go.popleft()
+        gone = held()
+        if gone is None:
+            continue
         with contextlib.suppress(RuntimeError):  # a store that is lost is told of by the next call
             gone.forget(channel, alone)
             attendance.forget(met, len(gone.ranks))
     if not here.adopted and here.backend != "fake":
         apart = not isinstance(link, OneHostLink)
-        weakref.finalize(link.hold, _let_go.append, (family, name, barrier, apart)).atexit = False
+        # No more than a reference: a group that outlives the end of the interpreter waits for what is under way.
+        weakref.finalize(link.hold, _let_go.append, (weakref.ref(family), name, barrier, apart)).atexit = False
 
 
 def _family_of(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
