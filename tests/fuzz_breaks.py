@@ -46,7 +46,6 @@ import meshcomm as mc
 
 __all__ = [
     "KINDS",
-    "KNOWN_AXIS",
     "Break",
     "Outcome",
     "UserError",
@@ -64,8 +63,6 @@ KINDS = (
     "skip", "extra", "op", "axis", "reduce op", "dim", "dtype", "shape", "split", "root", "perm", "gradient", "swap",
     "user error", "return", "argument", "argument everywhere",
 )  # fmt: skip
-KNOWN_AXIS = tuple(kind for kind in KINDS if not kind.startswith("argument"))
-"""Without an error of which it is not known over which axis the call would have been: the guard remembers those too long."""
 TWISTS = ("op", "axis", "reduce op", "dim", "dtype", "shape", "split", "root", "perm", "gradient", "argument")
 
 OTHER = {
@@ -147,10 +144,10 @@ def _another(call: Call) -> Call:
     return "all_gather", (torch.ones(7), axis), {}
 
 
-def break_of(dice: Dice, program: Program, among: Sequence[str] = KINDS) -> Break | None:
+def break_of(dice: Dice, program: Program) -> Break | None:
     """A mistake that the program can have, if there is one."""
     oracle = Oracle(program.axes)
-    kinds = [kind for kind in among if _places(program, oracle, kind)]
+    kinds = [kind for kind in KINDS if _places(program, oracle, kind)]
     if not kinds:
         return None
     kind = dice.one_of(kinds)
@@ -164,21 +161,16 @@ def break_of(dice: Dice, program: Program, among: Sequence[str] = KINDS) -> Brea
     return Break(kind, at, (rank,), dice.one_of(_details(program, oracle, kind, at, rank)))
 
 
-def broken_of(
-    dice: Dice, meshes: Sequence[dict[str, int]], later: bool = True, among: Sequence[str] = KINDS
-) -> tuple[Program, Break | None]:
-    """A program and its mistake; with no barrier, which is how ranks go on together; ``later``: with works and messages."""
-    kinds = [kind for kind in PROGRAM_KINDS if kind != "barrier" and (later or kind not in MESSAGES)]
-    program = program_of(dice, meshes, 5, kinds, later)
-    return program, break_of(dice, program, among)
+def broken_of(dice: Dice, meshes: Sequence[dict[str, int]]) -> tuple[Program, Break | None]:
+    """A program and its mistake; with no barrier, which is how ranks go on together."""
+    program = program_of(dice, meshes, 5, [kind for kind in PROGRAM_KINDS if kind != "barrier"])
+    return program, break_of(dice, program)
 
 
 @st.composite
-def broken_programs(
-    draw: Any, meshes: Sequence[dict[str, int]], later: bool = True, among: Sequence[str] = KINDS
-) -> tuple[Program, Break]:
+def broken_programs(draw: Any, meshes: Sequence[dict[str, int]]) -> tuple[Program, Break]:
     """Programs with a mistake in them."""
-    program, broken = broken_of(Drawn(draw), meshes, later, among)
+    program, broken = broken_of(Drawn(draw), meshes)
     assume(broken)
     assert broken is not None
     return program, broken

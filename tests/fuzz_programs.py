@@ -82,8 +82,7 @@ class Rolled:
 class Builder:
     """Draws a program step by step."""
 
-    def __init__(self, dice: Dice, axes: dict[str, int], kinds: Sequence[str], later: bool) -> None:
-        self.later = later
+    def __init__(self, dice: Dice, axes: dict[str, int], kinds: Sequence[str]) -> None:
         self.kinds, self.one_of, self.number, self.order = kinds, dice.one_of, dice.number, dice.order
         self.oracle = Oracle(axes)
         self.program = Program(axes)
@@ -163,16 +162,13 @@ class Builder:
         elif kind == "wait":
             self.wait()
         elif kind == "barrier":
-            self.add(Step("barrier", (), self.some_axis(), later=self.is_later()), [])
+            self.add(Step("barrier", (), self.some_axis(), later=self.rarely()), [])
         elif kind == "tree":
             self.collective(self.one_of((*TYPED, "pvary", "shard")), self.number(1, 3))
         elif kind in (*TYPED, "shard"):
             self.collective(kind, 0)
         else:
             self.plain(kind)
-
-    def is_later(self) -> bool:
-        return self.later and self.rarely()
 
     def join(self) -> None:
         one = self.some_value()
@@ -205,7 +201,7 @@ class Builder:
             v | set(axes) if op in ("shard", "pvary") else v - set(axes) if op in TO_INVARIANT else v for v in before
         ]
         tree = self.one_of(("list", "dict", "nested")) if leaves else ""
-        later = self.is_later() and op != "pvary"
+        later = self.rarely() and op != "pvary"
         self.add(Step(op, tuple(chosen), axis, kwargs, self.one_of(FORMS), tree, later), varying)
 
     def kwargs_of(self, op: str, xs: list[Tensor], n: int, leaves: int) -> dict[str, Any] | None:
@@ -269,7 +265,7 @@ class Builder:
         kwargs: dict[str, Any] = {"src": root} if op in ("scatter", "broadcast_object", "scatter_object") else {}
         if op in ("reduce", "gather", "gather_object"):
             kwargs["dst"] = root
-        later = self.is_later() and op not in NO_LATER
+        later = self.rarely() and op not in NO_LATER
         if op == "reduce":
             kwargs["op"] = self.one_of(REDUCTIONS[x.dtype])
         elif op == "gather":
@@ -315,11 +311,9 @@ KINDS = (
 )  # fmt: skip
 
 
-def program_of(
-    dice: Dice, meshes: Sequence[dict[str, int]], most: int = 12, kinds: Sequence[str] = KINDS, later: bool = True
-) -> Program:
-    """A program on one of these meshes, of about so many steps; ``later``: some give works."""
-    builder = Builder(dice, dice.one_of(meshes), kinds, later)
+def program_of(dice: Dice, meshes: Sequence[dict[str, int]], most: int = 12, kinds: Sequence[str] = KINDS) -> Program:
+    """A program on one of these meshes, of about so many steps."""
+    builder = Builder(dice, dice.one_of(meshes), kinds)
     for seed in range(builder.number(1, 3)):
         builder.give(seed)
     for _ in range(builder.number(1, most)):

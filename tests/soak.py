@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 
 import soak_rounds
 import torch
-from fuzz_breaks import KNOWN_AXIS, broken_of
+from fuzz_breaks import broken_of
 from fuzz_judge import judged, right
 from fuzz_programs import Rolled, program_of
 from soak_rounds import LEAKS, ROUNDS
@@ -97,7 +97,7 @@ def one_round(crew: Crew, kind: str, seed: int, folder: str) -> None:
         program = program_of(Rolled(seed), MESHES)
         right(program, crew.pool.run(soak_rounds.on_rank, program.light()))
     elif kind == "broken":
-        program, broken = broken_of(Rolled(seed), MESHES, later=False, among=KNOWN_AXIS)
+        program, broken = broken_of(Rolled(seed), MESHES)
         if broken is not None:
             judged(program, broken, crew.pool.run(soak_rounds.with_error, program.light(), broken))
     else:
