@@ -6,7 +6,7 @@ An adaptor leaves with its module a function that tells its parts; whoever asks 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from meshcomm._torch import watch_total_norms
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.boxes import Place
 
-__all__ = ["Dim", "Flat", "Part", "know", "meshes_of", "parts_inside", "parts_of", "place_of", "places_of"]
+__all__ = [
+    "Dim", "Flat", "Part", "know", "meshes_of", "parts_inside", "parts_of", "place_of", "places_of",
+    "refuse_copies", "refuse_overlap",
+]  # fmt: skip
 
 
 class Dim(NamedTuple):
@@ -54,13 +57,18 @@ Teller = Callable[[nn.Module], tuple[Mesh, Iterable[Part]] | None]
 such as one whose attributes are being taken apart.
 """
 
-_NAME = "_meshcomm_cuts"
+_NAME, _COPIES = "_meshcomm_cuts", "_meshcomm_copies"
 _known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def know(module: nn.Module, teller: Teller) -> None:
-    """From now on ``teller`` speaks for ``module``; for a copy of it too, once this was called for the copy."""
+def know(module: nn.Module, teller: Teller, copies: AxisName = ()) -> None:
+    """From now on ``teller`` speaks for ``module``; for a copy of it too, once this was called for the copy.
+
+    ``copies``: the axes along which the adaptor takes all parameters of the module to be the same.
+    """
     kept = vars(module)
+    if copies:
+        kept[_COPIES] = copies
     if teller not in kept.get(_NAME, ()):
         kept[_NAME] = (*kept.get(_NAME, ()), teller)
     _known.add(module)
@@ -100,6 +108,31 @@ def parts_inside(module: nn.Module) -> dict[int, list[Part]]:
     for made in found.values():
         made.sort(key=lambda part: isinstance(part.how, Dim))
     return found
+
+
+def refuse_copies(where: str, module: nn.Module, fix: str, axis: Axis | None = None) -> None:
+    """MeshError for a module that is part of one whose parameters are taken to be the same along ``axis``, or any."""
+    for each in list(_known):
+        same = vars(each).get(_COPIES)
+        if same and any(part is module for part in each.modules()):
+            for mesh, _ in _told(each):
+                if axis is None or len({*axis.ranks} & {*mesh.axis(same).ranks}) > 1:
+                    what = "the module is" if each is module else "the module is part of one that is"
+                    what = f"{what} data parallel: its parameters are to be the same along axis {same!r}."
+                    fail(where, what, fix=fix)
+
+
+def refuse_overlap(where: str, module: nn.Module, axis: Axis, among: Container[int] | None = None) -> None:
+    """MeshError for a parameter of which ranks along ``axis``, who shall have the same, have other parts.
+
+    ``among``: the ids of those that are looked at; all by default.
+    """
+    for key, parts in parts_inside(module).items():
+        for part in parts if among is None or key in among else ():
+            if len({*axis.ranks} & {*part.mesh.axis(part.axis).ranks}) > 1:
+                what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}"
+                fix = "other axes; each axis cuts a parameter once, or has the same of it on all ranks"
+                fail(where, f"{what}, and would be taken to be the same along axis {axis.name!r}.", fix=fix)
 
 
 def places_of(where: str, module: nn.Module) -> dict[int, Place]:

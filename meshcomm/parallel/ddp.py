@@ -26,7 +26,7 @@ from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.cuts import know
+from meshcomm.parallel.cuts import know, refuse_overlap
 from meshcomm.parallel.means import Mean, checked_mean, mean_of
 from meshcomm.parallel.swap import Around, leaves_of, refuse_sliced, seen_as, sites_of
 from meshcomm.runtime.scheduler import claim
@@ -95,9 +95,9 @@ def data_parallel(
 
     Raises:
         MeshError: not a module; no such axis, ``grads``, ``buffers`` or method; a module that is data parallel or
-            sharded already; parameters or buffers that have other names, shapes or dtypes on another rank (said on all
-            ranks); a lazy parameter that has no shape yet; embeddings with sparse gradients; a tensor on a device that
-            the mesh cannot move.
+            sharded already; a parameter that ``tensor_parallel`` has cut along ``axis``; parameters or buffers that
+            have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
+            yet; embeddings with sparse gradients; a tensor on a device that the mesh cannot move.
 
     A part of the module under ``torch.utils.checkpoint`` needs ``use_reentrant=False``: the other kind computes
     again outside of the module's forward, where parameters are themselves, and its gradients would stay local. That is
@@ -129,6 +129,7 @@ def data_parallel(
     if _HERE in vars(module):
         fail(_WHERE, "the module is data parallel already.", fix="name all axes at once: axis=('dp', 'replica')")
     refuse_sliced(_WHERE, module, "pass fully_shard(..., replica_axis=)")
+    refuse_overlap(_WHERE, module, ax)
     for path, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             fail(_WHERE, f"{path!r} has sparse gradients, which are not reduced.", fix="sparse=False")
@@ -142,7 +143,7 @@ def data_parallel(
     for name in methods:
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, _HERE, state)
-    know(module, _told)
+    know(module, _told, copies=ax.name)
     state.mean = mean_of(_WHERE, module, grads, ax.mesh, (ax.name,), mean_over)
     return module
 

@@ -26,6 +26,7 @@ from meshcomm.mesh import Axis
 from meshcomm.parallel.again import Again
 from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.means import Mean
+from meshcomm.parallel.swap import become
 from meshcomm.runtime.flat import gather_flat, scatter_flat
 from meshcomm.runtime.pending import Pending, settled
 
@@ -188,7 +189,7 @@ class Group:
         self.shard = shard
         self._addresses: list[tuple[nn.Parameter, int]] = []
         for slot, piece in zip(self.slots, self.layout.cut(shard, self.index), strict=True):
-            slot.param.data = piece
+            become(slot.param, piece)
             self._addresses.append((slot.param, piece.data_ptr()))
         self._registered = [(door, name, slot.param) for slot in self.slots for door, name in slot.sites]
         policy = self.owner.policy

@@ -20,6 +20,7 @@ from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel import recurrent
 from meshcomm.parallel.cut_states import mark_states
+from meshcomm.parallel.cuts import refuse_copies, refuse_overlap
 from meshcomm.parallel.flat import Layout
 from meshcomm.parallel.fsdp_groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp_state import all_matched
@@ -116,8 +117,9 @@ def fully_shard(
 
     Raises:
         MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
-            are no lists; a choice that matches nothing; a module that is sharded already; parameters that are
-            not plain dense tensors; a submodule on the meta device that cannot be initialised.
+            are no lists; a choice that matches nothing; a module that is sharded already, or within one
+            that is data parallel; a parameter that ``tensor_parallel`` has cut along the same axis, or that is no plain
+            dense tensor; a submodule on the meta device that cannot be initialised.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -156,6 +158,7 @@ def fully_shard(
             fail(where, f"{name}={patterns!r} is not a list of patterns.", fix="such as ['*.bias']")
     if init is not None and not callable(init):
         fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
+    refuse_copies(where, module, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
     claim(module, where)
     apart = _sharded_parts(module, axis)
     chosen = {name: part for name, part in _chosen(module, units, methods).items() if part not in apart}
@@ -168,6 +171,9 @@ def fully_shard(
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, regather, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
     plan = _owned(module, chosen, ignore, apart)
+    own = {id(slot.param) for slots in plan.values() for slot in slots}
+    for over in (ax,) if replica is None else (ax, replica):
+        refuse_overlap(where, module, over, own)
     seed = _shared_seed(policy) if any(slot.param.is_meta for slots in plan.values() for slot in slots) else 0
     made: dict[str, list[Group]] = {}
     loads = [0] * ax.size
@@ -347,6 +353,8 @@ def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: l
         if policy.offload:
             shard = shard.cpu()
             shard = shard.pin_memory() if policy.device.type != "cpu" else shard
+        for slot in members:
+            slot.param.grad = None  # of this rank's own pass, and of the whole
         groups.append(Group(owner, members, layout, shard, said))
     return groups
 

@@ -8,11 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import fail
 
-__all__ = ["PLAIN_TABLES", "Around", "Site", "leaves_of", "refuse_sliced", "seen_as", "sites_of"]
+__all__ = ["PLAIN_TABLES", "Around", "Site", "become", "leaves_of", "refuse_sliced", "seen_as", "sites_of"]
 
 
 PLAIN_TABLES = (dict, OrderedDict)
@@ -23,6 +24,16 @@ def refuse_sliced(where: str, module: nn.Module, fix: str) -> None:
     """MeshError for a module whose parameters are slices."""
     if any(type(vars(part)["_parameters"]) not in PLAIN_TABLES for part in module.modules()):
         fail(where, "the module's parameters are sharded: each rank has slices of them.", fix=fix)
+
+
+def become(p: Tensor, values: Tensor) -> None:
+    """Give a leaf other values, also of another shape."""
+    if p.shape != values.shape:
+        # Where a graph from before is still held (a loss, the weight of weight_norm), so is the node that gradients of
+        # p come to, and it wants the old shape for ever: torch makes another one when the dtype changes.
+        other = torch.float32 if p.dtype == torch.float64 else torch.float64
+        p.data = torch.empty(0, dtype=other, device=p.device)
+    p.data = values
 
 
 class Site(NamedTuple):

@@ -17,9 +17,9 @@ from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_states import mark_states
-from meshcomm.parallel.cuts import Dim, Part, know
+from meshcomm.parallel.cuts import Dim, Part, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.streams import Streams
-from meshcomm.parallel.swap import PLAIN_TABLES, Around, Site, refuse_sliced, seen_as
+from meshcomm.parallel.swap import PLAIN_TABLES, Around, Site, become, refuse_sliced, seen_as
 from meshcomm.parallel.tensor_functions import enter, heads_of, leave, vocab_embedding
 from meshcomm.runtime.scheduler import claim
 
@@ -106,7 +106,8 @@ def tensor_parallel(
         MeshError: not a module; no such axis; a pattern for which nothing is left; a parameter that no pattern
             names; a style that does not fit the kind of layer; a dim or an attribute that the axis does not divide;
             ``"sequence"`` and ``"split"`` without ``sequence``; a parameter that stands in layers of other styles; a
-            module that is tensor parallel or sharded already; parameters on the meta device.
+            module that is tensor parallel or sharded already, or data parallel along ``axis``; parameters on the meta
+            device.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -130,6 +131,8 @@ def tensor_parallel(
     if not isinstance(sequence, bool):
         fail(_WHERE, f"sequence={sequence!r} is neither True nor False.", fix="True or False")
     refuse_sliced(_WHERE, module, "call tensor_parallel before fully_shard")
+    refuse_copies(_WHERE, module, "tensor parallelism over another axis than data_parallel's", ax)
+    refuse_overlap(_WHERE, module, ax)
     state = _Parallel(module, ax, sequence)
     layers = state.layers(module, _styles(module, plan, sequence))
     attributes = list(_attributes(module, divide, ax))
@@ -359,12 +362,13 @@ class _Parallel:
         for name, p in here.items():  # one by one: never more than one whole parameter more
             whole = broadcast(p.detach(), self.name, 0, mesh=self.mesh)
             if name in self.cuts:
-                trains = p.requires_grad
+                trains, part = p.requires_grad, self.part(name, whole)
                 p.requires_grad_(False)  # a leaf that trains may not come to vary, and this one shall
-                p.data, p.grad = self.part(name, whole), None
+                become(p, part)
                 p.requires_grad_(trains)
             else:
                 p.data = whole
+            p.grad = None  # of this rank's own pass, and of what p was
         buffers = [x.detach() for x in module.buffers()]
         if buffers:
             for x, y in zip(buffers, broadcast(buffers, self.name, 0, mesh=self.mesh), strict=True):
