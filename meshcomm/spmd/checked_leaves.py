@@ -42,7 +42,7 @@ def is_gradient(x: Tensor) -> bool:
 
 def is_trained(x: Tensor) -> bool:
     """Whether it is a leaf that requires grad, or the gradient of one."""
-    return (x.requires_grad and x.is_leaf) or is_gradient(x)
+    return (x.requires_grad and x.is_leaf) or (_Gradients.any and is_gradient(x))
 
 
 def is_new(x: Tensor) -> bool:

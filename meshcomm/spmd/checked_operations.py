@@ -64,6 +64,9 @@ from meshcomm.watch import here
 
 __all__ = ["Operations"]
 
+Args = tuple[Any, ...]
+Named = dict[str, Any]
+
 
 class Operations(Leaves):
     """Sees every operation: what varies where any operand does, unless the rules say otherwise."""
@@ -79,6 +82,8 @@ class Operations(Leaves):
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
         if not kind.ordinary or (kwargs and kwargs.get("out") is not None):
+            if kind.asks:
+                return func(*args, **kwargs)
             return self._get(kind, func, args) if kind.getter else self._typed(kind, func, args, kwargs)
         operands: list[Tensor] = []
         gather(args, Tensor, operands)
@@ -88,9 +93,7 @@ class Operations(Leaves):
             return self._sized(kind, func, args, kwargs)
         return self._ordinary(kind, func, args, kwargs, operands)
 
-    def _typed(
-        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], also: Sequence[Tensor] | None = None
-    ) -> Any:
+    def _typed(self, kind: Kind, func: Any, args: Args, kwargs: Named, also: Sequence[Tensor] | None = None) -> Any:
         """Call it, and note the types of what it gives.
 
         also: what stands for sizes among the arguments; None if nobody has looked for them.
@@ -134,7 +137,7 @@ class Operations(Leaves):
             return self._each(kind, func, args, kwargs, operands, also or ())
         return self._special(kind, func, args, kwargs, operands, also or ())
 
-    def _settle(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _settle(self, kind: Kind, func: Any, args: Args, kwargs: Named) -> Any:
         """What changes how a tensor is seen counts as a change of it."""
         x = args[0]
         if kind.name == "requires_grad_":
@@ -145,9 +148,7 @@ class Operations(Leaves):
             saw(x, before, after)
         return self._counted(result) if kind.name == "requires_grad_" else result
 
-    def _ordinary(
-        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
-    ) -> Any:
+    def _ordinary(self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor]) -> Any:
         """What varies where any operand does."""
         if not operands:
             result = func(*args, **kwargs)
@@ -177,9 +178,7 @@ class Operations(Leaves):
             self._changed(operands, versions, whole, kind.name, evened=args is not given)
         return result
 
-    def _parts(
-        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
-    ) -> Any:
+    def _parts(self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor]) -> Any:
         """torch's own collectives do not say what they write."""
         versions = versions_of(operands)
         result = func(*args, **kwargs)
@@ -190,9 +189,7 @@ class Operations(Leaves):
         self._note_all(result, whole, operands)
         return result
 
-    def _silent(
-        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
-    ) -> Any:
+    def _silent(self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor]) -> Any:
         """What writes into some operands without counting that as a change of them."""
         assert kind.silent is not None
         into = kind.silent(args, kwargs)
@@ -206,9 +203,7 @@ class Operations(Leaves):
                 self._written(x, whole, kind.name)
         return result
 
-    def _unseen(
-        self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
-    ) -> Any:
+    def _unseen(self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: Sequence[Tensor]) -> Any:
         """What takes an unknown value gives unknown ones, in what it writes into, too."""
         versions = versions_of(operands)
         result = func(*args, **kwargs)
@@ -260,8 +255,8 @@ class Operations(Leaves):
         found: Sequence[Type],
         whole: Type,
         name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Named,
         but: Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with a pvary of each operand that requires grad and does not vary as the others do."""
@@ -275,13 +270,7 @@ class Operations(Leaves):
         return replaced(args, others), {key: replaced(value, others) for key, value in kwargs.items()}
 
     def _special(
-        self,
-        kind: Kind,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        operands: list[Tensor],
-        also: Sequence[Tensor],
+        self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor], also: Sequence[Tensor]
     ) -> Any:
         """Functions that write, draw, or take no more than the shape of an operand."""
         target: Any = operands[0] if kind.in_place and operands else kwargs.get("out")
@@ -341,13 +330,7 @@ class Operations(Leaves):
         return result
 
     def _each(
-        self,
-        kind: Kind,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        operands: list[Tensor],
-        also: Sequence[Tensor],
+        self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor], also: Sequence[Tensor]
     ) -> Any:
         """Functions of lists, element by element."""
         every = [*args, *kwargs.values()]
@@ -404,25 +387,26 @@ class Operations(Leaves):
 
     def _get(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
         """A property: x.T and the like have the type of x, and so has its gradient."""
-        result = func(*args)
-        if type(result) in SIMPLE:
+        x, result = args[0], func(*args)
+        if type(result) in SIMPLE or not isinstance(result, Tensor) or result is x or kind.name == "_base":
             return result
-        if isinstance(result, Tensor) and result is not args[0] and kind.name != "_base":
-            if kind.name == "data":
-                self._shares(args[0])
-            mine = self.type_of(args[0])
-            if (
-                kind.name == "grad"
-                and (seen := marked(result)) is not None
-                and (mine is None or seen.axes >= mine.axes)
-            ):
-                stamp(result)  # a backward has added to it
-                return result
-            if mine is not None:
-                self._note(result, self._of_gradient(mine) if kind.name == "grad" else mine, (args[0],))
-                if kind.name == "grad" and args[0].is_leaf:
-                    of_leaf(result)
+        if kind.name == "data":
+            self._shares(x)
+        mine = self.type_of(x)
+        if kind.name == "grad":
+            self._got_gradient(x, mine, result)
+        elif mine is not None:
+            self._note(result, mine, args)
         return result
+
+    def _got_gradient(self, x: Tensor, mine: Type | None, g: Tensor) -> None:
+        seen = marked(g)
+        if seen is not None and (mine is None or seen.axes >= mine.axes):
+            stamp(g)  # a backward has added to it
+        elif mine is not None:
+            self._note(g, self._of_gradient(mine), (x,))
+            if x.is_leaf:
+                of_leaf(g)
 
     def _of_gradient(self, kind: Type) -> Type:
         """The type of the gradient of a value: what is invariant has been summed by the backward of pvary."""

@@ -56,6 +56,9 @@ SETTLES = _words(
 )
 """Ask, or change, how a tensor is seen, and no values."""
 
+PLAIN = _words("shape dtype device ndim layout requires_grad is_leaf is_cpu is_cuda grad_fn nbytes itemsize names")
+"""Attributes that are no tensors."""
+
 HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook"])
 """Take a function that is called with a gradient."""
 
@@ -151,6 +154,8 @@ class Kind:
     """It changes how a tensor is seen, and no values."""
     hooks: bool = False
     """It is given a function for gradients."""
+    asks: bool = False
+    """It tells how a tensor is seen, and neither changes it nor gives another."""
     overwrites: bool = False
     """Nothing of what was in its first operand remains."""
     silent: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]] | None = None
@@ -173,7 +178,8 @@ def kind_of(func: Any) -> Kind:
     """How to read a function of torch, as a mode is given it."""
     name = str(getattr(func, "__name__", func)).split(".")[0]
     if name == "__get__":
-        return Kind(str(getattr(func.__self__, "__name__", name)), getter=True)
+        name = str(getattr(func.__self__, "__name__", name))
+        return Kind(name, getter=True, asks=name in PLAIN)
     if name == "__set__":
         return Kind(str(getattr(func.__self__, "__name__", name)), setter=True)
     if func is Tensor.backward:
@@ -197,6 +203,7 @@ def kind_of(func: Any) -> Kind:
         drops=drops,
         settles=name in SETTLES,
         hooks=name in HOOKS,
+        asks=name in SETTLES - HOOKS and not in_place,
         overwrites=name in OVERWRITES,
         parts=_of_torch_distributed(func) and any(word in name for word in _PARTS),
         silent=_silent(name, getattr(func, "__module__", None) == "torch.nn.functional"),
