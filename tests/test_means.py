@@ -181,3 +181,41 @@ def test_transforms() -> None:
         return found
 
     assert mc.launch(main, ranks=8) == [0.25] * 8
+
+
+def sent(x: Tensor, how: str) -> Tensor:
+    if how == "later":
+        return mc.all_to_all(x, "ep", 0, 0, async_op=True).wait()
+    if how == "tree":
+        return mc.all_to_all([x], "ep", 0, 0)[0]
+    x = mc.all_to_all(x, BOTH if how == "both" else "fs" if how == "known" else "ep", 0, 0)
+    if how == "moved":
+        return x.view(2, 2, D).transpose(0, 1).reshape(4, D)[torch.tensor([3, 0, 1, 2])]
+    return torch.tanh(x) if how == "computed" else x
+
+
+SENT = {"plain": "'ep'", "later": "'ep'", "tree": "'ep'", "moved": "'ep'", "both": r"\('fs', 'ep'\)"}
+
+
+@pytest.mark.parametrize("maker", [data_parallel, fully_shard])
+@pytest.mark.parametrize("how", [*SENT, "known", "computed"])
+def test_who_does_not_say_what_the_mean_is_over(maker: Any, how: str) -> None:
+    """Is refused where tokens have just come from ranks that are not averaged over; once it was said, it is not."""
+
+    def main(said: dict[str, Any]) -> None:
+        with mc.use_mesh(mc.make_mesh({"fs": 2, "ep": 2})):
+            net = Net(0)
+            maker(net.experts[0], "fs", **said)
+            with torch.no_grad():
+                net.experts[0](torch.ones(4, D, dtype=F64))
+            net.experts[0](sent(net.dense(torch.ones(4, D, dtype=F64)), how)).sum().backward()
+
+    for said in ({"grads": "sum"}, {"grads": "mean", "mean_over": "fs"}, {"grads": "mean", "mean_over": BOTH}):
+        mc.launch(main, ranks=4, args=(said,))
+    if how not in SENT:
+        mc.launch(main, ranks=4, args=({"grads": "mean"},))
+        return
+    with pytest.raises(mc.MeshError, match=f"come by all_to_all over axis {SENT[how]}") as refused:
+        mc.launch(main, ranks=4, args=({"grads": "mean"},))
+    assert "mean_over=('fs', 'ep')" in str(refused.value)
+    assert "mean_over='fs'" in str(refused.value)

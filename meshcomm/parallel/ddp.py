@@ -83,7 +83,8 @@ def data_parallel(
         methods: the names of the methods that use the parameters and whose gradients are reduced.
         mean_over: the axes over whose ranks the loss is a mean, where these are not the ones that gradients are reduced
             over: of experts, the axes of the tokens that all_to_all brings, ``("dp", "ep")``. By default those of the
-            module around this one that is parallel over more axes, or ``axis``.
+            module around this one that is parallel over more axes, or ``axis``. Where neither
+            says it, and an input has just come by all_to_all over another axis, that is an error.
 
     Returns: ``module``.
 
@@ -282,7 +283,7 @@ class _Replica:
         ledger = self.axis.link.ledger
         ledger.modules += 1
         self.whose = f"{type(module).__name__}, module {ledger.modules} of the axis"
-        self.inside = self.joined = self.collected = False
+        self.inside = self.joined = self.collected = self.seen = False
         self.syncs = True
         self.mean: Mean | None = None
         self.passes = [-2, -2]  # the latest backward pass that reduced, and that collected
@@ -336,6 +337,9 @@ class _Replica:
         func = functorch_active() or dual_level_open()
         if self.inside or not (torch.is_grad_enabled() or func):
             return method(*args, **kwargs)
+        if self.mean is not None and not (self.seen or func or torch.compiler.is_compiling()):
+            self.seen = True
+            self.mean.look(_WHERE, args)
         if not self.syncs:
             if torch.compiler.is_compiling():
                 fail(

@@ -102,7 +102,8 @@ def fully_shard(
         methods: names of methods of units (and of ``module``) that gather as forward does.
         mean_over: the axes over whose ranks the loss is a mean, where these are not the ones that gradients are reduced
             over: of experts, the axes of the tokens that all_to_all brings, ``("fsdp", "ep")``. By default those of the
-            module around this one that is sharded over more axes, or ``axis`` and ``replica_axis``.
+            module around this one that is sharded over more axes, or ``axis`` and ``replica_axis``. Where neither
+            says it, and an input has just come by all_to_all over another axis, that is an error.
         mesh: the current mesh by default.
 
     Returns: ``module``.
@@ -461,15 +462,15 @@ class _Entry:
         cast = [x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
         return _torch.tree_unflatten(cast, spec)
 
-    def before_and_cast(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward begins: a hook."""
-        self.unit.before()
+        self.unit.before(module, args)
         return self._cast(args), self._cast(kwargs)
 
     def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Another method."""
         try:
-            self.unit.before()
+            self.unit.before(None, args)
             return method(*args, **kwargs) if self.dtype is None else method(*self._cast(args), **self._cast(kwargs))
         finally:
             self.unit.after()

@@ -39,6 +39,8 @@ class Unit:
         """Of the forward pass that is under way."""
         self.next: list[Unit | None] = [None, None]
         self._version = 0
+        self._seen = False
+        """Its input was looked at."""
         self._again: weakref.ref[Again] | None = None
         self._sites = [
             (door.views, name, number, at)
@@ -120,11 +122,15 @@ class Unit:
     # ------------------------------------------------------------------------------------------------- open and shut
 
     @_torch.out_of_graphs
-    def before(self, *_: Any) -> None:
+    def before(self, _: nn.Module | None = None, given: tuple[Any, ...] = ()) -> None:
         """Forward begins: a hook."""
         self.depth += 1
         if self.depth > 1 and self.version() == self._version and self.is_open:
             return
+        if not self._seen and torch.is_grad_enabled():
+            self._seen = True
+            if self.owner.mean is not None:
+                self.owner.mean.look("fully_shard", given)
         self.depth = 1  # of an interrupted forward there may be something left
         self.owner.enter(self)
         self._open(_BACKWARD if _torch.backward_pass() != -1 else _FORWARD)

@@ -7,17 +7,29 @@ and brings back the gradients of the losses, of the others.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh
 
 __all__ = ["Mean", "checked_mean", "mean_of"]
 
 _NAME = "_meshcomm_mean"
 _known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+_MOVES = frozenset((
+    "Alias", "Cat", "Clone", "Expand", "Gather", "Index", "IndexSelect", "Permute", "Reshape", "ReshapeAlias", "Select",
+    "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView",
+    "Unsqueeze", "View",
+))  # fmt: skip
+"""Nodes of autograd's that do not change what they move."""
+_FEW = 32
+"""The most nodes that are looked at."""
 
 
 class Mean:
@@ -31,6 +43,21 @@ class Mean:
 
     def _share(self) -> float:
         return self.mesh.size_of(self.reduced) / self.mesh.size_of(self.over)
+
+    def look(self, where: str, given: tuple[Any, ...]) -> None:
+        """MeshError for a module whose input has come from ranks of which nobody has said whether the mean is over
+        them: tokens that an all_to_all has just brought. It is right for experts, and doubles the gradients of others.
+        """
+        for axis in () if self.told else _came_over(given):
+            more = [name for name in _flat(axis.name) if name not in self.over]
+            if more and axis.mesh is self.mesh and axis.size > 1:
+                over, alone = (*self.over, *more), self.over if len(self.over) > 1 else self.over[0]
+                fail(
+                    where,
+                    f"the input has come by all_to_all over axis {axis.name!r}: is the loss a mean over its ranks too?",
+                    got=f'grads="mean" over {alone!r}; mesh {self.mesh.shape}',
+                    fix=f"mean_over={over!r} for experts, whose tokens come from all of them; else mean_over={alone!r}",
+                )
 
     def inside_of(self, outer: Mean) -> None:
         """Its module is a part of one whose loss is a mean over more: so is this one's, unless it was said."""
@@ -66,6 +93,19 @@ def mean_of(
             mine.inside_of(outer)
     _known.add(module)
     return mine
+
+
+def _came_over(given: tuple[Any, ...]) -> Iterator[Axis]:
+    """The axes over which an all_to_all has brought these, if nothing was computed of them since."""
+    nodes: list[Any] = [x.grad_fn for x in given if isinstance(x, Tensor) and x.grad_fn is not None]
+    for node in nodes:
+        name = type(node).__name__.partition("Backward")[0]
+        axis = getattr(getattr(node, "pair", node), "axis", None)
+        if isinstance(axis, Axis):
+            if name == "AllToAll" or (name == "_Finish" and node.pair.rule.name == "all_to_all"):
+                yield axis
+        elif name in _MOVES and len(nodes) < _FEW:
+            nodes += [other for other, _ in node.next_functions if other is not None]
 
 
 def _flat(axis: AxisName) -> tuple[str, ...]:
