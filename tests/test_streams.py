@@ -385,3 +385,76 @@ def test_scrambled_bits_come_back() -> None:
     for index in (-1, 0, 1, 1000):
         for bits in (0, 1, 12345678901, 2**40 - 1):
             assert _unscrambled(_scrambled(bits, index), index) == bits
+
+
+# ------------------------------------------------------------------------------------------------- as on one rank
+
+
+class Named(nn.Module):
+    """Says how what it drops lies."""
+
+    def __init__(self, residual: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.residual = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), residual
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        with mc.rng("b (tp f)", seed=(step, 0)):
+            hidden = F.dropout(torch.tanh(self.up(x)), RATE)
+        if self.residual:
+            with mc.rng("b d", seed=(step, 1)):
+                x = F.dropout(x, RATE)
+        y = self.down(hidden)
+        with mc.rng("b d", seed=(step, 2)):
+            return x + F.dropout(y, RATE)
+
+
+def three_steps(size: int, residual: bool, again: bool) -> tuple[list[float], dict[str, Tensor]]:
+    with mc.use_mesh(mc.make_mesh({"tp": size})), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = tensor_parallel(Named(residual).to(F64), {"up": "column", "down": "row"}, axis="tp")
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            x = torch.randn(3, D, dtype=F64, generator=torch.Generator().manual_seed(step))
+            y = checkpoint(model, x, step, use_reentrant=False) if again else model(x, step)
+            loss = y.square().mean()
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            losses.append(loss.item())
+        return losses, whole_parameters(model)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_named_draws_are_those_of_one_rank(size: int, residual: bool, again: bool) -> None:
+    """Of what is cut, of what is whole, and of what is whole between a column and a row."""
+    (alone,) = mc.launch(three_steps, ranks=1, args=(1, residual, again))
+    for losses, params in mc.launch(three_steps, ranks=size, args=(size, residual, again)):
+        assert_close(losses, alone[0], rtol=1e-12, atol=1e-12)
+        assert_close(params, alone[1], rtol=1e-12, atol=1e-12)
+
+
+def test_named_draws_are_those_of_one_rank_on_processes(pool4: Any) -> None:
+    (alone,) = mc.launch(three_steps, ranks=1, args=(1, True, True))
+    for found in pool4.run(three_steps, 4, True, True):
+        assert_close(found, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_whole_and_drawn_between_a_column_and_a_row_is_seen_by_the_checker() -> None:
+    class Beside(Named):
+        def forward(self, x: Tensor, step: int = 0) -> Tensor:
+            hidden = torch.tanh(self.up(x))
+            beside = F.dropout(x, RATE)
+            y: Tensor = self.down(hidden)
+            return beside + y
+
+    def main() -> None:
+        with mc.use_mesh(mc.make_mesh({"tp": 2})), mc.check_vma(True):
+            model = tensor_parallel(Beside().to(F64), {"up": "column", "down": "row"}, axis="tp")
+            x = mc.mark_varying(torch.ones(3, D, dtype=F64), ())
+            model(x)
+
+    with pytest.raises(mc.VaryingError, match="dropout"):
+        mc.launch(main, ranks=2)

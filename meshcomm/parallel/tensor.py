@@ -69,7 +69,9 @@ def tensor_parallel(
     cut draws differently, from a column (or another layer whose result is cut) to the next row (or another one whose
     result is whole); with ``sequence`` from the first layer that cuts on. Both follow from torch's default generators,
     made equal along ``axis``, so that ``torch.utils.checkpoint`` draws the same again. Which elements are dropped
-    depends on how the module is cut; under :func:`meshcomm.rng` it does not.
+    depends on how the module is cut; under :func:`meshcomm.rng` it does not. What is whole and drawn between a column
+    and its row, such as a residual stream beside them, would differ too: draw it before, or under :func:`meshcomm.rng`;
+    :func:`meshcomm.check_vma` refuses it.
 
     Type: what goes in and comes out is invariant along ``axis``, unless the last layer is a column (varying: give it
     to :func:`vocab_cross_entropy`) or the plan ends on a cut sequence. The loss is the same on all ranks: do not
