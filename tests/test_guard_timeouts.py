@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,34 @@ def test_the_wait_of_a_work_loses_nothing(guarded: Any, tmp_path: Path) -> None:
     told, *nothing = guarded.run(waited_twice, str(tmp_path))
     assert nothing == [""] * 3
     assert "wait again, nothing is lost" in told
+
+
+def went_on_meanwhile(what: str) -> None:
+    """A wait with a time-out is no deadlock: rank 0 does then what rank 1 waits for."""
+    mesh = mc.make_mesh({"a": 4})
+    if what == "a collective":
+        begin = partial(mc.all_reduce, torch.ones(1), "a", mesh=mesh, async_op=True)
+    elif mesh.rank == 0:
+        begin = partial(mc.recv, "a", 1, shape=(1,), dtype=torch.float32, tag=1, mesh=mesh, async_op=True)
+    else:
+        begin = partial(mc.send, torch.full((1,), 4.0), "a", 0, tag=1, mesh=mesh, async_op=True)
+    if mesh.rank == 0:
+        work = begin()
+        with pytest.raises(mc.CommError, match="wait again, nothing is lost"):
+            work.wait(timeout=1.0)
+        mc.send(X, "a", 1, mesh=mesh)
+        assert work.wait().item() == 4
+    elif mesh.rank == 1:
+        assert torch.equal(mc.recv("a", 0, shape=(8,), dtype=X.dtype, mesh=mesh), X)
+        begin().wait()
+    elif what == "a collective":
+        begin().wait()
+    works_on(mesh)
+
+
+@pytest.mark.parametrize("what", ["a collective", "a message"])
+def test_a_wait_with_a_time_out_is_no_deadlock(guarded: Any, what: str) -> None:
+    guarded.run(went_on_meanwhile, what)
 
 
 def barrier_in_time(folder: str) -> str:

@@ -199,7 +199,8 @@ class _Passage:
                 each.wait()
             with torch.no_grad():
                 found = what.go()
-            self.letters.sweep()
+            with contextlib.suppress(CommError):  # the store may be gone
+                self.letters.sweep()
             if interrupted is not None:
                 raise interrupted
             return found

@@ -106,7 +106,10 @@ _store: list[PatientStore] = []
 
 def the_store() -> PatientStore:
     """That of the guard that is on."""
-    return _store[-1]
+    try:
+        return _store[-1]
+    except IndexError:  # of a thread that outlasts it
+        raise CommError(text("guard", "the process group was shut down meanwhile.")) from None
 
 
 def set_store(value: PatientStore | None) -> None:

@@ -118,14 +118,14 @@ class Begun(Pending):
         self._task = task
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around a long wait."""
+        """Around a long wait of who does nothing else until it is over."""
         return nullcontext()
 
     def wait(self, timeout: float | None) -> Any:
         """Until it has begun, and then until it is done."""
         task, end = self._task, None if timeout is None else time.monotonic() + timeout
         if not task.known.wait(LONG if timeout is None else min(LONG, timeout)):
-            with self.waiting():
+            with self.waiting() if timeout is None else nullcontext():
                 if not task.known.wait(_left(end)):
                     raise TimedOutError("not all ranks have made the call")
         if task.error is not None:
