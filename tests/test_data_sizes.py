@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -164,6 +165,10 @@ class Twice(torch.autograd.Function):
 
 
 COMPUTED: dict[str, Callable[[Tensor], Any]] = {
+    "numpy's sqrt": lambda x: np.sqrt(n(x)),
+    "numpy's log": lambda x: np.log(n(x) + 1),
+    "a quotient": lambda x: n(x).numerator / n(x).denominator,
+    "real": lambda x: n(x).real + n(x).imag,
     "sum": lambda x: 5 - (n(x) + 1),
     "power": lambda x: n(x) ** 2,
     "root": lambda x: n(x) ** 0.5,
@@ -210,8 +215,24 @@ MET: dict[str, Body] = {
     "as a type": lambda s, x: (s * x).sum() if isinstance(n(x), (int, torch.SymInt)) else x.sum(),
 }
 
+DIMS: dict[str, Callable[[Tensor], Any]] = {
+    "transpose": lambda y: y.view(1, 2).transpose(place(), 0).shape[0],
+    "movedim": lambda y: y.view(1, 2).movedim(place(), 0).shape[0],
+    "unsqueeze": lambda y: y.unsqueeze(place()).shape[0],
+    "pooling": lambda y: F.avg_pool1d(y[None], place() + 1).shape[1],
+    "a window": lambda y: F.max_pool1d(y[None], place() + 1).shape[1],
+    "fft": lambda y: torch.fft.fft(y, n=place() + 3).shape[0],
+    "minlength": lambda y: torch.bincount(torch.tensor([0]), minlength=place() + 4).shape[0],
+    "rot90": lambda y: torch.rot90(y.view(1, 2), place()).shape[0],
+    "glu": lambda y: F.glu(y.repeat(4).view(2, 4), dim=place()).shape[0],
+    "vander": lambda y: torch.vander(y, place() + 1).shape[1],
+    "pixel_shuffle": lambda y: F.pixel_shuffle(y.repeat(2).view(1, 4, 1, 1), place() + 1).shape[2],
+}
+"""Tensors that stand for a dim, or for a length that says only in the end how long the result is."""
+
 RIGHT: dict[str, Body] = {f"from {name}": times(size) for name, size in WHERE_FROM.items()}
 RIGHT |= {f"through {name}": times(size) for name, size in HANDED_ON.items()}
+RIGHT |= {f"by a tensor: {name}": times(size) for name, size in DIMS.items()}
 RIGHT |= {f"number: {name}": times(size) for name, size in COMPUTED.items()} | MET
 
 
@@ -245,7 +266,7 @@ PLAIN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "unbind": (lambda x: len(chosen(x).unbind()), "unbind, or iterating,"),
     "split": (lambda x: len(chosen(x).split(1)), "split, or iterating,"),
     "chunk": (lambda x: len(chosen(x).chunk(2)), "chunk, or iterating,"),
-    "chunks": (lambda x: len(x.chunk(n(x) + 1)), "the number of parts of chunk"),
+    "chunks": (lambda x: len(x.chunk(n(x) + 1)), "the number of parts, or of dims, of chunk"),
     "range": (looped, "range, an index of a list or another use as a plain number"),
     "an index": (lambda x: [1.0, 2.0, 3.0][n(x)], "an index of a list"),
     "a slice of a list": (lambda x: len([1, 2, 3][: n(x)]), "an index of a list"),
@@ -268,6 +289,14 @@ PLAIN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "of a quotient": (lambda x: int(n(x) / 2), r"int\(\)"),
     "tolist": (lambda x: len(chosen(x).tolist()), "tolist"),
     "_local_scalar_dense": (lambda x: torch.ops.aten._local_scalar_dense(x.sum()), "_local_scalar_dense"),
+    "parts": (lambda x: len(x.chunk(place() + 1)), "the number of parts, or of dims, of chunk"),
+    "parts, by their length": (lambda x: len(x.split(place() + 1)), "the number of parts, or of dims, of split"),
+    "sections": (lambda x: len(x.tensor_split(place() + 1)), "the number of parts, or of dims, of tensor_split"),
+    "hsplit": (lambda x: len(x.hsplit(n(x))), "the number of parts, or of dims, of hsplit"),
+    "how many dims": (lambda x: x.view(1, 2).flatten(place()).dim(), "the number of parts, or of dims, of flatten"),
+    "squeezed": (lambda x: x.view(1, 2).squeeze(place()).dim(), "the number of parts, or of dims, of squeeze"),
+    "a size by a tensor": (lambda x: torch.ones(2, 3).size(place()), "size"),
+    "a stride by a tensor": (lambda x: torch.ones(2, 3).stride(place()), "stride"),
     "_nnz": (lambda x: (x > 2).to(F64).to_sparse()._nnz(), "_nnz"),
 }
 

@@ -106,6 +106,8 @@ class Operations(Leaves):
             if kind.hooks:
                 args = self._hooked(kind.name, (*args, *kwargs.values()))
                 kwargs = {}
+            elif len(args) > 1 and isinstance(args[1], Tensor) and kind.name in ("size", "stride"):
+                self._host(kind, args[1:])
             return func(*args, **kwargs)
         operands: list[Tensor] = []
         gather(args, Tensor, operands)

@@ -103,8 +103,11 @@ class Sizes(Operations):
             return found
         others: list[Any] = []
         for shape in ragged.shapes:
-            twin = None if shape is None else torch.empty(shape, dtype=x.dtype, device="meta")
-            others.append(None if twin is None else func(twin, *args[1:], **kwargs))
+            try:
+                twin = None if shape is None else torch.empty(shape, dtype=x.dtype, device="meta")
+                others.append(None if twin is None else func(twin, *args[1:], **kwargs))
+            except RuntimeError:  # larger than any memory
+                others.append((-1,) * len(found) if isinstance(found, tuple) else -1)
         if not isinstance(found, tuple):
             return _number(found, others, ragged.kind)
         parts = [_number(n, [o and o[i] for o in others], ragged.kind) for i, n in enumerate(found)]
@@ -123,10 +126,11 @@ class Sizes(Operations):
     def _countable(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """How many results there are must not depend on data."""
         fix = "mc.split_rows(x, counts), x.tensor_split(n), whose number of parts is known; or an operation on all of x"
-        if kind.name in ("split", "unsafe_split", "chunk", "unsafe_chunk", "tensor_split") and len(args) > 1:
-            size = args[1]
+        for size in args[1:] if kind.name in _COUNTED else ():
+            if isinstance(size, Tensor) and size.dim() == 0 and (mine := self._deciding(size)) is not None:
+                size = varying(int(size), COUNTS, mine)
             if isinstance(size, Varying):
-                size._refuse(f"the number of parts of {kind.name}", fix)
+                size._refuse(f"the number of parts, or of dims, of {kind.name}", fix)
         dim = counts_parts(kind.name, args, kwargs)
         x = args[0] if args else None
         ragged = ragged_of(x) if isinstance(x, Tensor) and dim is not None else None
@@ -259,6 +263,11 @@ class Sizes(Operations):
                     shape[dim] = 0 if other is None else int(other)
             note_ragged(y, Ragged([tuple(shape) for shape in shapes], whole))
 
+
+_COUNTED = frozenset(
+    "split unsafe_split chunk unsafe_chunk tensor_split hsplit vsplit dsplit flatten squeeze".split()  # noqa: SIM905
+)
+"""Give as many parts, or dims, as they are told."""
 
 _SPLITS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 

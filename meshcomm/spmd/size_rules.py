@@ -45,7 +45,10 @@ _METHODS = _words(
     split_with_sizes unsafe_split unsafe_split_with_sizes topk unfold as_strided unflatten pad constant_pad_nd diag
     diagonal diag_embed one_hot interpolate adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fold resize_ multinomial nonzero_static chunk
-    unsafe_chunk tensor_split hsplit vsplit dsplit resize
+    unsafe_chunk tensor_split hsplit vsplit dsplit resize transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze
+    flatten permute avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d fft_fft fft_ifft
+    fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn
+    fft_irfftn rot90 glu pixel_shuffle vander
     """
 )
 
@@ -111,6 +114,8 @@ def _repeats(args: Sequence[Any], kwargs: dict[str, Any]) -> Source | None:
 def _bins(args: Sequence[Any], kwargs: dict[str, Any]) -> Source | None:
     """Told how many bins there are, it has as many wherever all values have one."""
     told = _arg(args, kwargs, 2, "minlength", 0)
+    if isinstance(told, Tensor):
+        return Source(told, lambda i, y: (0,))
 
     def dims(i: int, y: Tensor) -> Sequence[int]:
         return () if isinstance(told, int) and y.numel() == told else (0,)
