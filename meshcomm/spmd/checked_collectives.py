@@ -48,14 +48,14 @@ class Collectives(Core):
             if made.any:
                 args, kwargs = plain(args), plain(kwargs)
             axes = self._axes_of(name, axis, mesh)
-            leaves, form = tree_flatten(x)
+            leaves, form = ([x], None) if isinstance(x, Tensor) else tree_flatten(x)
             kinds: list[Type] = []
             if all(isinstance(leaf, Tensor) for leaf in leaves):
                 op = args[_OP_AT[name]] if name in _OP_AT else "sum"
                 for i, leaf in enumerate(leaves):
                     kind, leaves[i] = self._taken(name, leaf, axes, op)
                     kinds.append(kind)
-                x = tree_unflatten(leaves, form)
+                x = leaves[0] if form is None else tree_unflatten(leaves, form)
             return self._given(name, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, (args, kwargs))
 
     def made(self, fn: Any, axis: AxisName, mesh: Mesh | None, /, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class Collectives(Core):
 
         def noted(result: Any) -> Any:
             with without_modes():
-                for i, y in enumerate(tree_flatten(result)[0]):
+                for i, y in enumerate([result] if isinstance(result, Tensor) else tree_flatten(result)[0]):
                     if isinstance(y, Tensor):
                         self._note(y, given[min(i, len(given) - 1)], of)
                         if made.any or name in CUT:
