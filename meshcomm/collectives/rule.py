@@ -33,6 +33,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.protocol import Note
+from meshcomm.runtime.wrapped import bare
 
 __all__ = ["Rule", "apply", "refuse_in_process", "rule_named", "start"]
 
@@ -254,6 +255,7 @@ _finish: Any = plain_apply(_Finish)  # under a transform too
 
 def refuse_in_process(name: str, axis: Axis) -> None:
     """Compiled code runs without the change-overs that in-process ranks need."""
+    bare(axis.link)  # what a graph was compiled with: it is compiled again where a trace has put another one there
     if axis.mesh._threads and axis.size > 1:
         fail(
             name,
