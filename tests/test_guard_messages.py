@@ -24,6 +24,7 @@ from meshcomm.runtime import guard_messages, guard_store
 from meshcomm.runtime.guard_board import Group
 from meshcomm.runtime.guard_messages import Letters
 from meshcomm.runtime.guard_store import PatientStore
+from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.protocol import Note
 from meshcomm.runtime.wrapped import Primitive
 
@@ -402,7 +403,7 @@ class Quiet:
         return ""
 
 
-def one_round(letters: list[Letters], shape: Places, chance: random.Random) -> list[bool]:
+def one_round(letters: list[Letters], shape: Places, chance: random.Random, more: float = 0) -> list[bool]:
     """Each rank's part on a thread of its own, with a time-out that may be over before all have come."""
     went: dict[int, bool] = {}
 
@@ -412,9 +413,10 @@ def one_round(letters: list[Letters], shape: Places, chance: random.Random) -> l
         what = Primitive("exchange", None, (), lambda: None, posts=posts, wants=wants)
         time.sleep(pause)
         under_way = letters[me].run(what, Note("exchange", (), (), None, "a"), True)
-        time.sleep(limit)
-        under_way.withdraw(SOON)
         try:
+            with contextlib.suppress(TimedOutError):
+                under_way.wait(limit + more)
+            under_way.withdraw(SOON)
             under_way.wait(LONG)
             went[me] = True
         except mc.CommError:
@@ -432,18 +434,18 @@ def one_round(letters: list[Letters], shape: Places, chance: random.Random) -> l
 
 
 def test_many_that_may_give_up() -> None:
-    chance, store, found = random.Random(5), HashStore(), list[bool]()
+    chance, store = random.Random(5), HashStore()
     before = list(guard_store._store)
     guard_store._store.append(PatientStore(store, LONG))
     try:
         group = Group(1, (0, 1, 2, 3), "many")
         letters = [Letters(rank, Quiet(), group, LONG) for rank in range(4)]  # type: ignore[arg-type]
-        for _ in range(25):
+        for _ in range(12):
             for shape in SHAPES.values():
                 went = one_round(letters, shape, chance)
                 assert len(went) == len(partners(shape))
                 assert len(set(went)) == 1, (shape, went)
-                found.append(went[0])
+            assert all(one_round(letters, shape, chance, LONG))
         for each in letters:
             each.begin_again(1)
             assert each.sweep()
@@ -451,4 +453,3 @@ def test_many_that_may_give_up() -> None:
     finally:
         guard_store._store.pop().end()
         assert guard_store._store == before
-    assert 0.1 < sum(found) / len(found) < 0.9
