@@ -45,6 +45,7 @@ FIRST = ["test_soak", "test_faults", "plain", "guarded"]
 """The longest groups; who begins with them ends with the others."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which then writes the groups into the names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if pool_of(item):

@@ -622,6 +622,7 @@ def compiled() -> None:
     assert_close(found[2], found[0])
 
 
+@pytest.mark.thorough
 def test_compiled_on_processes(pool4: Any) -> None:
     pool4.run(compiled)
 

@@ -336,6 +336,7 @@ def compiled() -> None:
     assert_close(found[1], found[0])
 
 
+@pytest.mark.thorough
 def test_compiled(pool4: Any) -> None:
     """The plan is made while tracing; the graph is one."""
     pool4.run(compiled)

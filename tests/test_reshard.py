@@ -441,6 +441,7 @@ def compiled_works() -> None:
     assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(fn(x).sum(), x))
 
 
+@pytest.mark.thorough
 def test_works_compile(pool4: Any) -> None:
     pool4.run(compiled_works)
 

@@ -791,6 +791,7 @@ print("done")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_compiled_functions_are_said_to_be_missed() -> None:
     done = subprocess.run(
@@ -1015,6 +1016,7 @@ def test_a_recorder_that_somebody_keeps_is_silent() -> None:
 # ------------------------------------------------------------------------------------------------------- what it costs
 
 
+@pytest.mark.thorough
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """No times are judged."""
     path = tmp_path / "out.json"

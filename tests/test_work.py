@@ -292,5 +292,6 @@ def compiled() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_compile(pool4: Any) -> None:
     pool4.run(compiled)
