@@ -23,6 +23,7 @@ def ask() -> None:
     x = mc.mark_varying(torch.ones(2), "dp", mesh=mesh)
     assert mc.varying_axes(x) == {"dp"}
     with mc.use_mesh(mesh):
+        unseen = torch.ones(1)
         with mc.check_vma():
             y = w(x) * mc.axis_index("tp")
             assert mc.varying_axes(y) == {"dp", "tp"}
@@ -40,7 +41,8 @@ def ask() -> None:
             ):
                 mc.assert_varying(mc.all_reduce(y, ("dp", "tp")), "dp")
             with pytest.raises(mc.VaryingError, match="along which axes x is unknown|varies is unknown"):
-                mc.varying_axes(nn.Parameter(torch.ones(1)))
+                mc.varying_axes(unseen)
+            assert mc.varying_axes(nn.Parameter(torch.ones(1))) == frozenset()
         assert mc.varying_axes(y) == {"dp", "tp"}  # afterwards, too
         assert mc.varying_axes(y[:1]) == {"dp", "tp"}
     with pytest.raises(mc.VaryingError, match="varies is unknown"):
