@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -35,9 +35,6 @@ class MeshError(ValueError):
 
 class CommError(RuntimeError):
     """Ranks that do not agree: a deadlock, two different collectives that met, a peer that failed, a time-out."""
-
-    counts: Mapping[int, int] = {}
-    """Where the ranks called the same with tensors of other sizes: the elements of the others, by index."""
 
 
 class VaryingError(RuntimeError):

@@ -39,7 +39,8 @@ def leaves_of(
     bucket is the same for each.
     """
     found, spec = _flattened(where, tree, axis)
-    order = _torch.tree_flatten(_by_key(_torch.tree_unflatten(list(range(len(found))), spec)))[0]
+    form = _form_of(spec, len(found))
+    order = form.order
     leaves = [found[at] for at in order]
     for at, leaf in zip(order, leaves, strict=True):
         try:
@@ -51,13 +52,55 @@ def leaves_of(
             if not path:  # the tree is one leaf
                 raise
             raise MeshError(f"{error}\n  leaf: x{path}") from None
-    if axis.link.watched:
-        paths = [path for path, _ in _torch.tree_leaves_with_path(tree)]
-        axis.link.tree = tuple(
-            (paths[at] + _named(dims, leaf), leaf.dtype, _without(leaf.shape, ragged))
-            for at, leaf in zip(order, leaves, strict=True)
-        )
+    told = axis.link.watched or (axis.link.hears and bool(leaves) and leaves[0].is_cpu)
+    if told and not torch.compiler.is_compiling():
+        axis.link.tree = form.described(leaves, ragged, dims or {})
     return leaves, (spec, order)
+
+
+class _Form:
+    """What trees of one form have in common."""
+
+    def __init__(self, spec: Any, count: int) -> None:
+        numbers = _torch.tree_unflatten(list(range(count)), spec)
+        self.order: list[int] = _torch.tree_flatten(_by_key(numbers))[0]
+        """Of the leaves."""
+        self._numbers = numbers
+        self._paths: list[str] = []
+        self._described: dict[Any, tuple[Any, ...]] = {}
+
+    def described(self, leaves: Sequence[Tensor], ragged: int | None, dims: Mapping[str, int]) -> tuple[Any, ...]:
+        """Path, dtype and shape of each leaf: the same object for the same."""
+        key = ragged, *dims.values(), *[(leaf.dtype, leaf.shape) for leaf in leaves]
+        known = self._described.get(key)
+        if known is None:
+            paths = self._paths or [path for path, _ in _torch.tree_leaves_with_path(self._numbers)]
+            known = tuple(
+                (paths[at] + _named(dims, leaf), leaf.dtype, _without(leaf.shape, ragged))
+                for at, leaf in zip(self.order, leaves, strict=True)
+            )
+            if len(self._described) >= _MOST_FORMS:
+                self._described.clear()
+            self._paths, self._described[key] = paths, known
+        return known
+
+
+_MOST_FORMS = 100
+_forms: dict[Any, _Form] = {}
+
+
+def _form_of(spec: Any, count: int) -> _Form:
+    try:
+        known = None if torch.compiler.is_compiling() else _forms.get(spec)
+    except TypeError:  # something in it has no hash
+        return _Form(spec, count)
+    if known is None:
+        known = _Form(spec, count)
+        if not torch.compiler.is_compiling():
+            if len(_forms) >= _MOST_FORMS:
+                _forms.clear()
+            _forms[spec] = known
+    return known
 
 
 def _named(dims: Mapping[str, int] | None, leaf: Tensor) -> str:

@@ -245,7 +245,7 @@ def own(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, name:
 
 
 def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tuple[tuple[int, int], ...]:
-    """Pairs of indices along the axis, with no source and no destination twice."""
+    """Pairs of indices along the axis, with no source and no destination twice, in one order on all ranks."""
     fix = "perm is a list of (source, destination) indices along the axis"
     fix += ": list(perm.items())" if isinstance(perm, Mapping) else ""
     try:  # of pairs without end the first that are too many tell enough
@@ -267,7 +267,7 @@ def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tup
             explain(
                 where, f"{name} {twice} stands twice in perm.", axis, got=f"perm={pairs}", fix=f"name each {name} once"
             )
-    return tuple((int(source), int(destination)) for source, destination in pairs)
+    return tuple(sorted((int(source), int(destination)) for source, destination in pairs))
 
 
 def apart(where: str, axis: Axis, other: AxisName, name: str) -> None:

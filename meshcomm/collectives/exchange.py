@@ -87,7 +87,7 @@ def _of_this_call(x: Tensor, axis: Axis, perm: Perm) -> Tensor:
 
 
 def _transpose_permute(g: Tensor, axis: Axis, perm: Perm) -> Tensor:
-    return apply(_PERMUTE, g, axis, (tuple((dst, src) for src, dst in perm),))
+    return apply(_PERMUTE, g, axis, (tuple(sorted((dst, src) for src, dst in perm)),))
 
 
 _ALL_TO_ALL: Rule = Rule(

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.rule import Rule, apply, rule_named, start
-from meshcomm.errors import CommError
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.runtime.lengths import lengths_said
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
 from meshcomm.work import Work, begun, limited
@@ -347,11 +345,11 @@ def shard(
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         check.slices(where, x, dim, lengths, ax)
-        y = run(_SHARD, x, ax, (dim % x.ndim, lengths))
+        y = run(_SHARD, x, ax, (int(dim) % x.ndim, lengths))
         return begun(where, ax, x, y) if async_op else y
     leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: check.slices(where, leaf, dim, lengths, ax))
     if lengths is not None:
-        done = then_all([run(_SHARD, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves], list)
+        done = then_all([run(_SHARD, leaf, ax, (int(dim) % leaf.ndim, lengths)) for leaf in leaves], list)
     else:
         done = buckets.rows(
             where, leaves, ax, bucket_mb,
@@ -394,11 +392,7 @@ def _gather(
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         whole, place = _joinable(where, x, dim, lengths, ax)
-        try:
-            y = run(rule, whole, ax, (place, lengths))
-        except CommError as error:
-            _say_lengths(error, where, whole, place, ax)
-            raise
+        y = run(rule, whole, ax, (place, lengths))
         return begun(where, ax, x, y) if async_op else y
     ragged = None if lengths is None else dim
     leaves, spec = buckets.leaves_of(
@@ -406,7 +400,7 @@ def _gather(
     )
     leaves = [_joinable(where, leaf, dim, lengths, ax)[0] for leaf in leaves]
     if lengths is not None:
-        done = then_all([run(rule, leaf, ax, (dim % leaf.ndim, lengths)) for leaf in leaves], list)
+        done = then_all([run(rule, leaf, ax, (int(dim) % leaf.ndim, lengths)) for leaf in leaves], list)
     else:
         done = buckets.rows(
             where, leaves, ax, bucket_mb,
@@ -416,14 +410,6 @@ def _gather(
         )  # fmt: skip
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
     return begun(where, ax, None, tree) if async_op else tree
-
-
-def _say_lengths(error: CommError, where: str, x: Tensor, dim: int, axis: Axis) -> None:
-    """Which lengths differ, where the transport has seen numbers of elements alone."""
-    each = max(1, x.numel() // max(1, x.shape[dim]))
-    if error.counts and not any(count % each for count in error.counts.values()):
-        lengths = {axis.index: x.shape[dim], **{index: count // each for index, count in error.counts.items()}}
-        error.args = (str(error) + lengths_said(where, dim, lengths, axis.size),)
 
 
 def _joinable(where: str, x: Tensor, dim: int, sizes: Sizes, axis: Axis) -> tuple[Tensor, int]:

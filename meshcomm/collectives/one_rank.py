@@ -36,7 +36,7 @@ _MOST_DIMS = 14
 
 
 def _announce(axis: Axis, what: str, x: Tensor | None = None, **given: object) -> None:
-    if axis.link.watched:
+    if axis.link.hears:
         seen = (None, ()) if x is None else (x.dtype, x.shape)
         axis.link.announce(Note(what, tuple(given.values()), tuple(given), None, axis, *seen))
 

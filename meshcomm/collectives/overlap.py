@@ -164,14 +164,17 @@ class _Sums:
             parts.append(torch.zeros(shape.numel(), dtype=own, device=device) if g is None else g.reshape(-1))
         device = parts[0].device
         parts.append(_all_there(len(flags), dtype, device) if all(flags) else torch.tensor(flags, device=device))
-        link = axis.link
+        link, shape = axis.link, torch.Size((sum(part.numel() for part in parts),))
+        if self.how.whose and (link.watched or (link.hears and device.type == "cpu")):
+            link.tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", dtype, tuple(shape)),)
         if isinstance(link, OneHostLink) and link.is_later and device.type == "cpu" and dtype in FLOATS:
             share = 1 / axis.size if self.how.op == "mean" else 1.0
+            if link.hears:
+                note = rule_named("all_reduce").noted((self.how.op,), dtype, shape)
+                link.announce(note._replace(needs_grad=False, axis=axis))
             now.totals.append(link.all_reduce(Parts(parts, dtype, share), "sum"))
         else:
             whole = torch.cat([part.to(dtype) for part in parts])
-            if link.watched and self.how.whose:
-                link.tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", whole.dtype, tuple(whole.shape)),)
             now.totals.append(apply(rule_named("all_reduce"), whole, axis, (self.how.op,)))
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:

@@ -440,11 +440,11 @@ def reduce_scatter(
     if isinstance(x, Tensor):
         check.tensor(where, x, ax)
         accept(x)
-        y = run(rule, x, ax, (dim % x.ndim, op, lengths))
+        y = run(rule, x, ax, (int(dim) % x.ndim, op, lengths))
         return begun(where, ax, x, y) if async_op else y
     leaves, spec = buckets.leaves_of(where, x, ax, accept, dims={"dim": dim})
     if lengths is not None:
-        done = then_all([run(rule, leaf, ax, (dim % leaf.ndim, op, lengths)) for leaf in leaves], list)
+        done = then_all([run(rule, leaf, ax, (int(dim) % leaf.ndim, op, lengths)) for leaf in leaves], list)
     else:
         done = buckets.rows(
             where, leaves, ax, bucket_mb,

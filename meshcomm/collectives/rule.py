@@ -90,15 +90,22 @@ class Rule:
         """The params for a tensor with one more dim in front."""
         return tuple(param + 1 if i in self.shift else param for i, param in enumerate(params))
 
+    def noted(self, given: Params, dtype: torch.dtype, shape: torch.Size) -> Note:
+        """What all ranks say of a call with these params."""
+        fixed = () if self.ragged is None else shape[: given[self.ragged]] + shape[given[self.ragged] + 1 :]
+        return Note(self.name, given, self.agreed, None, None, dtype, shape, fixed)
+
     def announced(self, x: Tensor, axis: Axis, params: Params, needs_grad: bool | None) -> Tensor:
         """Run it, telling a link that wants to know what is called."""
-        if axis.link.watched:
-            given = params[: len(self.agreed)]
-            fixed = () if self.ragged is None else x.shape[: params[self.ragged]] + x.shape[params[self.ragged] + 1 :]
+        link = axis.link
+        if link.watched:
             whose = None if self.whose is None else params[self.whose]
-            axis.link.announce(
-                Note(self.name, given, self.agreed, needs_grad, axis, x.dtype, x.shape, fixed, whose=whose)
-            )
+            note = self.noted(params[: len(self.agreed)], x.dtype, x.shape)
+            link.announce(note._replace(needs_grad=needs_grad, axis=axis, whose=whose))
+        elif self.local:
+            link.tree = ()  # nothing is called that it could belong to
+        elif link.hears:
+            link.called = self.noted, params[: len(self.agreed)], x.dtype, x.shape
         return self.run(x, axis, *params)
 
 
@@ -118,7 +125,7 @@ def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Tensor:
         return rule.function(x, axis, params)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
         return rule.node(unwrap_if_dead(x), axis, params)  # type: ignore[no-any-return]
-    if axis.link.watched:
+    if axis.link.hears:
         return rule.announced(x, axis, params, False)
     return rule.run(x, axis, *params)
 
@@ -286,7 +293,7 @@ def _backward_only(rule: Rule) -> type[Function]:
     def forward(ctx: Any, x: Tensor, axis: Axis, params: Params) -> Tensor:
         ctx.axis, ctx.params = axis, params
         axis.link.ledger.at_once += 1
-        y = rule.announced(x, axis, params, True) if axis.link.watched else rule.run(x, axis, *params)
+        y = rule.announced(x, axis, params, True) if axis.link.hears else rule.run(x, axis, *params)
         if rule.saves:
             ctx.save_for_backward(x, y)
         return y

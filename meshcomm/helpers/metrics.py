@@ -162,7 +162,7 @@ class Metrics:
         with _torch.outside_transforms(), torch.no_grad():
             mine = self._packed(ax)
             self._agree(ax)
-            if ax.link.watched:
+            if ax.link.hears:
                 ax.link.announce(Note("Metrics.reduce", tuple(self._kinds.items()), tuple(self._kinds), None, ax))
             rows = ax.link.all_gather(mine)
             total, count = rows.cpu().unbind(-1)  # [n, metrics]

@@ -274,7 +274,7 @@ class Group:
             shard = self.layout.padded(shard).to(self.owner.policy.device, self._dtype)
         counts.bytes_gathered += self._nbytes
         axis = self.owner.policy.axis.later
-        if axis.link.watched or axis.size == 1:
+        if _is_told(axis, shard) or axis.size == 1:
             return self._told(_GATHER, shard, axis, (0, None))
         return gather_flat(axis.link, shard)
 
@@ -284,7 +284,7 @@ class Group:
 
     def _told(self, rule: Rule, x: Tensor, axis: Axis, params: tuple[Any, ...]) -> Any:
         """Run it, and let who compares calls compare units, too: those of equal size are not to be mixed up."""
-        if axis.link.watched:
+        if _is_told(axis, x):
             axis.link.tree = ((f" of {self.unit}", x.dtype, tuple(x.shape)),)
         return apply(rule, x, axis, params)
 
@@ -313,7 +313,7 @@ class Group:
         """Start, over ``axis`` or its later form: ``[k]``."""
         self.owner.counts.reductions += 1
         self.owner.counts.bytes_reduced += packed.nbytes
-        if axis.link.watched or axis.size == 1 or packed.requires_grad:
+        if _is_told(axis, packed) or axis.size == 1 or packed.requires_grad:
             return self._told(_SCATTER, packed, axis, (0, self.owner.policy.op, None))
         return scatter_flat(axis.link, packed, self.owner.policy.op)
 
@@ -355,6 +355,11 @@ class Group:
             if marks[at]:
                 p = self.slots[at].param
                 p.grad = piece if p.grad is None else p.grad + piece
+
+
+def _is_told(axis: Axis, x: Tensor) -> bool:
+    """Whether what moves this says what it belongs to."""
+    return axis.link.watched or (axis.link.hears and x.is_cpu and not torch.compiler.is_compiling())
 
 
 def connect(groups: list[Group], views: list[list[Tensor]], root: Use | None) -> Use | None:

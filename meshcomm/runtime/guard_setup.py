@@ -92,6 +92,7 @@ def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | P
     log, inner = link.log, Log(link.ranks, link.index)
     inner.title, inner.axes = log.title, log.axes
     link.note_in(inner)
+    link.hears = False  # what comes there was compared
     group = Group(link.mail.key if shared else int.from_bytes(digest[:7], "little"), link.ranks, at)
     board = SharedBoard(link.mail, link.index) if shared else StoreBoard(group, link.index)
     return GuardedLink(link, Room(link.index, guard, group, board, timeout), log)

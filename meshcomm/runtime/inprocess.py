@@ -183,7 +183,8 @@ class _Circle:
 class InProcessLink:
     """One rank's link to the other ranks of its group in this process."""
 
-    watched = True
+    watched = hears = True
+    called: tuple[Any, ...] = ()
 
     def __init__(self, rank: Rank, ranks: tuple[int, ...], name: str) -> None:
         """``name``: of the sequence of calls: two axes have two of them, were they between the same ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["dims_said", "lengths_said"]
+__all__ = ["dims_said"]
 
 _DIM = re.compile(r"\b(?:split_)?dim=(-?\d+)")
 _SHAPE = re.compile(r"\b([a-z]+\d+|bool)\[([\d, ]*)\]")
@@ -36,11 +36,11 @@ def dims_said(calls: Mapping[int, str], size: int) -> str:
             own = int(dims[0][0]) % len(lengths[0])
             at = own if own in differing and len(differing) == 1 else next(d for d in differing if d != own)
             found = dict(zip(calls, (each[at] for each in lengths), strict=True))
-            return lengths_said(name, at, found, size) if at == own else _other(at, found, own)
+            return _along(name, at, found, size) if at == own else _other(at, found, own)
     return ""
 
 
-def lengths_said(name: str, dim: int, found: Mapping[int, int], size: int) -> str:
+def _along(name: str, dim: int, found: Mapping[int, int], size: int) -> str:
     """The lines about the lengths of the dim along which the ranks' parts may differ, by index."""
     lengths = [found.get(index) for index in range(size)]
     shown = f"[{', '.join('?' if length is None else str(length) for length in lengths)}]"

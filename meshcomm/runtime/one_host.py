@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from meshcomm.runtime import wire
-from meshcomm.runtime.one_host_calls import Call, Fill, Mail, Reading, compare_given, retire, take_leave
-from meshcomm.runtime.one_host_words import lengths_of
+from meshcomm.runtime.one_host_calls import Call, Fill, Mail, Reading, retire, take_leave
+from meshcomm.runtime.one_host_differ import compare_given
+from meshcomm.runtime.one_host_words import meaning_of
 from meshcomm.runtime.processes import Later, ProcessLink
+from meshcomm.runtime.protocol import Note
 from meshcomm.runtime.recorder import failed
 
 T = TypeVar("T")
@@ -56,8 +59,15 @@ class OneHostLink(ProcessLink):
     """A group of processes on one machine."""
 
     mail: Mail
+    hears = True
+    called: tuple[Any, ...] = ()
     _whose = 0
     """The word of the leaf whose gradient the next all_reduce sums, or 0."""
+
+    def announce(self, note: Note) -> None:
+        """Keep what all ranks say alike."""
+        self.called = (Note, note.what, note.given, tuple(note.names), None, None, note.dtype, note.shape, note.fixed)
+        self.tree = note.tree or self.tree
 
     @contextlib.contextmanager
     def sums_of(self, whose: int) -> Iterator[None]:
@@ -157,13 +167,12 @@ class OneHostLink(ProcessLink):
         out = packed.new_empty(sum(runs))
         call = self._call("all_to_all", "", x)
         call.count = 0  # it may differ
-        call.post(packed, self._others, table=[width * sum(send[:i]) for i in range(self.size + 1)])
+        starts = [0, *accumulate(width * run for run in send)]
+        call.post(packed, self._others, table=[*starts, *runs])
 
         def fill(got: list[Tensor]) -> None:
             for i, (part, whole) in enumerate(zip(out.split(runs), got, strict=True)):
                 start, end = call.table_of(i)
-                if end - start != runs[i]:
-                    call.fail(f"index {i} sends {(end - start) // width} elements, and {recv[i]} were expected")
                 part.copy_(whole[start:end])
 
         return self._done(call, self._others, fill, wire.from_bytes(out, x.dtype))
@@ -176,7 +185,6 @@ class OneHostLink(ProcessLink):
         out = torch.zeros_like(packed) if source is None else torch.empty_like(packed)
         call = self._call("permute", "", x)
         call.root = -1 if destination is None else destination
-        call.lengths = lengths_of(x.shape)
         call.post(packed, () if destination in (None, self.index) else (destination,))
 
         def fill(got: list[Tensor]) -> None:
@@ -247,6 +255,12 @@ class OneHostLink(ProcessLink):
         call.post(None, ())
         return self._done(call, self._others, lambda _: None, None)
 
+    def barrier_within(self, seconds: float) -> None:
+        """As in the base: all are here, and what was not compared before can be."""
+        super().barrier_within(seconds)
+        if "mail" in vars(self):
+            compare_given(self.mail)
+
     # ------------------------------------------------------------------------------------------- calls
 
     @property
@@ -254,8 +268,16 @@ class OneHostLink(ProcessLink):
         return self.mail.others
 
     def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> Call:
-        shape = x.shape
-        return Call(self, name, op, x.dtype, shape.numel(), root, self._note(name, op, x.dtype, shape, root))
+        mail, dtype, shape, called, tree = self.mail, x.dtype, x.shape, self.called, self.tree
+        self.called = self.tree = ()
+        key = name, op, dtype, shape, root, called, tree
+        try:
+            meaning = mail.known.get(key)
+        except TypeError:  # an argument without a hash
+            key, meaning = (repr(key),), None  # type: ignore[assignment]
+        if meaning is None:
+            meaning = meaning_of(mail.lexicon, key, called, tree, name, op, dtype, shape, root)
+        return Call(self, mail, meaning, shape.numel(), root, self._note(name, op, dtype, shape, root))
 
     def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
         call.expect(sources, fill, result, first)
@@ -265,12 +287,7 @@ class OneHostLink(ProcessLink):
             failed(call.record, error)
             self.mail.dropped.append(call)
             raise
-        call.finish()
-        if self.mail.given:
-            compare_given(self.mail)
-        if not sources and call.root >= 0:
-            call.gave()
-        return result
+        return cast(T, call.conclude())
 
 
 class LaterOneHostLink(Later, OneHostLink):

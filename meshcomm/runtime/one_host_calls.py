@@ -11,7 +11,8 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from operator import sub
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +20,36 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import peers, shared_memory, wire
-from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.lateness import Late, late_text
-from meshcomm.runtime.one_host_words import LENGTHS, PERMUTE, code_of, dtype_of, last_said, name_of, named, said
+from meshcomm.runtime.lexicon import Meaning, lexicon
+from meshcomm.runtime.one_host_differ import Given, compare_given, differ_in, runs_differ
+from meshcomm.runtime.one_host_words import (
+    CODE,
+    COUNT,
+    DIGEST,
+    ENTRY_CELLS,
+    FD,
+    KEPT,
+    LATER,
+    LENGTH,
+    OFFSET,
+    PERMUTE,
+    ROOT,
+    SERIAL,
+    SIZE,
+    dtype_of,
+    entry_of,
+    last_said,
+    name_of,
+    named,
+    said,
+)
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.recorder import DROPPED, ENDED, Log, Record, failed
 from meshcomm.runtime.shared_memory import ENTRIES, GONE, HERE, LEAVING, STATE, TABLE, Box, Lease, Neighbour, Segment
 from meshcomm.runtime.whose import differ
 
-__all__ = ["Call", "Caller", "Fill", "Mail", "Reading", "compare_given", "retire", "take_leave"]
+__all__ = ["Call", "Caller", "Fill", "Mail", "Reading", "retire", "take_leave"]
 
 _LOOKS = 100
 """How often a rank looks and gives way before it sleeps."""
@@ -40,13 +62,9 @@ _PATIENCE, _FAILING = 30.0, 2.0
 """Seconds that a rank that leaves gives the others to read, at least; and at most if it leaves because of an error."""
 _QUIETLY = 3.0
 """Seconds after which a rank that leaves says for whom it waits."""
-_COMPARED = 4
-"""How many calls in which this rank waited for nobody are compared at a time."""
 _REDUCING, _REDUCED = 1, 2
 
 _NOBODY = -1
-_NUMBER, _CODE, _COUNT, _ROOT, _FD, _SERIAL, _SIZE, _KEPT, _LATER, _OFFSET, _LENGTH = range(11)
-_LENGTHS = 11
 Fill = Callable[[list[Tensor]], object]
 """Takes what each rank has brought, to be read until it returns."""
 
@@ -78,8 +96,10 @@ class Mail:
         self.lock = threading.Lock()
         self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
         self.open: dict[int, Call] = {}
-        self.given: deque[_Given] = deque(maxlen=ENTRIES)
-        """Calls in which this rank waited for nobody, of which it is not known whether the others have made them."""
+        self.lexicon = lexicon()
+        self.known = self.lexicon.known
+        self.given: deque[Given] = deque(maxlen=ENTRIES)
+        """Calls that were not compared with those of all others yet."""
         self.dropped: list[Call] = []
 
     def is_over(self) -> bool:
@@ -97,34 +117,38 @@ class Mail:
             found = self.boxes[index] = neighbour.arena.box(self.key)
         return found
 
+    def words(self, index: int) -> memoryview[int]:
+        """What a rank of the group has called, in words."""
+        neighbour = self.neighbours[index]
+        return (shared_memory.arena() if neighbour is None else neighbour.arena).words()
+
 
 class Call:
     """One call of a collective by this rank, from its entry until everything is read."""
 
     __slots__ = (
         "_entries", "_error", "_fill", "_first", "_lent", "_looking", "_missing", "_once", "_opened", "_over",
-        "_own", "_result", "_segments", "_tables", "code", "count", "lengths", "link", "mail", "number", "packed",
-        "record", "root", "total",
+        "_own", "_partly", "_result", "_segments", "_tables", "code", "count", "digest", "link", "mail", "number",
+        "packed", "place", "record", "root", "total",
     )  # fmt: skip
 
-    def __init__(
-        self, link: Caller, name: str, op: str, dtype: torch.dtype, count: int, root: int, record: Record
-    ) -> None:
-        self.link, self.mail, self.record = link, link.mail, record
-        self.code, self.count, self.root = code_of(name, op, dtype), count, root
+    def __init__(self, link: Caller, mail: Mail, meaning: Meaning, count: int, root: int, record: Record) -> None:
+        self.link, self.mail, self.record = link, mail, record
+        self.code, self.digest, self.place = meaning
+        self.count, self.root = count, root
         self.total = 1
-        self.lengths: list[int] = []  # of the shape, where that must be the same
         self._lent: Segment | None = None
         self.number = 0
         self._missing: list[int] = list(link.mail.others)
         self._entries: dict[int, list[int]] = {}
+        self._partly = False  # not compared with those of all others
         self._fill: Fill | None = None
         self._first: Fill | None = None
         self._opened: list[Tensor] | None = None
         self._segments: dict[int, Segment] = {}
         self._result: Any = None
         self._own: Tensor | None = None
-        self._tables: dict[int, tuple[int, int]] = {}
+        self._tables: dict[int, Sequence[int]] = {}
         self._once, self._looking, self._over = threading.Lock(), threading.Lock(), False
         self._error: Exception | None = None
 
@@ -139,9 +163,9 @@ class Call:
         table: Sequence[int] | None = None,
         write: Callable[[Tensor], object] | None = None,
     ) -> None:
-        """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: where each reader's
-        run begins and the last one ends, in elements of ``packed``. ``write``: writes what is lent, of which ``packed``
-        then has the shape alone.
+        """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: where the run for
+        each rank begins and the last one ends, and how long those are that it expects, in elements of ``packed``.
+        ``write``: writes what is lent, of which ``packed`` then has the shape alone.
         """
         if self.mail.dropped:
             _look_after(self.mail)
@@ -165,7 +189,7 @@ class Call:
         write: Callable[[Tensor], object] | None,
     ) -> None:
         mail, link = self.mail, self.link
-        if packed is not None and readers and packed.numel():
+        if packed is not None and readers and (table or packed.numel()):
             keeps = link.is_later or bool(spare) or write is not None
             places = (*readers, link.index) if keeps else readers
             try:
@@ -190,7 +214,7 @@ class Call:
         elif packed is not None:
             self._own = packed.clone() if link.is_later else packed
         if table is not None:
-            self._tables[link.index] = table[link.index], table[link.index + 1]
+            self._tables[link.index] = table
 
     def _enter(self) -> None:
         mail, lent = self.mail, self._lent
@@ -200,9 +224,8 @@ class Call:
         at, cells = mail.own.at(number), mail.own.cells
         where = (lent.fd, lent.serial, lent.whole, lent.kept) if lent is not None else (0, 0, 0, 0)
         place = (lent.offset, lent.size) if lent is not None else (0, 0)
-        cells[at + 1 : at + 11] = array("q", (self.code, self.count, self.root, *where, self.link.is_later, *place))
-        if self.lengths:
-            cells[at + _LENGTHS : at + _LENGTHS + LENGTHS] = array("q", self.lengths)
+        said_of = (self.code, self.count, self.root, *where, self.link.is_later, *place, self.digest, self.place)
+        cells[at + 1 : at + ENTRY_CELLS] = array("q", said_of)
         mail.open[number] = self
         if lent is not None:
             lent.number = number
@@ -233,6 +256,7 @@ class Call:
 
     def expect(self, sources: Sequence[int], fill: Fill, result: Any, first: Fill | None = None) -> None:
         """What shall be read, what shall be done with it (and ``first``, for the others), and what comes out."""
+        self._partly = len(sources) < len(self.mail.others)
         with self._looking:
             self._entries = {i: entry for i, entry in self._entries.items() if i in sources}
             self._missing = [i for i in sources if i not in self._entries]
@@ -247,7 +271,7 @@ class Call:
             for i in self._missing:
                 box = self.mail.boxes[i] or self.mail.box(i)
                 if box is not None and box.cells[at := box.at(self.number)] == self.number:
-                    self._entries[i] = box.cells[at : at + _LENGTHS + len(self.lengths)].tolist()
+                    self._entries[i] = box.cells[at : at + ENTRY_CELLS].tolist()
                 else:
                     missing.append(i)
             self._missing = missing
@@ -285,6 +309,16 @@ class Call:
     def finish(self) -> Any:
         """Read, once, and return what was borrowed."""
         return self._read(all_of_it=True)
+
+    def conclude(self) -> Any:
+        """The same, for who asks for the result; and see whether calls before this one were the others' too."""
+        result, mail = self._read(all_of_it=True), self.mail
+        if mail.given or self._partly:
+            if self._partly:
+                self._partly = False
+                mail.given.append((self.number, self.digest))
+            compare_given(mail)
+        return result
 
     def read_early(self) -> None:
         """When all have come: do what the others may wait for, and all if they wait for nothing."""
@@ -335,7 +369,7 @@ class Call:
                 self._error = CommError(text(self.name, f"{named(self._missing)} did not come before the end: {self}."))
                 segments: dict[int, Segment] = {}
                 for i, entry in self._entries.items():
-                    if entry[_SERIAL]:
+                    if entry[SERIAL]:
                         with contextlib.suppress(CommError):
                             segments[i] = self._borrow(entry, i)
                 self._end(segments)
@@ -348,18 +382,16 @@ class Call:
     def _got(self, segments: dict[int, Segment]) -> list[Tensor]:
         link = self.link
         packed = self.packed
-        wrong = lost = None
+        wrong, lost = False, None
         for i, entry in self._entries.items():
-            if entry[_SERIAL]:
+            if entry[SERIAL]:
                 try:
                     segments[i] = self._borrow(entry, i)
                 except CommError as error:  # the others want back what they have lent
                     lost = error
-            same = entry[_CODE] == self.code and entry[_COUNT] == self.count and entry[_LENGTHS:] == self.lengths
-            if not same or self._another_root(entry):
-                wrong = i
-        if wrong is not None:
-            self._differ(wrong)
+            wrong = wrong or entry[DIGEST] != self.digest or self._another_root(entry)
+        if wrong:
+            differ_in(self.mail, self.number)
         if lost is not None:
             raise lost
         if packed is None:
@@ -368,21 +400,35 @@ class Call:
         for i, segment in segments.items():
             stop = self.total * self._nbytes()
             if self._tables:
-                cell = TABLE + link.index
-                self._tables[i] = segment.cells[cell], segment.cells[cell + 1]
-                stop = segment.cells[TABLE + link.size] * packed.element_size()
+                self._tables[i] = table = segment.cells[TABLE : TABLE + 2 * link.size + 1].tolist()
+                stop = table[link.size] * packed.element_size()
             got[i] = segment.bytes[:stop].view(packed.dtype)
+        if self._tables:
+            self._check_runs()
         assert self._own is not None
         got[link.index] = self._own
         return got
+
+    def _check_runs(self) -> None:
+        """What goes from one rank to another has one length for both: all compare all, so that all find the same."""
+        size = self.link.size
+        tables = [self._tables[i] for i in range(size)]
+        sent = [tuple(map(sub, table[1 : size + 1], table[:size])) for table in tables]
+        wanted = list(zip(*(table[size + 1 :] for table in tables), strict=True))
+        if sent != wanted:
+            assert self.packed is not None
+            width = dtype_of(self.code).itemsize // self.packed.element_size()
+            pairs = ((i, j) for i in range(size) for j in range(size))
+            i, j = next((i, j) for i, j in pairs if sent[i][j] != wanted[i][j])
+            runs_differ(self.mail, self.number, (i, sent[i][j] // width), (j, wanted[i][j] // width))
 
     def _nbytes(self) -> int:
         return self.count * dtype_of(self.code).itemsize
 
     def _another_root(self, entry: list[int]) -> bool:
         if self.code >> 16 == PERMUTE:
-            return entry[_ROOT] != self.link.index
-        theirs = entry[_ROOT]
+            return entry[ROOT] != self.link.index
+        theirs = entry[ROOT]
         if theirs == self.root:
             return False
         return theirs >= 0 or self.root >= 0 or differ(_NOBODY - theirs, _NOBODY - self.root)
@@ -394,9 +440,9 @@ class Call:
     def _borrow(self, entry: list[int], source: int) -> Segment:
         neighbour = self.mail.neighbours[source]
         assert neighbour is not None
-        lease = Lease(neighbour.pid, entry[_FD], entry[_SERIAL], entry[_SIZE], entry[_OFFSET], entry[_LENGTH])
+        lease = Lease(neighbour.pid, entry[FD], entry[SERIAL], entry[SIZE], entry[OFFSET], entry[LENGTH])
         try:
-            return shared_memory.borrow(lease, keep=bool(entry[_KEPT]))
+            return shared_memory.borrow(lease, keep=bool(entry[KEPT]))
         except OSError as error:
             found = peers.account([self.link.ranks[source]], closed=True)
             what = f"the memory of index {source} cannot be read: {error.strerror or error}"
@@ -404,7 +450,7 @@ class Call:
 
     def table_of(self, i: int) -> tuple[int, int]:
         """Where what index i has for this rank begins and ends, in what it lends."""
-        return self._tables.get(i, (0, 0))
+        return self._tables[i][self.link.index], self._tables[i][self.link.index + 1]
 
     def reduce_own(self, got: list[Tensor], op: str, out: Tensor) -> None:
         """Each rank its part."""
@@ -437,7 +483,7 @@ class Call:
         if wait:
             waiting = _Wait(self, time.monotonic() + _HELPFUL)
             while (state := segment.cells[STATE]) != _REDUCED:
-                if state != _REDUCING and self._entries[i][_LATER]:
+                if state != _REDUCING and self._entries[i][LATER]:
                     return False
                 try:
                     waiting.more([i])
@@ -452,20 +498,7 @@ class Call:
     # ------------------------------------------------------------------------------------------------------ errors
 
     def __str__(self) -> str:
-        return said(self.code, self.count, self.root, self.lengths)
-
-    def gave(self) -> None:
-        """Wait for nobody: whether the others have called the same is seen later."""
-        if self.code >> 16 != PERMUTE:
-            self.mail.given.append(self._given())
-
-    def _given(self) -> _Given:
-        return _Given(
-            self.number, self.code, self.count, self.root, tuple(self.lengths), self.link.index, self.link.size
-        )
-
-    def _differ(self, other: int) -> NoReturn:
-        self._given().differs(other, self._entries)
+        return said(self.code, self.count, self.root)
 
     def whereabouts(self) -> tuple[list[int], dict[int, str]]:
         """Who else has made this call, and what the mailboxes of the others say."""
@@ -554,7 +587,7 @@ class Reading(Pending):
             found = "" if timeout is not None else peers.account([call.link.ranks[i] for i in missing])
             what = f"{named(missing)} {has} not made the call{f' ({found})' if found else ''}"
             raise TimedOutError(what, missing, *call.whereabouts(), told=lambda: call.late(missing))
-        return call.finish()
+        return call.conclude()
 
     def record(self) -> Record:
         """The call's."""
@@ -606,87 +639,26 @@ class _Reader:
 
     def entry(self, number: int) -> list[int] | None:
         """What this rank has written of a call."""
-        return _entry_of(self._mail.box(self._index), number)
+        return entry_of(self._mail.box(self._index), number)
 
     def own_entry(self, number: int) -> list[int] | None:
         """What its lender has."""
-        return _entry_of(self._mail.own, number)
+        return entry_of(self._mail.own, number)
 
     def told_of(self, number: int) -> str:
         """Who it is, and what it has not read."""
         neighbour = self._mail.neighbours[self._index]
         who = f"index {self._index} (process {0 if neighbour is None else neighbour.pid})"
         mine, theirs = self.own_entry(number), self.entry(number)
-        given = "a call" if mine is None else said(mine[_CODE], mine[_COUNT], mine[_ROOT])
+        given = "a call" if mine is None else said(mine[CODE], mine[COUNT], mine[ROOT])
         if theirs is None:
             return f"{who} has not made call {number}, {given}"
-        called = said(theirs[_CODE], theirs[_COUNT], theirs[_ROOT])
+        called = said(theirs[CODE], theirs[COUNT], theirs[ROOT])
         return f"{who} of call {number}, {given}" + (f", and has called {called}" if called != given else "")
 
     def _is(self, state: int) -> bool:
         neighbour, box = self._mail.neighbours[self._index], self._mail.box(self._index)
         return (box is not None and box.state() >= state) or (neighbour is not None and neighbour.is_gone())
-
-
-class _Given(NamedTuple):
-    """What is compared of a call. It holds neither the axis nor what was lent, which may be gone before it is."""
-
-    number: int
-    code: int
-    elements: int
-    root: int
-    lengths: tuple[int, ...]
-    rank: int
-    size: int
-
-    def compare(self, mail: Mail) -> bool:
-        """Whether all others have made this call; CommError if one has made another one."""
-        found = {}
-        for i in mail.others:
-            box = mail.box(i)
-            entry = _entry_of(box, self.number)
-            if entry is not None:
-                found[i] = entry
-            elif box is None or box.cells[box.at(self.number)] < self.number:
-                return False
-        for i, entry in found.items():
-            if [entry[_CODE], entry[_COUNT], entry[_ROOT]] != [self.code, self.elements, self.root]:
-                self.differs(i, {i: entry})
-        return True
-
-    def differs(self, other: int, entries: dict[int, list[int]]) -> NoReturn:
-        """Another rank has made another call: these are the others' entries."""
-        entry = entries[other]
-        lengths = entry[_LENGTHS:] if entry[_CODE] >> 16 == PERMUTE else ()
-        theirs = said(entry[_CODE], entry[_COUNT], entry[_ROOT], lengths)
-        mine = said(self.code, self.elements, self.root, self.lengths)
-        said_of_both = text(
-            name_of(self.code),
-            f"the ranks called different things: index {other} {theirs}, index {self.rank} {mine}.",
-            got=f"call {self.number} of a group of {self.size}",
-            fix="make the same calls in the same order on all ranks",
-        )
-        error = CommError(hinted(said_of_both, backward=in_backward()))
-        if all(each[_CODE] == self.code for each in entries.values()):
-            error.counts = {i: each[_COUNT] for i, each in entries.items()}
-        raise error
-
-
-def compare_given(mail: Mail) -> None:
-    """See whether the others have made the calls in which this rank waited for nobody; CommError if not."""
-    for _ in range(_COMPARED):
-        if mail.given:
-            given = mail.given.popleft()
-            if not given.compare(mail):
-                mail.given.appendleft(given)
-                return
-
-
-def _entry_of(box: Box | None, number: int) -> list[int] | None:
-    if box is None:
-        return None
-    at = box.at(number)
-    return box.cells[at : at + _LENGTHS].tolist() if box.cells[at] == number else None
 
 
 def _finish(call: Call) -> None:
@@ -751,8 +723,7 @@ def take_leave(mails: Sequence[Mail]) -> None:
 def _calls_otherwise(segment: Segment, reader: Any) -> bool:
     """Whether a reader has made another call instead, so that it will not read."""
     theirs, mine = reader.entry(segment.number), reader.own_entry(segment.number)
-    same = (_CODE, _COUNT, _ROOT)
-    return theirs is not None and mine is not None and [theirs[i] for i in same] != [mine[i] for i in same]
+    return theirs is not None and mine is not None and theirs[DIGEST] != mine[DIGEST]
 
 
 def _say(what: str, wanted: Sequence[tuple[Segment, Any]]) -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
 from meshcomm.errors import shape_text
-from meshcomm.runtime.protocol import REDUCE_OPS
+from meshcomm.runtime.lexicon import Lexicon, Meaning
+from meshcomm.runtime.protocol import REDUCE_OPS, Note
+from meshcomm.runtime.said import Meant, digest_of
 from meshcomm.runtime.shared_memory import ENTRIES, Box
 from meshcomm.runtime.whose import ordinal_of
+from meshcomm.runtime.wrapped import Primitive
 
-__all__ = ["LENGTHS", "PERMUTE", "code_of", "dtype_of", "last_said", "lengths_of", "name_of", "named", "said"]
+__all__ = [
+    "CODE", "COUNT", "DIGEST", "ENTRY_CELLS", "FD", "KEPT", "LATER", "LENGTH", "OFFSET", "PERMUTE", "PLACE", "ROOT",
+    "SERIAL", "SIZE", "dtype_of", "entry_of", "last_said", "meaning_of", "name_of", "named", "said",
+]  # fmt: skip
 
-LENGTHS = 5
-"""Of a shape, that have room in an entry."""
+_NUMBER, CODE, COUNT, ROOT, FD, SERIAL, SIZE, KEPT, LATER, OFFSET, LENGTH, DIGEST, PLACE, ENTRY_CELLS = range(14)
+"""The cells of an entry: the number of the call, what is called, where what is lent lies, a digest of the call, and
+where in the lexicon its words are.
+"""
 
 _CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
           "scatter", "barrier")  # fmt: skip
@@ -27,9 +35,28 @@ _OP = {op: number << 8 for number, op in enumerate(("", *REDUCE_OPS))}
 _DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
-def code_of(name: str, op: str, dtype: torch.dtype) -> int:
-    """A primitive, its reduce op and dtype as a number."""
-    return _CALL[name] + _OP[op] + _DTYPE[dtype]
+def meaning_of(
+    known: Lexicon, key: Hashable, called: tuple[Any, ...], tree: tuple[Any, ...],
+    name: str, op: str, dtype: torch.dtype, shape: torch.Size, root: int,
+) -> Meaning:  # fmt: skip
+    """Of a primitive with this key. ``called``: what makes the note that it belongs to, and its arguments."""
+    seen = () if name == "all_to_all" else tuple(shape)  # there it may differ
+    what = Primitive(name, None, (name, op, dtype, seen, root), _nothing)
+    note: Note = called[0](*called[1:]) if called else _alone(name, op, root)
+    if note.dtype is None and name != "barrier":
+        note = note._replace(dtype=dtype, shape=shape)
+    note = note._replace(tree=tree) if tree else note
+    code = _CALL[name] + _OP[op] + _DTYPE[dtype]
+    return known.learn(key, code, digest_of(note, what)[0], Meant.of(note, what).write())
+
+
+def _alone(name: str, op: str, root: int) -> Note:
+    """Of a primitive that belongs to no call that is known."""
+    return Note(name, (op or None, None if root < 0 else root), ("op", "root"), None, None)
+
+
+def _nothing() -> None:
+    """What is told of runs elsewhere."""
 
 
 def name_of(code: int) -> str:
@@ -45,14 +72,7 @@ def dtype_of(code: int) -> torch.dtype:
 PERMUTE = _CALLS.index("permute")
 
 
-def lengths_of(shape: Sequence[int]) -> list[int]:
-    """A shape in the room that an entry has for it: what is behind the last place stands there as one number."""
-    if len(shape) <= LENGTHS:
-        return [*shape, *[-1] * (LENGTHS - len(shape))]
-    return [*shape[: LENGTHS - 1], -2 - zlib.crc32(repr(tuple(shape)).encode())]
-
-
-def said(code: int, count: int, root: int, lengths: Sequence[int] = ()) -> str:
+def said(code: int, count: int, root: int) -> str:
     """``all_reduce of f32[8] (sum)``."""
     call, op, dtype = _CALLS[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
     extra = [op] if op else []
@@ -60,9 +80,15 @@ def said(code: int, count: int, root: int, lengths: Sequence[int] = ()) -> str:
         extra.append(f"the gradient of leaf {ordinal_of(-1 - root)}")
     if root >= 0:
         extra.append(f"{'to' if call in ('permute', 'reduce', 'gather') else 'from'} {root}")
-    shown = shape_text(dtype, [length for length in lengths if length >= 0] if lengths else (count,))
-    shown = f"{shown[:-1]}, ...]" if lengths and lengths[-1] < -1 else shown
-    return f"{call} of {shown}{' (' + ', '.join(extra) + ')' if extra else ''}"
+    return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"
+
+
+def entry_of(box: Box | None, number: int) -> list[int] | None:
+    """What stands there of a call."""
+    if box is None:
+        return None
+    at = box.at(number)
+    return box.cells[at : at + ENTRY_CELLS].tolist() if box.cells[at] == number else None
 
 
 def last_said(box: Box | None) -> str:

@@ -27,7 +27,7 @@ class PacketLink:
 
     size: int
     index: int
-    watched = False
+    watched = hears = False
     tree: tuple[Any, ...] = ()
     nccl: frozenset[str]
     """The kinds of device whose backend is NCCL: it has a mean, and no and, or, xor; the others the other way round."""

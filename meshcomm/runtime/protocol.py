@@ -59,7 +59,11 @@ class Link(Protocol):
     tree: tuple[Any, ...]
     """Set by who takes a pytree apart: belongs to the next note."""
     watched: bool
-    """Whether calls are announced first, so that ranks that disagree are told so."""
+    """Whether each call is announced in full first."""
+    hears: bool
+    """Whether it is told at all, so that ranks that disagree are told so; if it is not ``watched``, in ``called``."""
+    called: tuple[Any, ...]
+    """What the next primitive belongs to: what makes a note of it (without ``whose``), and the arguments for that."""
 
     def later(self) -> Link:
         """The same link in a form whose primitives give a ``Pending`` where they would have to wait.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +14,16 @@ from meshcomm.runtime.protocol import Note
 from meshcomm.runtime.whose import differ
 from meshcomm.runtime.wrapped import Primitive
 
-__all__ = ["Said", "Words", "axis_text", "calls_text", "fingerprint", "place_of", "told"]
+__all__ = ["Meant", "Said", "Words", "axis_text", "calls_text", "digest_of", "fingerprint", "place_of", "told"]
 
 _MOST = 900
 """Bytes of a description: of a large tree the first leaves."""
 _RUNS = 250
 """The most runs of an all_to_all that are compared."""
+_LEAVES = 1000
+"""The leaves of a tree that are put into words."""
+_NAMED = re.compile(r"( \w*dim=\d+)+$")
+"""The dims at the end of a leaf's path."""
 _GRADIENTS = {False: 0, True: 1, None: 2}
 
 
@@ -66,15 +71,67 @@ class Said(NamedTuple):
 
 def fingerprint(note: Note, what: Primitive, site: CallSite) -> Said:
     """What is said of this primitive, which belongs to this note."""
-    compared = note.what, note.given, what.key, note.fixed, note.tree
-    digest = hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
-    halves = (int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True))
     few = len(what.send) <= _RUNS
     words = Words(
         place_of(note.axis), _call_text(note, what), axis_text(note.axis), called_at(site, backward=in_backward()),
         tuple(what.send) if few else (), tuple(what.recv) if few else (),
     )  # fmt: skip
-    return Said(halves, _GRADIENTS[note.needs_grad] + (note.word << 2), words.write())
+    return Said(digest_of(note, what), _GRADIENTS[note.needs_grad] + (note.word << 2), words.write())
+
+
+def digest_of(note: Note, what: Primitive) -> tuple[int, int]:
+    """Two numbers of 64 bits that are equal where the same is called."""
+    compared = note.what, note.given, what.key, note.fixed, note.tree
+    digest = hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)
+
+
+class Meant(NamedTuple):
+    """What a digest stands for, in words."""
+
+    call: str
+    """``all_reduce f32[8] (op='sum')``."""
+    parts: Sequence[Sequence[str]]
+    """Names and values of what is compared; ``operation``, ``dtype`` and ``shape`` among them."""
+    moved: str
+    """What the primitive sees."""
+
+    @staticmethod
+    def of(note: Note, what: Primitive) -> Meant:
+        """This primitive, which belongs to this note."""
+        parts = [("operation", note.what)]
+        parts += [(name, repr(value)) for name, value in zip(note.names, note.given, strict=True)]
+        for path, dtype, shape in note.tree[:_LEAVES]:
+            bare = _NAMED.sub("", path)
+            parts.append((f"x{bare}", shape_text(dtype, shape) + path[len(bare) :]))
+        if not note.tree and note.dtype is not None:
+            parts += [("dtype", str(note.dtype)), ("shape", str(list(note.shape)))]
+        return Meant(_call_text(note, what), parts, repr((what.key, note.fixed)))
+
+    def write(self) -> bytes:
+        """For others."""
+        return json.dumps(self).encode()
+
+    @staticmethod
+    def read(data: bytes) -> Meant:
+        """The inverse of ``write``."""
+        return Meant(*json.loads(data))
+
+    def unlike(self, other: Meant) -> list[tuple[str, str, str]]:
+        """What differs: its name, its value here and its value there."""
+        mine, theirs = (_pairs(each.parts) for each in (self, other))
+        if mine["operation"] != theirs["operation"]:
+            return [("operation", mine["operation"], theirs["operation"])]
+        names = [name for name in (*mine, *(each for each in theirs if each not in mine)) if name != "operation"]
+        if self.moved == other.moved:  # then these may differ, with sizes
+            names = [name for name in names if name not in ("dtype", "shape")]
+        none = "not there"
+        found = [(name, mine.get(name, none), theirs.get(name, none)) for name in names]
+        return [each for each in found if each[1] != each[2]]
+
+
+def _pairs(parts: Sequence[Sequence[str]]) -> dict[str, str]:
+    return dict(zip(*zip(*parts, strict=True), strict=True)) if parts else {}
 
 
 def _call_text(note: Note, what: Primitive) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "READERS",
     "STATE",
     "TABLE",
+    "WORDS",
     "Address",
     "Arena",
     "Box",
@@ -302,8 +303,11 @@ _TRIED = 4
 """How many boxes are looked at, whether they can serve again."""
 NOTES, NOTE_RING, NOTE = 2**16, 8, 4096
 """What the guard writes: bytes for the process, the calls of a group that it keeps, and bytes for one of them."""
+WORDS = 2**22
+"""Bytes for what the calls of a process are in words."""
 _NOTES_AT = 8 * (_BOXES + _MOST_BOXES * _BOX)
-_ARENA = _NOTES_AT + NOTES + _MOST_BOXES * NOTE_RING * NOTE
+_WORDS_AT = _NOTES_AT + NOTES + _MOST_BOXES * NOTE_RING * NOTE
+_ARENA = _WORDS_AT + WORDS
 
 
 class Box:
@@ -386,6 +390,10 @@ class Arena:
         """Bytes about the last calls of the group with this box."""
         start = _NOTES_AT + NOTES + place * NOTE_RING * NOTE
         return self._memory.view[start : start + NOTE_RING * NOTE]
+
+    def words(self) -> memoryview[int]:
+        """Bytes about what has been called."""
+        return self._memory.view[_WORDS_AT : _WORDS_AT + WORDS]
 
     def make_box(self, key: int) -> Box:
         """A box with this key; raises OSError when there is no room for one more."""

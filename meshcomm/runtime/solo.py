@@ -23,8 +23,9 @@ class SoloLink:
 
     size = 1
     index = 0
-    watched = False
+    watched = hears = False
     tree: tuple[Any, ...] = ()
+    called: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
         self.orders: dict[Any, list[int]] = {}

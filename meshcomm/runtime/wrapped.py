@@ -49,7 +49,8 @@ class _Said(threading.local):
 class WrappedLink:
     """All primitives of ``inner``, each by way of :meth:`run`; both forms of the link share one state."""
 
-    watched = True
+    watched = hears = True
+    called: tuple[Any, ...] = ()
 
     def __init__(self, inner: Link) -> None:
         self.inner = inner
@@ -118,7 +119,7 @@ class WrappedLink:
         """Keep it for the primitive that follows."""
         self.note = note._replace(tree=self.tree) if self.tree else note
         self.tree = ()
-        if self.inner.watched:
+        if self.inner.hears:
             self.inner.announce(self.note)
 
     def refuse(self, where: str, why: str, axis: object) -> None:

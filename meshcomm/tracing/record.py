@@ -127,11 +127,10 @@ class _Recorder(WrappedLink):
         return self.run(Primitive("permute", x, key, lambda: self.inner.permute(x, source, destination)))
 
     def all_reduce(self, x: Tensor | Parts, op: str) -> Any:
-        """Nobody announces one of parts that lie apart."""
+        """Of parts that lie apart, too."""
         if not isinstance(x, Parts):
             return super().all_reduce(x, op)
         whole = torch.empty(sum(part.numel() for part in x.parts), dtype=x.dtype, device="meta")
-        self.note = Note("all_reduce", (op,), ("op",), None, "?", whole.dtype, whole.shape)
         return self.run(Primitive("all_reduce", whole, (), lambda: self.inner.all_reduce(cast(Tensor, x), op)))
 
     def run(self, what: Primitive) -> Any:
