@@ -18,7 +18,7 @@ VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-$(SPEC))
 PY := $(VENV)/bin/python
 # More workers than cores: ranks often wait for each other. To see one test run as it runs alone: make test ARGS="-n 0 -k shift"
 WORKERS ?= 3
-PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -n $(WORKERS)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # The tests of real MPI launchers skip, with a reason, unless these say where bin/mpiexec is.

@@ -5,6 +5,7 @@ which tests run one after the other where pytest-xdist spreads them over workers
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 
 # Before torch is imported: ranks outnumber cores, and each process would start a thread per core.
@@ -45,13 +46,15 @@ FIRST = ["test_soak", "test_faults", "plain", "guarded"]
 """The longest groups; who begins with them ends with the others."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which then writes the groups into the names
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(importlib.import_module("spread").Spread(group_of))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if pool_of(item):
             item.add_marker("processes")
-        if config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
     rank = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(group_of(item), len(FIRST)))
     if torch.accelerator.is_available():
@@ -64,13 +67,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     settle()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Names that can be given to pytest again, without the group that pytest-xdist has put behind them."""
-    if report.nodeid.rfind("@") > report.nodeid.rfind("]"):
-        report.nodeid = report.nodeid.rpartition("@")[0]
 
 
 def settle() -> None:
