@@ -82,8 +82,8 @@ class Operations(Leaves):
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
         if not kind.ordinary or (kwargs and kwargs.get("out") is not None):
-            if kind.asks:
-                return func(*args, **kwargs)
+            if kind.asks and not kwargs and (len(args) == 1 or type(args[1]) is int):
+                return func(*args)
             return self._get(kind, func, args) if kind.getter else self._typed(kind, func, args, kwargs)
         operands: list[Tensor] = []
         gather(args, Tensor, operands)
