@@ -570,6 +570,33 @@ def test_who_begins_later_is_not_taken_for_one_that_has_ended(guarded4: Any) -> 
         late.join()
 
 
+def circle_after_a_thread() -> str:
+    """Another thread has made calls and ended; the number that it had belongs to one now that makes none."""
+    other = threading.Thread(target=lambda: mc.all_reduce(x(), BOTH, mesh=mc.make_mesh({"dp": 2, "tp": 2})))
+    other.start()
+    other.join()
+    stop = threading.Event()
+    idle = [threading.Thread(target=stop.wait) for _ in range(4)]
+    for thread in idle:
+        thread.start()
+    try:
+        with square() as mesh:
+            try:
+                mc.all_reduce(x(), "dp" if mesh.rank in (0, 3) else "tp")
+            except mc.CommError as error:
+                mc.barrier(BOTH, timeout=60)
+                return str(error)
+    finally:
+        stop.set()
+    return ""
+
+
+def test_a_thread_that_has_ended_is_not_taken_for_another(guarded4: Any) -> None:
+    begin = time.monotonic()
+    assert all("wait for each other" in each for each in guarded4.run(circle_after_a_thread))
+    assert time.monotonic() - begin < SOON
+
+
 def sums_over_all() -> float:
     with square():
         return mc.all_reduce(torch.ones(()), BOTH).item()

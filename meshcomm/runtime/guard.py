@@ -143,7 +143,7 @@ class Guard:
         self._is_there, self._ended = is_there, gone
         self._lock = threading.RLock()
         self._status = Status()
-        self._threads: set[int] = set()
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # numbers of threads come again
         self._acknowledged: dict[int, int] = {}
         self.issued: dict[int, int] = {}
         self.rooms: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -172,16 +172,16 @@ class Guard:
 
     def acts(self) -> None:
         """A thread of the program makes a call."""
-        thread = threading.get_ident()
+        thread = threading.current_thread()
         if thread not in self._threads:
             with self._lock:
                 self._threads.add(thread)
 
     def is_alone(self) -> bool:
         """Whether what this thread waits for, the program waits for: autograd's own threads run while it waits."""
-        alive = {thread.ident: thread for thread in threading.enumerate()}
-        real = [i for i in self._threads if i in alive and type(alive[i]).__name__ != "_DummyThread"]
-        return len(real) <= 1
+        with self._lock:
+            alive = [each for each in self._threads if each.is_alive() and type(each).__name__ != "_DummyThread"]
+        return len(alive) <= 1
 
     @contextmanager
     def waiting(self, wait: Wait, *, for_program: bool) -> Iterator[Callable[[], None]]:
