@@ -373,7 +373,8 @@ RECV = "work = mc.recv('a', (rank + 1) % 3, shape=(2,), dtype=torch.float32, mes
 PEER_DIES = """
 import threading
 if rank == 1:
-    mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh)
+    for other in (0, 2):  # both have begun their works
+        mc.recv("a", other, shape=(1,), dtype=torch.float32, mesh=mesh)
     os._exit(3)
 works = [
     mc.all_reduce(torch.ones(5), "a", mesh=mesh, async_op=True),
@@ -391,8 +392,7 @@ lists = [[] for _ in works]
 threads = [threading.Thread(target=wait, args=(work, found)) for work, found in zip(works, lists) for _ in range(2)]
 for thread in threads:
     thread.start()
-if rank == 0:
-    mc.send(torch.ones(1), "a", 1, mesh=mesh)
+mc.send(torch.ones(1), "a", 1, mesh=mesh)
 for thread in threads:
     thread.join()
 for work, found in zip(works, lists):
