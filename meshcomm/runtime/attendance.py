@@ -44,10 +44,11 @@ def all_here(name: str, ranks: tuple[int, ...], index: int, seconds: float, hope
     here = world.current()
     if here is None or here.backend == "fake":
         return
-    if name not in _met:
-        _met[name] = f"meshcomm/barrier/{world.meeting_number(here)}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    # Anew each time: a group that is adopted again has meshes of the same names, and meets elsewhere.
+    prefix = _met[name] = f"meshcomm/barrier/{world.meeting_number(here)}/{digest}"
     try:
-        verdict = _meet(_met[name], ranks, index, seconds, hope)
+        verdict = _meet(prefix, ranks, index, seconds, hope)
     except RuntimeError as error:
         _lost(error)
     if verdict:
@@ -64,10 +65,10 @@ def forget(name: str, size: int) -> None:
         return
     calls = {store.add(f"{prefix}/calls/{i}", 0) for i in range(size)}
     for call in range(max(1, min(calls) - 1), max(calls) + 1):
-        for name in (*map(str, range(size)), "came", "verdict"):
-            store.delete_key(f"{prefix}/{call}/{name}")
-    for name in (*(f"calls/{i}" for i in range(size)), "gone"):
-        store.delete_key(f"{prefix}/{name}")
+        for key in (*map(str, range(size)), "came", "verdict"):
+            store.delete_key(f"{prefix}/{call}/{key}")
+    for key in (*(f"calls/{i}" for i in range(size)), "gone"):
+        store.delete_key(f"{prefix}/{key}")
 
 
 def _lost(error: RuntimeError) -> NoReturn:
