@@ -22,6 +22,7 @@ import fault_programs
 import pytest
 
 import meshcomm as mc
+from meshcomm.runtime import peers
 
 PROGRAMS = Path(__file__).with_name("fault_programs.py")
 GLOO = {"MESHCOMM_SHARED_MEMORY": "0"}
@@ -249,6 +250,18 @@ def test_who_ended_of_it_is_not_taken_for_the_cause(outcomes: dict[str, Outcome]
     ended_well(outcomes[name])
     others_told(outcomes[name], 2, r"(index 2|rank 2)\)? .*has left(?s:.*)ValueError: boom on rank 2")
     assert not re.search("(index|rank) 1 has (left|ended)", outcomes[name]["errors"]["0"]["text"])
+
+
+@pytest.mark.parametrize(
+    "end", ["index 2 has ended (rank 2, process 7)", "a=2 (rank 2) has left the group: ValueError: no"]
+)
+@pytest.mark.parametrize(
+    "unsaid", ["index 0 has left the group (rank 0, process 5)", "a=0 (rank 0) has left the group"]
+)
+def test_who_has_not_said_why_it_left_is_not_taken_for_the_cause_of_an_end_that_is_seen(end: str, unsaid: str) -> None:
+    followed = f"{unsaid}: CommError: meshcomm.all_reduce: not all ranks will come."
+    assert min([followed, unsaid, end], key=peers.distance) == end
+    assert min([followed, unsaid], key=peers.distance) == unsaid
 
 
 @pytest.mark.thorough

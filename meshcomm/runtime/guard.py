@@ -266,7 +266,7 @@ class Guard:
         """Why one of these ranks of the world will not come; nothing if they may come. ``sure``: this rank does not
         wait for them any more, if there is a reason.
         """
-        followed = ""
+        weaker = []  # another rank's end was this one's, too, or may have been
         for rank in missing:
             status = self.status(rank)
             if self._has_news(rank, status) and not status.waits:
@@ -274,12 +274,13 @@ class Guard:
                     self._acknowledged[rank] = status.failures - self.failures
                 return f"{self.name(rank)} has raised an error instead: {status.failure}"
             reason = self.why_gone(rank, wait.group.key, wait.number)
-            if reason and not peers.is_consequence(reason):
+            if reason and not peers.distance(reason):
                 return reason
-            followed = followed or reason  # another rank's end was this one's, too
+            if reason:
+                weaker.append(reason)
             if (self.rank, wait.id) in status.condemned:
                 return self._condemn(status.condemned, status.verdict) if sure else status.verdict
-        return followed or self._deadlock(wait, sure)
+        return min(weaker, key=peers.distance, default="") or self._deadlock(wait, sure)
 
     def _deadlock(self, wait: Wait, sure: bool) -> str:
         """Who waits in what, if whom this wait is for waits for this rank."""
@@ -307,7 +308,7 @@ class Guard:
         if not ended and not status.left:
             return ""
         why = peers.reason(rank)
-        return f"has left the group: {why}" if why else ended or "has left the group"
+        return f"{peers.LEFT}: {why}" if why else ended or peers.LEFT
 
     def _has_news(self, rank: int, status: Status) -> bool:
         return status.failures - self.failures > self._acknowledged.get(rank, 0)

@@ -542,7 +542,7 @@ class _Wait:
         """A little, after having looked for what is missing."""
         if self._gone and (gone := [self._gone[i] for i in missing if i in self._gone]):
             # and nothing has come that they did before they went; whose end followed from another's is not the cause
-            self._call.fail(min(gone, key=peers.is_consequence))
+            self._call.fail(min(gone, key=peers.distance))
         self._looks += 1
         if self._looks < _LOOKS:
             os.sched_yield()
@@ -566,7 +566,7 @@ class _Wait:
             if ended or (box is not None and box.state() != HERE):
                 why = peers.reason(self._call.link.ranks[i])
                 # Who has said why has left, whether or not its process has come to its end meanwhile.
-                how = "has ended" if ended and not why else "has left the group"
+                how = "has ended" if ended and not why else peers.LEFT
                 self._gone[i] = f"index {i} {how} ({who})" + (f": {why}" if why else "")
 
 

@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from meshcomm.errors import CommError, described
 
 __all__ = [
-    "account", "ended", "forget", "is_consequence", "is_stopped", "last_error", "leave", "let_go_first", "met",
+    "LEFT", "account", "distance", "ended", "forget", "is_stopped", "last_error", "leave", "let_go_first", "met",
     "reason", "sign",
 ]  # fmt: skip
 
@@ -32,6 +32,8 @@ _FIRST = 2.0
 """Seconds that a rank that fails because of another one gives that one to end first."""
 _SHOWN = 4
 _FAILED = "CommError: "
+LEFT = "has left the group"
+"""What is told of a rank that makes no more calls, and has not said why (yet)."""
 
 
 class _Peer(NamedTuple):
@@ -126,9 +128,11 @@ def last_error() -> BaseException | None:
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
-def is_consequence(reason: str) -> bool:
-    """Whether a rank has ended, as this says, because of another one's end."""
-    return f": {_FAILED}" in reason
+def distance(reason: str) -> int:
+    """How far a rank's end, told so, is from the cause of it all: 2, if it followed from another rank's end; 1, if the
+    rank has left and has not said why, for then it may have; else 0.
+    """
+    return 2 if f": {_FAILED}" in reason else int(LEFT in reason and ": " not in reason.partition(LEFT)[2])
 
 
 def let_go_first() -> None:
