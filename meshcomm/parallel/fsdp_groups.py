@@ -134,6 +134,8 @@ class Flow:
 
     def land(self) -> None:
         """Wait for all reductions, in the order in which they were started; and hear which gradients there are."""
+        if not self.flight:
+            return
         heard = self.hear([mark for sums in self.flight for mark in sums.marks])
         self.advance()
         for sums in self.flight:
@@ -362,23 +364,30 @@ def _is_told(axis: Axis, x: Tensor) -> bool:
     return axis.link.watched or (axis.link.hears and x.is_cpu and not torch.compiler.is_compiling())
 
 
-def connect(groups: list[Group], views: list[list[Tensor]], root: Use | None) -> Use | None:
+def connect(groups: list[Group], views: list[list[Tensor]], root: Use | None, *, is_root: bool) -> Use | None:
     """Put in place of the views of parameters that get gradients such as are connected to their shards. All ranks
-    come back to a unit in backward if they come to one that was gathered under it: ``root``.
+    come back to a unit in backward if they come to one that was gathered under it: ``root``, for which ``is_root``.
     """
     needy = [group.needy() for group in groups]
-    shards = [group.slots[at].param for group, places in zip(groups, needy, strict=True) for at in places]
+    shards, found = [], []
+    for group, places, mine in zip(groups, needy, views, strict=True):
+        slots = group.slots
+        for at in places:
+            shards.append(slots[at].param)
+            found.append(mine[at])
     if not shards:
         return None
     use = Use(groups, needy)
     token: Tensor = _shards(use, *shards)
     _torch.set_sequence_number(token.grad_fn, _AT_LAST)
-    found = [mine[at] for mine, places in zip(views, needy, strict=True) for at in places]
-    *found, use.token = _weights(token, None if root is None else root.token, use, found)
-    connected = iter(found)
-    for mine, places in zip(views, needy, strict=True):
-        for at in places:
-            mine[at] = next(connected)
+    connected = _weights(token, None if root is None else root.token, use, found, is_root)
+    if is_root:
+        use.token = connected[-1]
+    start = 0
+    for places, mine in zip(needy, views, strict=True):
+        for number, at in enumerate(places, start):
+            mine[at] = connected[number]
+        start += len(places)
     return use
 
 
@@ -396,7 +405,7 @@ class Use:
 
     def whole(self) -> bool:
         """Whether every parameter gets a gradient."""
-        return all(len(places) == len(group.slots) for group, places in zip(self.groups, self.needy, strict=True))
+        return [len(places) for places in self.needy] == [len(group.slots) for group in self.groups]
 
     def ready(self, gradients: Sequence[Tensor | None]) -> bool:
         """Take the gradients of the parameters; whether the shards get any now."""
@@ -474,7 +483,9 @@ class _Sums:
         for group, needy in zip(self._use.groups, self._use.needy, strict=True):
             if needy:
                 found += group.pieces(next(sums), needy)
-        return [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
+        if 0 in self.marks:
+            return [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
+        return found
 
 
 class _Reduction:
@@ -534,16 +545,19 @@ class _Weights(Function):
     """Where the parameters come out: starts to reduce their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, root: Tensor | None, use: Use, views: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.use = use
+    def forward(
+        ctx: Any, token: Tensor, root: Tensor | None, use: Use, views: list[Tensor], is_root: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.use, ctx.count = use, len(views)
         ctx.set_materialize_grads(False)
-        return *views, torch.empty(0, device=token.device)
+        return (*views, torch.empty(0, device=token.device)) if is_root else tuple(views)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         use: Use = ctx.use
         with _torch.outside_dispatch_modes():
-            return use.groups[0].owner.nothing if use.ready(gradients[:-1]) else None, None, None, None
+            given = use.ready(gradients[: ctx.count])
+        return use.groups[0].owner.nothing if given else None, None, None, None, None
 
 
 # Function.apply looks for torch.func, which `Unit.open` does: 3 of 10 µs.

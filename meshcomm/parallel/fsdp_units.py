@@ -171,7 +171,9 @@ class Unit:
             buffers = self.take(phase) if held is None else list(held.fetched())
             views = [group.layout.views(buffer) for group, buffer in zip(self.groups, buffers, strict=True)]
             # Who asks first may be without gradients, and who asks next not, as in a checkpoint that is reentrant.
-            if self.groups and (torch.is_grad_enabled() or (on_demand and not torch.is_inference_mode_enabled())):
+            if self.groups and torch.is_grad_enabled():
+                self._connect(phase, buffers, views)
+            elif self.groups and on_demand and not torch.is_inference_mode_enabled():
                 with torch.enable_grad():
                     self._connect(phase, buffers, views)
         self._show(views)
@@ -179,9 +181,8 @@ class Unit:
     def _connect(self, phase: int, buffers: list[Tensor], views: list[list[Tensor]]) -> None:
         """Let gradients of the views come back to the shards, and have their places saved."""
         root = self.owner.units[0]
-        use = connect(self.groups, views, root.use if root is not self and root.is_open and phase == _FORWARD else None)
-        if use is not None and (root is not self or phase == _BACKWARD):
-            use.token = None  # nothing is gathered under it
+        under = root.use if root is not self and root.is_open and phase == _FORWARD else None
+        use = connect(self.groups, views, under, is_root=root is self and phase == _FORWARD)
         self.use = use if phase == _FORWARD else None
         if self.regather and phase == _FORWARD:
             version = self._version
