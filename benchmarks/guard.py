@@ -25,7 +25,7 @@ import torch
 
 import meshcomm as mc
 from benchmarks.overhead import machine, print_table
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.runtime.start.workers import WorkerPool
 
 RANKS = 4
 HOW = {

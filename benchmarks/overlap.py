@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 import meshcomm as mc
 from benchmarks.overhead import machine, print_table
 from meshcomm.collectives import overlap
-from meshcomm.runtime import world
+from meshcomm.runtime.start import world
 
 AXIS = "dp"
 LAYERS, WIDTH, BATCH = 12, 384, 64

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshcomm as mc
-from meshcomm.helpers.process import is_distributed, world_size
 from meshcomm.parallel import data_parallel, join, no_sync
+from meshcomm.training.process import is_distributed, world_size
 
 STEPS, B, D = 5, 8, 16
 

@@ -11,20 +11,32 @@ from meshcomm.collectives.tie import tie
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
 from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
-from meshcomm.runtime.dumps import dump_collectives
 from meshcomm.runtime.garbage import LaterCollection as _LaterCollection
-from meshcomm.runtime.world import init, shutdown
+from meshcomm.runtime.hooks.dumps import dump_collectives
+from meshcomm.runtime.start.world import init, shutdown
 from meshcomm.work import Work, wait
 
 if typing.TYPE_CHECKING:
     import meshcomm.parallel  # noqa: F401
     from meshcomm.collectives.exchange import all_to_all, permute, shift
     from meshcomm.collectives.one_rank import barrier, exchange, gather, recv, reduce, scatter, send
-    from meshcomm.helpers.equal import assert_invariant, assert_varying, varying_axes
-    from meshcomm.helpers.main_only import main_only
-    from meshcomm.helpers.metrics import Metrics
-    from meshcomm.helpers.objects import all_gather_object, broadcast_object, gather_object, scatter_object
-    from meshcomm.helpers.process import (
+    from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
+    from meshcomm.layout.einsum import einsum
+    from meshcomm.layout.plan import Plan, plan
+    from meshcomm.layout.reshard import reshard
+    from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
+    from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
+    from meshcomm.objects.results import collect_results
+    from meshcomm.spmd.random.rng import rng
+    from meshcomm.spmd.shard_map.function import shard_map
+    from meshcomm.spmd.types.check_vma import check_vma, mark_varying
+    from meshcomm.tracing.budget import comm_budget
+    from meshcomm.tracing.event import TraceEvent
+    from meshcomm.tracing.traces import Trace, trace
+    from meshcomm.training.equal import assert_invariant, assert_varying, varying_axes
+    from meshcomm.training.main_only import main_only
+    from meshcomm.training.metrics import Metrics
+    from meshcomm.training.process import (
         backend,
         device,
         get_dist_info,
@@ -36,20 +48,8 @@ if typing.TYPE_CHECKING:
         rank,
         world_size,
     )
-    from meshcomm.helpers.reductions import all_reduce_params, weighted_mean
-    from meshcomm.helpers.results import collect_results
-    from meshcomm.helpers.split_rows import split_rows
-    from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
-    from meshcomm.layout.einsum import einsum
-    from meshcomm.layout.plan import Plan, plan
-    from meshcomm.layout.reshard import reshard
-    from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
-    from meshcomm.spmd.check_vma import check_vma, mark_varying
-    from meshcomm.spmd.rng import rng
-    from meshcomm.spmd.shard_map import shard_map
-    from meshcomm.tracing.budget import comm_budget
-    from meshcomm.tracing.event import TraceEvent
-    from meshcomm.tracing.traces import Trace, trace
+    from meshcomm.training.reductions import all_reduce_params, weighted_mean
+    from meshcomm.training.split_rows import split_rows
 
 __version__ = "0.1.0"
 
@@ -137,59 +137,59 @@ __all__ = [
 # What stands above the collectives, and what few programs need of these, is imported when it is first asked for;
 # DTensor, which some needs, takes a second.
 _LATER = {
-    "Metrics": "meshcomm.helpers.metrics",
+    "Metrics": "meshcomm.training.metrics",
     "Plan": "meshcomm.layout.plan",
     "Trace": "meshcomm.tracing.traces",
     "TraceEvent": "meshcomm.tracing.event",
-    "all_gather_object": "meshcomm.helpers.objects",
-    "all_reduce_params": "meshcomm.helpers.reductions",
+    "all_gather_object": "meshcomm.objects.objects",
+    "all_reduce_params": "meshcomm.training.reductions",
     "all_to_all": "meshcomm.collectives.exchange",
-    "assert_invariant": "meshcomm.helpers.equal",
-    "assert_varying": "meshcomm.helpers.equal",
-    "backend": "meshcomm.helpers.process",
+    "assert_invariant": "meshcomm.training.equal",
+    "assert_varying": "meshcomm.training.equal",
+    "backend": "meshcomm.training.process",
     "barrier": "meshcomm.collectives.one_rank",
-    "broadcast_object": "meshcomm.helpers.objects",
-    "check_vma": "meshcomm.spmd.check_vma",
-    "collect_results": "meshcomm.helpers.results",
+    "broadcast_object": "meshcomm.objects.objects",
+    "check_vma": "meshcomm.spmd.types.check_vma",
+    "collect_results": "meshcomm.objects.results",
     "comm_budget": "meshcomm.tracing.budget",
-    "device": "meshcomm.helpers.process",
+    "device": "meshcomm.training.process",
     "einsum": "meshcomm.layout.einsum",
     "exchange": "meshcomm.collectives.one_rank",
     "from_dtensor": "meshcomm.layout.dtensor",
     "gather": "meshcomm.collectives.one_rank",
-    "gather_object": "meshcomm.helpers.objects",
-    "get_dist_info": "meshcomm.helpers.process",
+    "gather_object": "meshcomm.objects.objects",
+    "get_dist_info": "meshcomm.training.process",
     "global_shape": "meshcomm.layout.shapes",
-    "is_distributed": "meshcomm.helpers.process",
-    "is_main": "meshcomm.helpers.process",
+    "is_distributed": "meshcomm.training.process",
+    "is_main": "meshcomm.training.process",
     "layout_from": "meshcomm.layout.dtensor",
     "layout_of": "meshcomm.layout.shapes",
-    "local_rank": "meshcomm.helpers.process",
+    "local_rank": "meshcomm.training.process",
     "local_shape": "meshcomm.layout.shapes",
-    "local_world_size": "meshcomm.helpers.process",
-    "main_only": "meshcomm.helpers.main_only",
-    "mark_varying": "meshcomm.spmd.check_vma",
-    "node_rank": "meshcomm.helpers.process",
+    "local_world_size": "meshcomm.training.process",
+    "main_only": "meshcomm.training.main_only",
+    "mark_varying": "meshcomm.spmd.types.check_vma",
+    "node_rank": "meshcomm.training.process",
     "partition_spec": "meshcomm.layout.shapes",
     "permute": "meshcomm.collectives.exchange",
     "placements": "meshcomm.layout.dtensor",
     "plan": "meshcomm.layout.plan",
-    "rank": "meshcomm.helpers.process",
+    "rank": "meshcomm.training.process",
     "recv": "meshcomm.collectives.one_rank",
     "reduce": "meshcomm.collectives.one_rank",
     "reshard": "meshcomm.layout.reshard",
-    "rng": "meshcomm.spmd.rng",
+    "rng": "meshcomm.spmd.random.rng",
     "scatter": "meshcomm.collectives.one_rank",
-    "scatter_object": "meshcomm.helpers.objects",
+    "scatter_object": "meshcomm.objects.objects",
     "send": "meshcomm.collectives.one_rank",
-    "shard_map": "meshcomm.spmd.shard_map",
+    "shard_map": "meshcomm.spmd.shard_map.function",
     "shift": "meshcomm.collectives.exchange",
-    "split_rows": "meshcomm.helpers.split_rows",
+    "split_rows": "meshcomm.training.split_rows",
     "to_dtensor": "meshcomm.layout.dtensor",
     "trace": "meshcomm.tracing.traces",
-    "varying_axes": "meshcomm.helpers.equal",
-    "weighted_mean": "meshcomm.helpers.reductions",
-    "world_size": "meshcomm.helpers.process",
+    "varying_axes": "meshcomm.training.equal",
+    "weighted_mean": "meshcomm.training.reductions",
+    "world_size": "meshcomm.training.process",
 }
 
 if not typing.TYPE_CHECKING:  # a type checker would take every name for one of these

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from meshcomm.helpers import doctor, explain
+from meshcomm.tools import doctor, explain
 
 __all__: list[str] = []
 

@@ -9,9 +9,9 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from meshcomm.errors import fail
-from meshcomm.runtime import devices, world
-from meshcomm.runtime.request import duration, switch
-from meshcomm.runtime.scheduler import World, current_rank
+from meshcomm.runtime.start import devices, world
+from meshcomm.runtime.start.request import duration, switch
+from meshcomm.runtime.transports.threads.scheduler import World, current_rank
 
 __all__ = ["launch"]
 
@@ -101,7 +101,7 @@ def launch(
             )
         return [fn(*args, **(kwargs or {}))]
     if runtime == "processes":
-        workers: Any = importlib.import_module("meshcomm.runtime.workers")  # not every program starts processes
+        workers: Any = importlib.import_module("meshcomm.runtime.start.workers")  # not every program starts processes
         results: list[T] = workers.run_processes(
             fn, ranks, tuple(args), dict(kwargs or {}), backend=backend, timeout=limit, guard=guard
         )

@@ -21,16 +21,17 @@ from meshcomm import _torch, watch
 from meshcomm._versions import say_if_untested
 from meshcomm.errors import fail, likely, names
 from meshcomm.places import InProcess, Place, Processes, Solo, rank_here
-from meshcomm.runtime import eras, world
 from meshcomm.runtime import groups as process_groups
-from meshcomm.runtime.processes import ProcessLink
-from meshcomm.runtime.protocol import Link
-from meshcomm.runtime.request import duration
-from meshcomm.runtime.scheduler import carry_over, current_rank
-from meshcomm.runtime.scheduler import local as _ranks
-from meshcomm.runtime.solo import SoloLink
-from meshcomm.runtime.traced import TracedLink
-from meshcomm.runtime.wrapped import bare
+from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm.runtime.start import world
+from meshcomm.runtime.start.request import duration
+from meshcomm.runtime.transports.compiled import TracedLink
+from meshcomm.runtime.transports.process_group import ProcessLink
+from meshcomm.runtime.transports.protocol import Link
+from meshcomm.runtime.transports.solo import SoloLink
+from meshcomm.runtime.transports.threads import eras
+from meshcomm.runtime.transports.threads.scheduler import carry_over, current_rank
+from meshcomm.runtime.transports.threads.scheduler import local as _ranks
 
 __all__ = [
     "Axis", "AxisName", "Mesh", "all_axes", "axis_with_key", "current_mesh", "make_mesh", "mesh_with_key",

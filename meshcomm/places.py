@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import torch
 
-from meshcomm.runtime import groups, world
+from meshcomm.runtime import groups
 from meshcomm.runtime.groups import identity
-from meshcomm.runtime.protocol import Link
-from meshcomm.runtime.scheduler import Rank, current_rank
-from meshcomm.runtime.solo import SoloLink
+from meshcomm.runtime.start import world
+from meshcomm.runtime.transports.protocol import Link
+from meshcomm.runtime.transports.solo import SoloLink
+from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 
 __all__ = ["InProcess", "Place", "Processes", "Solo", "rank_here"]
 
@@ -74,7 +75,8 @@ class InProcess:
 
     def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         """A link of the rank that is running to these ranks; no time passes among them."""
-        inprocess: Any = importlib.import_module("meshcomm.runtime.inprocess")  # programs on processes do without
+        # Programs on processes do without.
+        inprocess: Any = importlib.import_module("meshcomm.runtime.transports.threads.transport")
         return cast(Link, inprocess.InProcessLink(rank_here(), ranks, f"{mesh}: {','.join(axis)}"))
 
     def device(self) -> torch.device:

@@ -16,13 +16,14 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, shape_text, text
 from meshcomm.mesh import Axis
-from meshcomm.runtime import forks, peers
 from meshcomm.runtime.callsite import CallSite, call_site
-from meshcomm.runtime.lateness import Late, late_text
+from meshcomm.runtime.health import peers
+from meshcomm.runtime.health.lateness import Late, late_text
+from meshcomm.runtime.hooks.recorder import ENDED, AxisAt, failed
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.recorder import ENDED, AxisAt, failed
-from meshcomm.runtime.request import duration
-from meshcomm.runtime.scheduler import current_rank
+from meshcomm.runtime.start import forks
+from meshcomm.runtime.start.request import duration
+from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.watch import here
 
 __all__ = ["Work", "begun", "checked_limit", "limited", "wait"]

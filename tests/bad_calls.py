@@ -22,10 +22,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import meshcomm as mc
 from meshcomm import _torch, parallel
 from meshcomm.parallel import Column, checkpoint, fsdp
-from meshcomm.runtime.inprocess import InProcessLink
-from meshcomm.runtime.packets import PacketLink
-from meshcomm.runtime.scheduler import current_rank
-from meshcomm.runtime.wrapped import WrappedLink
+from meshcomm.runtime.hooks.wrapped import WrappedLink
+from meshcomm.runtime.transports.algorithms import PacketLink
+from meshcomm.runtime.transports.threads.scheduler import current_rank
+from meshcomm.runtime.transports.threads.transport import InProcessLink
 from meshcomm.tracing.budget import comm_budget
 
 __all__ = [

@@ -19,7 +19,7 @@ import torch
 
 import meshcomm as mc
 from meshcomm.runtime import groups
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.runtime.start.workers import WorkerPool
 
 POOLS = {"pool4", "guarded4", "guarded4_at_the_store", "gloo4", "bare4"}
 """Fixtures that start processes."""

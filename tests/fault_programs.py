@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import meshcomm as mc
 from meshcomm import parallel
-from meshcomm.runtime import rendezvous, world
+from meshcomm.runtime.start import rendezvous, world
 
 Case = dict[str, Any]
 

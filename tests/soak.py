@@ -31,8 +31,8 @@ from fuzz_programs import Rolled, program_of
 from soak_rounds import LEAKS, ROUNDS
 
 import meshcomm as mc
-from meshcomm.runtime.request import GUARD
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.runtime.start.request import GUARD
+from meshcomm.runtime.start.workers import WorkerPool
 
 MESHES: list[dict[str, int]] = [{"a": 2, "b": 2}, {"a": 2, "b": 2}, {"a": 4}]
 SLACK = {

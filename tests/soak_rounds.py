@@ -24,8 +24,9 @@ import meshcomm as mc
 from meshcomm import mesh as meshes
 from meshcomm._torch import default_store
 from meshcomm.parallel import checkpoint, data_parallel, fully_shard, tensor_parallel
-from meshcomm.runtime import exits, groups
+from meshcomm.runtime import groups
 from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.start import exits
 
 __all__ = ["LEAKS", "ROUNDS", "allocated", "leak", "measured", "on_rank", "train", "warm_up", "with_error"]
 

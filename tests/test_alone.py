@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
-from meshcomm.helpers.equal import assert_invariant
-from meshcomm.helpers.main_only import main_only
-from meshcomm.helpers.metrics import Metrics
-from meshcomm.helpers.objects import all_gather_object, broadcast_object, gather_object, scatter_object
-from meshcomm.helpers.reductions import all_reduce_params, weighted_mean
-from meshcomm.helpers.results import collect_results
-from meshcomm.runtime import world
+from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
+from meshcomm.objects.results import collect_results
+from meshcomm.runtime.start import world
+from meshcomm.training.equal import assert_invariant
+from meshcomm.training.main_only import main_only
+from meshcomm.training.metrics import Metrics
+from meshcomm.training.reductions import all_reduce_params, weighted_mean
 
 X = torch.arange(6.0, dtype=torch.float64).view(2, 3) + 1
 

@@ -32,7 +32,7 @@ from bad_calls import (
 
 import meshcomm as mc
 from meshcomm import parallel
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.runtime.start.workers import WorkerPool
 
 Found = list[Mapping[int, Outcome]]
 FUNCTIONS = list(dict.fromkeys(row.function for row in ROWS))

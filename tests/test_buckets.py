@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm import _torch
-from meshcomm.runtime.one_host import OneHostLink
 from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 Run = Callable[..., list[Any]]
 Loss = Callable[[Any, int], Tensor]

@@ -35,12 +35,12 @@ from torch.testing import assert_close
 import meshcomm as mc
 from meshcomm.parallel.boxes import Place
 from meshcomm.parallel.checkpoint import latest, load, save
-from meshcomm.parallel.ddp import data_parallel
-from meshcomm.parallel.fsdp_module import fully_shard
-from meshcomm.parallel.fsdp_state import pieces
+from meshcomm.parallel.data.ddp import data_parallel
+from meshcomm.parallel.fsdp.module import fully_shard
+from meshcomm.parallel.fsdp.state import pieces
 from meshcomm.parallel.full_state import full_state_dict
-from meshcomm.parallel.tensor import Column, tensor_parallel
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.parallel.tensor.module import Column, tensor_parallel
+from meshcomm.runtime.start.workers import WorkerPool
 
 # Torch says so where it reads and writes on one rank.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -923,7 +923,7 @@ KILLED = r"""
 import os, resource, signal, sys, torch
 import meshcomm as mc
 from meshcomm.parallel.checkpoint import latest, load, save
-from meshcomm.parallel.fsdp_module import fully_shard
+from meshcomm.parallel.fsdp.module import fully_shard
 
 root, count = sys.argv[1], 0
 

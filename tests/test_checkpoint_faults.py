@@ -20,8 +20,8 @@ from torch.testing import assert_close
 
 import meshcomm as mc
 from meshcomm.parallel.checkpoint import latest, load, save
-from meshcomm.parallel.checkpoint_files import Root
-from meshcomm.runtime import peers
+from meshcomm.parallel.checkpoint.files import Root
+from meshcomm.runtime.health import peers
 
 # Torch says so where it reads and writes on one rank.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -50,7 +50,7 @@ def ended_process() -> str:
 
 @contextlib.contextmanager
 def living_process() -> Iterator[str]:
-    program = "import sys; from meshcomm.runtime import peers; print(peers.sign(), flush=True); sys.stdin.read()"
+    program = "import sys; from meshcomm.runtime.health import peers; print(peers.sign(), flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

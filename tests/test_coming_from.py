@@ -16,10 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshcomm as mc
-from meshcomm.runtime import world
+from meshcomm.runtime.start import world
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming-from.md"
-HOMES = ("objects", "results", "process", "main_only", "reductions", "metrics")
+HOMES = (
+    "objects.objects", "objects.results", "training.process", "training.main_only", "training.reductions",
+    "training.metrics",
+)  # fmt: skip
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -49,7 +52,7 @@ class Root:
     def __getattr__(self, name: str) -> Any:
         for module in (
             mc,
-            *(importlib.import_module(f"meshcomm.helpers.{home}") for home in HOMES),
+            *(importlib.import_module(f"meshcomm.{home}") for home in HOMES),
             importlib.import_module("meshcomm.collectives.seeds"),
         ):
             if hasattr(module, name):

@@ -23,8 +23,8 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import meshcomm as mc
-from meshcomm.runtime.processes import ProcessLink
-from meshcomm.runtime.wrapped import bare
+from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm.runtime.transports.process_group import ProcessLink
 
 F64 = torch.float64
 WIDTH, HIDDEN, BLOCKS, STEPS = 4, 8, 1, 3

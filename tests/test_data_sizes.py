@@ -22,10 +22,10 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
-from meshcomm.spmd import ragged
-from meshcomm.spmd.shape_rules import quick_rule
-from meshcomm.spmd.sizes import COUNTS, varying
-from meshcomm.spmd.vma import Origin, Type
+from meshcomm.spmd.types.sizes import ragged
+from meshcomm.spmd.types.sizes.numbers import COUNTS, varying
+from meshcomm.spmd.types.sizes.shape_rules import quick_rule
+from meshcomm.spmd.types.vma import Origin, Type
 
 F64 = torch.float64
 Body = Callable[[Tensor, Tensor], Tensor]

@@ -10,9 +10,10 @@ import torch
 import toy_device
 
 import meshcomm as mc
-from meshcomm.helpers.objects import all_gather_object
-from meshcomm.helpers.process import device
-from meshcomm.runtime import detour, devices, world
+from meshcomm.objects.objects import all_gather_object
+from meshcomm.runtime.start import devices, world
+from meshcomm.runtime.transports import detour
+from meshcomm.training.process import device
 
 HAS_TOY = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
 needs_toy = pytest.mark.skipif(not HAS_TOY, reason="this torch has no devices in Python")

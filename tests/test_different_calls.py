@@ -17,9 +17,9 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm import parallel
-from meshcomm.runtime import lexicon, one_host_differ
-from meshcomm.runtime.one_host import OneHostLink
-from meshcomm.runtime.protocol import Note
+from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.transports.shared import differences, lexicon
+from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 ODD = 2
 MATRIX, I32 = torch.ones(4, 4), torch.int32
@@ -380,7 +380,7 @@ def without_words() -> str:
     """A rank far behind finds what another one has said for itself, in short."""
     mesh = mc.make_mesh({"a": 4})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_host_differ, "find", lambda words, place, digest: b"")
+        patch.setattr(differences, "find", lambda words, place, digest: b"")
         return told_of(reduced("sum", 3), reduced("max", 3), mesh)
 
 

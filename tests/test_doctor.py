@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import meshcomm as mc
-from meshcomm.helpers import doctor, facts
-from meshcomm.helpers.doctor import Trial
-from meshcomm.helpers.facts import Facts, Finding, differences, findings, look
-from meshcomm.runtime import world
+from meshcomm.runtime.start import world
+from meshcomm.tools import doctor, facts
+from meshcomm.tools.doctor import Trial
+from meshcomm.tools.facts import Facts, Finding, differences, findings, look
 
 ROOT = Path(mc.__file__).resolve().parents[1]
 FOUR = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

@@ -24,8 +24,8 @@ from meshcomm.parallel import (
     reduce_gradients,
     tensor_parallel,
 )
-from meshcomm.parallel.fsdp_groups import Use
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.parallel.fsdp.groups import Use
+from meshcomm.runtime.start.workers import WorkerPool
 
 
 class Net(nn.Module):

@@ -22,7 +22,7 @@ import fault_programs
 import pytest
 
 import meshcomm as mc
-from meshcomm.runtime import peers
+from meshcomm.runtime.health import peers
 
 PROGRAMS = Path(__file__).with_name("fault_programs.py")
 GLOO = {"MESHCOMM_SHARED_MEMORY": "0"}

@@ -23,16 +23,16 @@ from torch.utils.checkpoint import checkpoint
 import meshcomm as mc
 from meshcomm.parallel import fsdp
 from meshcomm.parallel.clip import clip_grad_norm
-from meshcomm.parallel.flat import Layout
-from meshcomm.parallel.fsdp_module import fully_shard
-from meshcomm.parallel.fsdp_state import (
+from meshcomm.parallel.fsdp.flat import Layout
+from meshcomm.parallel.fsdp.module import fully_shard
+from meshcomm.parallel.fsdp.state import (
     counts,
     no_sync,
     pieces,
 )
 from meshcomm.parallel.full_state import full_state_dict, load_full_state_dict
-from meshcomm.runtime import inprocess
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.runtime.start.workers import WorkerPool
+from meshcomm.runtime.transports.threads import transport
 
 WORDS, D, STEPS = 11, 6, 3
 
@@ -150,7 +150,7 @@ def gradients_of(net: nn.Module) -> dict[str, Tensor]:
 def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
     """What rank 0 begins and waits for: ("start", collective, dtype, elements) and ("wait", collective)."""
     log: list[tuple[Any, ...]] = []
-    announce, wait = inprocess.InProcessLink.announce, inprocess._Seat.wait
+    announce, wait = transport.InProcessLink.announce, transport._Seat.wait
 
     def announced(self: Any, note: Any) -> None:
         if self._rank.index == 0:
@@ -163,8 +163,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
         return wait(self, timeout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(inprocess.InProcessLink, "announce", announced)
-        patch.setattr(inprocess._Seat, "wait", waited)
+        patch.setattr(transport.InProcessLink, "announce", announced)
+        patch.setattr(transport._Seat, "wait", waited)
         yield log
 
 

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import meshcomm as mc
 from meshcomm.parallel import data_parallel
-from meshcomm.parallel.fsdp_module import fully_shard
-from meshcomm.parallel.fsdp_state import no_sync
-from meshcomm.parallel.fsdp_units import owner_of
+from meshcomm.parallel.fsdp.module import fully_shard
+from meshcomm.parallel.fsdp.state import no_sync
+from meshcomm.parallel.fsdp.units import owner_of
 from meshcomm.parallel.full_state import full_state_dict, load_full_state_dict
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.runtime.start.workers import WorkerPool
 
 STEPS, ROWS, WIDTH = 3, 8, 4
 SHAPES = [{"fsdp": 2}, {"fsdp": 4}, {"rep": 2, "fsdp": 2}, {"rep": 2, "fsdp": 1}]

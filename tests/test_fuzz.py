@@ -31,8 +31,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 import meshcomm as mc
-from meshcomm.runtime.request import GUARD
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.runtime.start.request import GUARD
+from meshcomm.runtime.start.workers import WorkerPool
 
 LONG = os.environ.get("MESHCOMM_FUZZ", "ci") == "long"
 TIMES = float(os.environ.get("MESHCOMM_FUZZ_TIMES", "40" if LONG else "1"))

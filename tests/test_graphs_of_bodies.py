@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
-from meshcomm.runtime import eras
+from meshcomm.runtime.transports.threads import eras
 
 F64 = torch.float64
 Body = Callable[..., Any]

@@ -25,9 +25,9 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm._torch import default_store
-from meshcomm.runtime import guard as guards
-from meshcomm.runtime.guarded import GuardedLink
-from meshcomm.runtime.wrapped import bare
+from meshcomm.runtime.hooks.guard import guard as guards
+from meshcomm.runtime.hooks.guard.link import GuardedLink
+from meshcomm.runtime.hooks.wrapped import bare
 
 F64 = torch.float64
 BOTH = ("dp", "tp")
@@ -207,7 +207,7 @@ def test_one_that_is_different(guarded: Any, case: str) -> None:
 
 
 def test_one_that_fails(guarded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.runtime.workers._POOL_PROMPT", SOON)  # the pool would end the others before
+    monkeypatch.setattr("meshcomm.runtime.start.workers._POOL_PROMPT", SOON)  # the pool would end the others before
     with pytest.raises(mc.CommError, match="rank 3 failed in fails: ZeroDivisionError: division by zero"):
         guarded.run(fails, str(tmp_path))
     for rank in range(3):

@@ -20,13 +20,13 @@ from torch.distributed import HashStore
 
 import meshcomm as mc
 from meshcomm._torch import default_store
-from meshcomm.runtime import guard_messages, guard_store
-from meshcomm.runtime.guard_board import Group
-from meshcomm.runtime.guard_messages import Letters
-from meshcomm.runtime.guard_store import PatientStore
+from meshcomm.runtime.hooks.guard import messages, store
+from meshcomm.runtime.hooks.guard.boards import Group
+from meshcomm.runtime.hooks.guard.messages import Letters
+from meshcomm.runtime.hooks.guard.store import PatientStore
+from meshcomm.runtime.hooks.wrapped import Primitive
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.protocol import Note
-from meshcomm.runtime.wrapped import Primitive
+from meshcomm.runtime.transports.protocol import Note
 
 
 @pytest.fixture(params=["guarded4", "guarded4_at_the_store"], ids=["shared", "store"])
@@ -342,14 +342,14 @@ def interrupted_at_last(name: str) -> None:
     """Rank 0 is interrupted when all have come: it does its part, and the others have what they want."""
     mesh, shape = mc.make_mesh({"a": 4}), SHAPES[name]
     if mesh.rank == 0:
-        wait = guard_messages._Passage._wait_for_all
+        wait = messages._Passage._wait_for_all
 
         def waits(self: Any, long: Any) -> None:
             wait(self, long)
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(guard_messages._Passage, "_wait_for_all", waits)
+            patch.setattr(messages._Passage, "_wait_for_all", waits)
             with pytest.raises(KeyboardInterrupt):
                 call(mesh, shape)
     elif mesh.rank in partners(shape):
@@ -434,9 +434,9 @@ def one_round(letters: list[Letters], shape: Places, chance: random.Random, more
 
 
 def test_many_that_may_give_up() -> None:
-    chance, store = random.Random(5), HashStore()
-    before = list(guard_store._store)
-    guard_store._store.append(PatientStore(store, LONG))
+    chance, served = random.Random(5), HashStore()
+    before = list(store._store)
+    store._store.append(PatientStore(served, LONG))
     try:
         group = Group(1, (0, 1, 2, 3), "many")
         letters = [Letters(rank, Quiet(), group, LONG) for rank in range(4)]  # type: ignore[arg-type]
@@ -449,7 +449,7 @@ def test_many_that_may_give_up() -> None:
         for each in letters:
             each.begin_again(1)
             assert each.sweep()
-        assert store.num_keys() == 0
+        assert served.num_keys() == 0
     finally:
-        guard_store._store.pop().end()
-        assert guard_store._store == before
+        store._store.pop().end()
+        assert store._store == before

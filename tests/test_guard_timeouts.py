@@ -17,7 +17,7 @@ import torch
 from test_timeouts import CALLS, LONG, SOON, X
 
 import meshcomm as mc
-from meshcomm.runtime.guarded import Room
+from meshcomm.runtime.hooks.guard.link import Room
 from meshcomm.runtime.pending import TimedOutError
 
 COLLECTIVES = {name: call for name, call in CALLS.items() if name not in ("send and recv", "exchange")}

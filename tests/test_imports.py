@@ -32,7 +32,8 @@ LAYERS = [
     ("meshcomm.collectives",),
     ("meshcomm.layout",),
     ("meshcomm.spmd",),
-    ("meshcomm.helpers", "meshcomm.parallel"),
+    ("meshcomm.objects",),
+    ("meshcomm.training", "meshcomm.tools", "meshcomm.parallel"),
     ("meshcomm.__main__",),
 ]
 NARROW = {
@@ -77,7 +78,9 @@ def layer(module: str) -> int:
 
 
 def test_there_are_modules_and_each_has_a_layer() -> None:
-    assert {"meshcomm.mesh", "meshcomm.collectives.reduce", "meshcomm.runtime.inprocess"} <= set(MODULES)
+    assert {"meshcomm.mesh", "meshcomm.collectives.reduce", "meshcomm.runtime.transports.threads.transport"} <= set(
+        MODULES
+    )
     for module in MODULES:
         if module != "meshcomm":
             assert layer(module) >= 0
@@ -164,30 +167,30 @@ def test_no_import_hides_in_a_function() -> None:
     assert not offenders(hidden_imports)
 
 
-ABOVE = ("tracing", "layout", "spmd", "helpers", "parallel", "__main__")
+ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel", "__main__")
 """What stands above the collectives is imported when it is first asked for."""
 
 # What imports when it is first asked for, and what: DTensor takes a second and more.
 LATE = {
     "meshcomm": {
-        "meshcomm.collectives.exchange", "meshcomm.collectives.one_rank", "meshcomm.helpers.equal", "meshcomm.helpers.main_only", "meshcomm.helpers.metrics", "meshcomm.helpers.objects",
-        "meshcomm.helpers.process", "meshcomm.helpers.reductions", "meshcomm.helpers.results",
-        "meshcomm.helpers.split_rows",
+        "meshcomm.collectives.exchange", "meshcomm.collectives.one_rank", "meshcomm.training.equal", "meshcomm.training.main_only", "meshcomm.training.metrics", "meshcomm.objects.objects",
+        "meshcomm.training.process", "meshcomm.training.reductions", "meshcomm.objects.results",
+        "meshcomm.training.split_rows",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
-        "meshcomm.layout.shapes", "meshcomm.parallel", "meshcomm.spmd.check_vma", "meshcomm.spmd.rng",
-        "meshcomm.spmd.shard_map", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
+        "meshcomm.layout.shapes", "meshcomm.parallel", "meshcomm.spmd.types.check_vma", "meshcomm.spmd.random.rng",
+        "meshcomm.spmd.shard_map.function", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.parallel": {
         f"meshcomm.parallel.{name}"
         for name in (
-            "batch_norm", "clip", "ddp", "fsdp_module", "fsdp_state", "full_state", "micro_batches", "tensor",
-            "tensor_functions",
+            "batch_norm", "clip", "data.ddp", "data.micro_batches", "fsdp.module", "fsdp.state", "full_state",
+            "tensor.functions", "tensor.module",
         )
     },
-    "meshcomm.spmd.dtensors": {"meshcomm.layout.dtensor"},
-    "meshcomm.runtime.groups": {"meshcomm.runtime.guard_setup"},
-    "meshcomm.launch": {"meshcomm.runtime.workers"},
-    "meshcomm.places": {"meshcomm.runtime.inprocess"},
+    "meshcomm.spmd.shard_map.dtensors": {"meshcomm.layout.dtensor"},
+    "meshcomm.runtime.groups": {"meshcomm.runtime.hooks.guard.setup"},
+    "meshcomm.launch": {"meshcomm.runtime.start.workers"},
+    "meshcomm.places": {"meshcomm.runtime.transports.threads.transport"},
 }  # fmt: skip
 
 
@@ -271,7 +274,7 @@ def test_the_check_finds_private_names() -> None:
 FORMATS = {
     "meshcomm.mesh": {"torch.distributed.device_mesh"},
     "meshcomm.layout.dtensor": {"torch.distributed.device_mesh", "torch.distributed.tensor"},
-    "meshcomm.parallel.checkpoint_files": {
+    "meshcomm.parallel.checkpoint.files": {
         f"torch.distributed.checkpoint.{name}"
         for name in ("default_planner", "filesystem", "metadata", "planner", "planner_helpers", "storage")
     },
@@ -365,3 +368,32 @@ def test_importing_meshcomm_imports_nothing_heavy() -> None:
     added = done.stdout.split()
     assert "meshcomm.collectives.reduce" in added
     assert not [module for module in added if any(under(module, heavy) for heavy in HEAVY)]
+
+
+def rooms() -> Iterator[str]:
+    """Every folder and module of the tree in ARCHITECTURE.md, as a path."""
+    text = (ROOT.parent / "ARCHITECTURE.md").read_text().split("## The rooms", 1)[1].split("```")[1]
+    parents: list[str] = []
+    for line in text.strip("\n").split("\n"):
+        name = line.split()[0]
+        del parents[(len(line) - len(line.lstrip())) // 4 :]
+        yield "/".join((*parents, name)).replace("//", "/")
+        if name.endswith("/"):
+            parents.append(name.rstrip("/"))
+
+
+def test_the_tree_in_the_architecture_is_the_one_on_the_disk() -> None:
+    files = {path.relative_to(ROOT.parent).as_posix() for path in ROOT.rglob("*.py") if path.name != "__init__.py"}
+    folders = {f"{path.parent.relative_to(ROOT.parent).as_posix()}/" for path in ROOT.rglob("__init__.py")}
+    assert sorted(rooms()) == sorted(files | folders)
+
+
+def crowded() -> Iterator[str]:
+    for folder in {path.parent for path in ROOT.rglob("*.py")}:
+        count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+        if count > 13:
+            yield f"{folder.relative_to(ROOT)} holds {count} modules"
+
+
+def test_no_room_is_crowded() -> None:
+    assert list(crowded()) == []

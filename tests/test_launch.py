@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import meshcomm as mc
-from meshcomm.runtime import world
+from meshcomm.runtime.start import world
 
 LIMIT = 60.0
 

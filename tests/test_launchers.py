@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.errors import CommError, MeshError
-from meshcomm.runtime import devices, launchers, rendezvous, world
-from meshcomm.runtime.launchers import Launcher, detect, expand_nodes, expand_tasks
-from meshcomm.runtime.workers import run_processes
+from meshcomm.runtime.start import devices, launchers, rendezvous, world
+from meshcomm.runtime.start.launchers import Launcher, detect, expand_nodes, expand_tasks
+from meshcomm.runtime.start.workers import run_processes
 
 ROOT = Path(__file__).parent.parent
 PYTORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
@@ -184,8 +184,8 @@ PROGRAM = """
 import json, pathlib, sys
 import torch
 import meshcomm as mc
-from meshcomm.helpers import process
-from meshcomm.runtime import world
+from meshcomm.training import process
+from meshcomm.runtime.start import world
 
 ASK = (
     process.rank, process.world_size, process.local_rank, process.local_world_size, process.node_rank, process.device,

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import meshcomm as mc
 from meshcomm.layout.notation import Dim, Layout, expand, parse, parse_arrow, pointed
 from meshcomm.layout.shapes import cut, fit
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.runtime.start.workers import WorkerPool
 
 MESH = {"dp": 2, "fsdp": 3, "tp": 4}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
-from meshcomm.runtime.envelopes import ROOM, SIZE, Envelope
+from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
 
 Run = Callable[..., list[Any]]
 LARGE = SIZE

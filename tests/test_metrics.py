@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.helpers.metrics import Metrics
-from meshcomm.helpers.reductions import all_reduce_params, weighted_mean
-from meshcomm.runtime.inprocess import InProcessLink
+from meshcomm.runtime.transports.threads.transport import InProcessLink
+from meshcomm.training.metrics import Metrics
+from meshcomm.training.reductions import all_reduce_params, weighted_mean
 
 Run = Callable[..., list[Any]]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import meshcomm as mc
-from meshcomm.helpers import parcels, pickles
-from meshcomm.helpers.objects import all_gather_object, broadcast_object, gather_object, scatter_object
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.objects import parcels, pickles
+from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
+from meshcomm.runtime.start.workers import WorkerPool
 
 Run = Callable[..., list[Any]]
 Point = namedtuple("Point", "x y")

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshcomm as mc
-from meshcomm.runtime import one_host, processes, shared_memory
-from meshcomm.runtime.one_host import OneHostLink
+from meshcomm.runtime.transports import process_group
+from meshcomm.runtime.transports.shared import memory, transport
+from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 LARGE = 200_000
 
@@ -155,7 +156,7 @@ def test_an_all_to_all_of_other_lengths_than_expected(pool4: Any) -> None:
 def far_ahead() -> None:
     """The source does not wait for who reads late, but waits before it writes over what was not read."""
     mesh = here()
-    count = shared_memory.ENTRIES + 200
+    count = memory.ENTRIES + 200
     if mesh.rank == 3:
         time.sleep(0.2)
     for number in range(count):
@@ -168,7 +169,7 @@ def test_a_rank_far_ahead(pool4: Any) -> None:
 
 def many_under_way() -> None:
     mesh = here()
-    count = shared_memory.ENTRIES + 200
+    count = memory.ENTRIES + 200
     works = [
         mc.all_reduce(torch.tensor([float(number), mesh.rank]), "a", mesh=mesh, async_op=True)
         for number in range(count)
@@ -240,7 +241,7 @@ def test_at_once_where_another_waits_later(pool4: Any) -> None:
 
 
 def lent() -> tuple[int, int]:
-    return len(shared_memory.room._segments), len(os.listdir("/proc/self/fd"))
+    return len(memory.room._segments), len(os.listdir("/proc/self/fd"))
 
 
 def memory_comes_back() -> None:
@@ -273,16 +274,16 @@ def beyond_what_is_kept() -> None:
     """Segments that are not kept are closed when they were read."""
     mesh = here()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "_KEEP", 0)
-        patch.setattr(shared_memory, "room", shared_memory.Room())
+        patch.setattr(memory, "_KEEP", 0)
+        patch.setattr(memory, "room", memory.Room())
         for length in (10, LARGE, 10, 3 * LARGE, LARGE):
             x = torch.full((length,), float(mesh.rank))
             assert torch.equal(mc.all_reduce(x, "a", mesh=mesh), torch.full((length,), 6.0))
         mc.barrier("a", mesh=mesh)
-        assert not any(segment.kept for segment in shared_memory.room._segments)
-        assert len(shared_memory.room._segments) <= 3
+        assert not any(segment.kept for segment in memory.room._segments)
+        assert len(memory.room._segments) <= 3
         mc.barrier("a", mesh=mesh)
-        assert not shared_memory.room.wanted()
+        assert not memory.room.wanted()
 
 
 def test_memory_beyond_what_is_kept(pool4: Any) -> None:
@@ -439,7 +440,7 @@ def killed(folder: str, polled: bool) -> None:
 
 @pytest.mark.parametrize("polled", [False, True], ids=["waited-for", "polled"])
 def test_a_killed_rank_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polled: bool) -> None:
-    monkeypatch.setattr("meshcomm.runtime.workers._PROMPT", 30.0)  # the launch would end the others at once
+    monkeypatch.setattr("meshcomm.runtime.start.workers._PROMPT", 30.0)  # the launch would end the others at once
     with pytest.raises(mc.CommError):
         mc.launch(killed, ranks=3, args=(str(tmp_path), polled), runtime="processes", timeout=60)
     found = [file.read_text() for file in tmp_path.glob("*.told")]
@@ -501,7 +502,7 @@ def switched_off() -> str:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mc.launch(switched_off, ranks=2, runtime="processes") == ["OneHostLink"] * 2
-    monkeypatch.setenv(shared_memory.SWITCH, "0")
+    monkeypatch.setenv(memory.SWITCH, "0")
     assert mc.launch(switched_off, ranks=2, runtime="processes") == ["ProcessLink"] * 2
 
 
@@ -519,7 +520,7 @@ def one_alone() -> str:
     port = mc.all_reduce(torch.tensor(free_port() if rank == 0 else 0), "a", mesh=mc.make_mesh({"a": -1})).item()
     mc.shutdown()
     if rank == 1:
-        os.environ[shared_memory.SWITCH] = "0"
+        os.environ[memory.SWITCH] = "0"
     mc.init(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=60)
     return unseen()
 
@@ -555,18 +556,18 @@ def test_an_adopted_group() -> None:
 
 
 def test_addresses_are_of_this_machine() -> None:
-    mine = shared_memory.Address.mine()
-    assert shared_memory.Address.read(mine.write()) == mine
+    mine = memory.Address.mine()
+    assert memory.Address.read(mine.write()) == mine
     elsewhere = mine._replace(machine="another")
     for others, share in (((mine, mine), True), ((mine, elsewhere), False), ((elsewhere,), True)):
-        assert shared_memory.Neighbours("", others).share() is share
-    nobody = shared_memory.Address("", mine.lease)
-    assert not shared_memory.Neighbours("", (nobody, nobody)).share()
+        assert memory.Neighbours("", others).share() is share
+    nobody = memory.Address("", mine.lease)
+    assert not memory.Neighbours("", (nobody, nobody)).share()
     gone = mine._replace(lease=mine.lease._replace(serial=1))
-    assert not shared_memory.Neighbours("", (mine, gone)).are_seen()
-    assert shared_memory.Neighbours("", (mine, mine)).are_seen()
+    assert not memory.Neighbours("", (mine, gone)).are_seen()
+    assert memory.Neighbours("", (mine, mine)).are_seen()
 
 
 def test_few_enough_readers() -> None:
-    assert processes.FEW <= shared_memory.READERS
-    assert one_host._ONE_STEP > 0
+    assert process_group.FEW <= memory.READERS
+    assert transport._ONE_STEP > 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.runtime.protocol import REDUCE_OPS
+from meshcomm.runtime.transports.protocol import REDUCE_OPS
 
 MOVED = (
     torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float16,

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import meshcomm as mc
-from meshcomm.helpers import process
-from meshcomm.helpers.main_only import main_only
-from meshcomm.runtime import devices, world
+from meshcomm.runtime.start import devices, world
+from meshcomm.training import process
+from meshcomm.training.main_only import main_only
 
 Run = Callable[..., list[Any]]
 

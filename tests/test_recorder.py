@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import meshcomm as mc
-from meshcomm.helpers import explain
-from meshcomm.runtime import recorder
-from meshcomm.runtime.dumps import FOLDER, dump_collectives
-from meshcomm.runtime.wrapped import bare
+from meshcomm.runtime.hooks import recorder
+from meshcomm.runtime.hooks.dumps import FOLDER, dump_collectives
+from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm.tools import explain
 
 HERE = Path(__file__).name
 
@@ -201,7 +201,7 @@ def test_a_signal_while_it_waits_inside_of_gloo(monkeypatch: pytest.MonkeyPatch,
 
 OTHERS = """
     import faulthandler, os, signal, sys, time
-    from meshcomm.runtime import dumps
+    from meshcomm.runtime.hooks import dumps
 
     def mine(*_):
         print("mine", flush=True)

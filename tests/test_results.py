@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DistributedSampler
 
 import meshcomm as mc
-from meshcomm.helpers import results
-from meshcomm.helpers.results import collect_results
-from meshcomm.runtime.workers import WorkerPool
+from meshcomm.objects import results
+from meshcomm.objects.results import collect_results
+from meshcomm.runtime.start.workers import WorkerPool
 
 Run = Callable[..., list[Any]]
 

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm.collectives.seeds import fork_rng, sync_seed
-from meshcomm.runtime.workers import WorkerPool
-from meshcomm.spmd import philox
-from meshcomm.spmd.philox import Part, Stream
-from meshcomm.spmd.random_functions import handler_of
-from meshcomm.spmd.rng import rng
+from meshcomm.runtime.start.workers import WorkerPool
+from meshcomm.spmd.random import philox
+from meshcomm.spmd.random.functions import handler_of
+from meshcomm.spmd.random.philox import Part, Stream
+from meshcomm.spmd.random.rng import rng
 from meshcomm.watch import here
 
 Run = Callable[..., list[Any]]

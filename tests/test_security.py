@@ -28,12 +28,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import meshcomm as mc
-from meshcomm.helpers import results
+from meshcomm.objects import results
 from meshcomm.parallel.checkpoint import load, save
-from meshcomm.parallel.checkpoint_pickle import Name, Record, read_pickle
+from meshcomm.parallel.checkpoint.pickles import Name, Record, read_pickle
 from meshcomm.parallel.full_state import full_state_dict
-from meshcomm.runtime import rendezvous, shared_memory, world
-from meshcomm.runtime.workers import run_processes
+from meshcomm.runtime.start import rendezvous, world
+from meshcomm.runtime.start.workers import run_processes
+from meshcomm.runtime.transports.shared import memory
 
 ROOT = Path(mc.__file__).parents[1]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -312,15 +313,15 @@ def as_nobody(script: str) -> int:
 @LINUX
 @pytest.mark.skipif(hasattr(os, "getuid") and os.getuid() != 0, reason="only root can become somebody else")
 def test_other_users_reach_neither_memory_nor_meeting_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = shared_memory._create(shared_memory.PAGE)
+    made = memory._create(memory.PAGE)
     try:
-        path = f"/proc/{os.getpid()}/fd/{memory.fd}"
+        path = f"/proc/{os.getpid()}/fd/{made.fd}"
         assert subprocess.run(["/bin/sh", "-c", f"head -c 1 {path}"], capture_output=True, check=False).returncode == 0
         assert as_nobody("true") == 0
         assert as_nobody(f"head -c 1 {path}") != 0
         assert as_nobody(f": >> {path}") != 0
     finally:
-        os.close(memory.fd)
+        os.close(made.fd)
     folder = rendezvous._private_folder()
     (folder / "test").write_text("x")
     assert as_nobody(f"ls {folder}") != 0
@@ -700,14 +701,17 @@ DANGEROUS = {
 HERE = {
     ("meshcomm/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
     ("meshcomm/parallel/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
-    ("meshcomm/spmd/dtensors.py", "importlib.import_module"): "one name of its own",
+    ("meshcomm/spmd/shard_map/dtensors.py", "importlib.import_module"): "one name of its own",
     ("meshcomm/launch.py", "importlib.import_module"): "what starts processes, where some are wanted",
     ("meshcomm/places.py", "importlib.import_module"): "the ranks of one process, where there are some",
     ("meshcomm/runtime/groups.py", "importlib.import_module"): "the guard, where it is wanted",
-    ("meshcomm/helpers/pickles.py", "pickle.loads"): "bytes of a peer of this launch",
-    ("meshcomm/runtime/worker.py", "pickle.loads"): "bytes of the parent, of the worker, of itself: through a pipe",
-    ("meshcomm/runtime/worker.py", "ctypes.CDLL"): "prctl of the C library that is loaded already",
-    ("meshcomm/parallel/checkpoint_reader.py", "torch.load"): "weights_only=True",
+    ("meshcomm/objects/pickles.py", "pickle.loads"): "bytes of a peer of this launch",
+    (
+        "meshcomm/runtime/start/worker.py",
+        "pickle.loads",
+    ): "bytes of the parent, of the worker, of itself: through a pipe",
+    ("meshcomm/runtime/start/worker.py", "ctypes.CDLL"): "prctl of the C library that is loaded already",
+    ("meshcomm/parallel/checkpoint/reader.py", "torch.load"): "weights_only=True",
     ("meshcomm/parallel/full_state.py", "torch.load"): "weights_only=True",
     ("examples/train_gpt.py", "torch.load"): "weights_only=True",
 }

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm.parallel import Column, data_parallel, fully_shard, tensor_parallel, whole_parameters
-from meshcomm.parallel.streams import _scrambled, _unscrambled
+from meshcomm.parallel.tensor.streams import _scrambled, _unscrambled
 
 F64 = torch.float64
 D, H, S, V = 8, 4, 8, 12

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.parallel.ddp import data_parallel
-from meshcomm.parallel.fsdp_module import fully_shard
-from meshcomm.parallel.tensor import Column, tensor_parallel, whole_parameters
-from meshcomm.parallel.tensor_functions import (
+from meshcomm.parallel.data.ddp import data_parallel
+from meshcomm.parallel.fsdp.module import fully_shard
+from meshcomm.parallel.tensor.functions import (
     column_linear,
     enter,
     heads_of,
@@ -33,7 +32,8 @@ from meshcomm.parallel.tensor_functions import (
     vocab_cross_entropy,
     vocab_embedding,
 )
-from meshcomm.spmd.check_vma import check_vma, mark_varying
+from meshcomm.parallel.tensor.module import Column, tensor_parallel, whole_parameters
+from meshcomm.spmd.types.check_vma import check_vma, mark_varying
 
 F64 = torch.float64
 Run = Callable[..., list[Any]]

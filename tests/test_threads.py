@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import meshcomm as mc
-from meshcomm.runtime import groups, shared_memory
-from meshcomm.runtime.wrapped import bare
+from meshcomm.runtime import groups
+from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm.runtime.transports.shared import memory
 
 POOLS = ["pool4", "gloo4", "guarded4", "guarded4_at_the_store"]
 
@@ -140,7 +141,7 @@ def one_after_the_other(count: int) -> tuple[int, int]:
         del mesh
     gc.collect()
     mc.barrier("a", mesh=mc.make_mesh({"a": 4}))
-    boxes = shared_memory.arena()._cells[shared_memory._DIRECTORY]
+    boxes = memory.arena()._cells[memory._DIRECTORY]
     return len([link for link in groups._links if link.size == 4]), int(boxes)
 
 

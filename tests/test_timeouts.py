@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm.collectives import one_rank
-from meshcomm.runtime.wrapped import bare
+from meshcomm.runtime.hooks.wrapped import bare
 
 SOON = 0.05
 LONG = 60.0

@@ -24,9 +24,9 @@ import meshcomm as mc
 from benchmarks import tracing
 from meshcomm.mesh import all_axes
 from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
-from meshcomm.runtime.scheduler import current_rank
-from meshcomm.runtime.workers import WorkerPool
-from meshcomm.runtime.wrapped import WrappedLink
+from meshcomm.runtime.hooks.wrapped import WrappedLink
+from meshcomm.runtime.start.workers import WorkerPool
+from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.tracing import record
 from meshcomm.tracing.budget import comm_budget
 from meshcomm.tracing.event import OPERATIONS, TraceEvent, bytes_text
@@ -481,7 +481,7 @@ def test_off_means_that_nothing_is_in_the_path() -> None:
         return names
 
     for files in mc.launch(main, ranks=2):
-        assert any(file.endswith("inprocess.py") for file in files)
+        assert any(file.endswith("threads/transport.py") for file in files)
         assert not [file for file in files if "tracing" in file or file.endswith("wrapped.py")]
 
 

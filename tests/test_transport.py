@@ -22,9 +22,10 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
-from meshcomm.runtime import one_host, post, processes, shared_memory
-from meshcomm.runtime.protocol import Link
-from meshcomm.runtime.turns import Channel
+from meshcomm.runtime.transports import post, process_group
+from meshcomm.runtime.transports.protocol import Link
+from meshcomm.runtime.transports.shared import memory, transport
+from meshcomm.runtime.transports.turns import Channel
 
 Run = Callable[..., list[Any]]
 
@@ -49,13 +50,13 @@ REDUCTIONS: dict[str, tuple[torch.dtype, ...]] = {
 
 WAYS: dict[str, dict[tuple[ModuleType, str], int]] = {
     "shared": {},
-    "shared-in-parts": {(one_host, "_ONE_STEP"): 0, (shared_memory, "_KEEP"): 2**17},
+    "shared-in-parts": {(transport, "_ONE_STEP"): 0, (memory, "_KEEP"): 2**17},
     "messages": {},
     # The limits are where float32 on four ranks has 16, 32 elements.
-    "by-size": {(processes, "_SMALL"): 256, (processes, "_LARGE"): 512},
-    "always-large": {(processes, "_SMALL"): 0, (processes, "_LARGE"): 0, (processes, "_KEEP"): 2000},
-    "always-small": {(processes, "_SMALL"): 2**40, (processes, "_LARGE"): 2**40},
-    "too-many-ranks": {(processes, "FEW"): 1},
+    "by-size": {(process_group, "_SMALL"): 256, (process_group, "_LARGE"): 512},
+    "always-large": {(process_group, "_SMALL"): 0, (process_group, "_LARGE"): 0, (process_group, "_KEEP"): 2000},
+    "always-small": {(process_group, "_SMALL"): 2**40, (process_group, "_LARGE"): 2**40},
+    "too-many-ranks": {(process_group, "FEW"): 1},
 }
 """Limits of the modules of the runtime, beside those that they have."""
 
@@ -78,11 +79,11 @@ def limits(way: str) -> Iterator[None]:
             patch.setattr(module, name, value)
         if way not in SHARED:
             for name in PRIMITIVES:
-                patch.setattr(one_host.OneHostLink, name, getattr(processes.ProcessLink, name))
+                patch.setattr(transport.OneHostLink, name, getattr(process_group.ProcessLink, name))
         yield
 
 
-PRIMITIVES = [name for name in vars(one_host.OneHostLink) if name in dir(Link) and name[0] != "_"]
+PRIMITIVES = [name for name in vars(transport.OneHostLink) if name in dir(Link) and name[0] != "_"]
 
 
 class Calls(TorchDispatchMode):

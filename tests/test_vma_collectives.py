@@ -16,7 +16,7 @@ from vma_checks import F64, LINE, I, N, V, checked, counted, kind, on_ranks, one
 
 import meshcomm as mc
 from meshcomm import watch
-from meshcomm.spmd.checker import Checker
+from meshcomm.spmd.types.checker import Checker
 
 COLLECTIVES: dict[str, tuple[Callable[[Tensor], Any], frozenset[str], bool]] = {
     "pvary": (lambda x: mc.pvary(x, "dp"), V, False),

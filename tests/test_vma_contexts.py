@@ -37,8 +37,8 @@ from vma_checks import (
 
 import meshcomm as mc
 from meshcomm import watch
-from meshcomm.spmd.checker import Checker
-from meshcomm.spmd.vma import marked
+from meshcomm.spmd.types.checker import Checker
+from meshcomm.spmd.types.vma import marked
 
 # ------------------------------------------------------------------------------------------- contexts, threads, compiler
 

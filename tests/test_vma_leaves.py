@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshcomm as mc
-from meshcomm.spmd.vma import marked
+from meshcomm.spmd.types.vma import marked
 
 Case = Callable[[nn.Parameter, nn.Parameter], object]
 """``p`` is replicated, ``q`` is each rank's own."""

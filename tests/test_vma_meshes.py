@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
-from meshcomm.spmd.homes import home_of
+from meshcomm.spmd.types.homes import home_of
 
 F64 = torch.float64
 

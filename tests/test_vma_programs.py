@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vma_programs import BY_NAME, PROGRAMS, Program, Tree, Vary, draw
 
 import meshcomm as mc
-from meshcomm.runtime.inprocess import InProcessLink
-from meshcomm.runtime.protocol import Note
+from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.transports.threads.transport import InProcessLink
 
 Run = Callable[..., list[Any]]
 NAMES = list(BY_NAME)

@@ -13,7 +13,7 @@ from vma_checks import F64, OLD, I, N, V, kind, on_ranks, ones, zeros
 
 import meshcomm as mc
 from meshcomm import watch
-from meshcomm.spmd import torch_rules
+from meshcomm.spmd.types.rules import torch_rules
 
 # --------------------------------------------------------------------------------------------------------------- random
 

@@ -19,7 +19,7 @@ from vma_checks import F64, LINE, I, N, V, host, kind, on_ranks, ones, own, righ
 
 import meshcomm as mc
 from meshcomm import watch
-from meshcomm.spmd import torch_rules
+from meshcomm.spmd.types.rules import torch_rules
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 

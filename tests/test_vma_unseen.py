@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from vma_twins import F64, LINE, Program, check, data, refused, zeros
 
 import meshcomm as mc
-from meshcomm.spmd import lent
+from meshcomm.spmd.types import lent
 
 Write = Callable[[Tensor, Tensor], Any]
 

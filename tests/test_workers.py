@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.errors import CommError, MeshError
-from meshcomm.runtime import world
-from meshcomm.runtime.workers import WorkerPool, run_processes
+from meshcomm.runtime.start import world
+from meshcomm.runtime.start.workers import WorkerPool, run_processes
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 60.0
@@ -277,8 +277,8 @@ SCRIPT = """
 import os, pathlib, sys, time
 import torch
 import torch.distributed as dist
-from meshcomm.runtime import world
-from meshcomm.runtime.workers import WorkerPool, run_processes
+from meshcomm.runtime.start import world
+from meshcomm.runtime.start.workers import WorkerPool, run_processes
 
 def main(folder):
     x = torch.ones(1)

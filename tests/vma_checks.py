@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import meshcomm as mc
 from meshcomm import watch
-from meshcomm.runtime.inprocess import InProcessLink
-from meshcomm.runtime.protocol import Note
-from meshcomm.spmd.checker import Checker
+from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.transports.threads.transport import InProcessLink
+from meshcomm.spmd.types.checker import Checker
 
 F64 = torch.float64
 Local = Callable[[Tensor, Tensor], Tensor]

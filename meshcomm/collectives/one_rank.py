@@ -20,8 +20,8 @@ from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then
-from meshcomm.runtime.protocol import Link, Note, Post, Want
-from meshcomm.runtime.request import duration
+from meshcomm.runtime.start.request import duration
+from meshcomm.runtime.transports.protocol import Link, Note, Post, Want
 from meshcomm.watch import here
 from meshcomm.work import Work, begun, checked_limit, limited
 

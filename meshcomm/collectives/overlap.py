@@ -21,8 +21,8 @@ from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_int
 from meshcomm.collectives import buckets
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
-from meshcomm.runtime.one_host import FLOATS, OneHostLink, Parts, Reading
 from meshcomm.runtime.pending import settled
+from meshcomm.runtime.transports.shared.transport import FLOATS, OneHostLink, Parts, Reading
 
 __all__ = ["How", "sums_alone", "vary_tree"]
 

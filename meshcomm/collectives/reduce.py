@@ -17,10 +17,10 @@ from meshcomm.collectives.gather import cut_rows, gather_over, slice_shape
 from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.runtime.one_host import OneHostLink
+from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.whose import Whose
-from meshcomm.runtime.wrapped import bare
 from meshcomm.watch import here
 from meshcomm.work import Work, begun, limited
 

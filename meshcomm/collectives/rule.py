@@ -31,9 +31,9 @@ from meshcomm._torch import (
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
+from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.pending import settled, then
-from meshcomm.runtime.protocol import Note
-from meshcomm.runtime.wrapped import bare
+from meshcomm.runtime.transports.protocol import Note
 
 __all__ = ["Rule", "apply", "refuse_in_process", "rule_named", "start"]
 

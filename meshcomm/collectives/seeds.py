@@ -13,7 +13,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.reduce import broadcast
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
-from meshcomm.runtime.randomstate import RandomState, mixed
+from meshcomm.runtime.transports.threads.random_state import RandomState, mixed
 from meshcomm.watch import here
 
 __all__ = ["fork_rng", "forks_open", "sync_seed"]

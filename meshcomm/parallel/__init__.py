@@ -10,13 +10,12 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel import checkpoint, fsdp
     from meshcomm.parallel.batch_norm import SyncBatchNorm, convert_batch_norm, sync_batch_norm
     from meshcomm.parallel.clip import clip_grad_norm
-    from meshcomm.parallel.ddp import data_parallel, join
-    from meshcomm.parallel.fsdp_module import fully_shard
-    from meshcomm.parallel.fsdp_state import Piece, counts, pieces
+    from meshcomm.parallel.data.ddp import data_parallel, join
+    from meshcomm.parallel.data.micro_batches import no_sync, reduce_gradients
+    from meshcomm.parallel.fsdp.module import fully_shard
+    from meshcomm.parallel.fsdp.state import Piece, counts, pieces
     from meshcomm.parallel.full_state import full_state_dict, load_full_state_dict
-    from meshcomm.parallel.micro_batches import no_sync, reduce_gradients
-    from meshcomm.parallel.tensor import Column, tensor_parallel, whole_parameters
-    from meshcomm.parallel.tensor_functions import (
+    from meshcomm.parallel.tensor.functions import (
         column_linear,
         enter,
         heads_of,
@@ -28,6 +27,7 @@ if typing.TYPE_CHECKING:
         vocab_cross_entropy,
         vocab_embedding,
     )
+    from meshcomm.parallel.tensor.module import Column, tensor_parallel, whole_parameters
 
 __all__ = [
     "Column",
@@ -64,33 +64,33 @@ __all__ = [
 # Imported when first asked for: each program needs a part, and checkpoints need DTensor, which takes a second.
 _MODULES = ("checkpoint", "fsdp")
 _LATER = {
-    "Column": "meshcomm.parallel.tensor",
-    "Piece": "meshcomm.parallel.fsdp_state",
+    "Column": "meshcomm.parallel.tensor.module",
+    "Piece": "meshcomm.parallel.fsdp.state",
     "SyncBatchNorm": "meshcomm.parallel.batch_norm",
     "clip_grad_norm": "meshcomm.parallel.clip",
-    "column_linear": "meshcomm.parallel.tensor_functions",
+    "column_linear": "meshcomm.parallel.tensor.functions",
     "convert_batch_norm": "meshcomm.parallel.batch_norm",
-    "counts": "meshcomm.parallel.fsdp_state",
-    "data_parallel": "meshcomm.parallel.ddp",
-    "enter": "meshcomm.parallel.tensor_functions",
+    "counts": "meshcomm.parallel.fsdp.state",
+    "data_parallel": "meshcomm.parallel.data.ddp",
+    "enter": "meshcomm.parallel.tensor.functions",
     "full_state_dict": "meshcomm.parallel.full_state",
-    "fully_shard": "meshcomm.parallel.fsdp_module",
-    "heads_of": "meshcomm.parallel.tensor_functions",
-    "join": "meshcomm.parallel.ddp",
-    "leave": "meshcomm.parallel.tensor_functions",
+    "fully_shard": "meshcomm.parallel.fsdp.module",
+    "heads_of": "meshcomm.parallel.tensor.functions",
+    "join": "meshcomm.parallel.data.ddp",
+    "leave": "meshcomm.parallel.tensor.functions",
     "load_full_state_dict": "meshcomm.parallel.full_state",
-    "no_sync": "meshcomm.parallel.micro_batches",
-    "parallel_attention": "meshcomm.parallel.tensor_functions",
-    "pieces": "meshcomm.parallel.fsdp_state",
-    "reduce_gradients": "meshcomm.parallel.micro_batches",
-    "row_linear": "meshcomm.parallel.tensor_functions",
-    "sequence_layer_norm": "meshcomm.parallel.tensor_functions",
-    "sequence_rms_norm": "meshcomm.parallel.tensor_functions",
+    "no_sync": "meshcomm.parallel.data.micro_batches",
+    "parallel_attention": "meshcomm.parallel.tensor.functions",
+    "pieces": "meshcomm.parallel.fsdp.state",
+    "reduce_gradients": "meshcomm.parallel.data.micro_batches",
+    "row_linear": "meshcomm.parallel.tensor.functions",
+    "sequence_layer_norm": "meshcomm.parallel.tensor.functions",
+    "sequence_rms_norm": "meshcomm.parallel.tensor.functions",
     "sync_batch_norm": "meshcomm.parallel.batch_norm",
-    "tensor_parallel": "meshcomm.parallel.tensor",
-    "vocab_cross_entropy": "meshcomm.parallel.tensor_functions",
-    "vocab_embedding": "meshcomm.parallel.tensor_functions",
-    "whole_parameters": "meshcomm.parallel.tensor",
+    "tensor_parallel": "meshcomm.parallel.tensor.module",
+    "vocab_cross_entropy": "meshcomm.parallel.tensor.functions",
+    "vocab_embedding": "meshcomm.parallel.tensor.functions",
+    "whole_parameters": "meshcomm.parallel.tensor.module",
 }
 
 if not typing.TYPE_CHECKING:  # a type checker would take every name for one of these

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from meshcomm.errors import fail
 from meshcomm.parallel.boxes import Place
-from meshcomm.parallel.checkpoint_parts import state_names
+from meshcomm.parallel.checkpoint.parts import state_names
 from meshcomm.parallel.cuts import Flat, Part, parts_inside, place_of
-from meshcomm.parallel.swap import Around
+from meshcomm.parallel.fsdp.swap import Around
 
 __all__ = ["mark_states"]
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.helpers.objects import all_gather_object, gather_object
 from meshcomm.mesh import Axis, Mesh
+from meshcomm.objects.objects import all_gather_object, gather_object
 from meshcomm.parallel import checkpoint
 from meshcomm.parallel.boxes import Place
-from meshcomm.parallel.checkpoint_parts import Entries, Named, Path, collect, named, state_names
-from meshcomm.parallel.checkpoint_team import Team, Together, all_ranks, checked_module
+from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, named, state_names
+from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks, checked_module
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 

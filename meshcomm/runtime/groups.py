@@ -22,13 +22,16 @@ import torch.distributed as dist
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
-from meshcomm.runtime import attendance, exits, forks, recorder, shared_memory, world
-from meshcomm.runtime.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
-from meshcomm.runtime.one_host import Mail, OneHostLink, retire, take_leave
-from meshcomm.runtime.processes import FEW, ProcessLink
-from meshcomm.runtime.shared_memory import HERE, Neighbours
-from meshcomm.runtime.turns import Family
-from meshcomm.runtime.wrapped import WrappedLink
+from meshcomm.runtime.health import attendance
+from meshcomm.runtime.hooks import recorder
+from meshcomm.runtime.hooks.wrapped import WrappedLink
+from meshcomm.runtime.start import exits, forks, world
+from meshcomm.runtime.transports.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
+from meshcomm.runtime.transports.process_group import FEW, ProcessLink
+from meshcomm.runtime.transports.shared import memory
+from meshcomm.runtime.transports.shared.memory import HERE, Neighbours
+from meshcomm.runtime.transports.shared.transport import Mail, OneHostLink, retire, take_leave
+from meshcomm.runtime.transports.turns import Family
 
 __all__ = ["group_of", "identify", "identity", "link_of"]
 
@@ -130,7 +133,7 @@ def _guard_of(here: world.ProcessWorld) -> Any:
     if not here.guard:
         return None
     if not _guards:
-        _guards.append(importlib.import_module("meshcomm.runtime.guard_setup"))
+        _guards.append(importlib.import_module("meshcomm.runtime.hooks.guard.setup"))
     _guards[0].begin(here)
     return _guards[0]
 
@@ -172,7 +175,7 @@ def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: b
     """The mailboxes of the sequence of this name."""
     key = int.from_bytes(hashlib.sha256(f"{near.token} {name}".encode()).digest()[:7], "little")
     for other, mail in list(_mails.items()):
-        if other != key and mail.is_over() and (not mail.adopted or shared_memory.arena().is_crowded()):
+        if other != key and mail.is_over() and (not mail.adopted or memory.arena().is_crowded()):
             retire(mail)
             _mails.pop(other, None)
     if key in _mails:  # of a group that is adopted again
@@ -181,11 +184,11 @@ def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: b
         return _mails[key]
     leases = [address.lease for address in near.addresses]
     try:
-        others = [None if i == index else shared_memory.neighbour(lease) for i, lease in enumerate(leases)]
+        others = [None if i == index else memory.neighbour(lease) for i, lease in enumerate(leases)]
         mail = Mail(key, index, others, timeout)
     except OSError as error:
         what = f"the memory of another process on this machine cannot be read: {error.strerror or error}."
-        raise CommError(text("mesh", what, fix=f"set {shared_memory.SWITCH}=0 for all processes")) from error
+        raise CommError(text("mesh", what, fix=f"set {memory.SWITCH}=0 for all processes")) from error
     mail.adopted, mail.user = adopted, weakref.ref(hold)
     mail.own.say(HERE)
     _mails[key] = mail

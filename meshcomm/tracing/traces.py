@@ -16,8 +16,8 @@ import torch
 
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh, all_axes, on_new_axis
-from meshcomm.runtime import workers
-from meshcomm.runtime.scheduler import Rank, current_rank
+from meshcomm.runtime.start import workers
+from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.tracing import chrome
 from meshcomm.tracing.event import OPERATIONS, Totals, TraceEvent, axis_text, bytes_text, grouped, most, table_of
 from meshcomm.tracing.record import Record, attach, detach

@@ -1,0 +1,233 @@
+"""Bytes between the ranks of an axis, of lengths that only their owners know, and errors that all ranks raise together.
+
+Every call begins with a row of fixed size from each rank: what it called, what is wrong with its arguments, how many
+bytes it has, and the bytes themselves if they are few. So ranks that disagree find out before anything of another shape
+moves, and what one rank cannot do is an error on all.
+
+n = size of the axis.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.collectives import check
+from meshcomm.errors import MeshError, fail, held
+from meshcomm.mesh import Axis
+from meshcomm.objects.pickles import byte_view
+from meshcomm.runtime.transports.protocol import Note
+
+__all__ = ["FIX", "Courier"]
+
+FIX = "\n  fix: "
+_ROW = 1024
+_HEAD = struct.Struct("<4q")
+_ROOM = _ROW - _HEAD.size
+_CHUNK = 2**26
+"""Bytes that move at a time, over all ranks: what moves is copied once, by chunks."""
+_FEW = 2**16
+"""Bytes up to which padding is not counted."""
+
+
+class Courier:
+    """One call of one rank: what it is called, along which axis, with which arguments that all must share."""
+
+    def __init__(self, where: str, axis: Axis, device: torch.device | None = None, **given: object) -> None:
+        self.where = where
+        self.axis = axis
+        self._given = {name: int(value) if check.whole_number(value) else value for name, value in given.items()}  # type: ignore[call-overload]
+        cpu = torch.device("cpu")
+        home = cpu if device is None else device
+        self._home = axis.mesh.device if axis.link.check_device(home) is not None else home
+
+    def __str__(self) -> str:
+        return f"{self.where}({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
+
+    # ----------------------------------------------------------------------------------------------------- agreement
+
+    def meet(self, problem: str | None = None, size: int = 0, inline: bytes | bytearray = b"") -> list[_Row]:
+        """Every rank's row, in order of index.
+
+        Raises:
+            MeshError: on all ranks alike, where one has a problem (whose fix may follow :data:`FIX`) or made another
+                call.
+        """
+        told = (problem or "").encode()
+        if len(told) > _ROOM:
+            told = told[: _ROOM - 4].decode(errors="ignore").encode() + b" ..."
+        body = told or inline
+        row = bytearray(_ROW)
+        digest = zlib.crc32(f"{self.where}{sorted(self._given.items())!r}".encode())
+        _HEAD.pack_into(row, 0, digest, len(told), size, len(inline))
+        row[_HEAD.size : _HEAD.size + len(body)] = body
+        rows = [_Row(bytes(row)) for row in self._rows(row)]
+        if any(row.digest != digest for row in rows):
+            self._disagreement()
+        problems = list(dict.fromkeys(row.problem for row in rows if row.problem))
+        if problems:
+            self._raise(problems, [row.problem for row in rows])
+        return rows
+
+    def _raise(self, problems: list[str], of_ranks: list[str]) -> NoReturn:
+        said = []
+        for problem in problems[:3]:
+            who = [i for i, other in enumerate(of_ranks) if other == problem]
+            everywhere = len(who) == self.axis.size
+            said.append(("" if everywhere else f"index {', '.join(map(str, who))}: ") + problem.partition(FIX)[0])
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        got, fix = f"axis {self.axis.name!r} of size {self.axis.size}", problems[0].partition(FIX)[2]
+        fail(self.where, f"{'; '.join(said)}{more}.", got=got, fix=fix)
+
+    def index(self, value: int, name: str) -> None:
+        """``value`` is an index along the axis; where it is not on one rank, all raise."""
+        try:
+            with held():
+                check.checked_index(self.where, value, self.axis, name)
+        except MeshError as error:
+            self.refuse(error)
+
+    def refuse(self, error: MeshError) -> None:
+        """Raise what is wrong with this rank's arguments on all ranks, which would wait for it otherwise."""
+        lines = str(error).removeprefix(f"meshcomm.{self.where}: ").split("\n")
+        fix = next((line for line in lines if f"\n{line}".startswith(FIX)), "")
+        self.meet(lines[0].rstrip(".") + (f"\n{fix}" if fix else ""))
+
+    def _disagreement(self) -> NoReturn:
+        row = bytearray(str(self).encode()[:_ROW].ljust(_ROW, b"\0"))
+        calls = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in self._rows(row)]
+        ranks = {call: [i for i, other in enumerate(calls) if other == call] for call in calls}
+        told = "; ".join(f"{call} on index {', '.join(map(str, indices))}" for call, indices in ranks.items())
+        fix = "make the same call with the same arguments on every rank of the axis"
+        fail(self.where, f"the ranks along {self.axis.name!r} made different calls.", got=told, fix=fix)
+
+    def _rows(self, row: bytearray) -> list[bytearray]:
+        got = bytearray(self.axis.size * _ROW)
+        with _torch.outside_transforms():
+            self._move(byte_view(row), self.axis.link.all_gather, byte_view(got).view(self.axis.size, _ROW))
+        return [got[i * _ROW : (i + 1) * _ROW] for i in range(self.axis.size)]
+
+    def _move(self, x: Tensor, primitive: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        """Send ``x`` over its device, and put what comes into ``out``."""
+        link = self.axis.link
+        if link.hears and not link.watched:  # the rows say the rest, and which rank's arguments are wrong
+            link.called = Note, "exchange of objects", (), (), None, None
+        if link.watched:
+            link.announce(Note(self.where, tuple(self._given.values()), tuple(self._given), None, self.axis))
+        with torch.no_grad():
+            out.copy_(primitive(x.to(self._home)))
+
+    # ---------------------------------------------------------------------------------------------------------- bytes
+
+    def all_gather(self, data: bytearray, problem: str | None = None) -> list[bytearray]:
+        """The bytes of every rank, on every rank."""
+        with _torch.outside_transforms():
+            rows = self._open(data, problem)
+            lengths = [row.size for row in rows]
+            return self._inlined(rows) or self._gather_chunks(data, lengths)
+
+    def broadcast(self, data: bytearray | None, src: int, problem: str | None = None) -> bytearray:
+        """The bytes of ``src``."""
+        with _torch.outside_transforms():
+            row = self._open(data or bytearray(), problem)[src]
+            if row.size <= _ROOM:
+                return row.inline
+            return self._one(data, row.size, src)
+
+    def gather(self, data: bytearray, dst: int, problem: str | None = None) -> list[bytearray] | None:
+        """The bytes of every rank, on ``dst``."""
+        with _torch.outside_transforms():
+            rows = self._open(data, problem)
+            me, lengths = self.axis.index, [row.size for row in rows]
+            found = self._inlined(rows)
+            if found is not None:
+                return found if me == dst else None
+            out = [bytearray(length) for length in lengths] if me == dst else None
+            step = max(_CHUNK // self.axis.size, _ROOM)
+            for at in range(0, max(lengths), step):
+                runs = [max(0, min(length - at, step)) for length in lengths]
+                send = [runs[me] if i == dst else 0 for i in range(self.axis.size)]
+                self._runs(data[at : at + step], send, runs if me == dst else [0] * self.axis.size, out, at)
+            return out
+
+    def scatter(self, datas: Sequence[bytearray] | None, src: int, problem: str | None = None) -> bytearray:
+        """One of the byte strings of ``src``."""
+        with _torch.outside_transforms():
+            me, size = self.axis.index, self.axis.size
+            self.meet(problem)
+            lengths = torch.zeros(size, dtype=torch.int64, device="cpu")
+            if datas is not None and me == src:
+                lengths = torch.tensor([len(data) for data in datas], dtype=torch.int64, device="cpu")
+            self._move(lengths.clone(), lambda x: self.axis.link.broadcast(x, src), lengths)
+            every = lengths.tolist()
+            out = [bytearray(every[me] if i == src else 0) for i in range(size)]
+            step = max(_CHUNK // size, _ROOM)
+            for at in range(0, max(every), step):
+                runs = [max(0, min(length - at, step)) for length in every]
+                recv = [runs[me] if i == src else 0 for i in range(size)]
+                if datas is None or me != src:
+                    self._runs(bytearray(), [0] * size, recv, out, at)
+                else:
+                    joined = bytearray().join(data[at : at + step] for data in datas)
+                    self._runs(joined, runs, recv, out, at)
+            return out[src]
+
+    def _open(self, data: bytearray, problem: str | None) -> list[_Row]:
+        return self.meet(problem, len(data), data if len(data) <= _ROOM else b"")
+
+    def _inlined(self, rows: list[_Row]) -> list[bytearray] | None:
+        return [row.inline for row in rows] if all(row.size <= _ROOM for row in rows) else None
+
+    def _gather_chunks(self, data: bytearray, lengths: list[int]) -> list[bytearray]:
+        """Chunk by chunk: padded to the longest, or from one rank after the other where that would move twice as
+        much.
+        """
+        size, out = self.axis.size, [bytearray(length) for length in lengths]
+        step = max(_CHUNK // size, _ROOM)
+        for at in range(0, max(lengths), step):
+            runs = [max(0, min(length - at, step)) for length in lengths]
+            longest = max(runs)
+            if size * longest > max(_FEW, 2 * sum(runs)):
+                for src, run in enumerate(runs):
+                    if run:
+                        out[src][at : at + run] = self._one(data[at : at + step], run, src)
+                continue
+            got = bytearray(size * longest)
+            row = data[at : at + step].ljust(longest, b"\0")
+            self._move(byte_view(row), self.axis.link.all_gather, byte_view(got).view(size, longest))
+            for i, run in enumerate(runs):
+                out[i][at : at + run] = got[i * longest : i * longest + run]
+        return out
+
+    def _one(self, data: bytearray | None, length: int, src: int) -> bytearray:
+        out = bytearray(length)
+        into = byte_view(out)
+        whole = byte_view(data) if data is not None and self.axis.index == src else into
+        for part, place in zip(whole.split(_CHUNK), into.split(_CHUNK), strict=True):
+            self._move(part, lambda x: self.axis.link.broadcast(x, src), place)
+        return out
+
+    def _runs(self, data: bytearray, send: list[int], recv: list[int], out: list[bytearray] | None, at: int) -> None:
+        got = bytearray(sum(recv))
+        self._move(byte_view(data), lambda x: self.axis.link.all_to_all(x, send, recv), byte_view(got))
+        start = 0
+        for i, run in enumerate(recv):
+            if out is not None and run:
+                out[i][at : at + run] = got[start : start + run]
+            start += run
+
+
+class _Row:
+    """What a rank says of its call."""
+
+    def __init__(self, row: bytes) -> None:
+        self.digest, told, self.size, inline = _HEAD.unpack_from(row)
+        body = row[_HEAD.size :]
+        self.problem = body[:told].decode(errors="ignore")
+        self.inline = bytearray(b"" if told else body[:inline])

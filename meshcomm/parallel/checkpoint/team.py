@@ -1,0 +1,176 @@
+"""All ranks of one call on checkpoints: they fail together, and share out what several of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from meshcomm.collectives import check
+from meshcomm.errors import MeshError, fail
+from meshcomm.mesh import Axis, Mesh, current_mesh, make_mesh
+from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
+from meshcomm.objects.parcels import FIX, Courier
+from meshcomm.parallel.checkpoint.files import Metadata, SavePlan, global_plan, local_plan
+from meshcomm.parallel.checkpoint.parts import Entries, Path
+from meshcomm.parallel.cuts import meshes_of
+from meshcomm.parallel.marks import Mark, differ
+
+__all__ = ["Shares", "Team", "Together", "all_ranks", "checked_module", "merged"]
+
+T = TypeVar("T")
+
+
+class Together(NamedTuple):
+    """What all ranks have between them, in the order of the ranks."""
+
+    names: list[str]
+    """Of what is in a ``state_dict``."""
+    aliases: dict[str, str]
+    tensors: dict[Path, tuple[tuple[int, ...], torch.dtype]]
+    groups: list[list[str]]
+    """The parameters of the optimiser's groups."""
+
+
+class Shares(NamedTuple):
+    """Who writes what."""
+
+    plan: SavePlan
+    table: Metadata
+    together: Together
+
+
+class _Here(NamedTuple):
+    plan: SavePlan
+    marks: Mapping[tuple[str, tuple[int, ...]], Mark]
+    together: Together
+
+
+class Team:
+    """The ranks of one call: what one of them cannot do is an error on all, before they go on."""
+
+    def __init__(self, where: str, axis: Axis, **given: object) -> None:
+        self._axis = axis
+        self._courier = Courier(where, axis, **given)  # type: ignore[arg-type]
+
+    def all(self, do: Callable[[], T]) -> T:
+        """What each rank does for itself."""
+        try:
+            done = do()
+        except Exception as error:
+            try:
+                self._courier.meet(_problem(error))
+            except MeshError as told:
+                raise told from error
+        self._courier.meet()
+        return done
+
+    def first(self, do: Callable[[], T]) -> T | None:
+        """What the first rank does for all."""
+        return self.all(lambda: do() if self._axis.index == 0 else None)
+
+    def tell(self, do: Callable[[], T]) -> T:
+        """The same, and all get what comes of it."""
+        found: Any = broadcast_object(self.first(do), self._axis.name, mesh=self._axis.mesh)
+        return found  # type: ignore[no-any-return]
+
+    def gather(self, mine: T) -> list[T]:
+        """To the first rank; nothing elsewhere."""
+        return gather_object(mine, self._axis.name, mesh=self._axis.mesh) or []
+
+    def everyone(self, mine: T) -> list[T]:
+        """What each rank has, to all of them."""
+        return all_gather_object(mine, self._axis.name, mesh=self._axis.mesh)
+
+    def share_out(self, found: Entries) -> Shares:
+        """Who writes what, of that which several ranks have, and have alike; the table is the first rank's."""
+        here = _Here(local_plan(found), found.marks, _together(found))
+        every = self.gather(here)
+        made = self.first(lambda: self._planned(every))
+        rows = None if made is None else [(plan, made[2]) for plan in made[0]]
+        mine, together = scatter_object(rows, self._axis.name, mesh=self._axis.mesh)
+        return Shares(mine, Metadata({}) if made is None else made[1], together)
+
+    def _planned(self, every: Sequence[_Here]) -> tuple[list[SavePlan], Metadata, Together]:
+        where = self._courier.where
+        plans, table = global_plan(where, [here.plan for here in every])
+        _refuse_others(where, every)
+        return plans, table, _union([here.together for here in every])
+
+
+def _problem(error: Exception) -> str:
+    """As the courier carries it: what and got on a line, and the fix."""
+    if not isinstance(error, MeshError):
+        return f"{type(error).__name__}: {error}".strip().rstrip(".")
+    what, *lines = str(error).split("\n")
+    said = [what.partition(": ")[2].rstrip(".")]
+    fix = ""
+    for line in lines:
+        if f"\n{line}".startswith(FIX):
+            fix = f"\n{line}"
+        elif line.startswith("  got: "):
+            said.append(line.removeprefix("  got: "))
+    return "; ".join(said) + fix
+
+
+def _together(found: Entries) -> Together:
+    tensors = {path: (tuple(spread.shape), spread.dtype) for path, spread in found.tensors.items()}
+    lists = [(path, value) for path, value in found.plain.items() if path[:2] == ("optim", "param_groups")]
+    groups = [list(value) for path, value in lists if len(path) == 4 and path[3] == "params"]
+    return Together(list(found.names), found.aliases, tensors, groups)
+
+
+def _union(every: Sequence[Together]) -> Together:
+    tensors: dict[Path, tuple[tuple[int, ...], torch.dtype]] = {}
+    aliases: dict[str, str] = {}
+    for each in every:
+        for path, kind in each.tensors.items():
+            tensors.setdefault(path, kind)
+        aliases.update(each.aliases)
+    names = list(dict.fromkeys(name for each in every for name in each.names))
+    return Together(names, aliases, tensors, merged([each.groups for each in every]))
+
+
+def merged(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """Of each group the names that any rank has in it."""
+    most = max(map(len, every), default=0)
+    return [
+        list(dict.fromkeys(name for groups in every if at < len(groups) for name in groups[at])) for at in range(most)
+    ]
+
+
+def _refuse_others(where: str, every: Sequence[_Here]) -> None:
+    """Parameters of one name that are others on each rank: as of stages that count their layers from 0."""
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, Mark]] = {}
+    for rank, here in enumerate(every):
+        for key, mark in here.marks.items():
+            before, known = first.setdefault(key, (rank, mark))
+            if differ(known, mark):
+                name = key[0].partition(".")[2]
+                fail(
+                    where,
+                    f"{name!r} has other values on rank {rank} of the mesh than on rank {before}.",
+                    got="parameters that nothing has cut are one, if they have one name",
+                    fix="other names for stages that differ, as in ModuleDict({str(number): layer}); equal replicas",
+                )
+
+
+def all_ranks(where: str, module: nn.Module, mesh: Mesh | None) -> Axis:
+    """All ranks as one axis: of ``mesh``, or of the largest of the current mesh and those of the module."""
+    if mesh is None:
+        current = current_mesh()
+        known = [*([] if current is None else [current]), *meshes_of(module)]
+        mesh = max(known, key=lambda each: each.size) if known else make_mesh({"rank": -1})
+    here = check.mesh_of(where, "", mesh)
+    return here.axis(here.axis_names, where)
+
+
+def checked_module(where: str, module: object, optimizer: object) -> None:
+    """They are a module, and an optimiser or None."""
+    if not isinstance(module, nn.Module):
+        fail(where, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        what = f"optimizer is not a torch.optim.Optimizer but {type(optimizer).__name__}."
+        fail(where, what, fix="an optimiser of the module's parameters, or None")

@@ -1,0 +1,1 @@
+"""Data parallelism, and gradients of several backward passes or over unequal means."""

@@ -1,0 +1,117 @@
+"""Micro-batches: gradients that are reduced once for several backward passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from meshcomm.errors import fail
+from meshcomm.parallel.data import ddp
+from meshcomm.parallel.data.ddp import is_data_parallel
+from meshcomm.parallel.fsdp import state
+from meshcomm.parallel.fsdp.units import is_sharded_itself
+
+__all__ = ["no_sync", "reduce_gradients"]
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Add gradients up on each rank, and reduce nothing: for all but the last micro-batch of a step.
+
+    ::
+
+        with no_sync(model):
+            loss(model(x0)).backward()  # nothing is sent
+        loss(model(x1)).backward()  # reduces the gradients of both
+
+    What counts is where the forward pass runs: a backward pass reduces if its forward pass was outside, wherever it
+    runs itself, and then reduces what was collected before too. :func:`reduce_gradients` does so without one.
+
+    Args:
+        module: what :func:`data_parallel` or :func:`fully_shard` was given, or a module around such ones.
+
+    Returns: a context manager.
+
+    Cost: none with data_parallel. With fully_shard the unreduced gradients of all parameters stay on each rank, and not
+        in ``.grad``.
+
+    Raises:
+        MeshError: another module. And in a backward pass of data_parallel that has both kinds of gradients.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> def step():
+        ...     model = mc.parallel.data_parallel(torch.nn.Linear(1, 1, bias=False), "dp", grads="sum", mesh=mesh)
+        ...     with mc.parallel.no_sync(model):
+        ...         model(torch.tensor([[1.0]])).sum().backward()
+        ...     model(torch.tensor([[10.0 * mesh.rank]])).sum().backward()
+        ...     return model.weight.grad.item()
+        >>> mc.launch(step, ranks=2)
+        [12.0, 12.0]
+
+    Source: ``DistributedDataParallel.no_sync``.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in _parts("no_sync", module):
+            if is_sharded_itself(part):
+                stack.enter_context(state.no_sync(part))
+            if is_data_parallel(part):
+                stack.enter_context(ddp.no_sync(part))
+        yield
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Reduce now what :func:`no_sync` has collected, without another step.
+
+    ::
+
+        with no_sync(model):
+            for x in micro_batches:
+                loss(model(x)).backward()
+        reduce_gradients(model)
+
+    Type: afterwards each ``.grad`` is what it would be had the last of the backward passes reduced. All ranks call.
+
+    Args:
+        module: what :func:`data_parallel` or :func:`fully_shard` was given, or a module around such ones.
+
+    Returns: nothing. Where nothing was collected nothing changes.
+
+    Cost: that of the reductions of a step, none of which runs beside a backward pass; with fully_shard first an
+        all_reduce of a number per unit.
+
+    Raises:
+        MeshError: another module.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> def step():
+        ...     model = mc.parallel.data_parallel(torch.nn.Linear(1, 1, bias=False), "dp", grads="sum", mesh=mesh)
+        ...     with mc.parallel.no_sync(model):
+        ...         model(torch.tensor([[1.0 + mesh.rank]])).sum().backward()
+        ...     mc.parallel.reduce_gradients(model)
+        ...     return model.weight.grad.item()
+        >>> mc.launch(step, ranks=2)
+        [3.0, 3.0]
+
+    Source: none.
+    """
+    for part in _parts("reduce_gradients", module):
+        if is_sharded_itself(part):
+            state.reduce_gradients(part)
+        if is_data_parallel(part):
+            ddp.reduce_gradients(part)
+
+
+def _parts(where: str, module: nn.Module) -> list[nn.Module]:
+    """What has collected something, in the order of the module."""
+    inner = list(module.modules()) if isinstance(module, nn.Module) else []
+    found = [part for part in inner if is_sharded_itself(part) or is_data_parallel(part)]
+    if not found:
+        what = f"{type(module).__name__} is neither data parallel nor sharded."
+        fail(where, what, fix="pass the module that data_parallel or fully_shard was given")
+    return found

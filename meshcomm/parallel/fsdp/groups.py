@@ -1,0 +1,565 @@
+"""Groups of a fully sharded module: one flat shard, one gather, one reduction.
+
+The parameters of a unit that are alike in dtype and in whether they need a gradient are a group: one flat shard, one
+gather, one reduction. Forward of a unit makes two autograd nodes per group. The later one, whose outputs are the
+parameters, packs their gradients in backward and starts the reduction; the earlier one, whose inputs are the shards,
+waits for it. Its number is the lowest, so autograd runs it when nothing else is left: reductions overlap with all of
+backward. Between the two goes an empty tensor, never an unfinished sum.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshcomm import _torch
+from meshcomm.collectives.rule import Rule, apply, rule_named
+from meshcomm.errors import fail
+from meshcomm.mesh import Axis
+from meshcomm.parallel.data.means import Mean
+from meshcomm.parallel.fsdp.again import Again
+from meshcomm.parallel.fsdp.flat import Layout
+from meshcomm.parallel.fsdp.swap import become
+from meshcomm.runtime.pending import Pending, settled
+from meshcomm.runtime.transports.flat import gather_flat, scatter_flat
+
+__all__ = ["Counts", "Door", "Flow", "Group", "Policy", "Slot", "Use", "connect"]
+
+_GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
+_AT_LAST = 0
+"""The number of autograd's that comes after all of the user's."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is the same for all units."""
+
+    axis: Axis
+    replica: Axis | None
+    op: str
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    regather: bool
+    prefetch: int
+    device: torch.device
+    offload: bool
+
+
+@dataclass
+class Counts:
+    """What a sharded module has communicated: calls, bytes that this rank has then, and what was started ahead."""
+
+    gathers: int = 0
+    regathers: int = 0
+    ahead: int = 0
+    reductions: int = 0
+    replica_reductions: int = 0
+    bytes_gathered: int = 0
+    bytes_reduced: int = 0
+
+
+_raw: Any = dict.__getitem__
+"""What is registered under a name behind a door."""
+
+
+class Door(dict[str, "nn.Parameter | None"]):
+    """A module's table of parameters: iterated over it gives the shards; looked into it gives the whole parameters
+    while these are there. It has them gathered when a part of forward looks that no unit's forward surrounds, and when
+    a checkpoint computes a part of forward again in backward.
+    """
+
+    def __init__(self, table: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(table)
+        self.views: dict[str, Tensor] = {}
+        self.openers: dict[str, Callable[[], bool]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        view = self.views.get(name)
+        if view is not None:
+            return view
+        opener = self.openers.get(name)
+        if opener is not None and opener():
+            return self.views[name]
+        return super().__getitem__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+        """Of what is registered; the units that are copied show their own."""
+        copied = memo[id(self)] = Door({})
+        for name in self:
+            dict.__setitem__(copied, name, copy.deepcopy(_raw(self, name), memo))
+        return copied
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter, wherever it is registered."""
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[Door, str]]
+
+    def copied(self, memo: dict[int, Any]) -> Slot:
+        """That of a copy of the module."""
+        sites = [(copy.deepcopy(door, memo), name) for door, name in self.sites]
+        return Slot(self.name, copy.deepcopy(self.param, memo), sites)
+
+
+@dataclass(eq=False)
+class Flow:
+    """What the groups of a module have to do with each other."""
+
+    policy: Policy
+    nothing: Tensor
+    """What goes between the nodes of a group in backward."""
+    counts: Counts = field(default_factory=Counts)
+    quiet: bool = False
+    """Forward passes that begin now are of gradients that are added up here and not reduced."""
+    collects: bool = False
+    """The latest forward pass was such a one; backward computes parts of it again."""
+    mean: Mean | None = None
+    """Over what the loss is a mean."""
+    flight: list[_Sums] = field(default_factory=list)
+
+    def advance(self) -> None:
+        """Before the next reduction starts, the one before it takes a step: so much memory is under way and no more."""
+        if self.flight:
+            self.flight[-1].advance()
+
+    def land(self) -> None:
+        """Wait for all reductions, in the order in which they were started; and hear which gradients there are."""
+        if not self.flight:
+            return
+        heard = self.hear([mark for sums in self.flight for mark in sums.marks])
+        self.advance()
+        for sums in self.flight:
+            sums.totals()
+        start = 0
+        found = heard()
+        for sums in self.flight:
+            sums.marks = found[start : (start := start + len(sums.marks))]
+        self.flight.clear()
+
+    def hear(self, marks: list[int]) -> Callable[[], list[int]]:
+        """Which of them any rank has set: numbers of the host's, so that nobody waits for a device."""
+        axes = [axis for axis in (self.policy.axis, self.policy.replica) if axis is not None and axis.size > 1]
+        if not (axes and marks):
+            return lambda: marks
+        with torch.no_grad():
+            first = apply(_REDUCE, torch.tensor(marks, dtype=torch.int32), axes[0].later, ("sum",))
+
+        def hear() -> list[int]:
+            nonlocal first
+            with torch.no_grad():
+                first = first.wait(None) if isinstance(first, Pending) else first
+                for axis in axes[1:]:
+                    first = apply(_REDUCE, first, axis, ("sum",))
+            found: list[int] = first.tolist()
+            return found
+
+        return hear
+
+    def done_with(self, groups: list[Group]) -> None:
+        """Backward has the gradients of these groups' parameters."""
+
+
+class Group:
+    """Parameters of a unit that go together, and this rank's shard of them."""
+
+    def __init__(self, owner: Flow, slots: list[Slot], layout: Layout, shard: Tensor, unit: str) -> None:
+        """``unit``: whose parameters they are, in the words of all ranks."""
+        self.owner, self.slots, self.layout, self.unit = owner, slots, layout, unit
+        self.index = owner.policy.axis.index
+        self.places = layout.places(self.index)
+        self.kept: tuple[Tensor, list[int]] | None = None
+        """Gradients that were not reduced, and which parameters had any."""
+        self.adopt(shard)
+
+    def copied(self, owner: Flow, memo: dict[int, Any]) -> Group:
+        """That of a copy of the module, with a shard of its own."""
+        shard = self.checked().detach().clone()
+        return Group(owner, [slot.copied(memo) for slot in self.slots], self.layout, shard, self.unit)
+
+    def adopt(self, shard: Tensor) -> None:
+        """Make the parameters views of ``shard``, what the layout has stored here."""
+        self.shard = shard
+        self._addresses: list[tuple[nn.Parameter, int]] = []
+        for slot, piece in zip(self.slots, self.layout.cut(shard, self.index), strict=True):
+            become(slot.param, piece)
+            self._addresses.append((slot.param, piece.data_ptr()))
+        self._registered = [(door, name, slot.param) for slot in self.slots for door, name in slot.sites]
+        policy = self.owner.policy
+        self._dtype = policy.param_dtype or shard.dtype
+        self._as_it_is = (
+            shard.dtype == self._dtype and shard.device == policy.device and shard.numel() == self.layout.chunk
+        )
+        self._nbytes = self.layout.total * self._dtype.itemsize
+        self._is_elsewhere = not any(length for _, length in self.places)
+
+    # -------------------------------------------------------------------------------------------- parameters
+
+    def version(self) -> int:
+        """Changes when a parameter is changed in place."""
+        return sum([param._version for param, _ in self._addresses])
+
+    def checked(self) -> Tensor:
+        """The shard, of which the parameters are views: made again if ``module.to`` or a load has replaced some."""
+        for param, address in self._addresses:
+            if param.data_ptr() != address:
+                self._make_again()
+                return self.shard
+        if self._is_elsewhere:  # what is empty has no address
+            first = self._addresses[0][0]
+            if first.dtype != self.shard.dtype or first.device != self.shard.device:
+                self._make_again()
+        return self.shard
+
+    def is_swapped(self) -> bool:
+        """Whether somebody (``functional_call``) has put other tensors in the place of parameters."""
+        return bool([name for door, name, param in self._registered if _raw(door, name) is not param])
+
+    def swap_in(self) -> bool:
+        """Take over parameters that a load has put in the place of ours; whether all are parameters that fit."""
+        for at, slot in enumerate(self.slots):
+            door, name = slot.sites[0]
+            found = _raw(door, name)
+            if type(found) is not nn.Parameter or tuple(found.shape) != self.layout.shape_at(at, self.index):
+                return False
+            if any(_raw(other, alias) is not found for other, alias in slot.sites):
+                return False
+        for slot in self.slots:
+            door, name = slot.sites[0]
+            slot.param = _raw(door, name)
+        self._make_again()
+        return True
+
+    def _make_again(self) -> None:
+        first = self.slots[0].param
+        if any(slot.param.dtype != first.dtype or slot.param.device != first.device for slot in self.slots):
+            fail(
+                "fully_shard",
+                f"parameters of one unit have become different: {self.slots[0].name!r} is {first.dtype} on "
+                f"{first.device}, another is not.",
+                fix="change dtype and device of the whole module at once, or before fully_shard",
+            )
+        shard = torch.zeros(self.layout.stored(self.index), dtype=first.dtype, device=first.device)
+        for slot, (start, length) in zip(self.slots, self.places, strict=True):
+            shard[start : start + length].copy_(slot.param.detach().reshape(-1))
+        self.adopt(shard)
+
+    def flat_of_slots(self) -> Tensor:
+        """The shard, as a function of whatever stands in the place of the parameters: for ``torch.func``."""
+        like = self.shard
+        runs: list[tuple[int, int, Any]] = []
+        for slot, (start, length) in zip(self.slots, self.places, strict=True):
+            if length:
+                door, name = slot.sites[0]
+                runs.append((start, length, _raw(door, name)))
+        parts, end = [], 0
+        for start, length, piece in sorted(runs, key=lambda run: run[0]):
+            parts += [like.new_zeros(start - end), piece.reshape(-1)]
+            end = start + length
+        return torch.cat([*parts, like.new_zeros(self.layout.chunk - end)])
+
+    # -------------------------------------------------------------------------------------------- gathering
+
+    def gather(self, counts: Counts) -> Any:
+        """Start: a buffer ``[n * k]``, or a Pending of it."""
+        shard = self.checked()
+        if not self._as_it_is:
+            shard = self.layout.padded(shard).to(self.owner.policy.device, self._dtype)
+        counts.bytes_gathered += self._nbytes
+        axis = self.owner.policy.axis.later
+        if _is_told(axis, shard) or axis.size == 1:
+            return self._told(_GATHER, shard, axis, (0, None))
+        return gather_flat(axis.link, shard)
+
+    def needy(self) -> list[int]:
+        """Which parameters get gradients."""
+        return [at for at, (param, _) in enumerate(self._addresses) if param.requires_grad]
+
+    def _told(self, rule: Rule, x: Tensor, axis: Axis, params: tuple[Any, ...]) -> Any:
+        """Run it, and let who compares calls compare units, too: those of equal size are not to be mixed up."""
+        if _is_told(axis, x):
+            axis.link.tree = ((f" of {self.unit}", x.dtype, tuple(x.shape)),)
+        return apply(rule, x, axis, params)
+
+    # -------------------------------------------------------------------------------------------- reducing
+
+    def packed(self, needy: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """``[n * k]``: the gradients in the dtype in which they are reduced."""
+        policy = self.owner.policy
+        whole: list[Tensor | None] = list(gradients)
+        if len(whole) < len(self.slots):
+            whole = [None] * len(self.slots)
+            for at, g in zip(needy, gradients, strict=True):
+                whole[at] = g
+        dtype = policy.param_dtype or self.shard.dtype
+        like = next((g for g in gradients if g is not None), None)
+        like = torch.empty(0, dtype=dtype, device=device) if like is None else like
+        wanted = policy.reduce_dtype or like.dtype
+        if wanted == like.dtype:
+            return self.layout.join(whole, like)
+        if torch.is_grad_enabled():
+            return self.layout.join(whole, like).to(wanted)
+        out = torch.empty(self.layout.total, dtype=wanted, device=like.device)
+        return self.layout.join(whole, like, out)
+
+    def scatter(self, packed: Tensor, axis: Axis) -> Any:
+        """Start, over ``axis`` or its later form: ``[k]``."""
+        self.owner.counts.reductions += 1
+        self.owner.counts.bytes_reduced += packed.nbytes
+        if _is_told(axis, packed) or axis.size == 1 or packed.requires_grad:
+            return self._told(_SCATTER, packed, axis, (0, self.owner.policy.op, None))
+        return scatter_flat(axis.link, packed, self.owner.policy.op)
+
+    def spread(self, total: Tensor, replica: Axis) -> Any:
+        """Start the sum over the replicas."""
+        self.owner.counts.replica_reductions += 1
+        return self._told(_REDUCE, total, replica, (self.owner.policy.op,))
+
+    def pieces(self, total: Tensor, needy: Sequence[int]) -> list[Tensor]:
+        """The gradients of the shards, of their dtype and on their device."""
+        if total.dtype != self.shard.dtype or total.device != self.shard.device:
+            total = total.to(self.shard.device, self.shard.dtype)
+        mean = self.owner.mean
+        if mean is not None and mean.share != 1:
+            total = total * mean.share
+        pieces = self.layout.cut(total, self.index)
+        return pieces if len(needy) == len(pieces) else [pieces[at] for at in needy]
+
+    def kept_marks(self) -> list[int]:
+        """Of each parameter whether a gradient was collected."""
+        return [0] * len(self.slots) if self.kept is None else self.kept[1]
+
+    @torch.no_grad()
+    def reduce_kept(self, marks: Sequence[int]) -> None:
+        """Reduce what was collected, by this rank or another one, and add it to the gradients of the shards that
+        have any: ``marks``.
+        """
+        policy, needy = self.owner.policy, self.needy()
+        kept, self.kept = self.kept, None
+        if not any(marks):
+            return
+        if kept is None:
+            dtype = policy.reduce_dtype or policy.param_dtype or self.shard.dtype
+            packed = torch.zeros(self.layout.total, dtype=dtype, device=policy.device)
+        else:
+            packed = kept[0]
+        total = _Reduction(self, packed, later=False).total()
+        for at, piece in zip(needy, self.pieces(total, needy), strict=True):
+            if marks[at]:
+                p = self.slots[at].param
+                p.grad = piece if p.grad is None else p.grad + piece
+
+
+def _is_told(axis: Axis, x: Tensor) -> bool:
+    """Whether what moves this says what it belongs to."""
+    return axis.link.watched or (axis.link.hears and x.is_cpu and not torch.compiler.is_compiling())
+
+
+def connect(groups: list[Group], views: list[list[Tensor]], root: Use | None, *, is_root: bool) -> Use | None:
+    """Put in place of the views of parameters that get gradients such as are connected to their shards. All ranks
+    come back to a unit in backward if they come to one that was gathered under it: ``root``, for which ``is_root``.
+    """
+    needy = [group.needy() for group in groups]
+    shards, found = [], []
+    for group, places, mine in zip(groups, needy, views, strict=True):
+        slots = group.slots
+        for at in places:
+            shards.append(slots[at].param)
+            found.append(mine[at])
+    if not shards:
+        return None
+    use = Use(groups, needy)
+    token: Tensor = _shards(use, *shards)
+    _torch.set_sequence_number(token.grad_fn, _AT_LAST)
+    connected = _weights(token, None if root is None else root.token, use, found, is_root)
+    if is_root:
+        use.token = connected[-1]
+    start = 0
+    for places, mine in zip(needy, views, strict=True):
+        for number, at in enumerate(places, start):
+            mine[at] = connected[number]
+        start += len(places)
+    return use
+
+
+class Use:
+    """One forward pass's use of a unit's groups, and what backward passes make of it."""
+
+    __slots__ = ("again", "collects", "groups", "needy", "results", "token")
+
+    def __init__(self, groups: list[Group], needy: list[list[int]]) -> None:
+        self.groups, self.needy, self.collects = groups, needy, groups[0].owner.collects
+        self.token: Tensor | None = None
+        """What units that are gathered under this one are connected to."""
+        self.again: weakref.ref[Again] | None = None
+        self.results: dict[int, _Sums] = {}
+
+    def whole(self) -> bool:
+        """Whether every parameter gets a gradient."""
+        return [len(places) for places in self.needy] == [len(group.slots) for group in self.groups]
+
+    def ready(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Take the gradients of the parameters; whether the shards get any now."""
+        owner = self.groups[0].owner
+        weights = None if self.again is None else self.again()
+        if weights is not None and not torch.is_grad_enabled():  # a graph that is kept for another pass keeps them too
+            weights.buffers = None
+        owner.done_with(self.groups)
+        differentiable = torch.is_grad_enabled() or torch.is_anomaly_enabled()
+        if not differentiable:
+            owner.advance()
+        sums = _Sums(self)
+        start = 0
+        for group, places in zip(self.groups, self.needy, strict=True):
+            if places:
+                own = gradients[start : start + len(places)]
+                start += len(places)
+                sums.add(group, places, own, later=not differentiable)
+        if not sums.reductions:
+            return False
+        self.results[_torch.backward_pass()] = sums
+        owner.flight.append(sums)
+        return True
+
+    def shards(self) -> list[Tensor | None]:
+        """The gradients of the shards, once they are there."""
+        self.groups[0].owner.land()
+        return self.results.pop(_torch.backward_pass()).pieces()
+
+
+class _Sums:
+    """The gradients of a unit's parameters in one backward pass, and whether there are any."""
+
+    __slots__ = ("_use", "marks", "reductions")
+
+    def __init__(self, use: Use) -> None:
+        self._use = use
+        self.reductions: list[_Reduction] = []
+        self.marks: list[int] = []
+        """Of each parameter that gets gradients whether this rank has one, or has collected one; once the sums have
+        landed, whether any rank has.
+        """
+
+    def add(self, group: Group, needy: list[int], gradients: Sequence[Tensor | None], later: bool) -> None:
+        """Start to reduce the gradients of a group, or collect them."""
+        owner = group.owner
+        packed = group.packed(needy, gradients, owner.policy.device)
+        marks = [int(g is not None) for g in gradients]
+        if group.kept is not None:
+            before, seen = group.kept
+            packed, group.kept = packed + before, None
+            marks = [mark | seen[at] for mark, at in zip(marks, needy, strict=True)]
+        if self._use.collects:
+            collected = [0] * len(group.slots)
+            for at, mark in zip(needy, marks, strict=True):
+                collected[at] = mark
+            group.kept = packed.detach(), collected
+        else:
+            self.marks += marks
+            self.reductions.append(_Reduction(group, packed, later))
+
+    def advance(self) -> None:
+        """Each one takes its step."""
+        for reduction in self.reductions:
+            reduction.advance()
+
+    def totals(self) -> list[Tensor]:
+        """What has become of them."""
+        return [reduction.total() for reduction in self.reductions]
+
+    def pieces(self) -> list[Tensor | None]:
+        """The gradients of the shards, none where no rank has one."""
+        found: list[Tensor | None] = []
+        sums = iter(self.totals())
+        for group, needy in zip(self._use.groups, self._use.needy, strict=True):
+            if needy:
+                found += group.pieces(next(sums), needy)
+        if 0 in self.marks:
+            return [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
+        return found
+
+
+class _Reduction:
+    """A sum of gradients over the ranks on its way."""
+
+    __slots__ = ("_group", "_over_replicas", "_value")
+
+    def __init__(self, group: Group, packed: Tensor, later: bool) -> None:
+        policy = group.owner.policy
+        self._group = group
+        self._over_replicas = False
+        self._value: Any = group.scatter(packed, policy.axis.later if later else policy.axis)
+        if not later:
+            self._add_replicas(policy.replica)
+
+    def _add_replicas(self, replica: Axis | None) -> None:
+        self._over_replicas = True
+        if replica is not None:
+            self._value = self._group.spread(self._value, replica)
+
+    def advance(self) -> None:
+        """Wait for the sum over the ranks that have slices, and start that over the replicas."""
+        if not self._over_replicas:
+            self._settle()
+            replica = self._group.owner.policy.replica
+            self._add_replicas(None if replica is None else replica.later)
+
+    def _settle(self) -> None:
+        if isinstance(self._value, Pending):
+            self._value = settled(self._value)
+
+    def total(self) -> Tensor:
+        """This rank's chunk of the sum."""
+        self.advance()
+        self._settle()
+        return self._value  # type: ignore[no-any-return]
+
+
+class _Shards(Function):
+    """Where the shards come in: takes their gradients when all else is done."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Use, *shards: Tensor) -> Tensor:
+        ctx.use, ctx.count = use, len(shards)
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=use.groups[0].owner.policy.device)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+        if token is None:
+            return None, *[None] * ctx.count
+        with _torch.outside_dispatch_modes():
+            return None, *ctx.use.shards()
+
+
+class _Weights(Function):
+    """Where the parameters come out: starts to reduce their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, root: Tensor | None, use: Use, views: list[Tensor], is_root: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.use, ctx.count = use, len(views)
+        ctx.set_materialize_grads(False)
+        return (*views, torch.empty(0, device=token.device)) if is_root else tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        use: Use = ctx.use
+        with _torch.outside_dispatch_modes():
+            given = use.ready(gradients[: ctx.count])
+        return use.groups[0].owner.nothing if given else None, None, None, None, None
+
+
+# Function.apply looks for torch.func, which `Unit.open` does: 3 of 10 µs.
+_shards: Any = super(Function, _Shards).apply
+_weights: Any = super(Function, _Weights).apply

@@ -1,0 +1,489 @@
+"""Fully sharded parameters for an ``nn.Module``.
+
+n = size of the axis, p = number of elements of all parameters, u = of the largest unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm import _torch
+from meshcomm.collectives import check
+from meshcomm.collectives.one_rank import scatter
+from meshcomm.collectives.reduce import broadcast
+from meshcomm.errors import fail, names
+from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.cut_states import mark_states
+from meshcomm.parallel.cuts import refuse_copies, refuse_overlap
+from meshcomm.parallel.data.means import checked_mean, mean_of
+from meshcomm.parallel.fsdp import recurrent
+from meshcomm.parallel.fsdp.flat import Layout
+from meshcomm.parallel.fsdp.groups import Door, Group, Policy, Slot
+from meshcomm.parallel.fsdp.state import all_matched
+from meshcomm.parallel.fsdp.swap import Around
+from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, is_sharded_itself, owner_of, register
+from meshcomm.runtime.transports.threads.scheduler import claim
+
+__all__ = ["fully_shard"]
+
+M = TypeVar("M", bound=nn.Module)
+Choice = str | type[nn.Module] | nn.Module
+
+
+def fully_shard(
+    module: M,
+    axis: AxisName,
+    *,
+    grads: str,
+    units: Iterable[Choice] | None = None,
+    replica_axis: AxisName | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    regather: bool = True,
+    prefetch: int = 1,
+    whole: bool | Collection[str] = False,
+    offload: bool = False,
+    ignore: Collection[str] = (),
+    init: Callable[[nn.Module], object] | None = None,
+    sync: bool = True,
+    methods: Collection[str] = (),
+    mean_over: AxisName | None = None,
+    mesh: Mesh | None = None,
+) -> M:
+    """Keep 1/n of each parameter, its gradient and its optimiser state; gather a unit's parameters when it runs.
+
+    ::
+
+                 forward of a unit                       its backward
+        rank 0   shard -> all_gather -> use, let go      all_gather -> gradients -> reduce_scatter -> shard.grad
+        rank 1   shard -> all_gather -> use, let go      all_gather -> gradients -> reduce_scatter -> shard.grad
+
+    The module stays what it is: its class, its names in ``state_dict`` and ``named_parameters``, its hooks and, unless
+    it was on the meta device, its Parameter objects, so that optimisers may be made before or after. Each Parameter
+    becomes this rank's slice, flat; inside of forward the module sees the whole parameters. Parameters belong to the
+    innermost unit that contains all their users; those of no unit are gathered when ``module`` itself runs, and kept
+    until backward has used them.
+
+    ``state_dict``, of a part too, has this rank's slices, for this rank: its metadata say which they are, and
+    ``load_state_dict`` refuses those of another rank, and whole tensors. What others shall read, files above all, is
+    written by :func:`full_state_dict` or :mod:`meshcomm.parallel.checkpoint`; ``save_pretrained``, if the module has
+    it, takes ``state_dict=full_state_dict(module)`` and refuses slices.
+
+    Args:
+        module: changed in place. Its parameters may be on the meta device: then one unit after another is made real,
+            initialised and cut, so that no rank ever holds more than its shards and one unit.
+        axis: a name, or a tuple of names: the ranks that keep a slice each.
+        grads: "sum": gradients are summed, for a loss that you reduce over the ranks (the library's rule). "mean": they
+            are averaged over the ranks, for a local loss, as FSDP2 has it.
+        units: the submodules that are gathered each by itself: patterns of their names such as "blocks.*", classes, or
+            the modules. What has no forward (a ModuleList, a ModuleDict) stands for its items, and so does a Sequential
+            that is not in a list. None: the items of every ModuleList that is in no other one and is not named experts:
+            a unit must run on all ranks or on none.
+        replica_axis: ranks along it keep equal shards (HSDP), and gradients are reduced over it after ``axis``.
+        param_dtype: parameters are gathered and used in this dtype, and floating inputs of units are cast to it;
+            shards, gradients and the optimiser keep their own.
+        reduce_dtype: gradients are reduced in this dtype; by default that in which they were computed.
+        regather: backward gathers a unit's parameters again; otherwise autograd keeps them.
+        prefetch: how many units are gathered ahead, in the order of the last pass; 0: none.
+        whole: True, or patterns of names of units: of these each parameter is kept whole by one rank, for optimisers
+            that need matrices (Muon). On the others it has shape [0]. A unit is sent as n times what its fullest rank
+            has, so units shall have many parameters.
+        offload: shards, gradients and optimiser state stay on the CPU, and units are gathered on the mesh's device.
+        ignore: patterns of names of parameters that stay as they are, as parts do that were sharded over another axis
+            before.
+        init: called with each submodule that has parameters or buffers on the meta device, by default its
+            ``reset_parameters()``. All ranks draw the same random numbers, whatever the mesh.
+        sync: parameters and buffers become those of index 0. Without it they must be equal on all ranks already.
+        methods: names of methods of units (and of ``module``) that gather as forward does.
+        mean_over: the axes over whose ranks the loss is a mean, where these are not the ones that gradients are reduced
+            over: of experts, the axes of the tokens that all_to_all brings, ``("fsdp", "ep")``. By default those of the
+            module around this one that is sharded over more axes, or ``axis`` and ``replica_axis``. Where neither
+            says it, and an input has just come by all_to_all over another axis, that is an error.
+        mesh: the current mesh by default.
+
+    Returns: ``module``.
+
+    Backward: reduce_scatter per unit while backward goes on, then all_reduce over ``replica_axis``; waited for at its
+    end. A parameter without a gradient in a unit that has some gets zeros. Double backward works: buffers are then
+    kept. Backward raises if parameters have changed since forward.
+
+    Cost: each rank receives (n-1)/n of p in forward, of p in backward (not without ``regather``), and sends (n-1)/n of
+    the gradients. Memory: p/n, and between forward and backward nothing of the units; while one runs u, and u for each
+    unit that is gathered ahead.
+
+    Raises:
+        MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
+            are no lists; a choice that matches nothing; a module that is sharded already, or within one
+            that is data parallel; a parameter that ``tensor_parallel`` has cut along the same axis, or that is no plain
+            dense tensor; a submodule on the meta device that cannot be initialised.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import fully_shard
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 2, bias=False), "fsdp", grads="mean", mesh=mesh)
+        ...     model(torch.full((1, 8), 1.0 + mesh.rank)).sum().backward()
+        ...     return model.weight.shape, model.weight.grad[:2].tolist()
+        >>> mc.launch(main, ranks=2)
+        [(torch.Size([8]), [1.5, 1.5]), (torch.Size([8]), [1.5, 1.5])]
+
+    Source: ZeRO stage 3; torch's ``fully_shard``, whose result it is with ``grads="mean"``.
+    """
+    where = "fully_shard"
+    if not isinstance(module, nn.Module):
+        fail(where, f"expected an nn.Module, got {type(module).__name__}.", fix="pass a module")
+    ax = check.axis_of(where, axis, mesh)
+    if replica_axis is not None:
+        check.apart(where, ax, replica_axis, "replica_axis")
+    replica = None if replica_axis is None else check.axis_of(where, replica_axis, mesh)
+    if grads not in ("sum", "mean"):
+        fail(where, f"grads={grads!r}.", fix='"sum" if you reduce the loss over the ranks, "mean" for a local loss')
+    checked_mean(where, grads, ax.mesh, mean_over)
+    if not check.whole_number(prefetch) or prefetch < 0:
+        fail(where, f"prefetch={prefetch!r} is not a number of units.", fix="0 or more")
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            fail(where, f"{name}={dtype!r} is not a floating dtype.", fix="such as torch.bfloat16")
+    for name, flag in (("regather", regather), ("offload", offload), ("sync", sync)):
+        if not isinstance(flag, bool):
+            fail(where, f"{name}={flag!r} is not a bool.", fix="True or False")
+    kept_whole = () if isinstance(whole, bool) else whole
+    for name, patterns in (("ignore", ignore), ("methods", methods), ("whole", kept_whole)):
+        if isinstance(patterns, str) or not isinstance(patterns, Collection):
+            fail(where, f"{name}={patterns!r} is not a list of patterns.", fix="such as ['*.bias']")
+    if init is not None and not callable(init):
+        fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
+    refuse_copies(where, module, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
+    claim(module, where)
+    apart = _sharded_parts(module, axis)
+    chosen = {name: part for name, part in _chosen(module, units, methods).items() if part not in apart}
+    all_matched(where, "whole", kept_whole, chosen)
+    known = {name for name in methods if any(hasattr(part, str(name)) for part in chosen.values())}
+    all_matched(where, "methods", methods, known)
+    if init is None:
+        _can_be_initialised(where, chosen)
+    device = ax.mesh.device if offload else _device(module, ax)
+    policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, regather, prefetch, device, offload)
+    owner = Sharded(policy, torch.empty(0, device=policy.device))
+    plan = _owned(module, chosen, ignore, apart)
+    own = {id(slot.param) for slots in plan.values() for slot in slots}
+    for over in (ax,) if replica is None else (ax, replica):
+        refuse_overlap(where, module, over, own)
+    seed = _shared_seed(policy) if any(slot.param.is_meta for slots in plan.values() for slot in slots) else 0
+    made: dict[str, list[Group]] = {}
+    loads = [0] * ax.size
+    for number, (name, part) in enumerate(reversed(chosen.items())):  # the root last: it may share what units use
+        real = any(not slot.param.is_meta for slot in plan[name])
+        _materialise(part, chosen, plan[name], policy, init, seed + number)
+        keep = whole if isinstance(whole, bool) else any(fnmatchcase(name, pattern) for pattern in whole)
+        said = f"unit {name!r} of {type(module).__name__}" if name else f"{type(module).__name__} itself"
+        made[name] = _groups(owner, plan[name], keep, sync and real, loads, said)
+    if sync:
+        _share_buffers(module, policy)
+    for name, part in chosen.items():
+        unit = Unit(owner, name, part, made[name], regather and part is not module)
+        owner.units.append(unit)
+        _attach(unit, part, methods)
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase) and part not in apart:
+            recurrent.follow(part)
+    register(module, owner)
+    mark_states(module)
+    reduced = (ax.name, *(() if replica is None else (replica.name,)))
+    owner.mean = mean_of(where, module, grads, ax.mesh, reduced, mean_over)
+    return module
+
+
+# ----------------------------------------------------------------------------------------------------- what is whose
+
+
+def _device(module: nn.Module, axis: Axis) -> torch.device:
+    return next((param.device for param in module.parameters() if not param.is_meta), axis.mesh.device)
+
+
+def _chosen(module: nn.Module, units: Iterable[Choice] | None, methods: Collection[str]) -> dict[str, nn.Module]:
+    """The units by name, the module itself first."""
+    found: dict[str, nn.Module] = {"": module}
+    if units is None:
+        found.update(_items_of_lists(module, ""))
+        return found
+    where = "fully_shard"
+    if not isinstance(units, (str, type, nn.Module, Iterable)):
+        fail(where, f"units={units!r} is not a list of parts.", fix='patterns such as "blocks.*", classes or modules')
+    if isinstance(units, nn.Sequential):  # the parts of a list, not a list of parts that are one
+        units = list(units)
+    choices = [units] if isinstance(units, (str, type, nn.Module)) else list(units)
+    named = {name: part for name, part in module.named_modules() if name}
+    picked: set[nn.Module] = set()
+    for choice in choices:
+        if isinstance(choice, str):
+            fits = {name for name in named if fnmatchcase(name, choice) and name.count(".") == choice.count(".")}
+        elif isinstance(choice, type):
+            fits = {name for name, part in named.items() if isinstance(part, choice)}
+        else:
+            fits = {name for name, part in named.items() if part is choice}
+        if not fits:
+            fail(where, f"units: {choice if isinstance(choice, (str, type)) else type(choice).__name__!r} is no part "
+                 "of the module.", got=f"parts {names(list(named)[:8])}")  # fmt: skip
+        for name in fits:
+            items = _items(named[name], methods)
+            if not items:
+                fail(where, f"units: {name!r} has no forward, and no part that has.", fix="a part that is called")
+            picked |= items
+    found.update({name: part for name, part in named.items() if part in picked})
+    return found
+
+
+def _items(part: nn.Module, methods: Collection[str]) -> set[nn.Module]:
+    """What is called of it: itself or, of a container, which has no forward, the items, and theirs."""
+    if _is_called(part) or any(callable(getattr(part, name, None)) for name in methods):
+        return {part}
+    return {each for child in part.children() for each in _items(child, methods)}
+
+
+def _is_called(part: nn.Module) -> bool:
+    forward = getattr(part.forward, "__func__", part.forward)
+    return forward is not nn.Module.forward
+
+
+def _items_of_lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList) and "expert" in name.lower():
+            continue  # a rank may call some of them and not others: they are gathered with who calls them
+        if not isinstance(module, nn.ModuleList):
+            found.update(_items_of_lists(child, f"{prefix}{name}."))
+        else:
+            called = {each for each in _items(child, ()) if next(each.parameters(), None) is not None}
+            inside = child.named_modules(prefix=f"{prefix}{name}")
+            found.update({path: part for path, part in inside if part in called})
+    return found
+
+
+def _sharded_parts(module: nn.Module, axis: AxisName) -> set[nn.Module]:
+    """Parts that were sharded over another axis before, and all of theirs: they stay as they are."""
+    where, inner = "fully_shard", set[nn.Module]()
+    for name, part in module.named_modules():
+        if part is not module and is_sharded_itself(part) and owner_of(where, part).policy.axis.name != axis:
+            inner.update(part.modules())
+        elif is_sharded(part) and part not in inner:
+            fix = (
+                "name the parts that are gathered by themselves with units=, and call fully_shard once; a part that "
+                "goes over another axis, before"
+            )
+            fail(where, f"{name or 'the module'!r} is sharded already.", fix=fix)
+    return inner
+
+
+def _owned(
+    module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[str], apart: set[nn.Module]
+) -> dict[str, list[Slot]]:
+    """Each unit's parameters: those of which it is the innermost unit around all users."""
+    where = "fully_shard"
+    unit_of = {part: name for name, part in chosen.items()}
+    chains: dict[nn.Parameter, list[tuple[str, ...]]] = {}
+    slots: dict[nn.Parameter, Slot] = {}
+    doors: dict[nn.Module, Door] = {}
+    ignored: set[str] = set()
+    others = {param for part in apart for param in dict.values(_torch.own_parameters(part)) if param is not None}
+
+    def walk(part: nn.Module, path: str, chain: tuple[str, ...]) -> None:
+        if part in unit_of:
+            chain = (*chain, unit_of[part])
+        for name, param in _torch.own_parameters(part).items():
+            full = f"{path}{name}"
+            pattern = next((each for each in ignore if fnmatchcase(full, each)), None)
+            if param is None or pattern is not None:
+                ignored.add(pattern or "")
+                continue
+            if part in apart:
+                continue
+            if param in others:
+                fail(where, f"parameter {full!r} is one of a part that was sharded over another axis.",
+                     fix="shard all modules that share it in one call")  # fmt: skip
+            if type(param) is not nn.Parameter or param.layout is not torch.strided:
+                fail(where, f"parameter {full!r} is a {type(param).__name__}, not a dense Parameter.",
+                     fix=f"exclude it: ignore=[{full!r}]")  # fmt: skip
+            if part not in doors:
+                doors[part] = Door(_torch.own_parameters(part))
+            slot = slots.setdefault(param, Slot(full, param, []))
+            if not any(door is doors[part] and site == name for door, site in slot.sites):  # tables may look equal
+                slot.sites.append((doors[part], name))
+            chains.setdefault(param, []).append(chain)
+        for name, child in part.named_children():
+            walk(child, f"{path}{name}.", chain)
+
+    walk(module, "", ())
+    all_matched(where, "ignore", ignore, ignored)
+    plan: dict[str, list[Slot]] = {name: [] for name in chosen}
+    for param, slot in slots.items():
+        common = chains[param][0]
+        for chain in chains[param][1:]:
+            common = common[
+                : next(
+                    (i for i, (a, b) in enumerate(zip(common, chain, strict=False)) if a != b),
+                    min(len(common), len(chain)),
+                )
+            ]
+        plan[common[-1]].append(slot)
+    for part, door in doors.items():
+        _torch.set_own_parameters(part, door)
+    return plan
+
+
+def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: list[int], said: str) -> list[Group]:
+    """Cut the parameters of a unit."""
+    policy = owner.policy
+    kinds: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    for slot in slots:
+        kinds.setdefault((slot.param.dtype, slot.param.requires_grad), []).append(slot)
+    groups = []
+    for members in kinds.values():
+        tensors = [slot.param.detach() for slot in members]
+        layout = Layout([x.shape for x in tensors], policy.axis.size, whole=whole, loads=loads)
+        with torch.no_grad():
+            shard = _cut(tensors, layout, policy, sync)
+            stored = layout.stored(policy.axis.index)
+            shard = shard[:stored].clone() if stored < layout.chunk else shard
+        if policy.offload:
+            shard = shard.cpu()
+            shard = shard.pin_memory() if policy.device.type != "cpu" else shard
+        for slot in members:
+            slot.param.grad = None  # of this rank's own pass, and of the whole
+        groups.append(Group(owner, members, layout, shard, said))
+    return groups
+
+
+def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> Tensor:
+    axis, first = policy.axis, tensors[0]
+    own = torch.zeros(layout.chunk, dtype=first.dtype, device=policy.device)
+    if not sync:
+        return layout.chunk_of(tensors, axis.index, own)
+    rows = layout.join(tensors, first).view(axis.size, layout.chunk).to(policy.device) if axis.index == 0 else None
+    mesh = axis.mesh
+    own = scatter(rows, axis.name, src=0, like=own[None], mesh=mesh)[0]
+    return own if policy.replica is None else broadcast(own, policy.replica.name, src=0, mesh=mesh)
+
+
+def _share_buffers(module: nn.Module, policy: Policy) -> None:
+    buffers = [each for each in module.buffers() if not each.is_meta]
+    axes = (policy.axis, *(() if policy.replica is None else (policy.replica,)))
+    with torch.no_grad():
+        for axis in axes if buffers else ():
+            for own, first in zip(buffers, broadcast(buffers, axis.name, src=0, mesh=axis.mesh), strict=True):
+                own.copy_(first)
+
+
+# ---------------------------------------------------------------------------------------------- out of nothing
+
+
+def _shared_seed(policy: Policy) -> int:
+    seed = torch.randint(2**48, (), device="cpu").to(policy.device)
+    for axis in (policy.axis, *(() if policy.replica is None else (policy.replica,))):
+        seed = broadcast(seed, axis.name, src=0, mesh=axis.mesh)
+    return int(seed.item())
+
+
+def _can_be_initialised(where: str, chosen: dict[str, nn.Module]) -> None:
+    for name, unit in chosen.items():
+        for path, part in _parts(unit, set(chosen.values())):
+            if _is_meta(part) and not callable(getattr(part, "reset_parameters", None)):
+                fail(
+                    where,
+                    f"{'.'.join(filter(None, (name, path))) or 'the module'!r} ({type(part).__name__}) is on the meta "
+                    "device and has no reset_parameters().",
+                    fix="pass init=, which is called with it",
+                )
+
+
+def _materialise(
+    unit: nn.Module,
+    chosen: dict[str, nn.Module],
+    slots: list[Slot],
+    policy: Policy,
+    init: Callable[[nn.Module], object] | None,
+    seed: int,
+) -> None:
+    """Make a unit that is on the meta device real, and initialise it as every rank does."""
+    parts = [(path, part) for path, part in _parts(unit, set(chosen.values())) if _is_meta(part)]
+    if not parts:
+        return
+    for slot in slots:
+        if slot.param.is_meta:
+            slot.param = nn.Parameter(torch.empty_like(slot.param, device=policy.device), slot.param.requires_grad)
+            for door, site in slot.sites:
+                dict.__setitem__(door, site, slot.param)
+    for _, part in parts:
+        for key, buffer in part.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(part, key, torch.empty_like(buffer, device=policy.device))
+    devices = [] if policy.device.type == "cpu" else [policy.device]
+    with torch.random.fork_rng(devices, device_type=policy.device.type if devices else "cuda"), torch.no_grad():
+        torch.manual_seed(seed)
+        for _, part in parts:
+            init(part) if init is not None else part.reset_parameters()  # type: ignore[operator]
+
+
+def _parts(unit: nn.Module, others: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The unit and what is below it in no other unit."""
+    seen = {unit}
+    todo = [("", unit)]
+    while todo:
+        path, part = todo.pop()
+        yield path, part
+        for name, child in reversed(list(part.named_children())):
+            if child not in others and child not in seen:
+                seen.add(child)
+                todo.append((f"{path}.{name}" if path else name, child))
+
+
+def _is_meta(part: nn.Module) -> bool:
+    own = [*_torch.own_parameters(part).values(), *(buffer for _, buffer in part.named_buffers(recurse=False))]
+    return any(x is not None and x.is_meta for x in own)
+
+
+# -------------------------------------------------------------------------------------------------- the hooks
+
+
+class _Entry:
+    """Where a unit is called: gathers before, casts what goes in, and lets go after. It is copied with the module."""
+
+    def __init__(self, unit: Unit, dtype: torch.dtype | None) -> None:
+        self.unit, self.dtype = unit, dtype
+
+    def _cast(self, tree: Any) -> Any:
+        leaves, spec = _torch.tree_flatten(tree)
+        cast = [x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+        return _torch.tree_unflatten(cast, spec)
+
+    def before_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward begins: a hook."""
+        self.unit.before(module, args)
+        return self._cast(args), self._cast(kwargs)
+
+    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Another method."""
+        try:
+            self.unit.before(None, args)
+            return method(*args, **kwargs) if self.dtype is None else method(*self._cast(args), **self._cast(kwargs))
+        finally:
+            self.unit.after()
+
+
+def _attach(unit: Unit, module: nn.Module, methods: Collection[str]) -> None:
+    """Gather before forward and these methods, and let go after."""
+    entry = _Entry(unit, unit.owner.policy.param_dtype)
+    if entry.dtype is None:
+        module.register_forward_pre_hook(unit.before, prepend=True)
+    else:
+        module.register_forward_pre_hook(entry.before_and_cast, prepend=True, with_kwargs=True)
+    module.register_forward_hook(unit.after, always_call=True)
+    for name in methods:
+        if callable(getattr(module, name, None)):
+            setattr(module, name, Around(entry.call, getattr(module, name)))

@@ -1,0 +1,128 @@
+"""What goes with a fully sharded module: accumulation, counters, whole states.
+
+n = size of the axis, p = number of elements of all parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from meshcomm.errors import fail, likely, names
+from meshcomm.parallel.fsdp.groups import Counts
+from meshcomm.parallel.fsdp.units import owner_of
+
+__all__ = [
+    "Piece",
+    "all_matched",
+    "counts",
+    "no_sync",
+    "pieces",
+    "reduce_gradients",
+]
+
+
+def all_matched(where: str, name: str, patterns: Collection[str], found: Iterable[str]) -> None:
+    """Every pattern matches something."""
+    known = list(found)
+    for pattern in patterns:
+        if not any(pattern == each or fnmatchcase(each, pattern) for each in known):
+            got = names(known[:8]) or "there is nothing to match"
+            fix = f"a name or a pattern{likely(pattern, known)}"
+            fail(where, f"{name}: {pattern!r} matches nothing.", got=got, fix=fix)
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """As :func:`meshcomm.parallel.no_sync`, of a sharded module.
+
+    The unreduced gradients, p elements on each rank, stay in memory until the next backward outside; without it those
+    of micro-batches add up in the shards, p/n elements, at a reduction each.
+    """
+    owner = owner_of("no_sync", module)
+    before, owner.quiet = owner.quiet, True
+    try:
+        yield
+    finally:
+        owner.quiet = before
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """As :func:`meshcomm.parallel.reduce_gradients`, of a sharded module."""
+    owner_of("reduce_gradients", module).reduce_kept()
+
+
+def counts(module: nn.Module) -> Counts:
+    """What a sharded module has communicated since :func:`fully_shard`.
+
+    Args:
+        module: what :func:`fully_shard` was given.
+
+    Returns: a copy of the counters: ``gathers`` (``regathers`` of them for backward, ``ahead`` of them before they
+    were needed), ``reductions``, ``replica_reductions``, ``bytes_gathered`` and ``bytes_reduced``.
+
+    Cost: none.
+
+    Raises:
+        MeshError: the module is not sharded.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import counts, fully_shard, no_sync
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 1), "fsdp", grads="mean", mesh=mesh)
+        ...     with no_sync(model):
+        ...         model(torch.ones(1, 8)).sum().backward()
+        ...     model(torch.ones(1, 8)).sum().backward()
+        ...     return model.weight.grad[:2].tolist(), counts(model).reductions
+        >>> mc.launch(main, ranks=2)[0]
+        ([2.0, 2.0], 1)
+    """
+    return Counts(**vars(owner_of("counts", module).counts))
+
+
+class Piece(NamedTuple):
+    """What this rank keeps of a parameter: elements ``start`` to ``stop`` of the flattened ``shape``."""
+
+    shape: torch.Size
+    start: int
+    stop: int
+    whole: bool
+
+
+def pieces(module: nn.Module) -> dict[str, Piece]:
+    """What this rank keeps of each parameter, by its name.
+
+    Args:
+        module: what :func:`fully_shard` was given.
+
+    Returns: name to :class:`Piece`; a parameter with several names has the first. Of a whole parameter that another
+    rank owns ``start`` and ``stop`` are equal.
+
+    Cost: none.
+
+    Raises:
+        MeshError: the module is not sharded.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import fully_shard
+        >>> from meshcomm.parallel import pieces
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> mc.launch(
+        ...     lambda: pieces(fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh))["weight"], ranks=2
+        ... )
+        [Piece(shape=torch.Size([2, 8]), start=0, stop=16, whole=False),
+         Piece(shape=torch.Size([2, 8]), start=0, stop=0, whole=False)]
+    """
+    found = {}
+    for group, at, slot in owner_of("pieces", module).slots():
+        start, stop = group.layout.range_of(at, group.index)
+        found[slot.name] = Piece(group.layout.entries[at].shape, start, stop, group.layout.whole)
+    return found

@@ -1,0 +1,383 @@
+"""Units of a fully sharded module: they gather their parameters when they run, one ahead of the other."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm import _torch
+from meshcomm.collectives.rule import apply, rule_named
+from meshcomm.errors import fail
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.cuts import Flat, Part, know
+from meshcomm.parallel.fsdp import again
+from meshcomm.parallel.fsdp.again import Again
+from meshcomm.parallel.fsdp.groups import Door, Flow, Group, Slot, Use, connect
+from meshcomm.runtime.pending import Pending, settled
+
+__all__ = ["Sharded", "Unit", "is_sharded", "is_sharded_itself", "owner_of", "register"]
+
+_FORWARD, _BACKWARD = 0, 1
+
+
+class Unit:
+    """A module whose parameters are gathered together, before its forward, and let go of after it."""
+
+    def __init__(self, owner: Sharded, name: str, module: nn.Module, groups: list[Group], regather: bool) -> None:
+        self.owner, self.name, self.module, self.groups, self.regather = owner, name, module, groups, regather
+        self.depth = 0
+        self.is_open = False
+        self.on_demand = False
+        self.pending: list[Any] | None = None
+        self.use: Use | None = None
+        """Of the forward pass that is under way."""
+        self.next: list[Unit | None] = [None, None]
+        self._version = 0
+        self._seen = False
+        """Its input was looked at."""
+        self._again: weakref.ref[Again] | None = None
+        self._sites = [
+            (door.views, name, number, at)
+            for number, group in enumerate(groups)
+            for at, slot in enumerate(group.slots)
+            for door, name in slot.sites
+        ]
+        for group in groups:
+            for slot in group.slots:
+                for door, name in slot.sites:
+                    door.openers[name] = self.open_on_demand
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """That of the copy of the whole module, which has shards of its own."""
+        if id(self.owner.units[0].module) not in memo:
+            fail("fully_shard", "a part of a sharded module cannot be copied without the whole.",
+                 fix="copy the module that fully_shard was given")  # fmt: skip
+        self.owner.copy_units(memo)
+        copied: Unit = memo[id(self)]
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        fail("fully_shard", "a sharded module cannot be pickled.", fix="save its state_dict, or full_state_dict")
+
+    # ------------------------------------------------------------------------------------------------- gathering
+
+    def version(self) -> int:
+        """Changes when a parameter is changed in place."""
+        return sum([group.version() for group in self.groups])
+
+    def begin(self) -> list[Any]:
+        """Start to gather."""
+        self.owner.counts.gathers += len(self.groups)
+        return [group.gather(self.owner.counts) for group in self.groups]
+
+    def take(self, phase: int) -> list[Tensor]:
+        """The gathered buffers; those of the units that came next the last time are started first."""
+        if not self.groups:
+            return []
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.take(phase)
+        owner = self.owner
+        owner.note(self, phase)
+        pending = self.begin() if self.pending is None else self.pending
+        self.pending = None
+        following = self.next[phase]
+        for _ in range(owner.policy.prefetch):
+            if following is None or following is self:
+                break
+            if following.pending is None and not following.has_buffers():
+                following.pending = following.begin()
+                owner.counts.ahead += len(following.groups)
+            following = following.next[phase]
+        return [settled(each) for each in pending]
+
+    def has_buffers(self) -> bool:
+        """Whether nothing is to be gathered for it now."""
+        held = self._held()
+        return self.is_open or (held is not None and held.buffers is not None)
+
+    def _held(self) -> Again | None:
+        return None if self._again is None else self._again()
+
+    def drop(self) -> None:
+        """Forget what was started ahead and nobody wanted."""
+        for each in self.pending or ():
+            if isinstance(each, Pending):
+                each.abandon()
+        self.pending = None
+
+    def _fetch(self, version: int) -> list[Tensor]:
+        if self.version() != version:
+            again.changed("fully_shard")
+        self.owner.counts.regathers += len(self.groups)
+        with _torch.outside_dispatch_modes():
+            return self.take(_BACKWARD)
+
+    # ------------------------------------------------------------------------------------------------- open and shut
+
+    @_torch.out_of_graphs
+    def before(self, _: nn.Module | None = None, given: tuple[Any, ...] = ()) -> None:
+        """Forward begins: a hook."""
+        self.depth += 1
+        if self.depth > 1 and self.version() == self._version and self.is_open:
+            return
+        if not self._seen and torch.is_grad_enabled():
+            self._seen = True
+            if self.owner.mean is not None:
+                self.owner.mean.look("fully_shard", given)
+        self.depth = 1  # of an interrupted forward there may be something left
+        self.owner.enter(self)
+        self._open(_BACKWARD if _torch.backward_pass() != -1 else _FORWARD)
+
+    @_torch.out_of_graphs
+    def after(self, *_: Any) -> None:
+        """Forward has ended, in one way or another: a hook."""
+        self.depth -= 1
+        if self.depth == 0:
+            if self.is_open and _torch.backward_pass() != -1:  # a checkpoint inside may compute again at once
+                self.on_demand = True
+                self.owner.opened.append(self)
+            else:
+                self.shut()
+            self.owner.leave()
+
+    @_torch.out_of_graphs
+    def open_on_demand(self) -> bool:
+        """Somebody looks for a parameter outside of this unit's forward; whether forward or backward is under way."""
+        in_backward = _torch.backward_pass() != -1
+        if not (in_backward or self.owner.is_running):
+            return False
+        self._open(_BACKWARD if in_backward else _FORWARD, on_demand=True)
+        self.on_demand = True
+        self.owner.opened.append(self)
+        return True
+
+    def _open(self, phase: int, on_demand: bool = False) -> None:
+        if self.is_open:
+            self.shut()
+        odd = _torch.functorch_active() or _torch.dual_level_open() or any(each.is_swapped() for each in self.groups)
+        if odd and not all(each.swap_in() for each in self.groups):
+            self._open_as_function()
+            return
+        self._version = self.version()
+        with _torch.outside_dispatch_modes():
+            held = self._held() if phase == _BACKWARD else None
+            buffers = self.take(phase) if held is None else list(held.fetched())
+            views = [group.layout.views(buffer) for group, buffer in zip(self.groups, buffers, strict=True)]
+            # Who asks first may be without gradients, and who asks next not, as in a checkpoint that is reentrant.
+            if self.groups and torch.is_grad_enabled():
+                self._connect(phase, buffers, views)
+            elif self.groups and on_demand and not torch.is_inference_mode_enabled():
+                with torch.enable_grad():
+                    self._connect(phase, buffers, views)
+        self._show(views)
+
+    def _connect(self, phase: int, buffers: list[Tensor], views: list[list[Tensor]]) -> None:
+        """Let gradients of the views come back to the shards, and have their places saved."""
+        root = self.owner.units[0]
+        under = root.use if root is not self and root.is_open and phase == _FORWARD else None
+        use = connect(self.groups, views, under, is_root=root is self and phase == _FORWARD)
+        self.use = use if phase == _FORWARD else None
+        if self.regather and phase == _FORWARD:
+            version = self._version
+            weights = Again(buffers, lambda: self._fetch(version))
+            self._again = weakref.ref(weights)
+            again.open_places(weights)
+            if use is not None and use.whole():  # else what gets no gradient may be needed longer
+                use.again = self._again
+
+    def _open_as_function(self) -> None:
+        """Under ``torch.func`` and ``functional_call``: of plain differentiable operations."""
+        policy = self.owner.policy
+        if policy.op == "mean" and torch.is_grad_enabled():
+            fail(
+                "fully_shard",
+                'under torch.func and functional_call gradients are summed, and this module has grads="mean".',
+                fix='reduce the loss and shard with grads="sum", or use the functions of meshcomm.parallel.fsdp',
+            )
+        views = []
+        for group in self.groups:
+            flat = group.flat_of_slots()
+            flat = flat.to(policy.device, policy.param_dtype or flat.dtype)
+            if policy.replica is not None:
+                flat = apply(rule_named("pvary"), flat, policy.replica)
+            whole = apply(rule_named("all_gather"), flat, policy.axis, (0, None))
+            views.append(group.layout.views(whole))
+        self._show(views)
+
+    def _show(self, views: list[list[Tensor]]) -> None:
+        for shown, name, number, at in self._sites:
+            shown[name] = views[number][at]
+        self.is_open = True
+
+    def shut(self) -> None:
+        """The module has its shards again."""
+        if self.is_open:
+            self.is_open = self.on_demand = False
+            if self.use is not None:
+                self.use.token = None  # a graph that holds itself would never go
+            self.use = None
+            for shown, name, _, _ in self._sites:
+                shown.pop(name, None)
+            held = self._held()
+            if held is not None:
+                again.close(held)
+
+
+@dataclass(eq=False)
+class Sharded(Flow):
+    """A sharded module as a whole."""
+
+    units: list[Unit] = field(default_factory=list)
+    opened: list[Unit] = field(default_factory=list)
+    """Units that were opened on demand."""
+    _depth: int = 0
+    _hooks: Any = None
+    _last: list[Unit | None] = field(default_factory=lambda: [None, None])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        """That of the copy of the module, of which it is an attribute."""
+        copied: Sharded = copy.deepcopy(self.units[0], memo).owner
+        return copied
+
+    def slots(self) -> Iterator[tuple[Group, int, Slot]]:
+        """Every parameter once."""
+        for unit in self.units:
+            for group in unit.groups:
+                for at, slot in enumerate(group.slots):
+                    yield group, at, slot
+
+    def note(self, unit: Unit, phase: int) -> None:
+        """Remember which unit comes after which."""
+        last = self._last[phase]
+        if last is not None:
+            last.next[phase] = unit
+        self._last[phase] = unit
+
+    def copy_units(self, memo: dict[int, Any]) -> None:
+        """While the module is copied: all units, which know each other."""
+        copied = Sharded(self.policy, self.nothing, mean=self.mean)
+        copied.units = [Unit.__new__(Unit) for _ in self.units]
+        memo.update({id(old): new for old, new in zip(self.units, copied.units, strict=True)})
+        for old, new in zip(self.units, copied.units, strict=True):
+            groups = [group.copied(copied, memo) for group in old.groups]
+            Unit.__init__(new, copied, old.name, copy.deepcopy(old.module, memo), groups, old.regather)
+        register(memo[id(self.units[0].module)], copied)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a unit's forward is under way."""
+        return self._depth > 0
+
+    def enter(self, unit: Unit) -> None:
+        """A unit's forward begins."""
+        if unit is self.units[0]:  # nothing can be left of an earlier call
+            self._depth = 0
+        self._depth += 1
+        if self._depth == 1:
+            if _torch.backward_pass() == -1:
+                self._begin_pass(unit)
+            again.leave(self._hooks)
+            plain = torch.is_grad_enabled() and not (_torch.functorch_active() or _torch.dual_level_open())
+            self._hooks = again.enter() if plain else None
+
+    def leave(self) -> None:
+        """It has ended."""
+        self._depth -= 1
+        if self._depth == 0:
+            again.leave(self._hooks)
+            self._hooks = None
+            if _torch.backward_pass() == -1:
+                self._shut_opened()
+
+    def reduce_kept(self) -> None:
+        """Reduce what was collected under no_sync, of each group of which any rank has something."""
+        groups = [group for unit in self.units for group in unit.groups if group.needy()]
+        found = iter(self.hear([mark for group in groups for mark in group.kept_marks()])())
+        for group in groups:
+            group.reduce_kept([next(found) for _ in group.slots])
+
+    def _begin_pass(self, first: Unit) -> None:
+        self.collects = self.quiet
+        for phase, last in enumerate(self._last):
+            if last is not None:
+                last.next[phase] = None
+            self._last[phase] = None
+        for unit in self.units:
+            if unit.pending is not None:
+                unit.drop()
+            unit.shut()  # an interrupted call may have left it open
+            unit.depth = int(unit is first)
+        self.flight.clear()
+        self.opened.clear()
+
+    def _shut_opened(self) -> None:
+        for unit in self.opened:
+            if unit.on_demand:
+                unit.shut()
+        self.opened.clear()
+
+    def done_with(self, groups: list[Group]) -> None:
+        """What was opened on demand is not needed any more."""
+        for unit in self.opened:
+            if groups is unit.groups and unit.on_demand:
+                unit.shut()
+
+    def land(self) -> None:
+        """And shut what was opened on demand."""
+        super().land()
+        self._shut_opened()
+
+
+_HERE = "_meshcomm_fully_sharded"
+
+
+def register(module: nn.Module, owner: Sharded) -> None:
+    """Remember with a module, and nowhere else, that it is sharded: they go together."""
+    vars(module)[_HERE] = owner
+    know(module, _told)
+
+
+def _owner(module: nn.Module) -> Sharded | None:
+    """What stands behind it; nothing behind a shallow copy, which shares the attributes of another module."""
+    owner = vars(module).get(_HERE)
+    return owner if isinstance(owner, Sharded) and owner.units[0].module is module else None
+
+
+def _told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
+    """What is cut of a module that is sharded."""
+    owner = _owner(module)
+    if owner is None:
+        return None
+    axis, found = owner.policy.axis, []
+    for group, at, slot in owner.slots():
+        door, name = slot.sites[0]
+        p = dict.get(door, name)  # a load may have put another one there
+        how = Flat(group.layout.entries[at].shape, *group.layout.range_of(at, group.index))
+        p = p if isinstance(p, nn.Parameter) else slot.param
+        found.append(Part(p, slot.name, "fully_shard", axis.mesh, axis.name, group.index, how))
+    return axis.mesh, found
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether it, or its own parameters as those of a part of another module, are sharded."""
+    return _owner(module) is not None or isinstance(_torch.own_parameters(module), Door)
+
+
+def is_sharded_itself(module: nn.Module) -> bool:
+    """Whether it is what was sharded, and not a part of that."""
+    return _owner(module) is not None
+
+
+def owner_of(where: str, module: nn.Module) -> Sharded:
+    """What stands behind a sharded module."""
+    owner = _owner(module) if isinstance(module, nn.Module) else None
+    if owner is None:
+        fail(where, f"this {type(module).__name__} is not sharded.", fix="pass the module that fully_shard was given")
+    return owner

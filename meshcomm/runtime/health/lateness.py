@@ -1,0 +1,209 @@
+"""What is said when the time of a call is up: what it is, since when, who has come, and where the others are.
+
+Ranks whose time is up write at the store what they wait for, and read for a moment what the others have written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from meshcomm import _torch
+from meshcomm.errors import text
+from meshcomm.runtime.callsite import hinted, in_backward
+from meshcomm.runtime.hooks import dumps, recorder
+from meshcomm.runtime.hooks.recorder import BEGAN, NUMBER, AxisAt, Log, Record, said_of
+from meshcomm.runtime.start import exits, world
+
+__all__ = ["Late", "late_text"]
+
+_GRACE = 2.0
+"""Seconds for which others are asked, at most."""
+_SKEW = 5.0
+"""Seconds by which the clocks of two machines may differ."""
+_SHOWN = 16
+"""The most ranks that are shown one by one."""
+_PAUSE = 0.02
+
+
+class Late(NamedTuple):
+    """A call whose time is up."""
+
+    where: str
+    """The public function."""
+    log: Log
+    record: Record
+    seconds: float
+    """How long was waited."""
+    missing: Sequence[int] | None = None
+    """The indices that were waited for and have not come, where that is known."""
+    came: Sequence[int] = ()
+    """Those that are known to have come."""
+    known: Mapping[int, str] = {}
+    """What is known of them."""
+    found: str = ""
+    """What has become of their processes."""
+    among_processes: bool = True
+    axis: AxisAt | None = None
+    """Which of the names of the group was used, where that is known."""
+
+    @property
+    def over(self) -> str:
+        """``axis 'dp'``."""
+        return str(self.log if self.axis is None else self.axis)
+
+    @property
+    def suspects(self) -> list[int]:
+        """Who may not have come."""
+        return [i for i in range(len(self.log.ranks)) if i != self.log.index and i not in self.came]
+
+
+def late_text(late: Late, *, again: bool = False) -> str:
+    """All of it. ``again``: the call can still be waited for."""
+    lines = [_itself(late)]
+    found, asked = _ask(late) if late.among_processes else ({}, False)
+    came, elsewhere, silent = _sorted(late, found)
+    absent = sorted([*elsewhere, *silent]) if late.missing is None else list(late.missing)
+    lines += _who(late, came, elsewhere, silent, asked=asked)
+    lines += [f"  last completed: {line}" for line in _completed(late, found)]
+    dumped = dumps.dump_on_time_out() if late.among_processes else None
+    if dumped is not None:
+        lines.append(
+            f"  the last calls of this rank are in {dumped}; python -m meshcomm explain {os.path.dirname(dumped)}"
+        )
+    fix = "wait again, nothing is lost; or s" if again else "the call was given up; s"
+    said = text(
+        late.where,
+        f"{_named(absent) if absent else 'not everybody'} did not come within {late.seconds:.3g} s"
+        f"{': ' + late.found if late.found else ''}.",
+        got="\n".join(lines),
+        fix=f"{fix}ee where the ranks that have not come are (kill -USR1, then python -m meshcomm explain; py-spy dump"
+        " --pid): all ranks of an axis must make the same calls in the same order",
+    )
+    return hinted(said, backward=in_backward())
+
+
+def _named(indices: Sequence[int]) -> str:
+    shown = ", ".join(map(str, indices[:_SHOWN])) + (", ..." if len(indices) > _SHOWN else "")
+    return f"{'index' if len(indices) == 1 else 'indices'} {shown}"
+
+
+def _itself(late: Late) -> str:
+    log, record = late.log, late.record
+    axis = late.axis or (log.axes[0] if log.axes else None)
+    at = "" if axis is None else f" at {axis.place}"
+    number = f", call {record[NUMBER]} of a group of {len(log.ranks)}" if record[NUMBER] else ", messages"
+    return f"{said_of(record)} over {late.over}{at}{number}, since {_clock(recorder.wall(record[BEGAN]))}"
+
+
+def _clock(when: float) -> str:
+    return f"{datetime.fromtimestamp(when):%H:%M:%S} ({time.time() - when:.3g} s)"
+
+
+def _who(
+    late: Late, came: Sequence[int], elsewhere: Mapping[int, str], silent: Sequence[int], *, asked: bool
+) -> Iterator[str]:
+    ranks = late.log.ranks
+    yield f"  arrived: {', '.join(_rank(i, ranks) for i in sorted([*came, late.log.index]))}"
+    for i, where in list(elsewhere.items())[:_SHOWN]:
+        yield f"  not arrived: {_rank(i, ranks)}: {where}"
+    for i in silent[:_SHOWN]:
+        said = late.known.get(i)
+        said = said or ("it does not answer: it may still compute, wait with more patience, or hang" if asked else "")
+        yield f"  not arrived: {_rank(i, ranks)}{': ' + said if said else ''}"
+    if len(silent) > _SHOWN or len(elsewhere) > _SHOWN:
+        yield "  and more"
+
+
+def _rank(index: int, ranks: Sequence[int]) -> str:
+    return f"index {index} (rank {ranks[index]})" if ranks[index] != index else f"rank {index}"
+
+
+def _sorted(late: Late, found: Mapping[int, Any]) -> tuple[list[int], dict[int, str], list[int]]:
+    """Who has come, who is elsewhere and where, who says nothing."""
+    came, elsewhere, silent = list(late.came), {}, []
+    for i in late.suspects:
+        answer = found.get(i)
+        if answer is None:
+            silent.append(i)
+        elif late.record[NUMBER] and (answer["group"], answer["number"]) == (late.log.title, late.record[NUMBER]):
+            if late.missing is None:
+                came.append(i)
+            else:
+                silent.append(i)
+        else:
+            elsewhere[i] = f"its time was up in {answer['call']}, since {_clock(answer['since'])}"
+    return came, elsewhere, silent
+
+
+def _completed(late: Late, found: Mapping[int, Any]) -> Iterator[str]:
+    """Each rank's last call that came to an end, as far as it is known."""
+    mine = late.log.last_done
+    yield f"this rank {'nothing yet on this axis' if mine is None else f'{said_of(mine)}, call {mine[NUMBER]}'}"
+    for i, answer in list(found.items())[:_SHOWN]:
+        yield f"{_rank(i, late.log.ranks)} {answer['done'] or 'nothing yet'}"
+
+
+# ----------------------------------------------------------------------------------------------------- at the store
+
+
+def _ask(late: Late) -> tuple[dict[int, Any], bool]:
+    """What others say, by index, and whether they were asked."""
+    here = world.current()
+    if here is None or here.backend == "fake":
+        return {}, False
+    grace = min(_GRACE, 0.25 + late.seconds / 4)
+    found: dict[int, Any] = {}
+    asking = threading.Thread(
+        target=_meet, args=(here, late, grace, found), name="meshcomm late", daemon=True
+    )  # the store may not answer, if the process that serves it has stopped
+    asking.start()
+    asking.join(grace + 1.0)
+    return dict(found), True
+
+
+def _meet(here: world.ProcessWorld, late: Late, grace: float, found: dict[int, Any]) -> None:
+    try:
+        with exits.blocked():
+            _write_and_read(here, late, grace, found)
+    except (RuntimeError, ValueError):  # without the store there is nothing more to say
+        return
+
+
+def _write_and_read(here: world.ProcessWorld, late: Late, grace: float, found: dict[int, Any]) -> None:
+    store, prefix = _torch.default_store(), f"meshcomm/late/{world.meeting_number(here)}"
+    store.set(f"{prefix}/{here.rank}", json.dumps(_status(late)))
+    left, end = set(late.suspects), time.monotonic() + grace
+    since = recorder.wall(late.record[BEGAN])
+    while left:
+        for i in list(left):
+            key = f"{prefix}/{late.log.ranks[i]}"
+            if store.check([key]):
+                answer = json.loads(store.get(key))
+                if answer["at"] > since - (0.0 if answer["host"] == socket.gethostname() else _SKEW):
+                    found[i] = answer
+                    left.discard(i)
+        if time.monotonic() > end:
+            return
+        time.sleep(_PAUSE)
+
+
+def _status(late: Late) -> dict[str, Any]:
+    ring = recorder.ring()
+    done = None if ring is None else ring.last_done()
+    number = late.record[NUMBER]
+    return {
+        "at": time.time(),
+        "host": socket.gethostname(),
+        "group": late.log.title,
+        "number": number,
+        "call": f"{said_of(late.record)} over {late.over}{f', call {number}' if number else ''}",
+        "since": recorder.wall(late.record[BEGAN]),
+        "done": "" if done is None else f"{said_of(done[1])} over {done[0]}, call {done[1][NUMBER]}",
+    }

@@ -1,0 +1,211 @@
+"""How the guard begins and ends: where it writes, and how it knows that a rank is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshcomm import _torch, errors
+from meshcomm.errors import CommError, text
+from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.hooks.guard import guard as guards
+from meshcomm.runtime.hooks.guard.boards import Group, SharedBoard, SharedShelf, StoreBoard, StoreShelf
+from meshcomm.runtime.hooks.guard.guard import Guard, Wait
+from meshcomm.runtime.hooks.guard.link import GuardedLink, Room
+from meshcomm.runtime.hooks.guard.store import PatientStore, set_store, the_store
+from meshcomm.runtime.hooks.recorder import Log
+from meshcomm.runtime.start import home, world
+from meshcomm.runtime.transports.process_group import ProcessLink
+from meshcomm.runtime.transports.shared import memory
+from meshcomm.runtime.transports.shared.transport import OneHostLink
+
+__all__ = ["agree_to_make", "begin", "end", "under_guard"]
+
+_PAUSE = 2e-3
+_LOOK = 0.5
+"""Seconds after which the thread that watches other processes sees whether it is still wanted."""
+
+
+def begin(here: world.ProcessWorld) -> None:
+    """The guard of this process; asking again changes nothing."""
+    if guards.current() is not None:
+        return
+    set_store(PatientStore(_torch.default_store(), here.timeout.total_seconds()))
+    near = world.neighbours_of(here, range(here.size))
+    prefix = f"meshcomm/guard/{world.meeting_number(here)}"
+    if near is not None:
+        leases = [address.lease for address in near.addresses]
+        others = [None if i == here.rank else memory.neighbour(lease) for i, lease in enumerate(leases)]
+        made = Guard(here.rank, here.size, SharedShelf(here.rank, others), _is_there, _ended_near(others))
+    else:
+        shelf = StoreShelf(prefix, here.rank)
+        made = Guard(here.rank, here.size, shelf, _is_there, lambda rank: _ended_afar(f"{prefix}/ended/{rank}"))
+    guards.set_current(made)
+    if near is None:
+        _watch_neighbours(prefix, here)
+    made.begin()
+    errors.listeners.append(guards.failed)
+    home.listeners.append(guards.home)
+
+
+def agree_to_make(name: str, ranks: tuple[int, ...], seconds: float) -> None:
+    """Before these ranks make a group together, which they could only wait for: all of them have come to it."""
+    guard = guards.current()
+    if guard is None:
+        return
+    prefix = f"meshcomm/guard/making/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    store, keys = the_store(), {rank: f"{prefix}/{rank}" for rank in ranks if rank != guard.rank}
+    shown = f"{list(ranks[:8])}{' and more' if len(ranks) > 8 else ''}"
+    words = f"the set-up of the group of ranks {shown} at {call_site()}"
+    wait = Wait(Group(0, ranks, prefix), 1, words, guard.name(guard.rank), keys)
+    start = last = time.monotonic()
+    store.set(f"{prefix}/{guard.rank}", "here")
+    with guard.waiting(wait, for_program=True) as long:
+        while left := [rank for rank, key in keys.items() if not store.check([key])]:
+            time.sleep(_PAUSE)
+            if time.monotonic() - last > guards.LONG:
+                last = time.monotonic()
+                long()
+                reason = guard.why_never(wait, left, sure=True) or ("time is up" if last - start > seconds else "")
+                if reason:
+                    store.delete_key(f"{prefix}/{guard.rank}")
+                    got = f"{reason}; {guard.where_all_are()}"
+                    fix = "an axis, or a tuple of axes in this order, is used for the first time by all of its ranks"
+                    raise CommError(text("mesh", "not all ranks come to set up a group.", got=got, fix=fix))
+
+
+def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | ProcessLink:
+    """The link of the sequence of calls of this name, guarded if the guard is on."""
+    guard, here = guards.current(), world.current()
+    if guard is None or here is None:
+        return link
+    shared = isinstance(link, OneHostLink) and isinstance(guard.shelf, SharedShelf)
+    digest, at = hashlib.sha256(name.encode()).digest(), place_of(here, name)
+    log, inner = link.log, Log(link.ranks, link.index)
+    inner.title, inner.axes = log.title, log.axes
+    link.note_in(inner)
+    link.hears = False  # what comes there was compared
+    group = Group(link.mail.key if shared else int.from_bytes(digest[:7], "little"), link.ranks, at)
+    board = SharedBoard(link.mail, link.index) if shared else StoreBoard(group, link.index)
+    return GuardedLink(link, Room(link.index, guard, group, board, timeout), log)
+
+
+def place_of(here: world.ProcessWorld, name: str) -> str:
+    """Of the sequence of this name, at the store."""
+    return f"meshcomm/guard/{world.meeting_number(here)}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+def end() -> None:
+    """This rank makes no more calls."""
+    guard = guards.current()
+    if guard is not None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            guard.leave()
+        errors.listeners.remove(guards.failed)
+        home.listeners.remove(guards.home)
+        guards.set_current(None)
+        set_store(None)
+
+
+def _forked() -> None:
+    """What a fork of a rank is refused is none of the others' business."""
+    if guards.current() is not None:
+        errors.listeners.remove(guards.failed)
+        home.listeners.remove(guards.home)
+        guards.set_current(None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _is_there(key: str) -> bool:
+    return the_store().check([key])
+
+
+def _ended_near(others: list[memory.Neighbour | None]) -> Callable[[int], str]:
+    def ended(rank: int) -> str:
+        other = others[rank]
+        return f"has ended (process {other.pid})" if other is not None and other.is_gone() else ""
+
+    return ended
+
+
+def _ended_afar(key: str) -> str:
+    store = the_store()
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+# ------------------------------------------------------------------------- processes that do not share their memory
+
+
+def _machine() -> str:
+    """Where a process number means the same."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(pid: int) -> str:
+    """Tells a process from a later one with its number."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+
+
+def _watch_neighbours(prefix: str, here: world.ProcessWorld) -> None:
+    """Tell everybody, at the store, of processes on this machine that end: nobody else would know."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    with contextlib.suppress(OSError):
+        store = _torch.default_store()
+        store.set(f"{prefix}/process/{here.rank}", json.dumps([_machine(), os.getpid(), _started(os.getpid())]))
+        thread = threading.Thread(target=_watch, args=(store, prefix, here), name="meshcomm watch", daemon=True)
+        thread.start()
+
+
+def _watch(store: dist.Store, prefix: str, here: world.ProcessWorld) -> None:  # type: ignore[name-defined]
+    waiting = set(range(here.size)) - {here.rank}
+    poll, watched = select.poll(), dict[int, tuple[int, int]]()
+    me = os.getpid()
+    try:
+        while guards.current() is not None and os.getpid() == me:
+            for rank in [rank for rank in waiting if store.check([f"{prefix}/process/{rank}"])]:
+                waiting.discard(rank)
+                machine, pid, started = json.loads(store.get(f"{prefix}/process/{rank}"))
+                if machine == _machine():
+                    fd = _opened(pid, started)
+                    if fd is None:
+                        _tell(store, prefix, rank, pid)
+                    else:
+                        watched[fd] = rank, pid
+                        poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll(1000 * (0.05 if waiting else _LOOK)):
+                poll.unregister(fd)
+                os.close(fd)
+                _tell(store, prefix, *watched.pop(fd))
+    except (RuntimeError, OSError):  # the store is gone
+        pass
+    for fd in watched:
+        os.close(fd)
+
+
+def _opened(pid: int, started: str) -> int | None:
+    try:
+        fd = os.pidfd_open(pid)
+        if _started(pid) == started:
+            return fd
+        os.close(fd)
+    except OSError:
+        pass
+    return None
+
+
+def _tell(store: dist.Store, prefix: str, rank: int, pid: int) -> None:  # type: ignore[name-defined]
+    store.set(f"{prefix}/ended/{rank}", f"has ended (process {pid})")

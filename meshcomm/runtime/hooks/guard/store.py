@@ -1,0 +1,120 @@
+"""The store of the process group, for the guard: asked on a thread of its own, for it does not answer when the process
+that serves it is stopped.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from meshcomm.errors import CommError, text
+from meshcomm.runtime.health import peers
+from meshcomm.runtime.start import exits
+
+__all__ = ["PatientStore", "set_store", "the_store"]
+
+
+_AGAIN = 1.0
+"""Seconds for a store that has not answered the last question: who ends because of that does not wait as long again."""
+
+
+_NOTHING = "-"
+"""What nobody writes: asked to put it in the place of itself, a store gives it back where there is nothing."""
+
+
+class _Question:
+    __slots__ = ("answer", "args", "error", "fn", "over")
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.fn, self.args = fn, args
+        self.over = threading.Event()
+        self.answer: Any = None
+        self.error: Exception | None = None
+
+    def ask(self) -> None:
+        try:
+            self.answer = self.fn(*self.args)
+        except Exception as error:
+            self.error = error
+        self.over.set()
+
+
+class PatientStore:
+    """A store whose every question has an answer, or is a CommError after so many seconds."""
+
+    def __init__(self, inner: Store, seconds: float) -> None:
+        self._inner, self._seconds = inner, seconds
+        self._silent = False
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        threading.Thread(target=_answer, args=(self._questions,), name="meshcomm store", daemon=True).start()
+
+    def _ask(self, fn: Callable[..., Any], *args: Any) -> Any:
+        question = _Question(fn, args)
+        self._questions.put(question)
+        seconds = min(_AGAIN, self._seconds) if self._silent else self._seconds
+        self._silent = not question.over.wait(seconds)
+        if self._silent:
+            _lost(f"it has not answered for {seconds:g} s")
+        if question.error is not None:
+            _lost(str(question.error).split("\n", 1)[0])
+        return question.answer
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write."""
+        self._ask(self._inner.set, key, value)
+
+    def get(self, key: str) -> bytes:
+        """What was written; waits for it."""
+        return bytes(self._ask(self._inner.get, key))
+
+    def peek(self, key: str) -> bytes:
+        """What was written, or nothing: it does not wait, even for what another one takes away meanwhile."""
+        found = bytes(self._ask(self._inner.compare_set, key, _NOTHING, _NOTHING))
+        return b"" if found == _NOTHING.encode() else found
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them are there."""
+        return bool(self._ask(self._inner.check, keys))
+
+    def delete_key(self, key: str) -> None:
+        """Away."""
+        self._ask(self._inner.delete_key, key)
+
+    def end(self) -> None:
+        """After what was asked."""
+        self._questions.put(None)
+
+
+def _answer(questions: queue.SimpleQueue[_Question | None]) -> None:
+    while (question := questions.get()) is not None:
+        with exits.blocked():
+            question.ask()
+        del question
+
+
+def _lost(reason: str) -> NoReturn:
+    what = "the store of the process group does not answer, at which the ranks compare their calls."
+    got = "; ".join(filter(None, (peers.account([0], closed=True), reason)))
+    raise CommError(text("guard", what, got=got, fix="look at rank 0, which serves it: it has ended, or is stopped"))
+
+
+_store: list[PatientStore] = []
+
+
+def the_store() -> PatientStore:
+    """That of the guard that is on."""
+    try:
+        return _store[-1]
+    except IndexError:  # of a thread that outlasts it
+        raise CommError(text("guard", "the process group was shut down meanwhile.")) from None
+
+
+def set_store(value: PatientStore | None) -> None:
+    """As the guard begins, and ends."""
+    for old in _store:
+        old.end()
+    _store[:] = [] if value is None else [value]

@@ -1,0 +1,333 @@
+"""What each rank has called last: a ring of records for each group, always on, and where it is written when asked.
+
+A record is a list that is filled without a word of text; words are made of it when somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from meshcomm.errors import shape_text
+from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.transports.protocol import Post, Want
+
+__all__ = [
+    "BEGAN", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SAID", "SHAPE", "WHAT", "AxisAt", "Log",
+    "Marked", "Owner", "Record", "Ring", "failed", "log_among", "own_ring", "recorded", "retire", "ring",
+    "rings_inside", "said_of", "state_of", "wall",
+]  # fmt: skip
+
+MOST = 1000
+"""The calls of a rank that are kept."""
+_OVER = 64
+"""The logs that are kept of meshes that are gone."""
+
+Record = list[Any]
+"""One call: a list, for that is the cheapest that can be changed."""
+NUMBER, WHAT, OP, DTYPE, SHAPE, BEGAN, ENDED, SAID, ROOT = range(9)
+"""``NUMBER``: of the call in its group from 1 on, 0 for messages, which not all ranks need to send.
+``BEGAN``: as time.monotonic() says. ``ENDED``: None while it is under way; when; True where it came back at once; else
+why it failed. ``SAID``: the public call and its line, where somebody knows them. ``ROOT``: an index or -1; of messages,
+to and from whom.
+"""
+DROPPED = "nobody waited for it"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class AxisAt(NamedTuple):
+    """What a mesh calls a group, and where this rank is on it."""
+
+    name: str | tuple[str, ...]
+    coordinate: dict[str, int]
+
+    def __str__(self) -> str:
+        return f"axis {self.name!r}"
+
+    @property
+    def place(self) -> str:
+        """``dp=3,tp=1``."""
+        return ",".join(f"{name}={at}" for name, at in self.coordinate.items())
+
+
+class Log:
+    """The last calls of this rank in one group."""
+
+    __slots__ = (
+        "_count", "axes", "begin", "index", "inside", "messages", "number", "over", "ranks", "records", "said",
+        "seconds", "title",
+    )  # fmt: skip
+
+    def __init__(self, ranks: tuple[int, ...], index: int, seconds: float | None = None) -> None:
+        self.ranks, self.index, self.seconds = ranks, index, seconds
+        self.title = ""
+        """Of the group, the same on all of its ranks."""
+        self.axes: list[AxisAt] = []
+        self.records: deque[Record] = deque(maxlen=MOST)
+        self.messages = 0
+        self.over = False  # whether its mesh is gone
+        self.inside = False  # a primitive that is made of others is one call
+        self.said: tuple[str, object] | None = None
+        """The public call and its line, set by who knows them before each call."""
+        self._count = itertools.count(1)
+        self.number = self._count.__next__
+        self.begin = self._begin()
+
+    def _begin(self) -> Callable[..., Record]:
+        """``begin(what, op, dtype, shape, root=-1)``: note a call. A closure: it costs half of what a method does."""
+        number, keep, now = self.number, self.records.append, time.monotonic
+
+        def begin(what: str, op: str, dtype: torch.dtype | None, shape: Any, root: Any = -1) -> Record:
+            record = [number(), what, op, dtype, shape, now(), None, self.said, root]
+            keep(record)
+            return record
+
+        return begin
+
+    def message(self, posts: Sequence[Post], wants: Sequence[Want]) -> Record:
+        """Note a batch of messages."""
+        root = [post[1:] for post in posts], [(want[0], want[3]) for want in wants]
+        self.messages += 1
+        record: Record = [0, "exchange", "", None, (), time.monotonic(), None, self.said, root]
+        self.records.append(record)
+        return record
+
+    def named(self, name: str | tuple[str, ...], coordinate: dict[str, int]) -> None:
+        """A mesh has an axis over this group."""
+        axis = AxisAt(name, coordinate)
+        if axis not in self.axes:
+            self.axes.append(axis)
+
+    @property
+    def begun(self) -> int:
+        """The number of the last call, 0 before the first."""
+        return int(repr(self._count)[6:-1]) - 1  # there is no other way to look without taking
+
+    @property
+    def last(self) -> Record | None:
+        """The call that was begun last."""
+        return self.records[-1] if self.records else None
+
+    @property
+    def last_done(self) -> Record | None:
+        """The call that was begun last of those that came to a good end."""
+        return next((each for each in reversed(self.records.copy()) if state_of(each) == "completed"), None)
+
+    def __str__(self) -> str:
+        named = list(dict.fromkeys(repr(axis.name) for axis in self.axes))[:3]  # several meshes may have this group
+        return f"axis {' or '.join(named)}" if named else f"the group of ranks {list(self.ranks)}"
+
+
+def state_of(record: Record) -> str:
+    """One word."""
+    ended = record[ENDED]
+    if ended is None:
+        return "begun"
+    if isinstance(ended, str):
+        return "dropped" if ended == DROPPED else "failed"
+    return "completed"
+
+
+def said_of(record: Record) -> str:
+    """``all_reduce f32[8] (sum)``."""
+    what = record[SAID][0] if record[SAID] is not None else record[WHAT]
+    extra = [record[OP]] if record[OP] else []
+    if record[NUMBER] == 0:
+        sent, wanted = record[ROOT]
+        extra += [f"to {dst} tag {tag}" for dst, tag in sent] + [f"from {src} tag {tag}" for src, tag in wanted]
+    elif record[ROOT] != -1:
+        extra.append(f"{'to' if record[WHAT] in ('reduce', 'gather') else 'from'} {record[ROOT]}")
+    shape = "" if record[DTYPE] is None else " " + shape_text(record[DTYPE], record[SHAPE])
+    return f"{what}{shape}{' (' + ', '.join(extra) + ')' if extra else ''}"
+
+
+def wall(monotonic: float) -> float:
+    """That moment as time.time() says it."""
+    return monotonic + (time.time() - time.monotonic())
+
+
+# ------------------------------------------------------------------------------------------------------- one's own
+
+
+class Owner(NamedTuple):
+    """Whose records they are."""
+
+    rank: int
+    size: int
+
+
+class Ring:
+    """All logs of one rank."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.logs: list[Log] = []
+        self.retired = False
+        self.by_name: dict[Any, Log] = {}
+
+    def log(self, ranks: tuple[int, ...], index: int, name: str = "", seconds: float | None = None) -> Log:
+        """A log for the calls over an axis; ``name`` tells it, on all of its ranks, from others of the same ranks."""
+        log = Log(ranks, index, seconds)
+        log.title = ",".join(map(str, ranks))
+        log.title += "" if seconds is None else f" within {seconds:g} s"
+        log.title += f" of {name}" if name else ""
+        over = [each for each in self.logs if each.over]
+        for each in over[: max(0, len(over) - _OVER)]:
+            self.logs.remove(each)
+        self.logs.append(log)
+        return log
+
+    def calls(self) -> list[tuple[Log, Record]]:
+        """The last calls in all groups, the oldest first."""
+        every = [(log, record) for log in list(self.logs) for record in log.records.copy()]
+        every.sort(key=lambda call: call[1][BEGAN])
+        return every[-MOST:]
+
+    def last_done(self) -> tuple[Log, Record] | None:
+        """The call that was begun last of those that came to a good end, in whatever group."""
+        return next((call for call in reversed(self.calls()) if state_of(call[1]) == "completed"), None)
+
+
+_ring: Ring | None = None
+
+
+def ring() -> Ring | None:
+    """That of this process, if it is a rank."""
+    return _ring
+
+
+def own_ring(owner: Owner) -> Ring:
+    """That of this process, a new one after :func:`retire`."""
+    global _ring
+    if _ring is None or _ring.retired or _ring.owner != owner:
+        _ring = Ring(owner)
+    return _ring
+
+
+def retire() -> None:
+    """The groups have ended: what was called can be asked for until there are new ones."""
+    if _ring is not None:
+        _ring.retired = True
+
+
+_inside: dict[Any, Any] = {}
+"""What the ranks of the last launch in this process share, their rings among it."""
+
+
+def log_among(shared: dict[Any, Any], owner: Owner, ranks: tuple[int, ...], name: str) -> Log:
+    """The log of one of the ranks of this process, which share a dict."""
+    global _inside
+    _inside = shared.setdefault("rings", {})
+    if not _inside:
+        _inside.update({rank: Ring(Owner(rank, owner.size)) for rank in range(owner.size)})
+    mine: Ring = _inside[owner.rank]
+    if (ranks, name) not in mine.by_name:
+        mine.by_name[ranks, name] = mine.log(ranks, ranks.index(owner.rank), name)
+    return mine.by_name[ranks, name]
+
+
+def rings_inside() -> dict[int, Ring]:
+    """Those of the ranks of the last launch in this process."""
+    return _inside
+
+
+def _forked() -> None:
+    global _ring
+    _ring = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+# -------------------------------------------------------------------------------------------------------- at work
+
+
+def recorded(primitive: F, name: str = "") -> F:
+    """A primitive of a link with a ``log``, which keeps the outermost call."""
+    name = name or primitive.__name__
+
+    @functools.wraps(primitive)
+    def noted(self: Any, *args: Any) -> Any:
+        log: Log = self.log
+        if log.inside:
+            return primitive(self, *args)
+        record = _noted(log, name, args)
+        log.inside = True
+        try:
+            result = primitive(self, *args)
+        except BaseException as error:
+            failed(record, error)
+            raise
+        finally:
+            log.inside = False
+        if isinstance(result, Pending):
+            return Marked(result, record)
+        record[ENDED] = time.monotonic()
+        return result
+
+    return cast(F, noted)
+
+
+def _noted(log: Log, name: str, args: tuple[Any, ...]) -> Record:
+    if name == "exchange":
+        return log.message(*args)
+    if name.startswith("barrier"):
+        return log.begin("barrier", "", None, ())
+    x = args[1] if name == "scatter" else args[0]
+    op = args[1] if name in ("all_reduce", "reduce_scatter", "reduce") else ""
+    root = args[-1] if name in ("broadcast", "reduce", "gather", "scatter") else -1
+    return log.begin(name, op, x.dtype, x.shape, root)
+
+
+def failed(record: Record, error: BaseException) -> None:
+    """Note why."""
+    record[ENDED] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+class Marked(Pending):
+    """Something under way whose end is noted."""
+
+    __slots__ = ("_record", "_source")
+
+    def __init__(self, source: Pending, record: Record) -> None:
+        self._source, self._record = source, record
+
+    def wait(self, timeout: float | None) -> Any:
+        """As the source does."""
+        try:
+            result = self._source.wait(timeout)
+        except TimedOutError:
+            raise
+        except Exception as error:
+            failed(self._record, error)
+            raise
+        if self._record[ENDED] is None:
+            self._record[ENDED] = time.monotonic()
+        return result
+
+    def done(self) -> bool:
+        """As the source."""
+        return self._source.done()
+
+    def record(self) -> Record:
+        """Its own."""
+        return self._record
+
+    def withdraw(self, seconds: float) -> bool:
+        """Pass it on."""
+        return self._source.withdraw(seconds)
+
+    def abandon(self) -> None:
+        """Pass it on."""
+        if self._record[ENDED] is None:
+            self._record[ENDED] = DROPPED
+        self._source.abandon()

@@ -1,0 +1,193 @@
+"""A link around another one, for who wants to know of every primitive that goes through: the guard, a trace.
+
+n = number of ranks in the group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.transports.protocol import Link, Note, Post, Want
+
+__all__ = ["Primitive", "WrappedLink", "bare"]
+
+L = TypeVar("L")
+
+
+class Primitive(NamedTuple):
+    """One primitive that is about to run."""
+
+    name: str
+    x: Tensor | None
+    """What this rank gives, if it is one tensor."""
+    key: tuple[Any, ...]
+    """What must be equal on all ranks, beside what the note says."""
+    go: Callable[[], Any]
+    """Runs it on the link inside."""
+    send: Sequence[int] = ()
+    """The lengths of the runs to each index, of an all_to_all."""
+    recv: Sequence[int] = ()
+    posts: Sequence[Post] = ()
+    """The messages of an exchange."""
+    wants: Sequence[Want] = ()
+
+
+class _Said(threading.local):
+    """What was announced, by each thread for itself."""
+
+    note = Note("a collective", (), (), None, "?")
+    tree: tuple[Any, ...] = ()
+
+
+class WrappedLink:
+    """All primitives of ``inner``, each by way of :meth:`run`; both forms of the link share one state."""
+
+    watched = hears = True
+    called: tuple[Any, ...] = ()
+
+    def __init__(self, inner: Link) -> None:
+        self.inner = inner
+        self.size, self.index = inner.size, inner.index
+        self.is_later = False
+        self._said = _Said()
+        self._twin: Self | None = None
+
+    @property
+    def note(self) -> Note:
+        """What this thread has announced, in either form."""
+        return self._said.note
+
+    @note.setter
+    def note(self, note: Note) -> None:
+        self._said.note = note
+
+    @property
+    def tree(self) -> tuple[Any, ...]:
+        """Of this thread's next note."""
+        return self._said.tree
+
+    @tree.setter
+    def tree(self, tree: tuple[Any, ...]) -> None:
+        self._said.tree = tree
+
+    def run(self, what: Primitive) -> Any:
+        """Give what ``what.go()`` gives; ``self.note`` says what it belongs to. In the form for later that may be a
+        Pending.
+        """
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """No more calls."""
+
+    def later(self) -> Self:
+        """The same around the inner link's form for later."""
+        if self.is_later:
+            return self
+        if self._twin is None:
+            twin = self._twin = type(self).__new__(type(self))
+            twin.__dict__.update(self.__dict__)
+            twin.inner, twin.is_later = self.inner.later(), True
+        return self._twin
+
+    @property
+    def log(self) -> Any:
+        """Where the calls are noted."""
+        return self.inner.log  # type: ignore[attr-defined]
+
+    @property
+    def orders(self) -> dict[Any, list[int]]:
+        """The inner link's."""
+        return self.inner.orders
+
+    @property
+    def ledger(self) -> Ledger:
+        """The inner link's."""
+        return self.inner.ledger
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """As the inner link does."""
+        return self.inner.copies(name, x)
+
+    def announce(self, note: Note) -> None:
+        """Keep it for the primitive that follows."""
+        self.note = note._replace(tree=self.tree) if self.tree else note
+        self.tree = ()
+        if self.inner.hears:
+            self.inner.announce(self.note)
+
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """As the inner link does."""
+        self.inner.refuse(where, why, axis)
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """As the inner link does."""
+        return self.inner.check_device(device, strict)
+
+    def all_reduce(self, x: Tensor, op: str) -> Any:
+        """Wrapped."""
+        return self._same("all_reduce", x, lambda: self.inner.all_reduce(x, op), op)
+
+    def all_gather(self, x: Tensor) -> Any:
+        """Wrapped."""
+        return self._same("all_gather", x, lambda: self.inner.all_gather(x))
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Any:
+        """Wrapped."""
+        return self._same("reduce_scatter", x, lambda: self.inner.reduce_scatter(x, op), op)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Any:
+        """Wrapped; shapes may differ."""
+        go = lambda: self.inner.all_to_all(x, send, recv)  # noqa: E731
+        return self.run(Primitive("all_to_all", x, ("all_to_all", x.dtype), go, send, recv))
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Any:
+        """Wrapped."""
+        return self._same("permute", x, lambda: self.inner.permute(x, source, destination))
+
+    def broadcast(self, x: Tensor, src: int) -> Any:
+        """Wrapped."""
+        return self._same("broadcast", x, lambda: self.inner.broadcast(x, src), src)
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Any:
+        """Wrapped."""
+        return self._same("reduce", x, lambda: self.inner.reduce(x, op, dst), op, dst)
+
+    def gather(self, x: Tensor, dst: int) -> Any:
+        """Wrapped."""
+        return self._same("gather", x, lambda: self.inner.gather(x, dst), dst)
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Any:
+        """Wrapped."""
+        key = ("scatter", like.dtype, tuple(like.shape), src)
+        return self.run(Primitive("scatter", x, key, lambda: self.inner.scatter(x, like, src)))
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> Any:
+        """Wrapped; not all ranks need to call it."""
+        go = lambda: self.inner.exchange(posts, wants)  # noqa: E731
+        return self.run(Primitive("exchange", None, ("exchange",), go, posts=posts, wants=wants))
+
+    def barrier(self) -> object:
+        """Wrapped."""
+        return self.run(Primitive("barrier", None, ("barrier",), self.inner.barrier))
+
+    def barrier_within(self, seconds: float) -> None:
+        """Wrapped."""
+        key = ("barrier within", seconds)
+        self.run(Primitive("barrier_within", None, key, lambda: self.inner.barrier_within(seconds)))
+
+    def _same(self, name: str, x: Tensor, go: Callable[[], Any], *extra: object) -> Any:
+        return self.run(Primitive(name, x, (name, x.dtype, tuple(x.shape), *extra), go))
+
+
+def bare(link: Any) -> Any:
+    """The link inside of all that is around it."""
+    while isinstance(link, WrappedLink):
+        link = link.inner
+    return link

@@ -1,0 +1,171 @@
+"""One worker process: what it is told, what it does, what it answers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from meshcomm.errors import MeshError, fail, text
+from meshcomm.runtime.start import home, rendezvous, world
+
+__all__ = ["Answer", "Plan", "serve", "unpack"]
+
+_KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a worker must know before its first task."""
+
+    rank: int
+    ranks: int
+    port: int
+    backend: str | None
+    guard: bool | None
+    timeout: timedelta
+    environ: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back from one rank: ``kind`` is "result", "error", "died" or "late"."""
+
+    kind: str
+    rank: int
+    value: Any = None
+    summary: str = ""
+    trace: str = ""
+    when: float = 0.0
+
+
+def unpack(rank: int, data: bytes) -> Answer:
+    """What ``_attempt`` packed, in the parent."""
+    kind, when, summary, trace, inner = pickle.loads(data)
+    try:
+        value = pickle.loads(inner)
+    except Exception as error:
+        if kind == "error":  # An exception class that pickle cannot build again: its traceback says enough.
+            return Answer(kind, rank, None, summary, trace, when)
+        summary = f"its result cannot be loaded here: {type(error).__name__}: {error}"
+        return Answer("error", rank, error, summary, trace, when)
+    return Answer(kind, rank, value, summary, trace, when)
+
+
+def serve(pipe: Connection, plan: Plan) -> None:
+    """A worker's life: join the group, do tasks until the parent says so or is gone."""
+    _settle(plan)
+    pipe.send_bytes(_attempt(lambda: _join(plan)))
+    with contextlib.suppress(EOFError, OSError):
+        while task := pipe.recv_bytes():
+            home.say("")
+            answer = _attempt(lambda task=task: _perform(task))  # type: ignore[misc]
+            if home.listeners:  # the others are still at it, perhaps
+                kind, _, summary, *_ = pickle.loads(answer)
+                home.say("returned from its function" if kind == "result" else f"failed: {summary}")
+            pipe.send_bytes(answer)
+    world.shutdown()
+
+
+def _settle(plan: Plan) -> None:
+    # Ctrl-C reaches the whole terminal: the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_parent()
+    # The server that forked this process may be older than the parent's present environment.
+    os.environ.clear()
+    os.environ.update(plan.environ)
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // plan.ranks))
+    with contextlib.suppress(ValueError):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # Forked copies of one random state would hide a missing broadcast. Python's own is renewed by itself.
+    torch.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _end_with_parent() -> None:
+    """Twice: a thread that sees the parent go needs the interpreter; the kernel's signal does not, but has no name for
+    the parent: it comes when the process that forked this one ends, which is soon after.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="meshcomm-parent", daemon=True).start()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+
+
+def _join(plan: Plan) -> None:
+    store = rendezvous.tcp_store(rendezvous.LOOPBACK, plan.port, serve=False, timeout=plan.timeout)
+    world.launched_as(
+        store=store, rank=plan.rank, world_size=plan.ranks, backend=plan.backend, timeout=plan.timeout, guard=plan.guard
+    )
+
+
+def _perform(task: bytes) -> Any:
+    path, inner = pickle.loads(task)
+    sys.path.extend(entry for entry in path if entry not in sys.path)
+    try:
+        fn, args, kwargs = pickle.loads(inner)
+    except Exception as error:
+        what = "the function or its arguments cannot be loaded in a worker process."
+        got = f"{type(error).__name__}: {error}"
+        raise MeshError(text("launch", what, got=got, fix="define them in a module that can be imported")) from error
+    return fn(*args, **kwargs)
+
+
+def _attempt(step: Callable[[], Any]) -> bytes:
+    """The answer to the parent, whatever happens; a result that cannot be pickled is an error of this rank."""
+    try:
+        value = step()
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:
+            what = f"the result, of type {type(value).__name__}, cannot be sent back."
+            fail(
+                "launch",
+                what,
+                got=f"{type(error).__name__}: {error}",
+                fix="return tensors, numbers and plain containers",
+            )
+        return pickle.dumps(("result", time.monotonic(), "", "", data))
+    except BaseException as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next  # The user's traceback starts with the user's function.
+        shown = "".join(traceback.format_exception(type(error), error, frames))
+        summary = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        return pickle.dumps(("error", time.monotonic(), summary, shown, _pickled_error(error)))
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:
+        return b""

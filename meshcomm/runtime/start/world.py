@@ -1,0 +1,600 @@
+"""The process world: ``init`` finds or makes torch's process group of all ranks, ``shutdown`` leaves it cleanly.
+
+A plain process (no launcher, no group) is a world of one without any process group: ``ensure()`` is None there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from meshcomm import _torch
+from meshcomm.errors import CommError, MeshError, fail, held, text
+from meshcomm.runtime.health import peers
+from meshcomm.runtime.hooks import dumps
+from meshcomm.runtime.start import devices, exits, forks, rendezvous
+from meshcomm.runtime.start.launchers import Launcher, detect
+from meshcomm.runtime.start.request import GUARD, Request, guard_wanted, host_port
+from meshcomm.runtime.transports.shared.memory import Address, Neighbours
+
+__all__ = [
+    "ProcessWorld",
+    "agree_on_guard",
+    "current",
+    "ensure",
+    "gloo_on_cpu",
+    "init",
+    "is_met",
+    "launched_as",
+    "meeting_number",
+    "neighbours_of",
+    "on_shutdown",
+    "shutdown",
+    "solo_process_group",
+    "under_launcher",
+]
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+_LOOPBACK_NAMES = {"linux": "lo", "darwin": "lo0"}
+
+
+@dataclass(frozen=True)
+class ProcessWorld:
+    """This process among the processes of its launch."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    device: torch.device
+    backend: str
+    timeout: timedelta
+    adopted: bool
+    guard: bool = False
+    """Whether the ranks compare their calls."""
+    neighbours: Neighbours | None = None
+    """All ranks' addresses, if all are on this machine and can share memory."""
+
+
+@dataclass
+class _State:
+    """``world`` is None in a plain process; ``solo``: a group of one, made for torch's sake in a plain process."""
+
+    request: Request
+    launcher: str | None = None
+    world: ProcessWorld | None = None
+    group: weakref.ref[dist.ProcessGroup] | None = None
+    solo: bool = False
+    excepthook: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    set_variables: list[str] = field(default_factory=list)
+
+
+_lock = threading.RLock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()  # who held it is not here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+_state: _State | None = None
+_launched: Request | None = None
+"""What ``launch`` had this process ask for when it started it: asking again begins anew, among the same processes."""
+_begun_again = 0
+_callbacks: list[Callable[[], Callable[[], object] | None]] = []
+
+
+# ------------------------------------------------------------------------------------------------------------ questions
+
+
+def current() -> ProcessWorld | None:
+    """The world that ``init`` made or adopted, the group of one of ``solo_process_group``; None in a plain process."""
+    state = _state
+    if state is None or state.world is None:
+        return None
+    if dist.is_initialized() and state.group is not None and state.group() is dist.group.WORLD:
+        return state.world
+    with _lock:
+        _drop(state)
+    return None
+
+
+def ensure() -> ProcessWorld | None:
+    """The world of this launch, made now if need be; None in a plain process."""
+    forks.refuse_if_forked("make_mesh")
+    here = current()
+    if here is not None:
+        return None if _is_solo() else here
+    if not under_launcher():
+        return None
+    with _lock:
+        if current() is None:
+            init()
+    return current()
+
+
+def under_launcher() -> bool:
+    """Is this process one rank of a launch: a launcher's variables are set, or a process group is initialised?"""
+    if dist.is_initialized():
+        return not _is_solo()
+    return _launched is not None or detect(os.environ) is not None
+
+
+def is_met() -> bool:
+    """Has a process group of torch's been initialised, here or by something else?"""
+    return dist.is_initialized()
+
+
+def _is_solo() -> bool:
+    return _state is not None and _state.solo and current() is not None
+
+
+def on_shutdown(callback: Callable[[], object]) -> None:
+    """Call ``callback`` before each end of the process group, to drop references to it and to its subgroups.
+
+    A bound method is held weakly, so that its object may go.
+    """
+    if hasattr(callback, "__self__") and not isinstance(callback.__self__, type(sys)):
+        _callbacks.append(weakref.WeakMethod(callback))
+    else:
+        _callbacks.append(lambda: callback)
+
+
+# ----------------------------------------------------------------------------------------------------------------- init
+
+
+def init(
+    *,
+    launcher: str | None = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Store | None = None,
+    port: int | None = None,
+    timeout: float | timedelta | None = None,
+    guard: bool | None = None,
+) -> None:
+    """Join the processes of this launch. Everything is found by itself: ``make_mesh`` calls ``init()`` when needed.
+
+    Looked for in this order: explicit arguments (``init_method`` or ``store``); a torch process group that something
+    else has initialised, which is adopted; RANK and WORLD_SIZE (torchrun); Open MPI's or MPICH's variables; a step of
+    Slurm with more than one task; nothing, which leaves a plain process: a world of one.
+
+    Args:
+        launcher: "pytorch", "mpi" or "slurm": take this one's variables, and raise if they are not set.
+        backend: torch's name or names of backends. By default gloo for CPU tensors together with the accelerator's own.
+            "gloo" puts all ranks on the CPU.
+        init_method: ``tcp://host:port`` or ``file:///path``, with ``rank`` and ``world_size`` where no launcher gives
+            them.
+        rank: this process's number in the world. Differs per process; every other argument is equal in all.
+        world_size: number of processes.
+        store: a torch store that all ranks reach, with ``rank`` and ``world_size``.
+        port: the port at which rank 0 is met, in place of MASTER_PORT.
+        timeout: seconds or a timedelta, of the meeting and of each collective after it; 5 minutes by default.
+        guard: whether the ranks compare each call before it moves anything (operation, arguments, dtype, shape, splits,
+            whether a gradient is needed), and a rank that waits finds out within a second that another one has called
+            something else, waits for it, has raised an error, returned or ended. None: as MESHCOMM_GUARD says, which is
+            1 or 0, the default. Ranks of one process always do.
+
+    Returns: nothing.
+
+    Cost: one meeting of all processes; nothing when called again.
+
+    Raises:
+        MeshError: arguments or variables that do not fit together, or do not fit the world that is there already.
+        CommError: too few ranks within ``timeout``; a port in use; rank 0 not reached.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> mc.init()
+        >>> mc.make_mesh({"dp": -1}).size
+        1
+    """
+    forks.refuse_if_forked("init")
+    request = Request.checked(launcher, backend, init_method, rank, world_size, store, port, timeout, guard)
+    with _lock:
+        current()  # Forgets a group that its owner has destroyed meanwhile.
+        if _state is not None and not (_state.world is None and _adoptable()):
+            _same_or_fail(_state, request)
+        else:
+            _begin(request)
+            if _state is not None and _state.world is not None:
+                dumps.listen(_state.world.rank, _state.world.size)
+
+
+def launched_as(**given: Any) -> None:
+    """``init``, in a process that ``launch`` has started; later calls of ``init`` without a place are among the same
+    processes.
+    """
+    global _launched
+    init(**given)
+    _launched = Request(**given)
+
+
+def _as_launched(request: Request) -> Request:
+    """What is asked for, with what ``launch`` knows of this process."""
+    global _begun_again
+    if _launched is None or request.explicit or request.launcher is not None or request.port is not None:
+        return request
+    _begun_again += 1  # alike on all ranks, as are their calls of shutdown
+    given = {**_launched.given(), **request.given()}
+    given["store"] = PrefixStore(f"begun again {_begun_again}", given["store"])
+    return Request(**given)
+
+
+def _begin(request: Request) -> None:
+    global _state
+    if dist.is_initialized():
+        _state = _adopt(request)
+        return
+    request = _as_launched(request)
+    found = detect(os.environ, request.launcher) if request.rank is None else None
+    if request.explicit:
+        _start(request.who(found), request)
+    elif found is not None:
+        _start(found, request)
+    else:
+        devices.choose_backend(request.backend)
+        _state = _State(request)
+
+
+def _adoptable() -> bool:
+    """A plain process in which a process group has been initialised since."""
+    return dist.is_initialized() and (_state is None or _state.world is None)
+
+
+def _same_or_fail(state: _State, request: Request) -> None:
+    """A second init says nothing, or what is the case."""
+    facts = state.request.given()
+    shown: dict[str, Any] = {}
+    if state.world is not None:
+        here = state.world
+        made = {"rank": here.rank, "world_size": here.size, "timeout": here.timeout, "backend": here.backend}
+        made["guard"] = here.guard
+        facts = {**made, "launcher": state.launcher, **facts}
+    for name, value in request.given().items():
+        same = value is facts.get(name) if name == "store" else value == facts.get(name)
+        if not same and not (name == "backend" and state.world is not None and value == state.world.backend):
+            shown[name] = value
+    if shown:
+        now = "a plain process" if state.world is None else f"rank {state.world.rank} of {state.world.size}"
+        fail(
+            "init",
+            f"already initialised otherwise: {', '.join(shown)}.",
+            got=", ".join(f"{k}={v!r} (now {facts.get(k, 'not given')!r})" for k, v in shown.items()) + f"; {now}",
+            fix=("give them to mc.launch" if _launched is not None else "leave the arguments out")
+            + ", or call mc.shutdown() first, on every rank",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- starting
+
+
+def _start(who: Launcher, request: Request) -> None:
+    """Meet, choose the device, make the process group."""
+    global _state
+    backend, device_type = devices.choose_backend(request.backend)
+    timeout, guard = request.timeout or DEFAULT_TIMEOUT, guard_wanted(request.guard)
+    state = _State(request, {"openmpi": "mpi", "mpich": "mpi"}.get(who.name, who.name))
+    neighbours = None
+    with contextlib.ExitStack() as meeting, _undone(state):
+        if backend == "fake":
+            place = devices.Place(who.rank, who.world_size, 0, devices.present(device_type))
+            _make_group(state, backend, who, timeout, None)
+        else:
+            store = meeting.enter_context(_meeting_place(who, request, timeout))
+            card = devices.Card.mine(who.local_rank, who.local_world_size, device_type)
+            lines = [card.write(), Address.mine().write(), secrets.token_hex(8), str(int(guard))]
+            here, told = rendezvous.join(store, who.rank, who.world_size, "\n".join(lines), timeout)
+            cards, addresses, tokens, guards = zip(*(each.split("\n") for each in told), strict=True)
+            _all_under_guard(guards)
+            place = devices.place([devices.Card.read(text) for text in cards], who.rank, device_type)
+            if place.device.type != "cpu":
+                torch.accelerator.set_device_index(place.device.index)
+            _use_loopback(state, place.local_world_size == who.world_size)
+            _make_group(state, backend, who, timeout, here)
+            near = Neighbours(tokens[0], tuple(map(Address.read, addresses)))
+            if rendezvous.agreed(here, who.rank, who.world_size, near.are_seen(), timeout):
+                neighbours = near
+            rendezvous.ready(here, who.rank, who.world_size, timeout)
+    state.world = ProcessWorld(
+        who.rank, who.world_size, place.local_rank, place.local_world_size, place.node_rank,
+        place.device, backend, timeout, adopted=False, guard=guard, neighbours=neighbours,
+    )  # fmt: skip
+    _state = state
+
+
+def _all_under_guard(guards: Sequence[str]) -> None:
+    if len(set(guards)) > 1:
+        off = ", ".join(str(rank) for rank, guard in enumerate(guards) if guard == "0")
+        fail(
+            "init", "the guard is on in some processes only.", got=f"off on rank {off}", fix=f"guard= or {GUARD} in all"
+        )
+
+
+@contextlib.contextmanager
+def _undone(state: _State) -> Iterator[None]:
+    """On an error leave nothing behind."""
+    try:
+        yield
+    except BaseException as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _restore(state)
+        if isinstance(error, dist.DistError):  # of the store, between two steps of the meeting
+            what, fix = "the store failed while the ranks met.", "look at rank 0: it serves the store"
+            raise CommError(text("init", what, got=str(error).split("\n", 1)[0], fix=fix)) from error
+        raise
+
+
+@contextlib.contextmanager
+def _meeting_place(who: Launcher, request: Request, timeout: timedelta) -> Iterator[Store]:
+    """The store that all ranks reach."""
+    agent = who.name == "pytorch" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    method = request.init_method
+    port = request.port or who.master_port
+    if request.store is not None:
+        yield request.store
+    elif method is not None and method.startswith("file://"):
+        yield rendezvous.file_store(method.removeprefix("file://"), who.world_size, timeout)
+    elif method is not None:
+        host, at = host_port(method)
+        yield rendezvous.tcp_store(host, at, serve=who.rank == 0, timeout=timeout, one_machine=who.one_node)
+    elif who.world_size == 1:
+        yield HashStore()
+    elif port is not None and who.master_addr is not None:
+        serve = who.rank == 0 and not (agent and request.port is None)
+        yield rendezvous.tcp_store(who.master_addr, port, serve=serve, timeout=timeout, one_machine=who.one_node)
+    elif who.name == "pytorch" or who.local_world_size not in (None, who.world_size):
+        absent = [n for n, v in (("MASTER_ADDR", who.master_addr), ("MASTER_PORT", port)) if v is None]
+        fail(
+            "init",
+            f"{' and '.join(absent)} not set: where do the {who.world_size} ranks meet?",
+            got=f"started by {who.name}, rank {who.rank}, {who.local_world_size} ranks on this machine",
+            fix="set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, equal in all processes",
+        )
+    else:
+        variable = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK", "slurm": "SLURM_PROCID"}[who.name]
+        key = rendezvous.launch_key(who.name, who.job, who.world_size, variable)
+        with rendezvous.local_store(key, serve=who.rank == 0, timeout=timeout) as store:
+            yield store
+
+
+def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, store: Store | None) -> None:
+    before = sys.excepthook
+    prefixed = None if store is None else PrefixStore("group", store)
+
+    def make() -> None:
+        dist.init_process_group(backend, store=prefixed, rank=who.rank, world_size=who.world_size, timeout=timeout)
+
+    try:
+        if store is not None and backend == "gloo":
+            rendezvous.within(2 * timeout, make)  # it waits for ever for a store whose server stands still
+        else:
+            make()
+    except (RuntimeError, ValueError) as error:
+        lost = peers.account(range(who.world_size), closed=True)
+        what = f"torch could not make the process group of {who.world_size} ranks with backend {backend!r}"
+        what += f": {lost}" if lost else "."
+        fix = "look at the other ranks: the first one that failed or stopped is the cause"
+        raise CommError(text("init", what, got=f"rank {who.rank}: {error}", fix=fix)) from error
+    state.group = weakref.ref(_whole_group())
+    # torch marks each traceback with the rank, once more for each group it makes: put the hook back at the end.
+    state.excepthook = (before, sys.excepthook)
+    exits.watch(_run_callbacks, _end_group)
+
+
+def _whole_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _use_loopback(state: _State, one_node: bool) -> None:
+    """On one machine gloo need not offer its ports to the network, nor resolve the host's name."""
+    name = _LOOPBACK_NAMES.get(sys.platform)
+    if one_node and name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+        state.set_variables.append("GLOO_SOCKET_IFNAME")
+
+
+def _adopt(request: Request) -> _State:
+    """Take the process group that something else has initialised as it is."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = dist.get_backend_config()
+    facts = {"rank": rank, "world_size": size, "backend": dist.get_backend(), "guard": request.guard}
+    wrong = {k: v for k, v in request.given().items() if facts.get(k) != v and not (k == "backend" and v == config)}
+    if wrong:
+        fail(
+            "init",
+            "torch.distributed is already initialised by something else, otherwise than asked here.",
+            got=", ".join(f"{k}={v!r}" for k, v in wrong.items()) + f"; there is rank {rank} of {size} on {config}",
+            fix="call init() without arguments to use that group, or init() before it is made",
+        )
+    found = _matching_launcher(rank, size)
+    local_rank, local_size = found.local_rank, found.local_world_size
+    kinds = set(devices.types_of(config))
+    accelerator = devices.accelerator()
+    device = torch.device("cpu")
+    if accelerator is not None and accelerator[0] in kinds:
+        index = torch.accelerator.current_device_index()
+        if index == 0 and local_rank is not None and 0 < local_rank < torch.accelerator.device_count():
+            # Its owner has not chosen a device: on one machine all ranks would end up on the first.
+            torch.accelerator.set_device_index(local_rank)
+            index = local_rank
+        device = torch.device(accelerator[0], index)
+    here = ProcessWorld(
+        rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size,
+        found.node_rank or 0, device, config, dist.distributed_c10d.default_pg_timeout, adopted=True,
+        guard=guard_wanted(request.guard),
+    )  # fmt: skip
+    if gloo_on_cpu(config) or here.guard:
+        _publish(rank, here.guard)
+    exits.watch(_run_callbacks, _end_group)
+    state = _State(request, None, here, weakref.ref(_whole_group()))
+    _use_loopback(state, found.one_node)  # for the groups that are made of it here
+    return state
+
+
+def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None:
+    """The addresses of some ranks; None where they cannot share memory. In a group that was adopted, waits until they
+    have adopted it too.
+    """
+    if not here.adopted:
+        if here.neighbours is None:
+            return None
+        return here.neighbours._replace(addresses=tuple(here.neighbours.addresses[rank] for rank in ranks))
+    if not gloo_on_cpu(here.backend) or here.local_world_size != here.size:
+        return None
+    store, meeting = _torch.default_store(), _publish(here.rank)
+    token = store.compare_set(f"meshcomm/{meeting}/token", "", secrets.token_hex(8)).decode()
+    told = [store.get(f"meshcomm/{meeting}/address/{rank}").decode() for rank in ranks]
+    found = Neighbours(token, tuple(map(Address.read, told)))
+    return found if found.share() else None
+
+
+def agree_on_guard(here: ProcessWorld) -> None:
+    """In a group that was adopted: wait until all have adopted it, and see whether all are under guard. Those that
+    ``init`` made have agreed.
+    """
+    if here.adopted and here.backend != "fake" and (here.guard or gloo_on_cpu(here.backend)):
+        store, meeting = _torch.default_store(), _publish(here.rank, here.guard)
+        _all_under_guard([store.get(f"meshcomm/{meeting}/guard/{rank}").decode() for rank in range(here.size)])
+
+
+def meeting_number(here: ProcessWorld) -> int:
+    """Tells the groups apart that have met in one store, one after the other; one that ``init`` made has its own."""
+    return _publish(here.rank) if here.adopted else 0
+
+
+def gloo_on_cpu(config: str) -> bool:
+    """Whether gloo moves the CPU tensors of a group with these backends."""
+    return config == "gloo" or "cpu:gloo" in config.split(",")
+
+
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _publish(rank: int, guard: bool = False) -> int:
+    """Tell the others of this group where this process is, once; the number of the group in its store, which may have
+    served others.
+    """
+    group, store = _whole_group(), _torch.default_store()
+    if group not in _meetings:
+        _meetings[group] = store.add(f"meshcomm/groups/{rank}", 1)
+        store.set(f"meshcomm/{_meetings[group]}/guard/{rank}", str(int(guard)))
+        store.set(f"meshcomm/{_meetings[group]}/address/{rank}", Address.mine().write())
+    return _meetings[group]
+
+
+def _matching_launcher(rank: int, size: int) -> Launcher:
+    """What the environment says about this very rank, for the place on the machine; else one machine is assumed."""
+    with contextlib.suppress(MeshError), held():
+        found = detect(os.environ)
+        if found is not None and (found.rank, found.world_size) == (rank, size):
+            return found
+    return Launcher("adopted", rank, size)
+
+
+def solo_process_group() -> dist.ProcessGroup:
+    """A process group of one in a plain process, for torch's own tools (DeviceMesh); made when first asked for."""
+    global _state
+    with _lock:
+        if current() is None:
+            if under_launcher():
+                init()
+            else:
+                request = Request() if _state is None else _state.request
+                state = _State(request, solo=True)
+                backend, device_type = devices.choose_backend(request.backend)
+                who, timeout = Launcher("explicit", 0, 1), request.timeout or DEFAULT_TIMEOUT
+                _use_loopback(state, True)
+                _make_group(state, backend, who, timeout, HashStore())
+                here = devices.present(device_type)
+                state.world = ProcessWorld(0, 1, 0, 1, 0, here, backend, timeout, adopted=False)
+                _state = state
+        return _whole_group()
+
+
+# -------------------------------------------------------------------------------------------------------------- leaving
+
+
+def shutdown() -> None:
+    """Leave the process group that ``init`` made; forget, but do not end, one that it adopted. ``init`` may follow.
+
+    Every rank calls it, or none: at the end of the process it happens by itself. No communication, so a rank that fails
+    does not wait for the others; it waits for its own unfinished collectives, up to their timeout.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> mc.init()
+        >>> mc.shutdown()
+    """
+    if forks.is_fork():
+        return  # what there is to leave is the parent's
+    with _lock:
+        state = _state
+        if state is not None:
+            current()
+        if _state is not None:
+            _drop(_state)
+
+
+def _drop(state: _State) -> None:
+    """End this state: references first, then the group, then what init had set."""
+    global _state
+    _state = None
+    if state.world is None:
+        return
+    if not state.world.adopted:
+        peers.leave("mc.shutdown() was called")
+    _run_callbacks()
+    alive = state.group is not None and dist.is_initialized() and state.group() is dist.group.WORLD
+    if alive and not state.world.adopted:
+        dist.destroy_process_group()
+        if state.group is not None and state.group() is not None:
+            gc.collect()  # A cycle (a traceback, a mesh) still holds it: its threads end with the last reference.
+    _restore(state)
+
+
+def _restore(state: _State) -> None:
+    for name in state.set_variables:
+        os.environ.pop(name, None)
+    if state.excepthook is not None and sys.excepthook is state.excepthook[1]:
+        sys.excepthook = state.excepthook[0]
+
+
+def _run_callbacks() -> None:
+    alive = [(ref, callback) for ref in _callbacks if (callback := ref()) is not None]
+    _callbacks[:] = [ref for ref, _ in alive]
+    for _, callback in alive:
+        callback()
+
+
+def _end_group() -> None:
+    state = _state
+    if state is None or state.group is None:
+        return
+    if state.world is not None and state.world.device.type != "cpu":
+        torch.accelerator.set_device_index(state.world.device.index)
+    if not (state.world is not None and state.world.adopted) and state.group() is dist.group.WORLD:
+        dist.destroy_process_group()
+    exits.settle()

@@ -1,0 +1,130 @@
+"""A link in terms of five raw operations on dense tensors of common dtypes, whoever performs those.
+
+n = number of ranks in the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm.runtime.pending import then
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.protocol import Note
+
+__all__ = ["PacketLink"]
+
+_BITWISE = ("band", "bor", "bxor")
+
+
+class PacketLink:
+    """The primitives of a link in terms of five raw ones, which work on dense tensors of dtypes that every backend
+    knows.
+    """
+
+    size: int
+    index: int
+    watched = hears = False
+    tree: tuple[Any, ...] = ()
+    nccl: frozenset[str]
+    """The kinds of device whose backend is NCCL: it has a mean, and no and, or, xor; the others the other way round."""
+
+    def announce(self, note: Note) -> None:
+        """Nobody listens; a rank that calls something else is a matter for the guard."""
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """The caller does."""
+        return False
+
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """Nobody is told; those who wait find out when their time is up."""
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """Traced tensors were checked before."""
+        return None
+
+    def _reduce(self, x: Tensor, op: str) -> Tensor:
+        raise NotImplementedError
+
+    def _gather(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        raise NotImplementedError
+
+    def _all_to_all(self, x: Tensor, send: list[int], recv: list[int]) -> Tensor:
+        raise NotImplementedError
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        raise NotImplementedError
+
+    def _folds(self, x: Tensor, op: str) -> bool:
+        """Whether this is moved whole and reduced here, since the backend cannot."""
+        return (op == "product" and x.dtype.is_complex) or (op in _BITWISE and x.device.type in self.nccl)
+
+    def _dressed(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+        """Have the backend reduce ``x``, dressed as it likes it."""
+        if op == "mean" and x.device.type not in self.nccl:
+            wide = x.float() if x.dtype in dtypes.HALF else x  # a sum may be too large where the mean is not
+            return then(self._dressed(wide, "sum", reduce), lambda y: (y / self.size).to(x.dtype))
+        clothes = dtypes.dress(op, x.dtype)
+        if clothes is None:
+            return reduce(dtypes.plain(x), op)
+        return then(reduce(clothes.on(x).contiguous(), op), clothes.off)
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """One all_reduce, or an all_gather and a local reduction where the backend cannot."""
+        if self._folds(x, op):
+            return then(self.all_gather(x), lambda rows: dtypes.fold(op, rows.unbind()))
+        return self._dressed(x, op, self._reduce)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """One all_gather of the elements, or of their bytes."""
+        rows = self._gather(dtypes.to_bytes(x))
+        return then(rows, lambda rows: dtypes.from_bytes(rows.reshape(-1), x.dtype).view(self.size, *x.shape))
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """One reduce_scatter, or an all_to_all and a local reduction where the backend cannot."""
+        if self._folds(x, op):
+            shape = x.shape[1:]
+            runs = [shape.numel()] * self.size
+            got = self.all_to_all(x.reshape(-1), runs, runs)
+            return then(got, lambda got: dtypes.fold(op, got.view(self.size, *shape).unbind()))
+
+        def reduce(dressed: Tensor, op: str) -> Tensor:
+            shape = dressed.shape[1:]
+            return then(
+                self._reduce_scatter(dressed.reshape(self.size, shape.numel()), op), lambda row: row.view(shape)
+            )
+
+        return self._dressed(x, op, reduce)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """One all_to_all of the elements, or of their bytes."""
+        packed = dtypes.to_bytes(x)
+        width = x.element_size() // packed.element_size()
+        out = self._all_to_all(packed, [width * run for run in send], [width * run for run in recv])
+        return then(out, lambda out: dtypes.from_bytes(out, x.dtype))
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """An all_to_all in which at most one run is not empty: no order of sends and receives can lock."""
+        send, recv = [0] * self.size, [0] * self.size
+        if destination is not None:
+            send[destination] = x.numel()
+        if source is not None:
+            recv[source] = x.numel()
+        flat = x.reshape(-1)
+        out = self.all_to_all(flat if destination is not None else flat[:0], send, recv)
+        shape, empty = (
+            x.shape,
+            None if source is not None else torch.zeros_like(x, memory_format=torch.contiguous_format),
+        )
+        return then(out, lambda out: out.view(shape) if empty is None else empty)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """One broadcast of the elements, or of their bytes."""
+        out = self._broadcast(dtypes.to_bytes(x), src)
+        return then(out, lambda out: dtypes.from_bytes(out, x.dtype).view(x.shape))

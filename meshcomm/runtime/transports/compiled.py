@@ -1,0 +1,76 @@
+"""Links in a form that compiles: functional collectives, which trace into one graph with fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.algorithms import PacketLink
+from meshcomm.runtime.transports.process_group import ProcessLink
+
+__all__ = ["TracedLink"]
+
+_NAMES = {"mean": "avg"}
+"""What functional ops call the ops of ours."""
+
+
+class TracedLink(PacketLink):
+    """The same operations as functional ops, which trace into one graph with fake tensors.
+
+    The compiler moves the waits apart from the starts, so there is no other form for later.
+    """
+
+    def later(self) -> TracedLink:
+        """The same."""
+        return self
+
+    def _dressed(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+        # As eager accumulates.
+        if x.dtype in dtypes.HALF and op in ("sum", "product") and x.device.type not in self.nccl:
+            return reduce(dtypes.plain(x).float(), op).to(x.dtype)
+        return super()._dressed(x, op, reduce)
+
+    def __init__(self, link: ProcessLink) -> None:
+        self.size = link.size
+        self.index = link.index
+        self.nccl = link.nccl
+        self._name: Any = link.group.group_name
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """As in the base; a rank without a source gets zeros from itself.
+
+        A collective of which nothing is used is dropped from the graph, on this rank alone, and its peers would wait.
+        """
+        if source is not None:
+            return super().permute(x, source, destination)
+        flat = x.reshape(-1)
+        # Who sends nothing has zeros.
+        runs = {self.index: flat} if destination is None else {self.index: torch.zeros_like(flat), destination: flat}
+        send = [flat.numel() if target in runs else 0 for target in range(self.size)]
+        recv = [flat.numel() if target == self.index else 0 for target in range(self.size)]
+        return self.all_to_all(torch.cat([runs[target] for target in sorted(runs)]), send, recv).view(x.shape)
+
+    def _done(self, x: Tensor) -> Tensor:
+        result: Tensor = _torch.functional.wait_tensor(x)
+        return result
+
+    def _reduce(self, x: Tensor, op: str) -> Tensor:
+        return self._done(_torch.functional.all_reduce(x, _NAMES.get(op, op), self._name))
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return self._done(_torch.functional.all_gather_into_tensor(x, self.size, self._name)).view(self.size, *x.shape)
+
+    def _reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        out = self._done(_torch.functional.reduce_scatter_tensor(x, _NAMES.get(op, op), self.size, self._name))
+        return out.view(x.shape[1:])
+
+    def _all_to_all(self, x: Tensor, send: list[int], recv: list[int]) -> Tensor:
+        return self._done(_torch.functional.all_to_all_single(x, recv, send, self._name))
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        return self._done(_torch.functional.broadcast(x, src, self._name))

@@ -1,0 +1,125 @@
+"""Links whose backends do not move tensors of every device here: those go by way of another device and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshcomm.runtime.pending import then
+from meshcomm.runtime.start import world
+from meshcomm.runtime.transports.process_group import Later, ProcessLink
+from meshcomm.runtime.transports.protocol import Post, Want
+from meshcomm.runtime.transports.shared.transport import LaterOneHostLink, OneHostLink
+
+__all__ = ["DetouredLink", "DetouredOneHostLink", "lacks_a_way"]
+
+T = TypeVar("T")
+
+
+def lacks_a_way(config: str) -> bool:
+    """Whether a group with these backends cannot move tensors of the CPU or of the accelerator that is here."""
+    if ":" not in config:
+        return False
+    kinds = {part.split(":")[0] for part in config.split(",")}
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" not in kinds or (here is not None and here.type not in kinds)
+
+
+class _Detours(ProcessLink):
+    """Every primitive, with a tensor that is moved and back where it must be."""
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """A real device will do, unless detours are refused."""
+        return super().check_device(device) if strict or device.type == "meta" else None
+
+    def _way(self, device: torch.device) -> torch.device:
+        """``device`` itself, or the one that its tensors go by."""
+        if super().check_device(device) is None:
+            return device
+        if "cpu" in self._kinds:
+            return torch.device("cpu")
+        here = world.current()
+        own = None if here is None else here.device
+        return own if own is not None and own.type in self._kinds else torch.device(next(iter(self._kinds)))
+
+    def _there(self, x: Tensor) -> Tensor:
+        return x.to(self._way(x.device))
+
+    def _back(self, y: T, x: Tensor) -> T:
+        device = x.device
+        if self._way(device) == device:
+            return y
+        return then(y, lambda y: y.to(device) if isinstance(y, Tensor) else y)  # type: ignore[return-value]
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """A tensor that is moved is copied."""
+        return self._way(x.device) != x.device or super().copies(name, x)
+
+    def all_reduce(self, x: Any, op: str) -> Tensor:
+        """By way of."""
+        if not isinstance(x, Tensor):  # parts that lie on the CPU
+            return super().all_reduce(x, op)
+        return self._back(super().all_reduce(self._there(x), op), x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """By way of."""
+        return self._back(super().all_gather(self._there(x)), x)
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """By way of."""
+        return self._back(super().reduce_scatter(self._there(x), op), x)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """By way of."""
+        return self._back(super().all_to_all(self._there(x), send, recv), x)
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """By way of."""
+        return self._back(super().permute(self._there(x), source, destination), x)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """By way of."""
+        return self._back(super().broadcast(self._there(x), src), x)
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
+        """By way of."""
+        return self._back(super().reduce(self._there(x), op, dst), x)
+
+    def gather(self, x: Tensor, dst: int) -> Tensor | None:
+        """By way of."""
+        return self._back(super().gather(self._there(x), dst), x)
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """By way of."""
+        moved = torch.empty(like.shape, dtype=like.dtype, device=self._way(like.device))
+        return self._back(super().scatter(None if x is None else self._there(x), moved, src), like)
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """By way of, each message."""
+        sent = [(self._there(x), dst, tag) for x, dst, tag in posts]
+        asked = [(src, shape, dtype, tag, self._way(device)) for src, shape, dtype, tag, device in wants]
+        got = super().exchange(sent, asked)
+        return then(got, lambda got: [y.to(want[4]) for y, want in zip(got, wants, strict=True)])
+
+
+class DetouredLink(_Detours, ProcessLink):
+    """Messages, by way of."""
+
+
+class _LaterDetouredLink(_Detours, Later):
+    """What is started is waited for later."""
+
+
+class DetouredOneHostLink(_Detours, OneHostLink):
+    """Shared memory, by way of."""
+
+
+class _LaterDetouredOneHostLink(_Detours, LaterOneHostLink):
+    """What is started is waited for later."""
+
+
+DetouredLink.later_form = _LaterDetouredLink
+DetouredOneHostLink.later_form = _LaterDetouredOneHostLink

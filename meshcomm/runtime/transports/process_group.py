@@ -1,0 +1,551 @@
+"""Links between processes: a torch ProcessGroup called directly.
+
+n = number of ranks in the group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from time import monotonic
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.errors import CommError, fail, text
+from meshcomm.runtime.health import attendance, peers
+from meshcomm.runtime.health.lateness import Late, late_text
+from meshcomm.runtime.hooks.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, recorded
+from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.start import forks
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.algorithms import PacketLink
+from meshcomm.runtime.transports.envelopes import ROOM
+from meshcomm.runtime.transports.post import CALLS, Parcel, deliver, expect, open_all, route_of
+from meshcomm.runtime.transports.protocol import Post, Want
+from meshcomm.runtime.transports.turns import Channel, Turn
+from meshcomm.runtime.transports.underway import Messages, Started, Walker, apart
+
+__all__ = ["FEW", "Later", "ProcessLink"]
+
+T = TypeVar("T")
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+_DIRECT = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
+"""Dtypes whose sum every backend knows."""
+
+
+FEW = 32
+"""Up to so many ranks every one exchanges with every other one at once; more might flood a switch."""
+_SMALL = 2**19
+"""Bytes up to which one step with more bytes beats two with fewer, and one wake-up beats several."""
+_LARGE = 2**20
+"""Bytes that a rank would receive, from which on sums are made in two steps."""
+_KEEP = 2**26
+"""The most bytes of memory that stay for the next sum: fresh pages cost as much as a tenth of moving it."""
+_ROUND = 1024
+_ANY = dist.AllToAllOptions()
+_TIMED_OUT = "imed out"
+"""What gloo says when a time is up."""
+_CHANNELS, _MOST_CALLS = 2**15, 2**14
+"""Of tags: how many axes, and calls of one that are under way, are told apart."""
+
+Message = tuple[Tensor, int]
+"""A tensor, and the rank that it goes to or comes from."""
+
+
+class ProcessLink(PacketLink):
+    """A torch ProcessGroup, called by its own methods: they cost half of what ``torch.distributed``'s functions
+    cost.
+
+    Gloo's all_gather, reduce_scatter and all_reduce go round a ring, a step per rank, and wait at each; on the CPU we
+    exchange directly and reduce here, in order of index. So sums are bitwise the same however tensors are bucketed, and
+    those of half precision are accumulated in float32. NCCL does all of it itself.
+    """
+
+    is_later = False
+    later_form: type[ProcessLink]
+
+    group: dist.ProcessGroup
+    turn: Turn
+    channel: Channel
+    hold: object
+    """Whoever wants to know of the end of both forms of the link has a weak reference to it."""
+
+    def __init__(self, base: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log, name: str) -> None:
+        """``base``: a group of torch's that carries messages; the one for collectives is asked for when it is needed.
+        ``name``: of this sequence of calls, the same on all ranks.
+        """
+        self.base, self.name = base, name
+        self.makers: dict[str, Callable[[], Any]] = {}
+        self._making = threading.Lock()
+        self.numbers = itertools.count()
+        self.note_in(log)
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = index
+        backends = dist.get_backend_config(base)
+        self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
+        kinds = self._kinds or {"cuda": backends}
+        self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
+        self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
+        self._options, self._scatter_options = _all_options()
+        self._sum = self._options["sum"]
+        self.orders: dict[Any, list[int]] = {}
+        self.ledger = Ledger()
+        self.walker: Walker | None = None
+        self._calls = 0
+        self._room: Tensor | None = None
+        self._later: Any = None
+
+    def note_in(self, log: Log) -> None:
+        """Where calls are noted."""
+        self.log, self._note, self._next, self._keep = log, log.begin, log.number, log.records.append
+
+    def later(self) -> ProcessLink:
+        """The same group; what is started is waited for later."""
+        if self._later is None:
+            self._later = self.later_form.__new__(self.later_form)
+            self._later.__dict__ = self.__dict__  # one state: shutdown takes the group away from both
+        return self._later  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is missing only: what is made when it is first used, and what was taken away since.
+        if name == "group":
+            self.group = self.turn.group
+            return self.group
+        if name not in ("base", "channel", "mail", "turn"):
+            raise AttributeError(name)
+        with self._making:
+            if name not in vars(self) and name in self.makers:
+                setattr(self, name, self.makers[name]())
+        if name in vars(self):
+            return vars(self)[name]
+        forks.refuse_if_forked("mesh")
+        what = "the mesh belongs to a process group that was shut down."
+        return fail("mesh", what, fix="make the mesh again after mc.init()")
+
+    def let_go(self) -> None:
+        """Of everything that belongs to a process group, for it is about to end."""
+        self._making = threading.Lock()
+        self.makers.clear()
+        for name in ("group", "turn", "base", "mail", "channel"):
+            vars(self).pop(name, None)
+        self._room = None
+        if self.walker is not None and not forks.is_fork():
+            self.walker.end()
+        self.walker = None
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """A broadcast begins with a copy; so does what the backend reduces in place."""
+        return name == "broadcast" or (name == "all_reduce" and not self._on_gloo)
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """Whether a backend is registered for this kind of device."""
+        if device.type == "meta" or (self._kinds and device.type not in self._kinds):
+            return f"the mesh moves tensors on {', '.join(sorted(self._kinds)) or 'real devices'}"
+        return None
+
+    def _folds(self, x: Tensor, op: str) -> bool:
+        return (self._on_gloo and x.is_cpu and self.size <= FEW) or super()._folds(x, op)
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
+        if op != "sum" or (dtype := x.dtype) not in _DIRECT or (self._on_gloo and x.is_cpu):
+            return self._all_reduce(x, op)
+        # With as little as can be around the backend's call: each line is felt.
+        shape = x.shape
+        record = [self._next(), "all_reduce", "sum", dtype, shape, monotonic(), None, self.log.said, -1]
+        self._keep(record)
+        y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        if 0 not in shape:
+            try:
+                work = self.group.allreduce([y], self._sum)
+                if self.is_later:
+                    return cast(Tensor, Marked(cast(Any, self._finish("all_reduce", work, y)), record))
+                work.wait()
+            except CommError as error:
+                failed(record, error)
+                raise
+            except RuntimeError as error:
+                failed(record, error)
+                raise self._error("all_reduce", error) from error
+        record[6] = True
+        return y
+
+    def _all_reduce(self, x: Tensor, op: str) -> Tensor:
+        if not (self._on_gloo and x.is_cpu):
+            pass
+        elif 2 < self.size <= FEW and x.nbytes * self.size > _LARGE:
+            return self._in_two_steps(x, op)
+        elif self.size == 2:
+            return self._with_the_other(x, op)
+        return super().all_reduce(x, op)
+
+    _all_reduce = recorded(_all_reduce, "all_reduce")
+    all_gather = recorded(PacketLink.all_gather)
+    reduce_scatter = recorded(PacketLink.reduce_scatter)
+    all_to_all = recorded(PacketLink.all_to_all)
+    broadcast = recorded(PacketLink.broadcast)
+
+    def _with_the_other(self, x: Tensor, op: str) -> Tensor:
+        """Both send all they have, and reduce it in order of index."""
+        x, other = dtypes.plain(x), 1 - self.index
+        packed = dtypes.to_bytes(x)
+        got = torch.empty_like(packed)
+        got = self._end(self._begin([(packed, other)], [(got, other)], self._tag()), got, keep=packed)
+        got = then(got, lambda got: dtypes.from_bytes(got, x.dtype).view(x.shape))
+        return then(got, lambda got: dtypes.fold(op, (x, got) if self.index == 0 else (got, x), out=got))
+
+    def _in_two_steps(self, x: Tensor, op: str) -> Tensor:
+        """Everybody reduces its part, then all gather the parts."""
+        packed = dtypes.to_bytes(x)
+        width = x.element_size() // packed.element_size()
+        out = torch.empty_like(packed)
+        runs = [width * part.numel() for part in x.reshape(-1).tensor_split(self.size)]
+        results, mine = out.split(runs), runs[self.index]
+        room, self._room = self._room, None  # taken, so that what runs at the same time gets its own
+        if room is None or room.numel() < out.nbytes + _ROUND:
+            room = torch.empty(out.nbytes + _ROUND, dtype=torch.uint8)
+        got = room[: self.size * mine * out.element_size()].view(out.dtype)
+        first, tag = self._swap("all_reduce", got, packed, [mine] * self.size, runs), self._tag()
+
+        def steps() -> Tensor:
+            for work in first:
+                ProcessLink._finish(self, "all_reduce", work, None)
+            rows = [dtypes.from_bytes(row, x.dtype) for row in got.view(self.size, mine)]
+            dtypes.fold(op, rows, out=dtypes.from_bytes(results[self.index], x.dtype))
+            if room.numel() <= _KEEP:
+                self._room = room
+            ProcessLink._end(self, self._begin(*self._row_messages(results), tag), None)
+            return dtypes.from_bytes(out, x.dtype).view(x.shape)
+
+        return self._walk(steps)
+
+    def _walk(self, steps: Callable[[], T]) -> T:
+        """Take steps that wait more than once."""
+        return steps()
+
+    def _tag(self) -> int:
+        """Of the next messages: one that is waited for later shall not meet one of another call."""
+        self._calls = (self._calls + 1) % _MOST_CALLS
+        return CALLS + self.channel.number % _CHANNELS * _MOST_CALLS + self._calls
+
+    def _start(self, what: str, start: Callable[[], T]) -> T:
+        try:
+            return start()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+
+    def _error(self, what: str, error: RuntimeError) -> CommError:
+        if (turn := vars(self).get("turn")) is not None:
+            turn.spoil()
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        who = peers.account(self.ranks, closed=_TIMED_OUT not in said)
+        if _TIMED_OUT in said and (late := self._late(who)) is not None:
+            return CommError(late_text(late))
+        return CommError(
+            text(
+                what,
+                f"the transport failed: {who}{': ' if who else ''}{_brief(said)}",
+                got=f"index {self.index} of a group of {self.size}",
+                fix="look at the other ranks: the first one that failed or stopped is the cause",
+            )
+        )
+
+    def _late(self, found: str) -> Late | None:
+        """The call whose time is up."""
+        record = next((record for record in self.log.records.copy() if record[ENDED] is None), None)
+        if record is None:
+            return None
+        return Late(record[WHAT], self.log, record, monotonic() - record[BEGAN], found=found)
+
+    def _finish(self, what: str, work: dist.Work, result: T) -> T:
+        """``result``, once ``work`` is done."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+        return result
+
+    def _reduce(self, x: Tensor, op: str) -> Tensor:
+        # A clone has no lazy sign left; naming a memory format costs as much again.
+        y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        if not y.numel():
+            return y
+        try:
+            work = self.group.allreduce([y], self._options[op])
+        except RuntimeError as error:
+            raise self._error("all_reduce", error) from error
+        return self._finish("all_reduce", work, y)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size * x.numel())
+        rows = out.view(self.size, x.numel())
+        if not x.numel():
+            return rows
+        if self._on_gloo and x.is_cpu and self.size <= FEW:
+            return self._gather_directly(rows, x)
+        work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x))
+        return self._finish("all_gather", work, rows)
+
+    def _gather_directly(self, rows: Tensor, x: Tensor) -> Tensor:
+        if self.size > 2 and rows.numel() * rows.element_size() <= _SMALL:
+            return then(self._all_to_all_same(x), lambda out: out.view_as(rows))
+        rows[self.index].copy_(x)
+        return self._swap_rows(rows)
+
+    def _all_to_all_same(self, x: Tensor) -> Tensor:
+        """``x`` to everybody: one call of the backend, which wakes this thread once, for more copying."""
+        runs = [x.numel()] * self.size
+        return self._all_to_all(x.repeat(self.size), runs, runs)
+
+    def _swap_rows(self, rows: Tensor) -> Tensor:
+        """Send the own row to everybody and receive the others'."""
+        return self._end(self._begin(*self._row_messages(rows.unbind()), self._tag()), rows)
+
+    def _row_messages(self, rows: Sequence[Tensor]) -> tuple[list[Message], list[Message]]:
+        around = [(self.index + step) % self.size for step in range(1, self.size)]
+        return [(rows[self.index], other) for other in around], [(rows[other], other) for other in around]
+
+    def _begin(self, posts: Sequence[Message], wants: Sequence[Message], tag: int) -> Sequence[dist.Work]:
+        """Messages to and from ranks, all under way before the first is waited for, so that no order can lock."""
+
+        def begin() -> list[dist.Work]:
+            works = [self.base.recv([x], src, tag) for x, src in wants if x.numel()]
+            return works + [self.base.send([x], dst, tag) for x, dst in posts if x.numel()]
+
+        return self._start("exchange", begin)
+
+    def _end(self, works: Sequence[dist.Work], result: T, keep: object = None, *, cpu: bool = True) -> T:
+        """``result``, once the messages have come; ``keep`` is what is read until then."""
+        for work in works:
+            ProcessLink._finish(self, "exchange", work, None)
+        return result
+
+    def _reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        out = x.new_empty(x.shape[1:])
+        if not x.numel():
+            return out
+        flat = x.view(-1)  # torch's fake backend copies a chunk of the input, with its shape
+        options = self._scatter_options[op]
+        work = self._start("reduce_scatter", lambda: _torch.reduce_scatter_base(self.group, out, flat, options))
+        return self._finish("reduce_scatter", work, out)
+
+    def _all_to_all(self, x: Tensor, send: list[int], recv: list[int]) -> Tensor:
+        out = x.new_empty(sum(recv))
+        works = self._swap("all_to_all", out, x, recv, send)
+        if len(works) == 1:
+            return self._finish("all_to_all", works[0], out)
+        return self._end(works, out, keep=x, cpu=x.is_cpu)
+
+    def _swap(self, where: str, out: Tensor, x: Tensor, recv: list[int], send: list[int]) -> Sequence[dist.Work]:
+        """Runs of ``x`` to all, runs of ``out`` from all."""
+        if not self._by_messages(x):
+            return [self._start(where, lambda: self.group.alltoall_base(out, x, recv, send, _ANY))]
+        parts, rows, me = x.split(send), out.split(recv), self.index
+        rows[me].copy_(parts[me])
+        others = [(me + step) % self.size for step in range(1, self.size)]
+        return self._begin([(parts[i], i) for i in others], [(rows[i], i) for i in others], self._tag())
+
+    def _by_messages(self, x: Tensor) -> bool:
+        """Whether the ranks' one group orders the calls of another axis, so that this one's go as messages."""
+        return self._on_gloo and x.is_cpu and self.size <= FEW and not self.channel.first
+
+    @recorded
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """Two messages on gloo, else as in the base."""
+        if not (self._on_gloo and x.is_cpu):
+            return super().permute(x, source, destination)
+        tag = self._tag()
+        posts = [] if destination is None or destination == self.index else [(x, destination, tag)]
+        wants = [] if source is None or source == self.index else [(source, tuple(x.shape), x.dtype, tag, x.device)]
+        got = self._by_post("permute", posts, wants, [tag] * len(posts), [tag] * len(wants))
+        own = [dtypes.plain(x).clone() if source == self.index else torch.zeros_like(x).contiguous()]
+        return then(got, lambda got: [*got, *own][0])
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        y = x.clone() if self.index == src else torch.empty_like(x)
+        if not y.numel():
+            return y
+        if self._by_messages(y):
+            others = [i for i in range(self.size) if i != src]
+            posts = [(y, i) for i in others] if self.index == src else []
+            return self._end(self._begin(posts, [] if posts else [(y, src)], self._tag()), y)
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        work = self._start("broadcast", lambda: self.group.broadcast([y], options))
+        return self._finish("broadcast", work, y)
+
+    @recorded
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
+        """The backend's reduce on a copy (it spoils its input on the other ranks), or a gather and a local
+        reduction.
+        """
+        if self._folds(x, op):
+            return then(self.gather(x, dst), lambda rows: None if rows is None else dtypes.fold(op, rows.unbind()))
+
+        def reduce(x: Tensor, op: str) -> Tensor:
+            y = x.clone(memory_format=torch.contiguous_format)
+            if not y.numel():
+                return y
+            options = _options(dist.ReduceOptions(), _OPS[op])
+            options.rootRank = dst
+            work = self._start("reduce", lambda: self.group.reduce([y], options))
+            return self._finish("reduce", work, y)
+
+        return then(self._dressed(x, op, reduce), lambda y: y if self.index == dst else None)
+
+    @recorded
+    def gather(self, x: Tensor, dst: int) -> Tensor | None:
+        """An all_to_all in which all runs go to ``dst``."""
+        run, shape = x.numel(), x.shape
+        send = [run if i == dst else 0 for i in range(self.size)]
+        out = self.all_to_all(x.reshape(-1), send, [run if self.index == dst else 0] * self.size)
+        return then(out, lambda out: out.view(self.size, *shape) if self.index == dst else None)
+
+    @recorded
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """An all_to_all in which all runs come from ``src``."""
+        run = like.numel()
+        recv = [run if i == src else 0 for i in range(self.size)]
+        flat = like.new_empty(0) if x is None else x.reshape(-1)
+        out = self.all_to_all(flat, [run if self.index == src else 0] * self.size, recv)
+        return then(out, lambda out: out.view(like.shape))
+
+    @recorded
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """One batch of point-to-point operations, so that no order of sends and receives can lock. Over gloo with
+        envelopes, which are compared; what an accelerator's backend moves has none.
+        """
+        if self._on_gloo and all(x.is_cpu for x, _, _ in posts) and all(want[4].type == "cpu" for want in wants):
+            return self._by_post("exchange", posts, wants, [route_of(self.name, tag) for *_, tag in posts],
+                                 [route_of(self.name, want[3]) for want in wants])  # fmt: skip
+        return self._by_batch(posts, wants)
+
+    def _by_post(
+        self, where: str, posts: Sequence[Post], wants: Sequence[Want], sent: Sequence[int], got: Sequence[int]
+    ) -> list[Tensor]:
+        """Messages with envelopes: ``sent`` and ``got`` are their tags, to gloo."""
+
+        def begin() -> tuple[list[Parcel], list[dist.Work], list[Tensor]]:
+            parcels = expect(self.base, wants, got)
+            return parcels, *deliver(self.base, self.name, self.numbers, posts, sent)
+
+        parcels, sending, kept = self._start(where, begin)
+        envelopes = [parcel.work for parcel in parcels]
+
+        def opened(works: Sequence[dist.Work]) -> list[Tensor]:
+            """``works`` end when the others have opened theirs."""
+
+            def wait(more: Sequence[dist.Work]) -> None:
+                ProcessLink._end(self, [*more, *works], kept)
+
+            return self._start(where, lambda: open_all(self.base, where, self.name, self.index, parcels, wait))
+
+        large = any(torch.Size(shape).numel() * dtype.itemsize > ROOM for _, shape, dtype, _, _ in wants)
+        if parcels and (large or len(kept) > len(posts)):
+            return self._apart(lambda: opened(ProcessLink._end(self, envelopes, sending)))
+        return then(self._end([*envelopes, *sending], (), keep=kept), opened)
+
+    def _apart(self, steps: Callable[[], T]) -> T:
+        """Take steps that wait more than once, whatever else is under way."""
+        return steps()
+
+    def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        sent = [(dtypes.to_bytes(x), dst, tag) for x, dst, tag in posts]
+        buffers = [
+            dtypes.to_bytes(torch.empty(shape, dtype=dtype, device=device)) for _, shape, dtype, _, device in wants
+        ]
+        todo = [dist.P2POp(dist.isend, x, group=self.base, tag=tag, group_peer=dst) for x, dst, tag in sent]
+        todo += [
+            dist.P2POp(dist.irecv, buffer, group=self.base, tag=want[3], group_peer=want[0])
+            for buffer, want in zip(buffers, wants, strict=True)
+        ]
+        works: list[dist.Work] = self._start("exchange", lambda: _torch.begin_messages(todo)) if todo else []
+        got = [dtypes.from_bytes(buffer, want[2]).view(want[1]) for buffer, want in zip(buffers, wants, strict=True)]
+        return self._end(works, got, keep=sent, cpu=all(x.is_cpu for x in (*(post[0] for post in sent), *got)))
+
+    @recorded
+    def barrier(self) -> object:
+        """An all_reduce of one element on the CPU where it can be, else on the device: it needs no device of its
+        own.
+        """
+        kind = "cpu" if not self._kinds or "cpu" in self._kinds else next(iter(self._kinds))
+
+        def see(flag: Tensor) -> None:
+            flag.item()  # on an accelerator, wait on the host too
+
+        return then(self._all_reduce(torch.zeros(1, device=kind), "sum"), see)
+
+    @recorded
+    def barrier_within(self, seconds: float) -> None:
+        """At the store, which knows who has come."""
+        forks.refuse_if_forked("barrier")
+        attendance.all_here(self.name, self.ranks, self.index, seconds)
+
+
+class Later(ProcessLink):
+    """The same link, whose primitives give a Pending: the same messages, so that a rank may wait at once where another
+    one waits later.
+    """
+
+    is_later = True
+
+    def _finish(self, what: str, work: dist.Work, result: Any) -> Any:
+        on_gloo = self._on_gloo and (result is None or result.is_cpu)
+        return Started(work, result, partial(self._error, what), gloo=on_gloo)
+
+    def _end(self, works: Sequence[dist.Work], result: T, keep: object = None, *, cpu: bool = True) -> T:
+        if not works:
+            return result
+        if self._on_gloo and cpu:
+            return cast(T, Messages(works, result, partial(self._error, "exchange"), keep=keep))
+        begun = [Started(work, None, partial(self._error, "exchange"), gloo=False, keep=keep) for work in works]
+        return then_all(begun, lambda _: result)
+
+    def _apart(self, steps: Callable[[], T]) -> T:
+        return cast(T, apart(steps))
+
+    def _walk(self, steps: Callable[[], T]) -> T:
+        if self.walker is None:
+            self.walker = Walker()
+        return cast(T, self.walker.take(steps))
+
+
+ProcessLink.later_form = Later
+
+
+def _brief(said: str) -> str:
+    """What gloo says, without where in its sources and what to think of it."""
+    return re.sub(r"^\[\S+\] |\. This is typically .*", "", said)
+
+
+@cache
+def _all_options() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of an all_reduce and of a reduce_scatter, by op; nobody changes them."""
+    every = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
+    return every, {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
+
+
+def _options(options: Any, op: Any) -> Any:
+    options.reduceOp = op
+    return options

@@ -1,0 +1,147 @@
+"""Whether the ranks that share memory have called the same, and what they are told if they have not.
+
+A rank compares a call with those that it reads from when it reads. Where these are not all others, the rest is compared
+at one of its next calls, when they have come: nobody waits for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from meshcomm.errors import CommError, text
+from meshcomm.runtime.callsite import hinted, in_backward
+from meshcomm.runtime.lengths import dims_said
+from meshcomm.runtime.said import Meant
+from meshcomm.runtime.transports.shared.lexicon import find
+from meshcomm.runtime.transports.shared.memory import Box
+from meshcomm.runtime.transports.shared.words import CODE, COUNT, DIGEST, PLACE, ROOT, entry_of, name_of, named, said
+
+__all__ = ["Boxes", "Given", "compare_given", "differ_in", "runs_differ"]
+
+_COMPARED = 4
+"""How many calls are compared at a time."""
+_GROUPS, _PARTS = 3, 4
+"""How much of what differs is told of."""
+_SHORT = 300
+"""Characters of a value that are shown."""
+
+Given = tuple[int, int]
+"""The number of a call and its digest."""
+
+
+class Boxes(Protocol):
+    """The mailboxes of a group."""
+
+    index: int
+    others: tuple[int, ...]
+    given: deque[Given]
+
+    def box(self, index: int) -> Box | None:
+        """Of a rank of it."""
+
+    def words(self, index: int) -> memoryview[int]:
+        """Its lexicon."""
+
+
+def compare_given(mail: Boxes) -> None:
+    """See whether the others have made the calls that were not compared with theirs; CommError if not."""
+    for _ in range(_COMPARED):
+        if mail.given:
+            number, digest = mail.given.popleft()
+            if not _is_compared(mail, number, digest):
+                mail.given.appendleft((number, digest))
+                return
+
+
+def _is_compared(mail: Boxes, number: int, digest: int) -> bool:
+    """Whether all others have made this call; CommError if one has made another one."""
+    odd = False
+    for i in mail.others:
+        box = mail.box(i)
+        if box is None:
+            return False
+        at = box.at(number)
+        come = box.cells[at]
+        if come < number:
+            return False
+        odd = odd or (come == number and box.cells[at + DIGEST] != digest)
+    if odd:
+        differ_in(mail, number)
+    return True
+
+
+def differ_in(mail: Boxes, number: int) -> NoReturn:
+    """Another rank has made another call of this number: who has called what, and what differs."""
+    boxes = {i: mail.box(i) for i in sorted((mail.index, *mail.others))}
+    entries = {i: entry for i, box in boxes.items() if (entry := entry_of(box, number)) is not None}
+    meant = {i: _meant(mail, i, entry) for i, entry in entries.items()}
+    mine = meant[mail.index]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, entry in entries.items():
+        groups.setdefault((entry[DIGEST], min(-1, entry[ROOT])), []).append(i)
+    ordered = sorted(groups.values(), key=lambda indices: (len(indices), mail.index in indices))
+    calls = "; ".join(f"{named(indices)} {_call_of(meant[indices[0]], entries[indices[0]])}" for indices in ordered)
+    others = [indices for indices in ordered if mail.index not in indices]
+    unlike = [(indices, mine.unlike(meant[indices[0]])) for indices in others]
+    differing = list(dict.fromkeys(name for _, found in unlike for name, _, _ in found))
+    lengths = dims_said({i: each.call for i, each in meant.items()}, len(boxes))
+    got = [each for each in (_values(mail.index, unlike), f"call {number} of a group of {len(boxes)}") if each]
+    told = text(
+        mine.parts[0][1] if mine.parts else name_of(entries[mail.index][CODE]),
+        f"the ranks called different things: {calls}.",
+        got="; ".join(got),
+        fix="" if lengths else _fix(differing),
+    )
+    raise CommError(hinted(told + lengths, backward=in_backward()))
+
+
+def runs_differ(mail: Boxes, number: int, source: tuple[int, int], other: tuple[int, int]) -> NoReturn:
+    """In an all_to_all one index sends so many elements to another one, which expects so many."""
+    meant = _all_meant(mail, number)
+    what = f"index {source[0]} sends {source[1]} elements to index {other[0]}, which expects {other[1]}."
+    calls = [f"{named([i])} {meant[i].call}" for i in dict.fromkeys((source[0], other[0], mail.index)) if i in meant]
+    got = f"{'; '.join(calls)}; call {number} of a group of {len(mail.others) + 1}"
+    lengths = dims_said({i: each.call for i, each in meant.items()}, len(mail.others) + 1)
+    fix = "" if lengths else "recv_sizes[i] on index j is send_sizes[j] on index i"
+    raise CommError(hinted(text("all_to_all", what, got=got, fix=fix) + lengths, backward=in_backward()))
+
+
+def _all_meant(mail: Boxes, number: int) -> dict[int, Meant]:
+    boxes = ((i, mail.box(i)) for i in sorted((mail.index, *mail.others)))
+    return {i: _meant(mail, i, entry) for i, box in boxes if (entry := entry_of(box, number)) is not None}
+
+
+def _meant(mail: Boxes, index: int, entry: Sequence[int]) -> Meant:
+    with contextlib.suppress(ValueError):  # nothing there, or it is just being written over
+        return Meant.read(find(mail.words(index), entry[PLACE], entry[DIGEST]))
+    name = name_of(entry[CODE])
+    return Meant(said(entry[CODE], entry[COUNT], entry[ROOT]), [("operation", name)], "")
+
+
+def _call_of(meant: Meant, entry: Sequence[int]) -> str:
+    """With the leaf whose gradient it is."""
+    return said(entry[CODE], entry[COUNT], entry[ROOT]) if entry[ROOT] < -1 else meant.call
+
+
+def _values(here: int, unlike: Sequence[tuple[Sequence[int], Sequence[tuple[str, str, str]]]]) -> str:
+    """``op='sum' on index 0 (here), op='max' on index 2``, of each name that differs."""
+    shown: dict[str, list[str]] = {}
+    for indices, found in unlike[:_GROUPS]:
+        for name, mine, theirs in found[:_PARTS]:
+            said_of = shown.setdefault(name, [f"{name}={_cut(mine)} here (index {here})"])
+            said_of.append(f"{_cut(theirs)} on {named(indices)}")
+    return "; ".join(", ".join(each) for each in shown.values())
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= _SHORT else f"{value[:_SHORT]} ..."
+
+
+def _fix(differing: Sequence[str]) -> str:
+    same = "make the same calls in the same order on all ranks"
+    leaves, names = ("leaves of x" if name.startswith("x") else name for name in differing), list[str]()
+    names = [name for name in dict.fromkeys(leaves) if name != "operation"]
+    return f"{same}, with the same {', '.join(names[:_PARTS])}" if names else same

@@ -1,0 +1,321 @@
+"""Links between processes of one machine: CPU tensors go through shared memory.
+
+n = number of ranks in the group. Gloo's threads and sockets take hundreds of microseconds to wake who waits. Here each
+rank has a mailbox that the others look into: for each call it writes once what it has for others into memory that it
+lends, and an entry that says what it calls and where that lies; who waits looks, gives way, and sleeps ever longer. So
+ranks that call different things are told so, and so are those that wait for a rank that is gone.
+
+What a rank has waited for it can compute without the others: in an all_reduce each rank reduces a part and reads the
+rest, but if another has begun its own to be waited for later, it reduces that part too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from meshcomm.runtime.hooks.recorder import failed
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.process_group import Later, ProcessLink
+from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.transports.shared.differences import compare_given
+from meshcomm.runtime.transports.shared.mailbox import Call, Fill, Mail, Reading, retire, take_leave
+from meshcomm.runtime.transports.shared.words import meaning_of
+
+T = TypeVar("T")
+
+__all__ = ["FLOATS", "LaterOneHostLink", "Mail", "OneHostLink", "Parts", "Reading", "retire", "take_leave"]
+
+_ONE_STEP = 2**18
+"""Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
+_APART = 2**14
+"""Bytes of a tensor, in the mean, from which on one pass over it beats one call for many."""
+_COPIED = frozenset(
+    (
+        "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift",
+        "broadcast",
+    )
+)  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """1-d CPU tensors that stand one behind the other in what is reduced, as a dtype of ``FLOATS``."""
+
+    parts: Sequence[Tensor]
+    dtype: torch.dtype
+    factor: float = 1.0
+    """What they are multiplied by on the way."""
+
+
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
+class OneHostLink(ProcessLink):
+    """A group of processes on one machine."""
+
+    mail: Mail
+    hears = True
+    called: tuple[Any, ...] = ()
+    _whose = 0
+    """The word of the leaf whose gradient the next all_reduce sums, or 0."""
+
+    def announce(self, note: Note) -> None:
+        """Keep what all ranks say alike."""
+        self.called = (Note, note.what, note.given, tuple(note.names), None, None, note.dtype, note.shape, note.fixed)
+        self.tree = note.tree or self.tree
+
+    @contextlib.contextmanager
+    def sums_of(self, whose: int) -> Iterator[None]:
+        """What is reduced inside is the gradient of this leaf."""
+        self._whose = whose
+        try:
+            yield
+        finally:
+            self._whose = 0
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """What is lent is a copy."""
+        return (name in _COPIED and x.is_cpu) or super().copies(name, x)
+
+    # ------------------------------------------------------------------------------------------- the primitives
+
+    def all_reduce(self, x: Tensor | Parts, op: str) -> Tensor:
+        """All read all; where that is much, each reduces a part and reads the others' parts."""
+        if isinstance(x, Parts):
+            return self._all_reduce_parts(x, op)
+        if not x.is_cpu:
+            return super().all_reduce(x, op)
+        x = dtypes.plain(x)
+        packed = dtypes.to_bytes(x)
+        call = self._call("all_reduce", op, x)
+        if self._whose:
+            call.of(self._whose)
+        out = torch.empty_like(packed)
+        flat, result = dtypes.from_bytes(out, x.dtype), dtypes.from_bytes(out, x.dtype).view(x.shape)
+        in_parts = self._in_parts(x)
+        call.post(packed, self._others, spare=self._spare(flat) if in_parts else 0)
+        return self._reduced(call, in_parts, op, flat, result)
+
+    def _in_parts(self, x: Tensor) -> bool:
+        return self.size > 2 and x.nbytes > _ONE_STEP
+
+    def _spare(self, flat: Tensor) -> int:
+        return -(-flat.numel() // self.size) * flat.element_size()
+
+    def _reduced(self, call: Call, in_parts: bool, op: str, out: Tensor, result: Tensor) -> Tensor:
+        def as_numbers(got: list[Tensor]) -> list[Tensor]:
+            return [dtypes.from_bytes(each, out.dtype) for each in got]
+
+        if not in_parts:
+            return self._done(call, self._others, lambda got: dtypes.fold(op, as_numbers(got), out=out), result)
+
+        def first(got: list[Tensor]) -> None:
+            call.reduce_own(as_numbers(got), op, out)
+
+        def rest(got: list[Tensor]) -> None:
+            call.reduce_others(as_numbers(got), op, out)
+
+        return self._done(call, self._others, rest, result, first)
+
+    def _all_reduce_parts(self, x: Parts, op: str) -> Tensor:
+        """They are written straight to where the others read them."""
+        out = torch.empty(sum(part.numel() for part in x.parts), dtype=x.dtype, device="cpu")
+        call = self._call("all_reduce", op, out)
+        in_parts = self._in_parts(out)
+        call.post(out, self._others, spare=self._spare(out) if in_parts else 0, write=lambda own: _write(own, x))
+        return self._reduced(call, in_parts, op, out, out)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All read all."""
+        if not x.is_cpu:
+            return super().all_gather(x)
+        packed = dtypes.to_bytes(x)
+        out = packed.new_empty((self.size, packed.numel()))
+        call = self._call("all_gather", "", x)
+        call.post(packed, self._others)
+        result = dtypes.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
+        return self._done(call, self._others, lambda got: _copy_rows(out, got), result)
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """Everybody reduces its row of all."""
+        if not x.is_cpu:
+            return super().reduce_scatter(x, op)
+        x = dtypes.plain(x)
+        packed = dtypes.to_bytes(x)
+        out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+        call = self._call("reduce_scatter", op, x)
+        call.post(packed, self._others)
+        mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
+
+        def fill(got: list[Tensor]) -> None:
+            dtypes.fold(op, [dtypes.from_bytes(each, x.dtype)[mine] for each in got], out=out.view(-1))
+
+        return self._done(call, self._others, fill, out)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """All read their runs of all; a table says where those begin."""
+        if not x.is_cpu:
+            return super().all_to_all(x, send, recv)
+        packed = dtypes.to_bytes(x)
+        width = x.element_size() // packed.element_size()
+        runs = [width * run for run in recv]
+        out = packed.new_empty(sum(runs))
+        call = self._call("all_to_all", "", x)
+        call.count = 0  # it may differ
+        starts = [0, *accumulate(width * run for run in send)]
+        call.post(packed, self._others, table=[*starts, *runs])
+
+        def fill(got: list[Tensor]) -> None:
+            for i, (part, whole) in enumerate(zip(out.split(runs), got, strict=True)):
+                start, end = call.table_of(i)
+                part.copy_(whole[start:end])
+
+        return self._done(call, self._others, fill, dtypes.from_bytes(out, x.dtype))
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """One reads from one."""
+        if not x.is_cpu:
+            return super().permute(x, source, destination)
+        packed = dtypes.to_bytes(x)
+        out = torch.zeros_like(packed) if source is None else torch.empty_like(packed)
+        call = self._call("permute", "", x)
+        call.root = -1 if destination is None else destination
+        call.post(packed, () if destination in (None, self.index) else (destination,))
+
+        def fill(got: list[Tensor]) -> None:
+            if source is not None:
+                out.copy_(got[source])
+
+        result = dtypes.from_bytes(out, x.dtype).view(x.shape)
+        return self._done(call, () if source in (None, self.index) else (source,), fill, result)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """All read from one."""
+        if not x.is_cpu:
+            return super().broadcast(x, src)
+        packed = dtypes.to_bytes(x)
+        out = torch.empty_like(packed)
+        call = self._call("broadcast", "", x, src)
+        call.post(packed, self._others if self.index == src else ())
+        result = dtypes.from_bytes(out, x.dtype).view(x.shape)
+        sources = () if self.index == src else (src,)
+        return self._done(call, sources, lambda got: out.copy_(got[src]), result)
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
+        """One reads from all."""
+        if not x.is_cpu:
+            return super().reduce(x, op, dst)
+        x = dtypes.plain(x)
+        packed = dtypes.to_bytes(x)
+        out = torch.empty_like(x) if self.index == dst else None
+        call = self._call("reduce", op, x, dst)
+        call.post(packed, () if self.index == dst else (dst,))
+
+        def fill(got: list[Tensor]) -> None:
+            if out is not None:
+                dtypes.fold(op, [dtypes.from_bytes(each, x.dtype) for each in got], out=out.view(-1))
+
+        return self._done(call, self._others if self.index == dst else (), fill, out)
+
+    def gather(self, x: Tensor, dst: int) -> Tensor | None:
+        """One reads from all."""
+        if not x.is_cpu:
+            return super().gather(x, dst)
+        packed = dtypes.to_bytes(x)
+        out = packed.new_empty((self.size if self.index == dst else 0, packed.numel()))
+        call = self._call("gather", "", x, dst)
+        call.post(packed, () if self.index == dst else (dst,))
+        if self.index != dst:
+            return self._done(call, (), lambda _: None, None)
+        result = dtypes.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
+        return self._done(call, self._others, lambda got: _copy_rows(out, got), result)
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """All read their rows from one."""
+        if not like.is_cpu:
+            return super().scatter(x, like, src)
+        packed = dtypes.to_bytes(like[None][:0] if x is None else x)
+        out = packed.new_empty(like.nbytes // packed.element_size())
+        call = self._call("scatter", "", like, src)
+        call.post(packed, self._others if self.index == src else ())
+        call.total = self.size
+        mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
+        result = dtypes.from_bytes(out, like.dtype).view(like.shape)
+        sources = () if self.index == src else (src,)
+        return self._done(call, sources, lambda got: out.copy_(got[src][mine]), result)
+
+    def barrier(self) -> object:
+        """Entries without anything."""
+        call = self._call("barrier", "", torch.empty(0, dtype=torch.uint8, device="cpu"))
+        call.post(None, ())
+        return self._done(call, self._others, lambda _: None, None)
+
+    def barrier_within(self, seconds: float) -> None:
+        """As in the base: all are here, and what was not compared before can be."""
+        super().barrier_within(seconds)
+        if "mail" in vars(self):
+            compare_given(self.mail)
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return self.mail.others
+
+    def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> Call:
+        mail, dtype, shape, called, tree = self.mail, x.dtype, x.shape, self.called, self.tree
+        self.called = self.tree = ()
+        key = name, op, dtype, shape, root, called, tree
+        try:
+            meaning = mail.known.get(key)
+        except TypeError:  # an argument without a hash
+            key, meaning = (repr(key),), None  # type: ignore[assignment]
+        if meaning is None:
+            meaning = meaning_of(mail.lexicon, key, called, tree, name, op, dtype, shape, root)
+        return Call(self, mail, meaning, shape.numel(), root, self._note(name, op, dtype, shape, root))
+
+    def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
+        call.expect(sources, fill, result, first)
+        try:
+            call.wait_for_all(self.mail.timeout)
+        except BaseException as error:
+            failed(call.record, error)
+            self.mail.dropped.append(call)
+            raise
+        return cast(T, call.conclude())
+
+
+class LaterOneHostLink(Later, OneHostLink):
+    """The same link; who waits reads."""
+
+    def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
+        call.expect(sources, fill, result, first)
+        return cast(T, Reading(call))
+
+
+OneHostLink.later_form = LaterOneHostLink
+
+
+def _write(own: Tensor, x: Parts) -> None:
+    small = own.nbytes < _APART * len(x.parts)
+    if small or x.factor == 1.0:
+        if all(part.dtype == own.dtype for part in x.parts):
+            torch.cat(list(x.parts), out=own)
+        else:
+            for place, part in zip(own.split([part.numel() for part in x.parts]), x.parts, strict=True):
+                place.copy_(part)
+        if x.factor != 1.0:
+            own.mul_(x.factor)
+        return
+    for place, part in zip(own.split([part.numel() for part in x.parts]), x.parts, strict=True):
+        torch.mul(part, x.factor, out=place)
+
+
+def _copy_rows(out: Tensor, got: Sequence[Tensor]) -> None:
+    for row, each in zip(out, got, strict=True):
+        row.copy_(each)

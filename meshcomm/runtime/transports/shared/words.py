@@ -1,0 +1,105 @@
+"""What a rank writes of a call for the others on its machine: in numbers, and those in words."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from meshcomm.errors import shape_text
+from meshcomm.runtime.hooks.wrapped import Primitive
+from meshcomm.runtime.said import Meant, digest_of
+from meshcomm.runtime.transports.protocol import REDUCE_OPS, Note
+from meshcomm.runtime.transports.shared.lexicon import Lexicon, Meaning
+from meshcomm.runtime.transports.shared.memory import ENTRIES, Box
+from meshcomm.runtime.whose import ordinal_of
+
+__all__ = [
+    "CODE", "COUNT", "DIGEST", "ENTRY_CELLS", "FD", "KEPT", "LATER", "LENGTH", "OFFSET", "PERMUTE", "PLACE", "ROOT",
+    "SERIAL", "SIZE", "dtype_of", "entry_of", "last_said", "meaning_of", "name_of", "named", "said",
+]  # fmt: skip
+
+_NUMBER, CODE, COUNT, ROOT, FD, SERIAL, SIZE, KEPT, LATER, OFFSET, LENGTH, DIGEST, PLACE, ENTRY_CELLS = range(14)
+"""The cells of an entry: the number of the call, what is called, where what is lent lies, a digest of the call, and
+where in the lexicon its words are.
+"""
+
+_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
+          "scatter", "barrier")  # fmt: skip
+_DTYPES = tuple(
+    sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=lambda each: str(each))
+)
+_CALL = {call: number << 16 for number, call in enumerate(_CALLS)}
+_OP = {op: number << 8 for number, op in enumerate(("", *REDUCE_OPS))}
+_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+def meaning_of(
+    known: Lexicon, key: Hashable, called: tuple[Any, ...], tree: tuple[Any, ...],
+    name: str, op: str, dtype: torch.dtype, shape: torch.Size, root: int,
+) -> Meaning:  # fmt: skip
+    """Of a primitive with this key. ``called``: what makes the note that it belongs to, and its arguments."""
+    seen = () if name == "all_to_all" else tuple(shape)  # there it may differ
+    what = Primitive(name, None, (name, op, dtype, seen, root), _nothing)
+    note: Note = called[0](*called[1:]) if called else _alone(name, op, root)
+    if note.dtype is None and name != "barrier":
+        note = note._replace(dtype=dtype, shape=shape)
+    note = note._replace(tree=tree) if tree else note
+    code = _CALL[name] + _OP[op] + _DTYPE[dtype]
+    return known.learn(key, code, digest_of(note, what)[0], Meant.of(note, what).write())
+
+
+def _alone(name: str, op: str, root: int) -> Note:
+    """Of a primitive that belongs to no call that is known."""
+    return Note(name, (op or None, None if root < 0 else root), ("op", "root"), None, None)
+
+
+def _nothing() -> None:
+    """What is told of runs elsewhere."""
+
+
+def name_of(code: int) -> str:
+    """Of the primitive."""
+    return _CALLS[code >> 16]
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """Of its tensor."""
+    return _DTYPES[code & 255]
+
+
+PERMUTE = _CALLS.index("permute")
+
+
+def said(code: int, count: int, root: int) -> str:
+    """``all_reduce of f32[8] (sum)``."""
+    call, op, dtype = _CALLS[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
+    extra = [op] if op else []
+    if root < -1:
+        extra.append(f"the gradient of leaf {ordinal_of(-1 - root)}")
+    if root >= 0:
+        extra.append(f"{'to' if call in ('permute', 'reduce', 'gather') else 'from'} {root}")
+    return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"
+
+
+def entry_of(box: Box | None, number: int) -> list[int] | None:
+    """What stands there of a call."""
+    if box is None:
+        return None
+    at = box.at(number)
+    return box.cells[at : at + ENTRY_CELLS].tolist() if box.cells[at] == number else None
+
+
+def last_said(box: Box | None) -> str:
+    """The last call that a mailbox speaks of."""
+    if box is None:
+        return "it has not made a mesh with this axis yet"
+    at = max((box.at(slot) for slot in range(ENTRIES)), key=lambda at: box.cells[at])
+    number, code, count, root = box.cells[at : at + 4].tolist()
+    return f"its last call here is number {number}, {said(code, count, root)}" if number else "it has made no call here"
+
+
+def named(missing: Sequence[int]) -> str:
+    """``indices 1, 2``."""
+    return f"{'index' if len(missing) == 1 else 'indices'} {', '.join(map(str, missing))}"

@@ -1,0 +1,97 @@
+"""A group of one: every primitive is a copy, and nothing is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.transports.protocol import Note, Post, Want
+
+__all__ = ["SoloLink"]
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class SoloLink:
+    """The link of an axis of size 1."""
+
+    size = 1
+    index = 0
+    watched = hears = False
+    tree: tuple[Any, ...] = ()
+    called: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        self.orders: dict[Any, list[int]] = {}
+        self.ledger = Ledger()
+
+    def later(self) -> SoloLink:
+        """Nothing to wait for."""
+        return self
+
+    def announce(self, note: Note) -> None:
+        """Nobody listens."""
+
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """Nobody waits."""
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """The caller does."""
+        return False
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """Nothing moves, so every device will do."""
+        return None
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """A copy."""
+        return _copy(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """One row."""
+        return _copy(x).unsqueeze(0)
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """The one row."""
+        return _copy(x[0])
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """A copy."""
+        return _copy(x)
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """A copy if the rank sends to itself, else zeros."""
+        return torch.zeros_like(x, memory_format=torch.contiguous_format) if source is None else _copy(x)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """A copy."""
+        return _copy(x)
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor:
+        """A copy."""
+        return _copy(x)
+
+    def gather(self, x: Tensor, dst: int) -> Tensor:
+        """One row."""
+        return self.all_gather(x)
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """The one row."""
+        assert x is not None
+        return _copy(x[0])
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """No other rank, no messages."""
+        return []
+
+    def barrier(self) -> None:
+        """Everyone is here."""
+
+    def barrier_within(self, seconds: float) -> None:
+        """Everyone is here."""

@@ -1,0 +1,1 @@
+"""Ranks of one process: cooperative threads that meet at each call."""

@@ -1,0 +1,89 @@
+"""Which mesh was the current one when a node of a graph was made: a backward that calls the user's code again (a
+checkpoint, a hook, a custom function) finds it, wherever and on whichever thread it runs.
+
+Autograd numbers the nodes that a thread makes. So it is enough to note, whenever a thread comes to another mesh, the
+number of its next node.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from bisect import bisect_right
+from typing import Any
+
+import torch
+
+from meshcomm._torch import current_node, next_sequence_number, sequence_number
+from meshcomm.runtime.transports.threads.scheduler import current_rank
+
+__all__ = ["begin", "of_current_node"]
+
+_MOST = 10_000
+"""Changes from mesh to mesh that are kept for a thread; the graphs of those before have ended long ago."""
+
+
+class _Thread:
+    """The eras of one thread: the first node of each, and the mesh."""
+
+    def __init__(self, rank: object) -> None:
+        self.rank = rank
+        self.starts: list[int] = []
+        self.things: list[weakref.ref[Any] | None] = []
+        _threads.add(self)
+
+    def begin(self, thing: object | None) -> None:
+        start = next_sequence_number()
+        if self.starts and self.starts[-1] == start:  # nothing was made in the last one
+            self.starts.pop()
+            self.things.pop()
+        self.starts.append(start)
+        self.things.append(None if thing is None else weakref.ref(thing))
+        if len(self.starts) > _MOST:
+            del self.starts[: _MOST // 2], self.things[: _MOST // 2]
+
+    def at(self, number: int) -> object | None:
+        place = bisect_right(self.starts, number) - 1
+        thing = None if place < 0 else self.things[place]
+        return None if thing is None else thing()
+
+
+_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
+
+
+class _Eras(threading.local):
+    def __init__(self) -> None:
+        self.own = _Thread(current_rank())
+
+
+_eras = _Eras()
+
+
+def begin(thing: object | None) -> None:
+    """From now on this is the mesh of the nodes that this thread makes."""
+    _eras.own.begin(thing)
+
+
+def of_current_node() -> Any:
+    """That of the node which autograd runs on this thread, or of the one that made it; None outside of a backward, or
+    if it is not known.
+    """
+    node = current_node()
+    found = None if node is None else _of(node)
+    if found is None and node is not None:  # a backward inside of that of a node, as a checkpoint may be
+        frame = sys._getframe(1).f_back
+        while frame is not None and found is None:
+            ctx = frame.f_locals.get("ctx")
+            found = _of(ctx) if isinstance(ctx, torch.autograd.function.BackwardCFunction) else None
+            frame = frame.f_back
+    return found
+
+
+def _of(node: Any) -> object | None:
+    number = sequence_number(node)
+    if current_rank() is not None:
+        return _eras.own.at(number)
+    # Autograd has threads of its own, and each thread has its own numbers.
+    every = [thing for each in list(_threads) if each.rank is None and (thing := each.at(number)) is not None]
+    return every[0] if every and all(thing is every[0] for thing in every) else None

@@ -1,0 +1,394 @@
+"""Ranks as cooperative threads of one process: one runs at a time, and they change over only where a rank has to wait.
+
+So a run is deterministic, and when no rank can go on that is known at once and said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from meshcomm import _torch
+from meshcomm.errors import CommError, fail, text
+from meshcomm.runtime.callsite import hinted
+from meshcomm.runtime.pending import TimedOutError
+from meshcomm.runtime.start import forks
+from meshcomm.runtime.transports.threads.random_state import RandomState
+from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
+
+__all__ = ["Rank", "World", "carry_over", "claim", "current_rank", "local"]
+
+
+_running = threading.Lock()
+_LOOKS = 1000
+"""How often each rank may look whether something is done, or run out of time, before that is a deadlock."""
+_TOLD_AFTER = 300.0
+"""Seconds of others' time-outs after which who waits without one is told, as among processes: they may repeat them."""
+_DEADLOCK_FIX = "  fix: every rank of an axis must make the same calls on it in the same order"
+
+
+class _Local(threading.local):
+    rank: Rank | None = None
+
+
+local = _Local()
+"""``local.rank`` is the in-process rank whose code is running: :func:`current_rank` without the call."""
+
+
+def current_rank() -> Rank | None:
+    """The in-process rank whose code is running, or None outside a launch."""
+    return local.rank
+
+
+def claim(module: torch.nn.Module, where: str) -> None:
+    """``where`` makes ``module`` parallel: among ranks of one process it must be this rank's own."""
+    rank = local.rank
+    if rank is not None and rank.world.leaves is not None:
+        rank.world.leaves.claim(module, rank.index, where)
+
+
+_carried: list[Callable[[], Callable[[], None]]] = []
+
+
+def carry_over(capture: Callable[[], Callable[[], None]]) -> None:
+    """Register what ranks take over from the caller: ``capture()`` runs there, what it returns runs in each rank."""
+    _carried.append(capture)
+
+
+class _Cancelled(BaseException):
+    """Ends a rank because another one failed; no Exception, so that user code does not catch it."""
+
+
+class Rank:
+    """One rank of a :class:`World`: its thread's turn, its random state, and what it waits for."""
+
+    def __init__(self, world: World, index: int, seed: int) -> None:
+        self.world = world
+        self.index = index
+        self.turn = threading.Lock()  # held by nobody's thread in particular: released to let this rank run
+        self.turn.acquire()
+        self.random = RandomState(seed, index)
+        self.forward_ad = (-1, 0)
+        self.anomaly = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        self.waits_for: Callable[[], str] | None = None
+        self.patience: float | None = None  # seconds, where it does not wait for ever
+        self.timed_out = False
+        self.last = False
+        self.overtaken = 0.0  # the seconds for which others have said that they would wait, and in vain, meanwhile
+        self.gives_up: Callable[[str], None] | None = None  # what it waits for is told when it never comes
+        self.fault: str | None = None
+        self.over = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.axes: dict[Any, Any] = {}  # of the meshes that this rank uses
+        self.made: Counter[Any] = Counter()  # how many meshes of a kind
+
+    def save(self) -> None:
+        """Keep what torch and others hold per process but is this rank's own."""
+        self.random.save()
+        self.forward_ad = _torch.forward_ad_state()
+        self.anomaly = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+
+    def load(self) -> None:
+        """Put it back."""
+        self.random.load()
+        _torch.set_forward_ad_state(self.forward_ad)
+        if self.anomaly[0] or torch.is_anomaly_enabled():
+            torch.set_anomaly_enabled(*self.anomaly)
+
+    def describe(self) -> str:
+        """A line for a report."""
+        state = "has returned" if self.over else self.waits_for() if self.waits_for is not None else "is running"
+        return f"  rank {self.index} {state}"
+
+
+class World:
+    """All ranks of one launch."""
+
+    def __init__(self, size: int, limit: timedelta | None = None, *, share: bool = False) -> None:
+        """``limit``: how long a run may last; ``share``: the ranks share leaves, and know what they do."""
+        seed = torch.initial_seed()
+        self.limit = limit
+        self.leaves = None if share else SharedLeaves()
+        self._end: float | None = None
+        self.size = size
+        self.shared: dict[Any, Any] = {}
+        self.ranks = [Rank(self, index, seed) for index in range(size)]
+        self._ready: deque[Rank] = deque(self.ranks)
+        self.cancelled = False
+        self._idle = 0  # looks and time-outs since a rank last did something
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    # ------------------------------------------------------------------------------------------- for the caller
+
+    def run(self, body: Callable[[], Any]) -> list[Any]:
+        """Run ``body`` on every rank and give the results in order of rank; the first error of a rank ends all of
+        them.
+        """
+        setups = [_caller_modes()] + [capture() for capture in _carried]
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._live, rank, body, setups),
+                name=f"meshcomm rank {rank.index}",
+                daemon=True,
+            )
+            for rank in self.ranks
+        ]
+        if not _running.acquire(blocking=False):
+            fail(
+                "launch",
+                "another launch is running in this process.",
+                got="a call from another thread",
+                fix="one launch at a time: random states and others are global to the process",
+            )
+        if self.limit is not None:
+            self._end = time.monotonic() + self.limit.total_seconds()
+        outside, anomaly = RandomState(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        try:
+            with _torch.forward_ad_shared(), self._watched():
+                for thread in threads:
+                    thread.start()
+                self._ready.popleft().turn.release()
+                self._await_end()
+        finally:
+            outside.load()
+            torch.set_anomaly_enabled(*anomaly)
+            _running.release()
+        for thread in threads:
+            thread.join()
+        failed = next((rank for rank in sorted(self.ranks, key=self._by_failure) if rank.error is not None), None)
+        if failed is not None:
+            raise _named(failed.error, failed, self.size)
+        return [rank.result for rank in self.ranks]
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        if self.leaves is None:
+            return contextlib.nullcontext()
+        return self.leaves.watched(lambda: None if local.rank is None else local.rank.index)
+
+    def _await_end(self) -> None:
+        try:
+            self._ended.acquire()
+        except BaseException:  # Ctrl-C: the rank that runs is stopped at its next collective, then the others
+            self.cancelled = True
+            self._ended.acquire()
+            raise
+
+    @staticmethod
+    def _by_failure(rank: Rank) -> tuple[bool, int]:
+        # A deadlock or mismatch is raised on several ranks; what is not a CommError is the likelier cause.
+        return isinstance(rank.error, CommError), rank.index
+
+    # ------------------------------------------------------------------------------------------- for the ranks
+
+    def check(self) -> None:
+        """End this rank if another one has failed, if the time is up, or if it has written what others share."""
+        if self.cancelled:
+            forks.refuse_if_forked("launch")
+            raise _Cancelled
+        if self._end is not None and time.monotonic() > self._end:
+            assert self.limit is not None
+            what = f"the run did not end within {self.limit.total_seconds():g} s."
+            fix = "give a longer timeout=, or look for a loop without an end"
+            raise CommError(text("launch", what, got="\n" + self._report(), fix=fix))
+        self._look()
+
+    def _look(self) -> None:
+        if self.leaves is not None and self.leaves.shared and local.rank is not None:
+            self.leaves.look(local.rank.index)
+
+    def wait(
+        self,
+        rank: Rank,
+        waits_for: Callable[[], str],
+        timeout: float | None = None,
+        gives_up: Callable[[str], None] | None = None,
+        last: bool = False,
+    ) -> None:
+        """Let others run until :meth:`wake`; raises CommError when none can.
+
+        ``gives_up`` is told why before any rank goes on: what this rank has brought shall meet nobody's next call.
+        With a ``timeout`` it raises TimedOutError instead, and at once: no time passes while nobody can do anything;
+        with ``last`` only when all others who wait have been told, for they may come then.
+        """
+        rank.waits_for, rank.patience, rank.gives_up, rank.last = waits_for, timeout, gives_up, last
+        rank.overtaken = 0.0
+        self._hand_over(rank)
+        self.check()
+        if rank.fault is not None:
+            fault, rank.fault = rank.fault, None
+            raise CommError(fault)
+        if rank.timed_out:
+            rank.timed_out = False
+            raise TimedOutError
+
+    def wake(self, rank: Rank) -> None:
+        """Let a waiting rank go on when its turn comes."""
+        if rank.waits_for is not None:
+            rank.waits_for = rank.patience = rank.gives_up = None
+            self._ready.append(rank)
+
+    def act(self) -> None:
+        """A rank does something that others may have waited for."""
+        self._idle = 0
+
+    def look_away(self, rank: Rank) -> None:
+        """Let the others run once while ``rank`` polls; raises CommError when it has done so often in vain."""
+        self.check()
+        self._idle += 1
+        if self._idle > _LOOKS * self.size:
+            self._idle = 0
+            if not self._end_of_patience():
+                raise CommError(f"meshcomm: deadlock: ranks poll a Work for ever.\n{self._report()}\n{_DEADLOCK_FIX}")
+        self._ready.append(rank)
+        self._hand_over(rank)
+        self.check()
+
+    def _end_of_patience(self, last: bool = False) -> bool:
+        """Wake who waits with the shortest time-out, since nobody can do anything before; whether there is one."""
+        waiting = [rank for rank in self.ranks if rank.waits_for is not None and rank.last == last]
+        patient = [rank for rank in waiting if rank.patience is not None]
+        if any(rank.patience is None and rank.overtaken > _TOLD_AFTER for rank in waiting):
+            return False
+        if not patient or self._idle > _LOOKS * self.size:
+            return False
+        self._idle += 1
+        first = min(patient, key=lambda rank: (rank.patience, rank.index))
+        for rank in waiting:
+            rank.overtaken += first.patience or 0.0
+        first.timed_out = True
+        self.wake(first)
+        return True
+
+    def _hand_over(self, rank: Rank) -> None:
+        after = self._next()
+        if after is rank:
+            return
+        rank.save()
+        assert after is not None
+        after.turn.release()
+        rank.turn.acquire()
+        rank.load()
+
+    def _next(self) -> Rank | None:
+        """Who runs next; when nobody can, everybody who waits is told."""
+        if self._ready and not self.cancelled:
+            return self._ready.popleft()
+        if not self.cancelled and self._end_of_patience():
+            return self._ready.popleft()
+        waiting = [rank for rank in self.ranks if rank.waits_for is not None]
+        if not self.cancelled and not all(rank.last for rank in waiting):
+            waiting = [rank for rank in waiting if not rank.last]
+        elif not self.cancelled and self._end_of_patience(last=True):
+            return self._ready.popleft()
+        if not self.cancelled and waiting:
+            report = self._report()
+            for rank in waiting:
+                rank.fault = hinted(f"meshcomm: deadlock: no rank can go on.\n{report}\n{_DEADLOCK_FIX}")
+                if rank.gives_up is not None:
+                    rank.gives_up(rank.fault)
+        for rank in waiting:
+            self.wake(rank)
+        return self._ready.popleft() if self._ready else None
+
+    def _report(self) -> str:
+        return "\n".join(rank.describe() for rank in self.ranks)
+
+    def _live(self, rank: Rank, body: Callable[[], Any], setups: list[Callable[[], Any]]) -> None:
+        """The life of one rank's thread."""
+        rank.turn.acquire()
+        _share_a_core()
+        local.rank = rank
+        rank.load()
+        try:
+            with contextlib.ExitStack() as stack:
+                for setup in setups:
+                    if (context := setup()) is not None:
+                        stack.enter_context(context)
+                self.check()
+                rank.result = body()
+                self._look()
+        except _Cancelled:
+            pass
+        except BaseException as error:  # raised again in the caller
+            rank.error = error
+            self.cancelled = True
+        rank.over = True
+        self.act()
+        after = self._next()
+        (self._ended if after is None else after.turn).release()
+
+
+def _share_a_core() -> None:
+    """Keep the ranks' threads on one core where torch computes with one thread: only one of them runs at a time, and
+    a turn that goes to another core takes twice as long.
+    """
+    if hasattr(os, "sched_setaffinity") and torch.get_num_threads() == 1:
+        cores = os.sched_getaffinity(0)
+        _cores.update(cores)
+        os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+
+
+_cores: set[int] = set()
+
+
+def _leave_the_core() -> None:
+    """A process forked in a rank, such as a worker of a DataLoader, may use all cores again."""
+    if local.rank is not None and _cores:
+        os.sched_setaffinity(0, _cores)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_the_core)
+
+
+def _alone() -> None:
+    """A process forked in a rank has none of the others."""
+    if local.rank is not None:
+        local.rank.world.cancelled = True
+
+
+forks.on_fork(lambda: None if local.rank is None or local.rank.world.size == 1 else local.rank.index, _alone)
+
+
+def _named(error: BaseException | None, rank: Rank, size: int) -> BaseException:
+    """The rank's own exception, with its traceback and a note that says whose it is."""
+    assert error is not None
+    if hasattr(error, "add_note"):  # Python 3.11 on
+        error.add_note(f"raised by rank {rank.index} of {size} in meshcomm.launch")
+    return error
+
+
+def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The caller's grad mode, autocast and default device, which torch keeps per thread, for another thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    device = torch.get_default_device()
+    kinds = {"cpu", device.type} - {"meta"}
+    cache = torch.is_autocast_cache_enabled()
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            # Backward of a device runs on one thread of the process otherwise, where ranks would block each other.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if device.type != "cpu":
+                stack.enter_context(device)
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            yield
+
+    return modes

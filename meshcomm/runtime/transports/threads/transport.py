@@ -1,0 +1,624 @@
+"""Links between the ranks of one process: they meet at each call, and calls that do not agree are an error at once.
+
+n = number of ranks in the group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm._torch import outside_dispatch_modes
+from meshcomm.errors import CommError, MeshError, shape_text
+from meshcomm.runtime.callsite import call_site, called_at, hinted, in_backward
+from meshcomm.runtime.health.attendance import absent_text
+from meshcomm.runtime.hooks.recorder import DROPPED, ENDED, Owner, Record, failed, log_among
+from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.lengths import dims_said
+from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.protocol import Note, Post, Want
+from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
+from meshcomm.runtime.whose import differ
+
+__all__ = ["InProcessLink"]
+
+Detail = Callable[[], str] | None
+"""More to say of a call, put into words only when it is said."""
+
+Compute = Callable[[list[Any]], Sequence[Any]]
+
+_SOON = 1.0
+"""Seconds within which ranks that wait for one another are told: a barrier that would wait longer outlasts them."""
+_GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-out, which ends what was begun before."
+
+
+class _Call:
+    """What one rank called."""
+
+    __slots__ = ("backward", "detail", "key", "note", "rank", "record", "site", "word")
+    record: Record
+
+    def __init__(self, rank: Rank, note: Note, key: tuple[Any, ...], detail: Detail) -> None:
+        self.rank = rank
+        self.note = note
+        self.key = key  # what must be equal on all ranks
+        self.detail = detail
+        self.site = call_site()
+        self.backward = in_backward()
+        self.word = 0 if note.whose is None else note.whose.word
+
+    def agrees(self, other: _Call) -> bool:
+        mine, theirs = self.note, other.note
+        if mine.what != theirs.what or mine.given != theirs.given or self.key != other.key:
+            return False
+        if mine.fixed != theirs.fixed or mine.tree != theirs.tree or differ(self.word, other.word):
+            return False
+        return mine.needs_grad == theirs.needs_grad or mine.needs_grad is None or theirs.needs_grad is None
+
+    def __str__(self) -> str:
+        note = self.note
+        given = zip(note.names, note.given, strict=True)
+        shown = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        parts = [f"{note.what}({shown})"]
+        if note.tree:
+            leaves = (f"x{path} {shape_text(dtype, shape)}" for path, dtype, shape in note.tree)
+            parts.append(f"of {', '.join(leaves)}")
+        elif note.dtype is not None:
+            parts.append(f"of {shape_text(note.dtype, note.shape)}")
+        if self.detail is not None:
+            parts.append(self.detail())
+        if note.needs_grad:
+            parts.append("that needs a gradient")
+        if note.whose is not None:
+            parts.append(f"for {note.whose}")
+        return f"{' '.join(parts)} over {note.axis} at {called_at(self.site, backward=self.backward)}"
+
+
+class _Meeting:
+    """One collective: who has come, with what, and what came of it."""
+
+    __slots__ = ("calls", "came", "error", "inputs", "odd", "outlasts", "results", "waiting")
+
+    def __init__(self, size: int) -> None:
+        self.calls: list[_Call] = []
+        self.inputs: list[Any] = [None] * size
+        self.results: list[Any] | None = None
+        self.error: str | None = None
+        self.came = 0
+        self.odd = False  # not all have called the same
+        self.waiting: list[Rank] = []
+        self.outlasts = False  # who waits here does so longer than others in vain
+
+    @property
+    def over(self) -> bool:
+        return self.results is not None or self.error is not None
+
+    def fail(self, error: str) -> None:
+        """Whoever comes later is told the same."""
+        if not self.over:
+            self.error, self.inputs = error, []
+
+    def lengths(self) -> str:
+        """What is said where tensors of other lengths are all that differs."""
+        of_index = {getattr(call.note.axis, "index", at): str(call) for at, call in enumerate(self.calls)}
+        return dims_said(dict(sorted(of_index.items())), len(self.inputs))
+
+    def report(self, title: str = "ranks of one axis made different calls.", more: Sequence[_Call] = ()) -> str:
+        """Which ranks called what, equal calls together."""
+        groups: list[tuple[_Call, list[int]]] = []
+        for call in (*self.calls, *more):
+            same = next((ranks for other, ranks in groups if other.agrees(call)), None)
+            if same is None:
+                groups.append((call, [call.rank.index]))
+            else:
+                same.append(call.rank.index)
+        lines = []
+        for call, ranks in groups:
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+            lines.append(f"  {who} called {call}")
+        return hinted(f"meshcomm: {title}\n" + "\n".join(lines) + self.lengths())
+
+
+@dataclass(eq=False)
+class _Batch:
+    """The messages of one exchange of one rank that have not met their other side."""
+
+    rank: Rank
+    call: _Call
+    open: int
+    error: str | None = None
+    waited: bool = False
+    wants: list[_Message] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.open == 0 or self.error is not None
+
+    def fail(self, error: str) -> None:
+        """It will not meet the other sides any more."""
+        if not self.over:
+            self.error = error
+
+    def received(self) -> list[Tensor]:
+        """What has come, on the devices asked for."""
+        return [message.got.to(message.device) for message in self.wants if message.got is not None]
+
+
+@dataclass(eq=False)
+class _Message:
+    batch: _Batch
+    x: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device | None = None
+    got: Tensor | None = None
+
+
+class _Circle:
+    """What the links of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.counts = [0] * size  # how often each rank has come
+        self.meetings: dict[int, _Meeting] = {}
+        self.roll_calls = [0] * size
+        self.rolls: dict[int, _Meeting] = {}
+        self.posts: dict[tuple[int, int, int], deque[_Message]] = {}
+        self.wants: dict[tuple[int, int, int], deque[_Message]] = {}
+
+    def align(self) -> None:
+        """All ranks count on from the one that has made the most calls."""
+        self.counts = [max(self.counts)] * len(self.counts)
+        for meeting in self.meetings.values():
+            meeting.fail(meeting.report(_GIVEN_UP))
+        self.meetings.clear()
+
+
+class InProcessLink:
+    """One rank's link to the other ranks of its group in this process."""
+
+    watched = hears = True
+    called: tuple[Any, ...] = ()
+
+    def __init__(self, rank: Rank, ranks: tuple[int, ...], name: str) -> None:
+        """``name``: of the sequence of calls: two axes have two of them, were they between the same ranks."""
+        self.size = len(ranks)
+        self.index = ranks.index(rank.index)
+        self._ranks = ranks
+        self._rank = rank
+        self.log = log_among(rank.world.shared, Owner(rank.index, rank.world.size), ranks, name)
+        self._circle: _Circle = rank.world.shared.setdefault((ranks, name), _Circle(self.size))
+        self._note = Note("a collective", (), (), None, "?")
+        self.tree: tuple[Any, ...] = ()
+        self.orders: dict[Any, list[int]] = {}
+        self.ledger = Ledger()
+        self._later: Any = None
+
+    def later(self) -> LaterInProcessLink:
+        """The same place in the group; who comes need not wait."""
+        if self._later is None:
+            self._later = LaterInProcessLink.__new__(LaterInProcessLink)
+            self._later.__dict__ = self.__dict__
+        return self._later  # type: ignore[no-any-return]
+
+    def announce(self, note: Note) -> None:
+        """Name the next call, for reports and to compare it with the other ranks'."""
+        self._note = note._replace(tree=self.tree) if self.tree else note
+        self.tree = ()
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """The caller does."""
+        return False
+
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """Take this rank's place at the meeting, and tell those who have come and those who will. A message that is
+        not sent is found out when no rank can go on.
+        """
+        if where in ("send", "recv", "exchange") or current_rank() is not self._rank or self._rank.world.cancelled:
+            return
+        self._rank.world.act()
+        meeting = self._sit(self._circle.counts, self._circle.meetings)
+        said = f"  rank {self._rank.index} called {where} over {axis} at {call_site()} and has raised: {why}"
+        meeting.fail(meeting.report("not all ranks of an axis made the same call.") + f"\n{said}")
+        self._wake_all(meeting)
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """Every device with real memory."""
+        return "tensors on 'meta' hold no values" if device.type == "meta" else None
+
+    # ------------------------------------------------------------------------------------------------ meeting
+
+    def check_rank(self, what: str) -> None:
+        """This rank is the one that runs."""
+        if current_rank() is not self._rank:
+            raise MeshError(
+                f"meshcomm.{what}: called for rank {self._rank.index} outside of that rank.\n"
+                "  fix: run backward(), every collective and every wait inside the function that mc.launch runs"
+            )
+
+    def look(self, what: _Meeting | _Batch, name: str) -> bool:
+        """Whether it is over; if not, the others run first."""
+        self.check_rank(name)
+        if not what.over:
+            self._rank.world.look_away(self._rank)
+        return what.over
+
+    def _call(
+        self, key: tuple[Any, ...], detail: Detail, messages: tuple[Sequence[Post], Sequence[Want]] | None = None
+    ) -> _Call:
+        note, log = self._note, self.log
+        self.check_rank(note.what)
+        self._rank.world.check()
+        self._rank.world.act()
+        call = _Call(self._rank, note, key, detail)
+        log.said = note.what, call.site
+        if messages is None:
+            op = note.given[note.names.index("op")] if "op" in note.names else ""
+            call.record = log.begin(note.what, op, note.dtype, note.shape)
+        else:
+            call.record = log.message(*messages)
+        return call
+
+    def _meet(self, key: tuple[Any, ...], detail: Detail, given: Any, compute: Compute) -> Any:
+        """Wait for all ranks of the group; the last one to come computes everybody's result."""
+        call = self._call(key, detail)
+        return self._take(self._join(call, given, compute), call)
+
+    def _join(self, call: _Call, given: Any, compute: Compute) -> _Meeting:
+        """Come to the next meeting of the group."""
+        return self._come(self._circle.counts, self._circle.meetings, call, given, compute)
+
+    def _come(
+        self, counts: list[int], meetings: dict[int, _Meeting], call: _Call, given: Any, compute: Compute
+    ) -> _Meeting:
+        meeting = self._sit(counts, meetings)
+        if meeting.error is None:
+            calls = meeting.calls
+            calls.append(call)
+            meeting.inputs[self.index] = given
+            meeting.odd = meeting.odd or not calls[0].agrees(call)
+            of_others = call.word and any(differ(each.word, call.word) for each in calls)
+            if of_others or (meeting.odd and (meeting.came == self.size or not meeting.lengths())):  # else all are told
+                meeting.fail(meeting.report())
+            elif meeting.came == self.size:
+                self._compute(meeting, call, compute)
+        if meeting.over:
+            self._wake_all(meeting)
+        if meeting.error is not None:
+            call.record[ENDED] = meeting.error.splitlines()[0]
+            raise CommError(meeting.error)
+        return meeting
+
+    def _sit(self, counts: list[int], meetings: dict[int, _Meeting]) -> _Meeting:
+        """This rank's next meeting."""
+        seat = counts[self.index]
+        counts[self.index] = seat + 1
+        meeting = meetings.get(seat)
+        if meeting is None:
+            meeting = meetings[seat] = _Meeting(self.size)
+        meeting.came += 1
+        if meeting.came == self.size:
+            del meetings[seat]
+        return meeting
+
+    def _compute(self, meeting: _Meeting, call: _Call, compute: Compute) -> None:
+        try:
+            with torch.no_grad(), outside_dispatch_modes():  # those of this rank, which came last, have no part in it
+                meeting.results = list(compute(meeting.inputs))
+        except Exception as error:  # every rank of the group is told
+            meeting.error = f"meshcomm.{call.note.what}: {error}\n{meeting.report()}"
+        meeting.inputs = []
+
+    def _take(self, meeting: _Meeting, call: _Call, timeout: float | None = None) -> Any:
+        """This rank's result, once all have come."""
+        while not meeting.over:
+            meeting.waiting.append(self._rank)
+            self._rule_out()
+            if meeting.over:
+                break
+            try:
+                self._rank.world.wait(self._rank, lambda: f"waits in {call}", timeout, meeting.fail, meeting.outlasts)
+            except TimedOutError:
+                meeting.waiting.remove(self._rank)
+                raise
+        if meeting.error is not None:
+            call.record[ENDED] = meeting.error.splitlines()[0]
+            raise CommError(meeting.error)
+        assert meeting.results is not None
+        call.record[ENDED] = monotonic()
+        result, meeting.results[self.index] = meeting.results[self.index], None
+        return result
+
+    def _rule_out(self) -> None:
+        """Who waits for one that waits in a barrier which outlasts it waits in vain, and may come there."""
+        circle = self._circle
+        for roll in [roll for roll in circle.rolls.values() if roll.waiting and roll.outlasts]:
+            there = [self._ranks.index(rank.index) for rank in roll.waiting]
+            for seat, meeting in list(circle.meetings.items()):
+                if meeting.waiting and not meeting.over and any(circle.counts[index] <= seat for index in there):
+                    meeting.fail(meeting.report(more=roll.calls))
+                    self._wake_all(meeting)
+
+    def _wake_all(self, meeting: _Meeting) -> None:
+        for rank in meeting.waiting:
+            self._rank.world.wake(rank)
+        meeting.waiting = []
+
+    def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
+        """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
+        return self._meet((x.dtype, x.shape, extra), None, given, compute)
+
+    # --------------------------------------------------------------------------------------------- collectives
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """Folded in order of index, whatever the order of arrival."""
+        result: Tensor = self._same(x, op, x, lambda xs: _copies(dtypes.fold(op, xs), len(xs)))
+        return result
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Stacked in order of index."""
+        result: Tensor = self._same(x, "", x, lambda xs: _copies(torch.stack(xs), len(xs)))
+        return result
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """Each row folded in order of index."""
+        result: Tensor = self._same(x, op, x, lambda xs: [dtypes.fold(op, rows) for rows in zip(*xs, strict=True)])
+        return result
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """Runs handed over; what one sends must be what the other expects."""
+
+        def detail() -> str:
+            return f"sending {list(send)} receiving {list(recv)} elements"
+
+        result: Tensor = self._meet((x.dtype,), detail, (x, send, recv), _swap)
+        return result
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """Every rank takes what its source has brought."""
+
+        def compute(given: list[tuple[Tensor, int | None]]) -> list[Tensor]:
+            return [x.new_zeros(x.shape) if s is None else _copy(given[s][0]) for x, s in given]
+
+        result: Tensor = self._same(x, "", (x, source), compute)
+        return result
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Copies of what ``src`` has brought."""
+        result: Tensor = self._same(x, f"src={src}", x, lambda xs: _copies(_copy(xs[src]), len(xs)))
+        return result
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
+        """As all_reduce, for ``dst``."""
+        result: Tensor | None = self._same(x, f"{op} dst={dst}", x, lambda xs: _only(dtypes.fold(op, xs), dst, len(xs)))
+        return result
+
+    def gather(self, x: Tensor, dst: int) -> Tensor | None:
+        """As all_gather, for ``dst``."""
+        result: Tensor | None = self._same(x, f"dst={dst}", x, lambda xs: _only(torch.stack(xs), dst, len(xs)))
+        return result
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """Rows of what ``src`` has brought."""
+
+        def compute(xs: list[Tensor | None]) -> list[Tensor]:
+            whole = xs[src]
+            assert whole is not None
+            return [row.clone() for row in whole.unbind()]
+
+        result: Tensor = self._same(like, f"src={src}", x, compute)
+        return result
+
+    def barrier(self) -> None:
+        """Meet for nothing."""
+        self._meet((), None, None, lambda given: given)
+
+    def barrier_within(self, seconds: float) -> None:
+        """Meet, beside the other calls, which all count alike afterwards; when no rank can go on, those that have come
+        are told who has not, and who comes later too.
+        """
+        call, circle = self._call((), None), self._circle
+
+        def align(given: list[None]) -> list[None]:
+            circle.align()
+            return given
+
+        meeting = self._come(circle.roll_calls, circle.rolls, call, None, align)
+        meeting.outlasts = seconds >= _SOON
+        try:
+            self._take(meeting, call, seconds)
+        except TimedOutError:
+            came = {call.rank.index for call in meeting.calls}
+            absent = [f"index {i} (rank {rank})" for i, rank in enumerate(self._ranks) if rank not in came]
+            meeting.fail(absent_text(absent, seconds))
+            self._wake_all(meeting)
+            raise CommError(meeting.error) from None
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """Messages meet by (source, destination, tag) in order; a send returns when it has been received."""
+        batch = self._offer_all(posts, wants)
+        self._settle(batch)
+        return batch.received()
+
+    def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> _Batch:
+        batch = _Batch(self._rank, self._letter(posts, wants), len(posts) + len(wants))
+        for x, dst, tag in posts:
+            self._offer((self.index, dst, tag), _Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
+        for src, shape, dtype, tag, device in wants:
+            message = _Message(batch, None, shape, dtype, device)
+            batch.wants.append(message)
+            self._offer((src, self.index, tag), message)
+        return batch
+
+    def _letter(self, posts: Sequence[Post], wants: Sequence[Want]) -> _Call:
+        return self._call((), lambda: _batch_text(posts, wants), (posts, wants))
+
+    def _settle(self, batch: _Batch, timeout: float | None = None) -> None:
+        """Wait until every message of the batch has met its other side."""
+        try:
+            while not batch.over:
+                batch.waited = True
+                self._rank.world.wait(self._rank, lambda: f"waits in {batch.call}", timeout, batch.fail)
+            if batch.error is not None:
+                raise CommError(batch.error)
+            batch.call.record[ENDED] = monotonic()
+        except TimedOutError:
+            raise
+        except BaseException as error:
+            failed(batch.call.record, error)
+            batch.fail(str(error))
+            self._withdraw(batch)
+            raise
+        finally:
+            batch.waited = False
+
+    def _offer(self, route: tuple[int, int, int], message: _Message) -> None:
+        """Match a message with its other side, or queue it."""
+        circle = self._circle
+        here, there = (circle.posts, circle.wants) if message.x is not None else (circle.wants, circle.posts)
+        queue = there.get(route)
+        # A batch that failed takes its messages back, even before its rank is told: the user may go on afterwards.
+        while queue and queue[0].batch.error is not None:
+            queue.popleft()
+        if message.batch.error is not None:
+            return
+        if not queue:
+            here.setdefault(route, deque()).append(message)
+            return
+        other = queue.popleft()
+        post, want = (message, other) if message.x is not None else (other, message)
+        assert post.x is not None
+        if post.shape != want.shape or post.dtype != want.dtype:
+            error = (
+                f"meshcomm: a message from {route[0]} to {route[1]} does not fit.\n"
+                f"  sent {shape_text(post.dtype, post.shape)}: rank {post.batch.rank.index} called {post.batch.call}\n"
+                f"  expected {shape_text(want.dtype, want.shape)}: rank {want.batch.rank.index}"
+                f" called {want.batch.call}"
+            )
+            post.batch.error = want.batch.error = error
+        else:
+            want.got = post.x.clone()
+        for batch in (post.batch, want.batch):
+            batch.open -= 1
+            if batch.over and batch.waited:
+                batch.waited = False
+                self._rank.world.wake(batch.rank)
+
+    def _withdraw(self, batch: _Batch) -> None:
+        for queues in (self._circle.posts, self._circle.wants):
+            for route, queue in queues.items():
+                queues[route] = deque(message for message in queue if message.batch is not batch)
+
+
+class LaterInProcessLink(InProcessLink):
+    """The same link, whose primitives come to a meeting and leave; waiting is another matter."""
+
+    def _meet(self, key: tuple[Any, ...], detail: Detail, given: Any, compute: Compute) -> Any:
+        call = self._call(key, detail)
+        return _Seat(self, self._join(call, given, compute), call)
+
+    def barrier(self) -> Any:
+        """Come."""
+        return self._meet((), None, None, lambda given: given)
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> Any:
+        """Lay the messages out."""
+        copies = [(x.clone(), dst, tag) for x, dst, tag in posts]
+        return _Letters(self, self._offer_all(copies, wants))
+
+
+class _Seat(Pending):
+    """A place kept at a meeting."""
+
+    __slots__ = ("_call", "_link", "_meeting")
+
+    def __init__(self, link: InProcessLink, meeting: _Meeting, call: _Call) -> None:
+        self._link, self._meeting, self._call = link, meeting, call
+
+    def wait(self, timeout: float | None) -> Any:
+        """The others run until all have come."""
+        self._link.check_rank(self._call.note.what)
+        try:
+            return self._link._take(self._meeting, self._call, timeout)
+        except TimedOutError as late:
+            ranks, here = self._link._ranks, {call.rank.index for call in self._meeting.calls}
+            came = [i for i, rank in enumerate(ranks) if rank in here and i != self._link.index]
+            missing = [i for i, rank in enumerate(ranks) if rank not in here]
+            raise TimedOutError(str(late), missing, came) from None
+
+    def done(self) -> bool:
+        """If not, the others run first."""
+        return self._link.look(self._meeting, self._call.note.what)
+
+    def record(self) -> Record:
+        """The call's."""
+        return self._call.record
+
+    def abandon(self) -> None:
+        """The others need nothing more of this rank."""
+        self._call.record[ENDED] = DROPPED
+
+
+class _Letters(Pending):
+    """A batch of messages laid out."""
+
+    __slots__ = ("_batch", "_link")
+
+    def __init__(self, link: InProcessLink, batch: _Batch) -> None:
+        self._link, self._batch = link, batch
+
+    def wait(self, timeout: float | None) -> list[Tensor]:
+        """The others run until all have met their other sides."""
+        self._link.check_rank(self._batch.call.note.what)
+        self._link._settle(self._batch, timeout)
+        return self._batch.received()
+
+    def done(self) -> bool:
+        """If not, the others run first."""
+        return self._link.look(self._batch, self._batch.call.note.what)
+
+    def record(self) -> Record:
+        """The call's."""
+        return self._batch.call.record
+
+    def abandon(self) -> None:
+        """What was sent can be received all the same."""
+        self._batch.call.record[ENDED] = DROPPED
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _copies(x: Tensor, count: int) -> list[Tensor]:
+    # One tensor object handed to several ranks would share its grad_fn between them.
+    return [x, *(x.clone() for _ in range(count - 1))]
+
+
+def _only(x: Tensor, dst: int, count: int) -> list[Tensor | None]:
+    return [x if index == dst else None for index in range(count)]
+
+
+def _swap(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    runs = [x.split(list(send)) for x, send, _ in given]
+    for source, (_, send, _) in enumerate(given):
+        for target, (_, _, recv) in enumerate(given):
+            if send[target] != recv[source]:
+                raise ValueError(
+                    f"index {source} sends {send[target]} elements to index {target}, which expects {recv[source]}."
+                )
+    return [torch.cat([runs[source][target] for source in range(len(given))]) for target in range(len(given))]
+
+
+def _batch_text(posts: Sequence[Post], wants: Sequence[Want]) -> str:
+    sent = [f"to {dst} (tag {tag}) {shape_text(x.dtype, x.shape)}" for x, dst, tag in posts]
+    got = [f"from {src} (tag {tag}) {shape_text(dtype, shape)}" for src, shape, dtype, tag, _ in wants]
+    return ", ".join(sent + got)

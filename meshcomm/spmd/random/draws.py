@@ -1,0 +1,163 @@
+"""The mode that takes the place of torch's random functions under :func:`meshcomm.spmd.random.rng.rng`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshcomm import _torch
+from meshcomm.collectives.seeds import forks_open
+from meshcomm.errors import fail
+from meshcomm.layout.notation import Layout
+from meshcomm.layout.shapes import fit
+from meshcomm.spmd.random.philox import Part, Stream
+from meshcomm.watch import here
+
+__all__ = ["WHERE", "Cut", "Draws", "Handler", "called", "told"]
+
+WHERE = "rng"
+
+
+# -------------------------------------------------------------------------------------------------- which part it is
+
+
+class Cut(NamedTuple):
+    """How tensors are cut, and which part is this rank's."""
+
+    text: str
+    layout: Layout
+    sizes: Mapping[str, int]
+    place: Mapping[str, int]
+
+    def part(self, shape: Sequence[int], func: Any) -> Part:
+        """Of the global tensor whose part has this shape here."""
+        try:
+            fitted = fit(WHERE, self.layout, shape, self.sizes, self.text)
+        except ValueError as error:
+            hint = "draw it under an rng with a layout of its own, write ... for what differs, or leave the context"
+            raise type(error)(f"{error}\n  in: {called(func)}\n  or: {hint}") from None
+        counts = fitted.parts(self.sizes)
+        starts = []
+        for dim, length in zip(fitted, shape, strict=True):
+            index = 0
+            for axis in dim.axes:
+                index = index * self.sizes[axis] + self.place[axis]
+            starts.append(index * length)
+        whole = tuple(length * count for length, count in zip(shape, counts, strict=True))
+        return Part(tuple(shape), whole, tuple(starts))
+
+    def leaves_whole(self) -> bool:
+        """Whether every rank has all of each tensor."""
+        return all(self.sizes[axis] == 1 for axis in self.layout.axes)
+
+
+def called(func: Any) -> str:
+    """As it would be called."""
+    name = getattr(func, "__name__", str(func))
+    if getattr(F, name, None) is func:
+        return f"F.{name}"
+    if getattr(nn.init, name, None) is func:
+        return f"nn.init.{name}"
+    return f"torch.{name}" if getattr(torch, name, None) is func else f"Tensor.{name}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the mode
+
+
+class Draws(TorchFunctionMode):
+    """Sees every call of a torch function in its context."""
+
+    def __init__(self, cut: Cut, key: int, handler_of: Callable[[Any], Handler | None]) -> None:
+        """``handler_of`` gives what takes the place of a random function, and None for others."""
+        super().__init__()
+        self.cut, self.key, self.handler_of = cut, key, handler_of
+        self.count = 0
+        self.forks = forks_open()
+        self.source: FrameType | None = None  # who has called the function that is being replaced
+        self.repeating: FrameType | None = None  # a function that rejects numbers and draws again
+        self.attempt = 0
+        self.checkpoints = _checkpoints(sys._getframe(1))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = self.handler_of(func)
+        # A fork_rng inside of this context has the say.
+        if handler is None or forks_open() != self.forks:
+            return func(*args, **kwargs)
+        self.source = sys._getframe(1)
+        try:
+            return handler(self, func, args, kwargs)
+        finally:
+            self.source = None
+
+    def in_init(self, name: str) -> bool:
+        """Whether the function was called by one of nn.init's with this in its name."""
+        frame = self.source
+        return frame is not None and frame.f_globals.get("__name__") == "torch.nn.init" and name in frame.f_code.co_name
+
+    def stream(self, device: torch.device) -> Stream:
+        """The numbers of the next draw."""
+        if _checkpoints(self.source) > self.checkpoints:
+            fail(
+                WHERE,
+                "a checkpointed function draws, and the context stands around the checkpoint.",
+                got=f"layout {self.cut.text!r}",
+                fix="enter mc.rng inside of the function: backward computes it again outside of this context, and "
+                "would draw other numbers",
+            )
+        # Each rank draws again as often as its own numbers need; for what comes next that must count as one draw.
+        if self.source is not None and self.source is self.repeating:
+            self.attempt += 1
+        else:
+            self.attempt = 0
+            self.count += 1
+            self.repeating = self.source if self.in_init("trunc_normal") else None
+        if self.in_init("orthogonal") and not self.cut.leaves_whole():
+            fail(
+                WHERE,
+                "nn.init.orthogonal_ makes the part of each rank orthogonal, and not the global tensor.",
+                got=f"layout {self.cut.text!r}; mesh {dict(self.cut.sizes)}",
+                fix="make the global tensor under a layout that does not cut it, then mc.shard or mc.reshard it",
+            )
+        return Stream(self.key, self.count - 1, self.attempt, device)
+
+    def draw(
+        self, func: Any, shape: Sequence[int], device: torch.device, make: Callable[[Stream, Part], Tensor]
+    ) -> Any:
+        """A tensor of this shape, made of the numbers of the next draw; no mode sees how."""
+        with _torch.without_modes(), torch.no_grad():
+            part = self.cut.part(shape, func)
+            # Metal has no float64.
+            y = make(self.stream(torch.device("cpu") if device.type == "mps" else device), part)
+            return y.to(device)
+
+    def __exit__(self, *exc: Any) -> None:
+        self.repeating = None
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+
+def _checkpoints(frame: FrameType | None) -> int:
+    """How many frames of torch.utils.checkpoint have led here."""
+    count = 0
+    while frame is not None:
+        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        frame = frame.f_back
+    return count
+
+
+def told(x: Tensor) -> Tensor:
+    """Tell the checker of varying types that ``x`` was drawn."""
+    if here.watcher is not None:
+        here.watcher.drawn(x)
+    return x
+
+
+Handler = Callable[[Draws, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes the place of a function: ``handler(draws, func, args, kwargs)``."""

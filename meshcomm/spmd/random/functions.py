@@ -1,0 +1,434 @@
+"""What takes the place of each of torch's random functions under :func:`meshcomm.rng`: the part of a global draw, or an
+error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshcomm import _torch
+from meshcomm.collectives.check import whole_number
+from meshcomm.errors import fail, shape_text
+from meshcomm.spmd.random import philox
+from meshcomm.spmd.random.draws import WHERE, Draws, Handler, called, told
+from meshcomm.spmd.random.philox import Part, Stream
+
+__all__ = ["handler_of"]
+
+_handlers: dict[Any, Handler | None] = {}
+
+
+def handler_of(func: Any) -> Handler | None:
+    """What takes the place of a random function; None for one that is not random."""
+    try:
+        return _handlers[func]
+    except KeyError:
+        return _handlers.setdefault(func, _refuse if _is_random(func) else None)
+
+
+def _is_random(func: Any) -> bool:
+    """Whether an operation of this name uses a generator."""
+    if hasattr(func, "tags"):
+        return torch.Tag.nondeterministic_seeded in func.tags
+    name = getattr(func, "__name__", "")
+    if getattr(func, "__module__", "") == nn.init.__name__:
+        return name not in ("constant_", "ones_", "zeros_", "eye_", "dirac_")  # should more of them ask modes one day
+    if not hasattr(func, "overloads"):
+        if name.startswith("__") or not (getattr(func, "__module__", None) or "torch").startswith("torch"):
+            return False
+        func = getattr(torch.ops.aten, name, None)
+    overloads = getattr(func, "overloads", list)
+    return any(torch.Tag.nondeterministic_seeded in getattr(func, each).tags for each in overloads())
+
+
+R = TypeVar("R", bound=Callable[..., Any])
+
+
+def _handles(*funcs: Any) -> Callable[[R], R]:
+    """The decorated function takes the place of these: ``(draws, func, *args, **kwargs)``."""
+
+    def register(replacement: R) -> R:
+        def handler(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if kwargs.pop("generator", None) is not None:
+                what = f"{called(func)} has a generator of its own, whose numbers differ or not as it was seeded."
+                fail(WHERE, what, fix="leave generator= out, or draw outside of the context")
+            _plain(func, args)
+            return replacement(draws, func, *args, **kwargs)
+
+        for func in funcs:
+            _handlers[func] = handler
+        return replacement
+
+    return register
+
+
+def _plain(func: Any, args: Sequence[Any]) -> None:
+    for x in args:
+        if isinstance(x, Tensor) and (hasattr(x, "to_local") or x.layout is not torch.strided):
+            what = f"{called(func)} of a {type(x).__name__} in {x.layout}, which is not one dense tensor."
+            fail(WHERE, what, fix="draw dense local parts")
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def _refuse(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    name = called(func)
+    fix = "draw with torch.rand, randn, randint or bernoulli in its place, or call it outside of the context"
+    for part, better in _INSTEAD.items():
+        if part in name:
+            fix = better
+    fail(WHERE, f"{name} cannot draw a part of a global tensor.", got=f"layout {draws.cut.text!r}", fix=fix)
+
+
+_INSTEAD = {
+    "attention": "pass dropout_p=0, or drop weights by F.dropout between softmax and the product with v",
+    "dropout": "F.dropout or nn.Dropout; for whole channels multiply by F.dropout of ones of their shape",
+    "randperm": "torch.rand(n, ...).argsort() of what is whole on each rank, or draw it under mc.fork_rng(())",
+    "multinomial": "add -log(-log(torch.rand_like(logits))) to the logits and take the argmax",
+    "gumbel_softmax": "softmax of the logits minus torch.empty_like(logits).exponential_().log()",
+    "rrelu": "leaky_relu, or a slope of torch.rand_like(x)",
+}
+
+
+def _refuses_unless(quiet: Callable[..., bool], *funcs: Any) -> None:
+    """These draw only if ``quiet(*args, **kwargs)`` is false."""
+
+    def handler(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs) if quiet(*args, **kwargs) else _refuse(draws, func, args, kwargs)
+
+    for func in funcs:
+        _handlers[func] = handler
+
+
+def _evaluates(func: Any, probability: str = "p") -> Callable[..., bool]:
+    """Whether a function of Python's is told that this is no training, or to drop nothing."""
+    signature = inspect.signature(func)
+
+    def quiet(*args: Any, **kwargs: Any) -> bool:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return not given.arguments["training"] or given.arguments.get(probability) == 0
+
+    return quiet
+
+
+def _no_dropout_in_lstm(*args: Any, **kwargs: Any) -> bool:
+    """Among the arguments of torch.lstm and its like are has_biases, num_layers, dropout, train, in this order."""
+    at = next((i for i, arg in enumerate(args) if isinstance(arg, bool)), None)
+    return at is not None and len(args) > at + 3 and (args[at + 2] == 0 or not args[at + 3])
+
+
+for _each in (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d):
+    _refuses_unless(_evaluates(_each), _each)
+_refuses_unless(_evaluates(F.rrelu), F.rrelu)
+_refuses_unless(_evaluates(F.multi_head_attention_forward, "dropout_p"), F.multi_head_attention_forward)
+_refuses_unless(
+    lambda q, k, v, mask=None, dropout_p=0.0, *_, **__: dropout_p == 0,
+    F.scaled_dot_product_attention,
+)
+_refuses_unless(
+    lambda input, p, train: p == 0 or not train,
+    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout, torch.feature_dropout_,
+    torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+)  # fmt: skip
+_refuses_unless(lambda input, lower=0, upper=0, training=False, generator=None: not training, torch.rrelu, torch.rrelu_)
+_refuses_unless(_no_dropout_in_lstm, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_refuses_unless(
+    lambda *_, _random_samples=None, **__: _random_samples is not None,
+    F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices,
+    F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices,
+)  # fmt: skip
+_refuses_unless(lambda *_, **__: False, F.gumbel_softmax)
+
+
+# ------------------------------------------------------------------------------------------------------- new tensors
+
+Make = Callable[[Stream, Part, torch.dtype], Tensor]
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
+def _float(func: Any, dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        fail(WHERE, f"{called(func)} in {dtype}.", fix="draw float16, bfloat16, float32 or float64, and convert")
+
+
+def _form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """An empty tensor such as ``func`` would give: torch reads the arguments."""
+    with _torch.without_modes(), torch.no_grad():
+        form: Tensor = func(*args, **kwargs, device="meta")
+    return form
+
+
+def _new(
+    draws: Draws, func: Any, args: Sequence[Any], kwargs: dict[str, Any], make: Make, integers: bool = False
+) -> Tensor:
+    """What a function gives that makes a tensor."""
+    like = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
+    given, out = kwargs.pop("device", None), kwargs.pop("out", None)
+    requires_grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
+    if out is not None:
+        given, kwargs = out.device, kwargs | {"dtype": out.dtype}
+    elif given is None:
+        given = torch.get_default_device() if like is None else like.device
+    form = _form(func, args, kwargs)
+    if not integers:
+        _float(func, form.dtype)
+    y = draws.draw(func, form.shape, torch.device(given), lambda stream, part: make(stream, part, form.dtype))
+    with _torch.without_modes(), torch.no_grad():
+        if out is None:
+            out = torch.empty_like(form, device=given, pin_memory=pinned)
+        y = out.resize_(form.shape).copy_(y)
+    return told(y.requires_grad_(requires_grad) if requires_grad else y)
+
+
+@_handles(torch.rand, torch.rand_like)
+def _rand(draws: Draws, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    return _new(draws, func, args, kwargs, philox.uniform)
+
+
+@_handles(torch.randn, torch.randn_like)
+def _randn(draws: Draws, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    return _new(draws, func, args, kwargs, philox.normal)
+
+
+@_handles(torch.randint, torch.randint_like)
+def _randint(draws: Draws, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    ends = [arg for arg in args if whole_number(arg)]
+    if "high" in kwargs:
+        ends.append(kwargs["high"])
+    if "low" in kwargs:
+        ends.insert(0, kwargs["low"])
+    low, high = ends if len(ends) == 2 else (0, ends[0] if ends else 0)
+    _range(func, low, high, torch.int64)
+
+    def make(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
+        _range(func, low, high, dtype)
+        return philox.integers(stream, part, low, high)
+
+    return _new(draws, func, args, kwargs, make, integers=True)
+
+
+def _range(func: Any, low: Any, high: Any, dtype: torch.dtype) -> None:
+    """The integers from low to high - 1 are some, and numbers of this dtype."""
+    least, most = _ends(dtype)
+    if not (whole_number(low) and whole_number(high) and least <= low < high <= most + 1):
+        what = f"{called(func)} from {low!r} to below {high!r} in {dtype}."
+        fail(WHERE, what, fix=f"ints, low < high, from {least} to {most}")
+
+
+def _ends(dtype: torch.dtype) -> tuple[int, int]:
+    """From where to where a dtype holds all integers."""
+    if dtype == torch.bool:
+        return 0, 1
+    if dtype.is_floating_point:
+        most = round(2 / torch.finfo(dtype).eps)
+        return -most, most
+    return torch.iinfo(dtype).min, min(torch.iinfo(dtype).max, 2**63 - 1)
+
+
+@_handles(torch.bernoulli, Tensor.bernoulli)
+def _bernoulli(
+    draws: Draws, func: Any, /, input: Tensor, p: float | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    if p is None:
+        _float(func, input.dtype)
+    chosen = _below(draws, func, input, input if p is None else p)
+    with _torch.without_modes(), torch.no_grad():
+        out = torch.empty_like(input) if out is None else out.resize_(input.shape)
+        y: Tensor = out.copy_(chosen)
+    return told(y)
+
+
+def _below(draws: Draws, func: Any, x: Tensor, p: Any) -> Tensor:
+    """Which elements of a tensor such as ``x`` come out as 1."""
+    with _torch.without_modes(), torch.no_grad():
+        if isinstance(p, Tensor):
+            p = p.detach().expand(x.shape)
+            wrong = p.device.type == "cpu" and not _torch.functorch_active() and not bool(((p >= 0) & (p <= 1)).all())
+        else:
+            wrong = not 0 <= p <= 1
+    if wrong:
+        fail(
+            WHERE,
+            f"{called(func)} with a probability that is not from 0 to 1.",
+            got="" if isinstance(p, Tensor) else repr(p),
+        )
+    chosen: Tensor = draws.draw(func, x.shape, x.device, lambda stream, part: philox.below(stream, part, p))
+    return chosen
+
+
+@_handles(torch.normal)
+def _normal(draws: Draws, func: Any, /, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
+        _deviation(func, std)
+
+        def make(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
+            return philox.normal(stream, part, dtype).mul_(std).add_(mean)
+
+        return _new(draws, func, (float(mean), float(std), size), kwargs, make)
+    out = kwargs.get("out")
+    with _torch.without_modes(), torch.no_grad():
+        mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
+        form: Tensor = func(*(x.to("meta") if isinstance(x, Tensor) else x for x in (mean, std)))
+        _float(func, form.dtype)
+        # A tensor of one number may stand on the CPU beside others elsewhere.
+        first, *others = (x.device for x in (mean, std) if isinstance(x, Tensor))
+        device = others[0] if others and first.type == "cpu" else first
+        z = draws.draw(func, form.shape, device, lambda stream, part: philox.normal(stream, part, form.dtype))
+        y = z.mul_(_widened(std, z)).add_(_widened(mean, z)).to(form.dtype)
+        if out is not None:
+            y = out.resize_(form.shape).copy_(y)
+    return told(y)
+
+
+def _widened(x: Any, z: Tensor) -> Any:
+    return x.to(z.dtype) if isinstance(x, Tensor) else x
+
+
+def _deviation(func: Any, std: Any) -> None:
+    if not std >= 0:
+        fail(WHERE, f"{called(func)} with the standard deviation {std!r}.", fix="0 or more")
+
+
+# ----------------------------------------------------------------------------------------------------------- in place
+
+
+def _into(draws: Draws, func: Any, x: Tensor, make: Callable[[Stream, Part], Tensor]) -> Tensor:
+    values = draws.draw(func, x.shape, x.device, make)
+    with _torch.without_modes():
+        x.copy_(values)
+    return told(x)
+
+
+@_handles(Tensor.uniform_)
+def _uniform_(draws: Draws, func: Any, /, x: Tensor, low: float = 0.0, high: float = 1.0, **kwargs: float) -> Tensor:
+    low, high = kwargs.get("from", low), kwargs.get("to", high)
+    _float(func, x.dtype)
+    if not low <= high or not math.isfinite(high - low):
+        fail(WHERE, f"{called(func)} from {low!r} to {high!r}.", fix="finite numbers, the lower one first")
+
+    def make(stream: Stream, part: Part) -> Tensor:
+        y = philox.uniform(stream, part, x.dtype)
+        if (low, high) == (0, 1):
+            return y
+        y = y.mul_(high - low).add_(low).to(x.dtype)
+        return y.masked_fill_(y >= high, low)  # which may have been rounded up
+
+    return _into(draws, func, x, make)
+
+
+@_handles(Tensor.normal_)
+def _normal_(draws: Draws, func: Any, /, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    _float(func, x.dtype)
+    _deviation(func, std)
+    return _into(draws, func, x, lambda stream, part: philox.normal(stream, part, x.dtype).mul_(std).add_(mean))
+
+
+@_handles(Tensor.exponential_)
+def _exponential_(draws: Draws, func: Any, /, x: Tensor, lambd: float = 1.0) -> Tensor:
+    _float(func, x.dtype)
+    if not lambd > 0:
+        fail(WHERE, f"{called(func)} with lambd={lambd!r}.", fix="a number above 0")
+    form = torch.finfo(x.dtype)
+    least = form.smallest_normal * form.eps  # its logarithm is finite
+
+    def make(stream: Stream, part: Part) -> Tensor:
+        return philox.exponential(stream, part, x.dtype).div_(lambd).clamp_(min=least)
+
+    return _into(draws, func, x, make)
+
+
+@_handles(Tensor.bernoulli_)
+def _bernoulli_(draws: Draws, func: Any, /, x: Tensor, p: Any = 0.5) -> Tensor:
+    chosen = _below(draws, func, x, p)
+    with _torch.without_modes():
+        x.copy_(chosen)
+    return told(x)
+
+
+@_handles(Tensor.random_)
+def _random_(draws: Draws, func: Any, /, x: Tensor, *ends: int | None, **kwargs: int | None) -> Tensor:
+    given = list(ends)
+    low = kwargs.get("from", given.pop(0) if len(given) == 2 else 0)
+    high = kwargs.get("to", given.pop(0) if given else None)
+    last = _ends(x.dtype)[1] + 1 if high is None else high
+    first = 0 if low is None else low
+    _range(func, first, last, x.dtype)
+    return _into(draws, func, x, lambda stream, part: philox.integers(stream, part, first, last))
+
+
+# ------------------------------------------------------------------------------------------------------------ dropout
+
+
+@_handles(F.dropout, torch.dropout, torch.dropout_)
+def _dropout(
+    draws: Draws,
+    func: Any,
+    /,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
+) -> Tensor:
+    if not 0 <= p <= 1:
+        fail(WHERE, f"{called(func)} with p={p!r}.", fix="a probability from 0 to 1")
+    if not training or not train or p == 0:
+        return input
+    kept = told(_below(draws, func, input, 1 - p))
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    # From here on an ordinary product, for autograd and for whoever watches.
+    if inplace or func is torch.dropout_:
+        return input.mul_(kept).mul_(scale)
+    return input.mul(kept).mul(scale)
+
+
+# ------------------------------------------------------------------------------------------------------------ nn.init
+# It calls the methods above, except that these three ask first. The fans are those of the global tensor.
+
+
+@_handles(nn.init.uniform_)
+def _init_uniform(draws: Draws, func: Any, /, tensor: Tensor, a: float = 0.0, b: float = 1.0) -> Tensor:
+    with torch.no_grad():
+        return _uniform_(draws, func, tensor, a, b)
+
+
+@_handles(nn.init.normal_)
+def _init_normal(draws: Draws, func: Any, /, tensor: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    with torch.no_grad():
+        return _normal_(draws, func, tensor, mean, std)
+
+
+@_handles(nn.init.kaiming_uniform_)
+def _init_kaiming(
+    draws: Draws, func: Any, /, tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu"
+) -> Tensor:
+    whole = draws.cut.part(tensor.shape, func).whole
+    if len(whole) < 2 or mode.lower() not in ("fan_in", "fan_out"):
+        got = f"x {shape_text(tensor.dtype, tensor.shape)}; mode={mode!r}"
+        fail(WHERE, "nn.init.kaiming_uniform_ goes by a fan.", got=got, fix="two dims or more; 'fan_in' or 'fan_out'")
+    if 0 in whole:
+        return tensor
+    fan = math.prod(whole[1:]) if mode.lower() == "fan_in" else whole[0] * math.prod(whole[2:])
+    bound = math.sqrt(3.0) * (nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan))
+    return _init_uniform(draws, func, tensor, -bound, bound)
+
+
+def _size(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the global tensor, where nn.init asks for the fans."""
+    if not draws.in_init("calculate_fan"):
+        return func(*args, **kwargs)
+    whole = torch.Size(draws.cut.part(tuple(args[0].shape), nn.init.xavier_uniform_).whole)
+    return whole[args[1]] if len(args) > 1 else whole
+
+
+_handlers[Tensor.size] = _handlers[Tensor.shape.__get__] = _size  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""shard_map: a function of one rank's parts, called with global tensors."""

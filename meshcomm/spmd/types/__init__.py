@@ -1,0 +1,1 @@
+"""The checker of varying types: along which axes each value of a rank varies."""

@@ -1,0 +1,156 @@
+"""check_vma and mark_varying: varying types tracked through any code of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.nn import Module
+
+from meshcomm._torch import tree_leaves_with_path
+from meshcomm.collectives import check
+from meshcomm.errors import fail, names
+from meshcomm.mesh import Mesh, current_mesh
+from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.types.changes import moment
+from meshcomm.spmd.types.checker import Checker
+from meshcomm.spmd.types.homes import home_of
+from meshcomm.spmd.types.ordinals import next_time, numbered
+from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, declare
+from meshcomm.watch import here
+
+__all__ = ["check_vma", "checked_axes", "checked_mode", "mark_varying"]
+
+Tree = TypeVar("Tree")
+
+
+def checked_mode(where: str, mode: object) -> bool | str:
+    """``mode``, if it is one."""
+    if mode is True or mode is False or mode == "error":
+        return mode
+    fail(
+        where,
+        f"check_vma={mode!r}.",
+        fix='True inserts each missing pvary, "error" refuses where one is missing, False does not look',
+    )
+
+
+@contextlib.contextmanager
+def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[None]:
+    """Track along which axes each value varies, in the code of a rank that runs inside.
+
+    Where a value that requires grad and is invariant along an axis meets one that varies along it, a :func:`pvary` is
+    due, or its gradient is one rank's part of what it should be. With True it is inserted, once for all uses of a
+    value; with "error" the operation is refused.
+
+    Type: known are what is made inside (numbers of Python are taken to be the same on every rank), what
+    :func:`mark_varying` declares, and what was seen by an earlier check. An operation varies along the axes of its
+    operands; random functions along all axes, unless drawn under :func:`rng` or :func:`fork_rng`; collectives as their
+    tables say; sizes that depend on data, which are ``torch.SymInt``, as these data; ``zeros_like`` and the like are
+    invariant, unless they are leaves that require grad, which vary as what they are like. A gradient has the type of
+    its value: that of what is invariant is the sum over the ranks, wherever
+    it is asked for; an ``nn.Parameter(x)`` has the type of x. Anything else is unknown, such as what is made of an
+    array, by another thread or by compiled code, or was changed in place out of sight (``set_``, ``z.real = x``,
+    TorchScript), and is refused where it requires grad or meets what does.
+
+    Args:
+        mode: True, "error", or False: what runs inside is not looked at, and what it makes is unknown.
+        mesh: the current mesh by default; its axes are tracked.
+
+    Returns: a context manager. :func:`shard_map` has the same as an argument.
+
+    Cost: the checks take some microseconds per operation and communicate nothing; an inserted pvary costs what
+        :func:`pvary` does.
+
+    Raises:
+        MeshError: no mesh; entered outside of a rank; no such mode.
+        VaryingError: inside, with the line: a missing pvary under "error"; ``mesh.rank``, ``mesh.coordinate`` and
+            ``.item()``, ``bool()`` and the like of a value that varies; ``len()``, ``range()`` or ``if`` of a size
+            that does; dropout that each rank draws for itself of a value that is invariant; a sum over an axis along
+            which a loss is reduced already; pvary or shard of what
+            varies; a tensor of unknown type that requires grad.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2})
+        >>> def grad():
+        ...     w = mc.mark_varying(torch.ones(2, requires_grad=True), ())
+        ...     with mc.use_mesh(mesh), mc.check_vma():
+        ...         x = 1.0 + mc.axis_index("dp")
+        ...         mc.all_reduce((w * x).sum(), "dp").backward()
+        ...     return w.grad.tolist()
+        >>> mc.launch(grad, ranks=2)
+        [[3.0, 3.0], [3.0, 3.0]]
+
+    Source: ``check_vma`` of ``jax.shard_map``.
+    """
+    if checked_mode("check_vma", mode) is False:
+        outer, here.watcher = here.watcher, None
+        try:
+            yield
+        finally:
+            here.watcher = outer
+            if isinstance(outer, Checker):
+                outer.passed = moment()
+        return
+    where = check.mesh_of("check_vma", "", mesh)
+    where._rank()  # outside of a rank: say so
+    with Checker(where, insert=mode is True):
+        yield
+
+
+def checked_axes(where: str, axes: Any, mesh: Mesh | None) -> tuple[str, ...]:
+    """``axes`` as a tuple, if they are names of axes; of this mesh, if there is one."""
+    given = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(given, (tuple, list)) or not all(isinstance(axis, str) for axis in given):
+        fail(where, f"axes={axes!r}.", fix="a name, or a tuple of names; () for what is the same on every rank")
+    unknown = [] if mesh is None else [axis for axis in given if axis not in mesh.axis_names]
+    if unknown:
+        assert mesh is not None
+        fail(where, f"no axis {names(unknown)}.", got=f"mesh {mesh.shape}", fix=f"one of {names(mesh.shape)}")
+    return tuple(given)
+
+
+def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = None) -> Tree:
+    """Declare along which axes a value varies; nothing is communicated or computed.
+
+    For :func:`check_vma`, of tensors that it has not seen: parameters, batches, what libraries made.
+
+    Type: exactly as declared. It holds for the tensor object, in all later checks; ``()`` is invariant along all axes.
+    Outside of checks it is remembered too: :func:`meshcomm.parallel.clip_grad_norm` goes by it.
+
+    Args:
+        x: a tensor, a pytree of them, or a module, whose parameters and buffers are meant.
+        axes: a name, or a tuple of names.
+        mesh: where the names are looked up; the current mesh by default, and nowhere if there is none.
+
+    Returns: ``x`` itself.
+
+    Cost: none.
+
+    Raises:
+        MeshError: no such axis; a leaf that is not a tensor.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> batch = mc.mark_varying(torch.ones(8, 3), "dp")
+        >>> model = mc.mark_varying(torch.nn.Linear(3, 3), ())
+
+    Source: the ``vma`` of a ``jax.ShapeDtypeStruct``; ``jax.lax.pcast``.
+    """
+    where = current_mesh() if mesh is None else check.mesh_of("mark_varying", "", mesh)
+    given = checked_axes("mark_varying", axes, where)
+    site = str(call_site())
+    origin = Origin("mark_varying", site, leaf=True)
+    home = None if where is None else home_of(where)
+    kind = Type(dict.fromkeys(given, origin), home=home) if given else INVARIANT
+    tree: Any = [*x.parameters(), *x.buffers()] if isinstance(x, Module) else x
+    name = next_time(f"mark_varying at {site}")
+    for path, leaf in tree_leaves_with_path(tree):
+        if not isinstance(leaf, Tensor):
+            fail("mark_varying", f"x{path} is no tensor but {type(leaf).__name__}.", fix="a tensor, pytree or module")
+        declare(leaf, kind)
+        numbered(leaf, kind.axes, f"{name}{path}")
+    return x

@@ -1,0 +1,70 @@
+"""The checker of varying types: it sees each operation of a rank, and knows along which axes each value varies.
+
+Where a value that requires grad and is invariant along an axis meets one that varies along it, a ``pvary`` is due: the
+gradient that comes back is one rank's own, and that of the value is their sum. The checker inserts it, or refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from meshcomm.errors import VaryingError, fail, names
+from meshcomm.spmd.types.core import WHERE
+from meshcomm.spmd.types.rules.collectives import Collectives
+from meshcomm.spmd.types.rules.functions import Functions, watch_all
+from meshcomm.spmd.types.rules.hooks import Hooks
+from meshcomm.spmd.types.rules.operands import (
+    differentiated,
+    text_of,
+)
+from meshcomm.spmd.types.sizes.numbers import Varying
+from meshcomm.spmd.types.sizes.operations import Sizes
+
+__all__ = ["Checker"]
+
+
+class Checker(Functions, Sizes, Hooks, Collectives):
+    """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""
+
+    def __enter__(self) -> Self:
+        watch_all()
+        return super().__enter__()
+
+    def result(self, y: Tensor, axes: Sequence[str], label: str, spec: str) -> Tensor:
+        """What a checked function returns, which may vary along these axes and must along no other."""
+        with self._apart():
+            return self._result(y, axes, label, spec)
+
+    def plain_result(self, value: object, label: str) -> None:
+        """What a checked function returns beside tensors, which must be the same everywhere."""
+        if isinstance(value, Varying):
+            self._refuse(
+                f"the return of {label}",
+                f"is a size that depends on data and varies along {names(sorted(value.kind.axes))}.",
+                str(value),
+                "torch.tensor([n]), whose spec names the axis; or the sum: mc.all_reduce(torch.tensor(n), axis)",
+            )
+
+    def _result(self, y: Tensor, axes: Sequence[str], label: str, spec: str) -> Tensor:
+        kind = self.type_of(y)
+        if kind is None:
+            self._unknown(y, [y], f"the return of {label}")
+        extra = kind.axes - set(axes)
+        if extra:
+            along = names(sorted(extra))
+            since = "; ".join(f"along {axis!r} since {kind.since[axis]}" for axis in sorted(extra))
+            fail(
+                WHERE,
+                f"{label} varies along {along}, which its spec {spec!r} does not name.",
+                got=f"{label} {text_of(y)}; it varies {since}",
+                fix=f"reduce it over {along}, or name the axis in its spec",
+                kind=VaryingError,
+            )
+        missing = frozenset(axes) - kind.axes
+        if missing and torch.is_grad_enabled() and differentiated(y):
+            return self.vary(y, missing, f"the return of {label}")
+        return y

@@ -1,0 +1,222 @@
+"""What the checker of varying types makes of a collective: what it takes, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm._torch import (
+    tree_flatten,
+    tree_unflatten,
+    without_modes,
+)
+from meshcomm.collectives import check
+from meshcomm.errors import fail, names
+from meshcomm.layout.notation import parse_arrow
+from meshcomm.mesh import AxisName, Mesh
+from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.types.core import Core
+from meshcomm.spmd.types.homes import home_of
+from meshcomm.spmd.types.rules.operands import (
+    along_of,
+    differentiated,
+    text_of,
+)
+from meshcomm.spmd.types.sizes.numbers import made, plain
+from meshcomm.spmd.types.sizes.ragged import CUT, collected, differing, fresh, note_ragged, ragged_of
+from meshcomm.spmd.types.vma import (
+    INVARIANT,
+    Origin,
+    Type,
+    join,
+)
+from meshcomm.work import Work
+
+__all__ = ["Collectives"]
+
+
+class Collectives(Core):
+    """Calls the public collectives, and the functions whose types stand in a string of layouts."""
+
+    def collective(self, fn: Any, x: Any, axis: AxisName, /, *args: Any, mesh: Mesh | None, **kwargs: Any) -> Any:
+        """Call a public collective."""
+        name = fn.__name__
+        with self._apart():
+            if made.any:
+                args, kwargs = plain(args), plain(kwargs)
+            axes = self._axes_of(name, axis, mesh)
+            leaves, form = ([x], None) if isinstance(x, Tensor) else tree_flatten(x)
+            kinds: list[Type] = []
+            if all(isinstance(leaf, Tensor) for leaf in leaves):
+                op = args[_OP_AT[name]] if name in _OP_AT else "sum"
+                for i, leaf in enumerate(leaves):
+                    kind, leaves[i] = self._taken(name, leaf, axes, op)
+                    kinds.append(kind)
+                x = leaves[0] if form is None else tree_unflatten(leaves, form)
+            return self._given(name, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, (args, kwargs))
+
+    def made(self, fn: Any, axis: AxisName, mesh: Mesh | None, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a collective that takes no tensor."""
+        with self._apart():
+            axes = self._axes_of(fn.__name__, axis, mesh)
+            return self._given(fn.__name__, fn(*plain(args), **plain(kwargs)), [], axes)
+
+    def tied(self, fn: Any, x: Any, others: Any, /) -> Any:
+        """Call what gives the values and types of ``x``."""
+        with self._apart():
+            result = fn(x, *others)
+            given, taken = (tree_flatten(tree)[0] for tree in (result, x))
+            for y, leaf in zip(given, taken, strict=True):
+                kind = self.type_of(leaf)
+                if kind is None:
+                    self._unknown(leaf, [leaf], fn.__name__)
+                self._note(y, kind, (leaf,))
+            return result
+
+    def _axes_of(self, name: str, axis: AxisName, mesh: Mesh | None) -> frozenset[str]:
+        along = check.axis_of(name, axis, mesh)
+        self._same_mesh(name, along.mesh)
+        return frozenset([along.name] if isinstance(along.name, str) else along.name)
+
+    def _same_mesh(self, name: str, mesh: Mesh) -> None:
+        if mesh is not self.mesh and home_of(mesh) is not self.home:
+            fail(
+                name,
+                "a collective over another mesh than the one that is checked.",
+                got=f"{mesh} of ranks {list(mesh._ranks)}; checked is {self.mesh} of ranks {list(self.mesh._ranks)}",
+                fix="`with mc.check_vma(mesh=...)` of that mesh around it: a value has a type there, too, if it is "
+                "the same on whole axes",
+            )
+
+    def _given(
+        self,
+        name: str,
+        result: Any,
+        kinds: Sequence[Type],
+        axes: frozenset[str],
+        of: Sequence[Any] = (),
+        sizes: tuple[Sequence[Any], dict[str, Any]] = ((), {}),
+    ) -> Any:
+        """What a collective gives, with its types noted."""
+        origin = Origin(name, str(call_site()))
+        given = [_gives(name, kind, axes, self._all, origin) for kind in kinds or [INVARIANT]]
+
+        def noted(result: Any) -> Any:
+            with without_modes():
+                for i, y in enumerate([result] if isinstance(result, Tensor) else tree_flatten(result)[0]):
+                    if isinstance(y, Tensor):
+                        self._note(y, given[min(i, len(given) - 1)], of)
+                        if made.any or name in CUT:
+                            x = of[i] if i < len(of) and isinstance(of[i], Tensor) else None
+                            collected(name, x, y, origin, axes, *sizes)
+            return result
+
+        return result.then(noted) if isinstance(result, Work) else noted(result)
+
+    def _taken(self, name: str, x: Tensor, axes: frozenset[str], op: str) -> tuple[Type, Tensor]:
+        """One leaf of what a collective takes: its type, and itself or its pvary."""
+        kind = self.type_of(x)
+        if kind is None:
+            self._unknown(x, [x], name)
+        if name in ("pvary", "shard"):
+            if name == "pvary" and not (x.is_floating_point() or x.is_complex()):
+                return kind, x
+            wrong = kind.axes & axes
+            if wrong:
+                fix = (
+                    "leave it out" if name == "pvary" else "it is a part already; mc.reshard takes parts to other parts"
+                )
+                what = f"takes what is invariant along {names(sorted(axes))}; this varies along {names(sorted(wrong))}."
+                self._refuse(name, what, f"x {text_of(x)}, {along_of(kind)}", fix)
+            return kind, x
+        missing = axes - kind.axes
+        if not missing:
+            return kind, x
+        if name in ("all_reduce", "reduce_scatter", "reduce") and op not in ("mean", "max", "min", "band", "bor"):
+            before = [kind.ended[axis] for axis in sorted(missing) if axis in kind.ended]
+            if before or x.requires_grad:
+                along = names(sorted(missing))
+                was = f"; reduced already by {before[0]}" if before else ""
+                self._refuse(
+                    name,
+                    f"reduces a value that is invariant along {along}: that multiplies it by the number of ranks.",
+                    f"x {text_of(x)}, {along_of(kind)}{was}",
+                    f"reduce each loss once over each axis along which it varies; if it is meant, mc.pvary(x, {along})",
+                )
+        if torch.is_grad_enabled() and differentiated(x):
+            x = self.vary(x, missing, name)
+        return kind, x
+
+    def laid_out(self, fn: Any, layouts: str, /, *operands: Tensor, mesh: Mesh | None, **kwargs: Any) -> Any:
+        """Call a function whose types stand in a string of layouts."""
+        with self._apart():
+            return self._laid_out(fn, layouts, operands, mesh, kwargs)
+
+    def _laid_out(
+        self, fn: Any, layouts: str, operands: tuple[Tensor, ...], mesh: Mesh | None, kwargs: dict[str, Any]
+    ) -> Any:
+        name = fn.__name__
+        where = check.mesh_of(name, "", mesh)
+        self._same_mesh(name, where)
+        if not all(isinstance(x, Tensor) for x in operands):
+            return _of_layouts(fn, layouts, operands, mesh, kwargs)
+        pattern = parse_arrow(name, layouts, where.shape, len(operands))
+        spoken = frozenset(pattern.spoken)
+        found = []
+        for number, (x, layout) in enumerate(zip(operands, pattern.inputs, strict=True)):
+            kind = self.type_of(x)
+            if kind is None:
+                self._unknown(x, operands, name)
+            wrong = (kind.axes & spoken) - set(layout.axes)
+            if wrong:
+                along = names(sorted(wrong))
+                what = f"operand {number} varies along {along}, and its layout {str(layout)!r} says that it does not."
+                self._refuse(
+                    name, what, f"{text_of(x)}, {along_of(kind)}", f"reduce it over {along}, or name it in its layout"
+                )
+            found.append(kind)
+        rest = frozenset().union(*(kind.axes for kind in found)) - spoken
+        inputs = list(operands)
+        if torch.is_grad_enabled():
+            for i, (x, kind, layout) in enumerate(zip(operands, found, pattern.inputs, strict=True)):
+                missing = (frozenset(layout.axes) | rest) - kind.axes
+                if missing and differentiated(x):
+                    inputs[i] = self.vary(x, missing, name, operands, found)
+        result = _of_layouts(fn, layouts, inputs, mesh, kwargs)
+        axes = frozenset(pattern.output.axes) | rest
+        origin, known = Origin(name, str(call_site())), join(found, name).since
+        whole = Type({axis: known.get(axis, origin) for axis in axes}, dict.fromkeys(spoken - axes, origin))
+
+        def noted(y: Tensor) -> Tensor:
+            with without_modes():
+                if not any(y is x for x in operands):
+                    self._note(y, whole)
+                    if inputs := [x for x in operands if ragged_of(x) is not None]:
+                        sizes = join([ragged.kind for x in inputs if (ragged := ragged_of(x)) is not None], name)
+                        note_ragged(y, fresh(y.shape, differing(y, inputs), sizes))
+            return y
+
+        return result.then(noted) if isinstance(result, Work) else noted(result)
+
+
+def _of_layouts(fn: Any, layouts: str, operands: Sequence[Tensor], mesh: Mesh | None, kwargs: dict[str, Any]) -> Any:
+    """einsum takes the layouts first, reshard the tensor."""
+    if fn.__name__ == "reshard":
+        return fn(*operands, layouts, mesh=mesh, **kwargs)
+    return fn(layouts, *operands, mesh=mesh, **kwargs)
+
+
+_OP_AT = {"all_reduce": 0, "reduce_scatter": 1, "reduce": 1}
+"""Where the reduce op stands behind the axis."""
+
+
+def _gives(name: str, kind: Type, axes: frozenset[str], everything: frozenset[str], origin: Origin) -> Type:
+    """The type of the result of a collective."""
+    if name in ("all_reduce", "all_gather_invariant", "broadcast"):
+        return kind.ends(axes, origin)
+    if name in ("recv", "exchange", "scatter"):  # the sender's, which the receiver does not know
+        return kind.begins(everything - kind.axes, origin)
+    return kind.begins(axes - kind.axes, origin)

@@ -1,0 +1,604 @@
+"""What the checker of varying types makes of an operation of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from meshcomm._torch import (
+    at_trace_time,
+    functorch_active,
+    version_of,
+)
+from meshcomm.collectives.rule import apply, rule_named
+from meshcomm.errors import VaryingError, fail, names
+from meshcomm.mesh import Axis
+from meshcomm.runtime.callsite import asked_in, call_site
+from meshcomm.spmd.types.changes import NOTED_AT, saw, stamp
+from meshcomm.spmd.types.core import WHERE
+from meshcomm.spmd.types.homes import ANYWHERE
+from meshcomm.spmd.types.lent import lend
+from meshcomm.spmd.types.rules.leaves import Leaves, is_new, of_leaf
+from meshcomm.spmd.types.rules.operands import (
+    SIMPLE,
+    along_of,
+    differentiated,
+    gather,
+    is_among,
+    is_array,
+    of_tracked,
+    replaced,
+    text_of,
+    tracked,
+    version,
+    versions_of,
+)
+from meshcomm.spmd.types.rules.torch_rules import Kind, kind_of
+from meshcomm.spmd.types.sizes.numbers import made, plain
+from meshcomm.spmd.types.sizes.ragged import untouched
+from meshcomm.spmd.types.sizes.size_rules import may_size
+from meshcomm.spmd.types.vma import (
+    INVARIANT,
+    NAME,
+    Origin,
+    Type,
+    alike,
+    forget,
+    held,
+    is_written,
+    join,
+    made_like,
+    marked,
+    note,
+    says_all,
+    unmark,
+    unseen_write,
+    write,
+    writes,
+)
+from meshcomm.watch import here
+
+__all__ = ["Operations"]
+
+Args = tuple[Any, ...]
+Named = dict[str, Any]
+
+
+class Operations(Leaves):
+    """Sees every operation: what varies where any operand does, unless the rules say otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        watcher: object = here.watcher
+        if watcher is not self:
+            return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _untraceable()
+        kind = kind_of(func)
+        if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
+            return self._sized(kind, func, args, kwargs)
+        if not kind.ordinary or (kwargs and kwargs.get("out") is not None):
+            if kind.asks and not kwargs and (len(args) == 1 or type(args[1]) is int):
+                return func(*args)
+            return self._get(kind, func, args) if kind.getter else self._typed(kind, func, args, kwargs)
+        operands: list[Tensor] = []
+        gather(args, Tensor, operands)
+        if kwargs:
+            gather(kwargs.values(), Tensor, operands)
+        if kind.sized and len(operands) >= kind.sized and may_size(kind.name, args):
+            return self._sized(kind, func, args, kwargs)
+        return self._ordinary(kind, func, args, kwargs, operands)
+
+    def _typed(self, kind: Kind, func: Any, args: Args, kwargs: Named, also: Sequence[Tensor] | None = None) -> Any:
+        """Call it, and note the types of what it gives.
+
+        also: what stands for sizes among the arguments; None if nobody has looked for them.
+        """
+        if kind.getter:
+            return self._get(kind, func, args)
+        if kind.settles:  # the values stay
+            if kind.in_place:
+                return self._settle(kind, func, args, kwargs)
+            if kind.hooks:
+                args = self._hooked(kind.name, (*args, *kwargs.values()))
+                kwargs = {}
+            elif len(args) > 1 and isinstance(args[1], Tensor) and kind.name in ("size", "stride"):
+                self._host(kind, args[1:])
+            return func(*args, **kwargs)
+        operands: list[Tensor] = []
+        gather(args, Tensor, operands)
+        if kwargs:
+            gather(kwargs.values(), Tensor, operands)
+        if also is None:
+            if kind.sized and len(operands) >= kind.sized and may_size(kind.name, args):
+                return self._sized(kind, func, args, kwargs)
+        else:
+            operands += also
+        if kind.parts:
+            return self._parts(kind, func, args, kwargs, operands)
+        if kind.silent is not None:
+            return self._silent(kind, func, args, kwargs, operands)
+        if kind.shares:
+            result = self._ordinary(kind, func, args, kwargs, operands)
+            self._shares(operands[0])
+            return result
+        if kind.ordinary and not (kwargs and kwargs.get("out") is not None):
+            return self._ordinary(kind, func, args, kwargs, operands)
+        if kind.host:
+            self._host(kind, operands)
+            return func(*args, **kwargs)
+        if kind.runs_backward:
+            return self._backward(kind, func, args, kwargs)
+        if kind.setter:
+            return self._set(kind, func, args)
+        if kind.each:
+            return self._each(kind, func, args, kwargs, operands, also or ())
+        return self._special(kind, func, args, kwargs, operands, also or ())
+
+    def _settle(self, kind: Kind, func: Any, args: Args, kwargs: Named) -> Any:
+        """What changes how a tensor is seen counts as a change of it."""
+        x = args[0]
+        if kind.name == "requires_grad_":
+            self._own_leaf(x, args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+        before = version(x)
+        result = func(*args, **kwargs)
+        if before != (after := version(x)):
+            saw(x, before, after)
+        return self._counted(result) if kind.name == "requires_grad_" else result
+
+    def _ordinary(self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor]) -> Any:
+        """What varies where any operand does."""
+        if not operands:
+            result = func(*args, **kwargs)
+            if not (kind.from_data and args and is_array(args[0])):
+                self._note_all(result, INVARIANT)
+            return self._counted(result) if kwargs and kwargs.get("requires_grad") else result
+        versions: list[int] = []
+        found = self._types(operands, kind.name, versions)
+        if found is None:
+            return self._unseen(kind, func, args, kwargs, operands)
+        whole, given = found[0], args
+        for each in found:
+            if each.sort is not whole.sort:
+                whole = join(found, kind.name)
+                args, kwargs = self._evened(operands, found, whole, kind.name, args, kwargs)
+                break
+        result = func(*args, **kwargs) if args is given else self._run(func, args, kwargs, kind.name, True)
+        if type(result) is Tensor and whole.home is not None and not self._known:
+            for x in operands:  # as _note_all does it, for what is asked most often
+                if result is x:
+                    break
+            else:
+                note(result, whole, (), operands)
+        else:
+            self._note_all(result, whole, operands)
+        if versions != versions_of(operands):
+            self._changed(operands, versions, whole, kind.name, evened=args is not given)
+        return result
+
+    def _parts(self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor]) -> Any:
+        """torch's own collectives do not say what they write."""
+        versions = versions_of(operands)
+        result = func(*args, **kwargs)
+        whole = Type(dict.fromkeys(self._all, Origin(kind.name, str(call_site()))))
+        self._saw(operands, versions)
+        for x in operands:
+            self._written(x, whole, kind.name)
+        self._note_all(result, whole, operands)
+        return result
+
+    def _silent(self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor]) -> Any:
+        """What writes into some operands without counting that as a change of them."""
+        assert kind.silent is not None
+        into = kind.silent(args, kwargs)
+        found = self._types(operands, kind.name)
+        result = self._ordinary(kind, func, args, kwargs, operands)
+        whole = None if found is None else join(found, kind.name)
+        for x in into:
+            if whole is None:
+                self._unknown_in(x, operands, kind.name)
+            else:
+                self._written(x, whole, kind.name)
+        return result
+
+    def _unseen(self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: Sequence[Tensor]) -> Any:
+        """What takes an unknown value gives unknown ones, in what it writes into, too."""
+        versions = versions_of(operands)
+        result = func(*args, **kwargs)
+        for x, before, after in zip(operands, versions, self._saw(operands, versions), strict=True):
+            if before != after:
+                self._unknown_in(x, operands, kind.name)
+        return result
+
+    def _unknown_in(self, x: Tensor, operands: Sequence[Tensor], name: str) -> None:
+        """Something unknown was written into ``x``, which must not be taken for what it was."""
+        if x.requires_grad and self.type_of(x) is not None:
+            self._unknown(next(y for y in operands if self.type_of(y) is None), operands, name)
+        unseen_write(x, Origin(name, str(call_site())))
+
+    def _types(self, operands: Sequence[Tensor], name: str, versions: list[int] | None = None) -> list[Type] | None:
+        """The types of the operands; None if one is unknown and nothing requires grad.
+
+        versions: a list to which theirs are added, as they are before the operation.
+        """
+        found: list[Type] = []
+        home, slow = self.home, writes.any
+        for x in operands:
+            try:
+                at = version_of(x)
+            except RuntimeError:  # an inference tensor does not count
+                at = -1
+            if versions is not None:
+                versions.append(at)
+            kind: Type | None = getattr(x, NAME, None)  # as marked and type_of do it, for what is asked most often
+            if (
+                type(kind) is not Type
+                or slow
+                or (at and at != getattr(x, NOTED_AT, 0))
+                or (kind.home is not home and kind.home is not ANYWHERE)
+            ):
+                kind = self.type_of(x)
+            if kind is None:
+                if torch.is_grad_enabled() and (functorch_active() or any(y.requires_grad for y in operands)):
+                    self._unknown(x, operands, name)
+                return None
+            if kind.plain and x.requires_grad and not (x.is_leaf or of_tracked(x) or functorch_active()):
+                self._from_nowhere(x, name)
+            found.append(kind)
+        return found
+
+    def _evened(
+        self,
+        operands: Sequence[Tensor],
+        found: Sequence[Type],
+        whole: Type,
+        name: str,
+        args: Args,
+        kwargs: Named,
+        but: Tensor | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with a pvary of each operand that requires grad and does not vary as the others do."""
+        others: dict[int, Tensor] = {}
+        if whole.axes and torch.is_grad_enabled():
+            for x, kind in zip(operands, found, strict=True):
+                if len(kind.axes) != len(whole.axes) and x is not but and differentiated(x):
+                    others[id(x)] = self.vary(x, whole.axes - kind.axes, name, operands, found)
+        if not others:
+            return args, kwargs
+        return replaced(args, others), {key: replaced(value, others) for key, value in kwargs.items()}
+
+    def _special(
+        self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor], also: Sequence[Tensor]
+    ) -> Any:
+        """Functions that write, draw, or take no more than the shape of an operand."""
+        target: Any = operands[0] if kind.in_place and operands else kwargs.get("out")
+        into = isinstance(target, Tensor)
+        over = into and (kind.overwrites or not kind.in_place) and not (functorch_active() or tracked(target))
+        if kind.alike:
+            count = [*operands[:1], *also]
+        elif kind.in_place and operands:
+            count = operands[1:] if over else operands
+        elif (kind.fresh and not kwargs.get("requires_grad")) or (kind.random and kind.name.endswith("_like")):
+            count = operands[1:]
+        else:  # of what is fresh and requires grad, too: a leaf made for each rank's own
+            count = [x for x in operands if not is_among(x, target)]
+        found = self._types(count, kind.name)
+        if found is None:
+            return self._unseen(kind, func, args, kwargs, operands)
+        if kind.drops is not None and kind.drops(args, kwargs):
+            found.append(self._dropped(kind, count, found))
+        if kind.random:
+            found.append(self._random(kind.name))
+        if into:
+            found += self._kept(target, count)
+        whole = join(found, kind.name) if found else INVARIANT
+        given = args
+        if whole.axes:
+            if into:
+                if not (kind.random and is_new(target)):
+                    self._stays(target, whole, kind.name)
+                self._make_room(target, whole, kind.name, operands)
+            args, kwargs = self._evened(
+                count, found[: len(count)], whole, kind.name, args, kwargs, target if into else None
+            )
+        versions = versions_of(operands)
+        result = func(*args, **kwargs)
+        now = self._saw(operands, versions)
+        if result is not target or not into:
+            self._note_all(result, whole, operands)
+        if kind.fresh and isinstance(result, Tensor):
+            like = self.type_of(operands[0])
+            if like is not None and like.axes:
+                alike(result, like)
+        if over:
+            self._overwritten(target, whole)
+        elif into:
+            self._written(target, whole)
+        elif target is not None:
+            for x in operands:
+                if is_among(x, target):
+                    self._written(x, whole)
+        if not kind.in_place and versions != now:
+            others = [i for i, x in enumerate(operands) if not is_among(x, target)]
+            self._changed(
+                [operands[i] for i in others], [versions[i] for i in others], whole, kind.name, evened=args is not given
+            )
+        elif kind.in_place and versions[1:] != now[1:]:
+            self._changed(operands[1:], versions[1:], whole, kind.name, evened=args is not given)
+        return result
+
+    def _each(
+        self, kind: Kind, func: Any, args: Args, kwargs: Named, operands: list[Tensor], also: Sequence[Tensor]
+    ) -> Any:
+        """Functions of lists, element by element."""
+        every = [*args, *kwargs.values()]
+        rows = [arg for arg in every if isinstance(arg, (tuple, list)) and arg and isinstance(arg[0], Tensor)]
+        if not rows:
+            rows = [operands]
+        single = [*(arg for arg in every if isinstance(arg, Tensor)), *also] if rows != [operands] else []
+        together = [[row[i] for row in rows if i < len(row)] + single for i in range(len(rows[0]))]
+        kinds: list[Type | None] = []
+        others: dict[int, Tensor] = {}
+        for group in together:
+            found = self._types(group, kind.name)
+            kept = self._kept(group[0], group[1:]) if kind.in_place else []
+            whole = None if found is None else join([*found, *kept], kind.name)
+            kinds.append(whole)
+            if kind.in_place and whole is not None:
+                self._stays(group[0], whole, kind.name)
+            if found is None or whole is None or not torch.is_grad_enabled():
+                continue
+            for x, each in zip(group, found, strict=True):
+                if len(each.axes) == len(whole.axes) or not differentiated(x):
+                    continue
+                if kind.in_place and x is group[0]:
+                    got = f"{text_of(x)}, {along_of(each)}, beside what varies along {names(sorted(whole.axes))}"
+                    fix = f"mc.pvary it before, or do without {kind.name}"
+                    self._refuse(kind.name, "writes what varies into a graph of what is invariant.", got, fix)
+                others[id(x)] = self.vary(x, whole.axes - each.axes, kind.name, group, found)
+        if others:
+            args, kwargs = replaced(args, others), {key: replaced(value, others) for key, value in kwargs.items()}
+        versions = [versions_of(group) for group in together]
+        result = func(*args, **kwargs)
+        if isinstance(result, (tuple, list)) and len(result) == len(together):
+            for y, whole in zip(result, kinds, strict=True):
+                if whole is not None:
+                    self._note_all(y, whole, operands)
+        elif isinstance(result, Tensor) and kinds[0] is not None:
+            self._note_all(result, kinds[0], operands)
+        for group, before, whole in zip(together, versions, kinds, strict=True):
+            if kind.name.startswith("_fused_"):  # these do not count
+                self._saw(group, before)
+                for x in group[: len(group) - len(single)]:
+                    if whole is None:
+                        self._unknown_in(x, group, kind.name)
+                    elif (mine := self.type_of(x)) is None or mine.axes != whole.axes:
+                        self._written(x, whole, kind.name)
+            elif before != (now := self._saw(group, before)):
+                if whole is not None:
+                    self._changed(group, before, whole, kind.name)
+                    continue
+                for x, old, new in zip(group, before, now, strict=True):
+                    if old != new:
+                        self._unknown_in(x, group, kind.name)
+        return result
+
+    def _get(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
+        """A property: x.T and the like have the type of x, and so has its gradient."""
+        x, result = args[0], func(*args)
+        if type(result) in SIMPLE or not isinstance(result, Tensor) or result is x or kind.name == "_base":
+            return result
+        if kind.name == "data":
+            self._shares(x)
+        mine = self.type_of(x)
+        if kind.name == "grad":
+            self._got_gradient(x, mine, result)
+        elif mine is not None:
+            self._note(result, mine, args)
+        return result
+
+    def _got_gradient(self, x: Tensor, mine: Type | None, g: Tensor) -> None:
+        seen = marked(g)
+        if seen is not None and (mine is None or seen.axes >= mine.axes):
+            stamp(g)  # a backward has added to it
+        elif mine is not None:
+            self._note(g, self._of_gradient(mine), (x,))
+            if x.is_leaf:
+                of_leaf(g)
+
+    def _of_gradient(self, kind: Type) -> Type:
+        """The type of the gradient of a value: what is invariant has been summed by the backward of pvary."""
+        axes = self._all - kind.axes
+        return kind.ends(axes, Origin("backward", str(call_site()))) if axes else kind
+
+    def _own_leaf(self, x: Tensor, begins: bool) -> None:
+        """What was made in the image of something that varies, and becomes a leaf, is each rank's own."""
+        if begins and not x.requires_grad and made_like(x) is not None and (mine := self.type_of(x)) is not None:
+            self._note(x, self._own(x, mine, "requires_grad_"), (x,))
+
+    def _set(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
+        x, value = args[0], args[1] if len(args) > 1 else None
+        if kind.name == "requires_grad":
+            self._own_leaf(x, bool(value))
+        if isinstance(value, Tensor) and kind.name in ("grad", "data"):
+            mine, theirs = self.type_of(x), self.type_of(value)
+            name = f"x.{kind.name} = ..."
+            if theirs is None and mine is not None and x.requires_grad:
+                self._unknown(value, [value], name)
+            if kind.name == "grad" and mine is not None and theirs is not None and mine.axes != theirs.axes:
+                got = f"x {text_of(x)} {along_of(mine)}; the gradient {along_of(theirs)}"
+                self._refuse(name, "sets a gradient of another type than x has.", got, "leave gradients alone")
+            if kind.name == "data" and mine is not None and theirs is not None:
+                self._stays(x, theirs, name)
+                if tracked(x) and (lacks := theirs.axes - mine.axes):
+                    self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
+                result = func(*args)
+                self._note(x, self._as_declared(x, theirs), (x,))
+                return result
+            if kind.name == "data":
+                self._known.pop(id(x), None)
+                unmark(x)
+        result = func(*args)
+        if kind.name == "requires_grad":
+            self._counted(x)
+        elif kind.name == "grad" and isinstance(value, Tensor):
+            self._growing[id(x)] = x, value
+        return result
+
+    def _host(self, kind: Kind, operands: Sequence[Tensor]) -> None:
+        for x in operands:
+            mine = self.type_of(x)
+            if mine is None:
+                self._unknown(x, operands, kind.name)
+            if mine.axes and not asked_in("torch.nn.init"):  # trunc_normal_ draws until all fit: a rank's own affair
+                self._refuse(
+                    kind.name,
+                    f"makes a Python value of a tensor that varies along {names(sorted(mine.axes))}.",
+                    f"{text_of(x)}, {along_of(mine)}",
+                    "reduce it first; torch.where in place of if; mc.axis_index(axis) for a rank's place",
+                )
+            if kind.lends:
+                lend(x)
+
+    def _dropped(self, kind: Kind, operands: Sequence[Tensor], found: Sequence[Type]) -> Type:
+        """Each rank drops its own, so the value must be its own."""
+        random = self._random(kind.name)
+        mine = join(found, kind.name)
+        same = random.axes - mine.axes
+        if same:
+            along = names(sorted(same))
+            self._refuse(
+                kind.name,
+                f"draws other numbers on each rank along {along}, along which its input is invariant.",
+                f"x {text_of(operands[0])}, {along_of(mine)}",
+                "draw alike: `with mc.rng(layout, seed=...)` or `with mc.fork_rng(axes)`; mc.pvary(x) before, if each "
+                "rank shall drop its own",
+            )
+        return random
+
+    # ------------------------------------------------------------------------------------------------- writing in place
+
+    def _changed(
+        self, operands: Sequence[Tensor], versions: Sequence[int], whole: Type, name: str, evened: bool = False
+    ) -> None:
+        """Which of the operands an operation has written into shows in their versions."""
+        now = self._saw(operands, versions)
+        for x, before, after in zip(operands, versions, now, strict=True):
+            if before != after:
+                mine = self.type_of(x)
+                lacks = whole.axes - mine.axes if mine is not None else frozenset()
+                if lacks and x.requires_grad and (evened or (tracked(x) and not torch.is_grad_enabled())):
+                    assert mine is not None
+                    self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
+                self._written(x, whole, name)
+
+    @staticmethod
+    def _saw(operands: Sequence[Tensor], versions: Sequence[int]) -> list[int]:
+        """Note that what has changed since was seen; the versions now."""
+        now = versions_of(operands)
+        if now != versions:
+            for x, before, after in zip(operands, versions, now, strict=True):
+                if before != after:
+                    saw(x, before, after)
+        return now
+
+    def _written(self, x: Tensor, kind: Type, name: str = "") -> None:
+        """Values of a type were written into ``x``; ``name``: by what, if nobody has looked before whether they may."""
+        if name:
+            self._stays(x, kind, name)
+        old = self.type_of(x)
+        if old is not None and (
+            old is not kind or old is not marked(x) or old.plain == x.requires_grad or functorch_active()
+        ):
+            kind = join([kind, old], "a write in place")
+            self._note(x, kind, (x,))
+        if x._base is not None and (base := self.type_of(x._base)) is not None:
+            self._note(x._base, join([base, kind], "a write in place"))
+        self._spread(x, kind)
+
+    def _spread(self, x: Tensor, kind: Type) -> None:
+        """All that shares the memory of ``x`` varies, too."""
+        if kind.axes and not is_written(x, kind, self.home):
+            origin = Origin("a write in place", str(call_site()))
+            write(x, Type(dict.fromkeys(kind.axes, origin), home=self.home))
+
+    def _overwritten(self, x: Tensor, kind: Type) -> None:
+        """All values of ``x`` are now of a type, whatever they were."""
+        if x._base is not None:
+            self._written(x, kind)
+            if self.type_of(x) is None:
+                self._note(x, kind, (x,))
+            return
+        kind = self._as_declared(x, kind)
+        self._note(x, kind)
+        if not says_all(x, kind, self.home):
+            forget(x)
+            self._spread(x, kind)
+
+    def _kept(self, target: Tensor, operands: Sequence[Tensor]) -> list[Type]:
+        """The types that the base or other views of a target have, whatever is written: through all of them the graph
+        of what is written is reached.
+        """
+        if not torch.is_grad_enabled():
+            return []
+        for x in operands:
+            if x is not target and differentiated(x):
+                break
+        else:
+            return []
+        base = target._base
+        found = [held(target), None if base is None else self.type_of(base)]
+        return [kind for kind in found if kind is not None and kind.axes and kind.home is self.home]
+
+    def _make_room(self, target: Tensor, whole: Type, name: str, operands: Sequence[Tensor]) -> None:
+        """Before something that varies is written into what requires grad and is invariant: pvary of that, in place."""
+        owner = target if target._base is None else target._base
+        mine = self.type_of(owner) or self.type_of(target)
+        if mine is None or not tracked(owner):
+            return
+        missing = whole.axes - mine.axes
+        if not missing:
+            return
+        if functorch_active():
+            self._refuse(
+                name,
+                f"writes what varies along {names(sorted(missing))} into a value that is invariant, under a transform "
+                "of torch.func: no pvary can be inserted there.",
+                f"{text_of(target)}, {along_of(mine)}",
+                f"write it out of place, or mc.pvary(x, {self._names(missing)!r}) before",
+            )
+        if not self.insert:
+            self._due(target, missing, name, operands, [])
+        versions = versions_of([owner])
+        with self._apart(), torch.enable_grad():
+            _VaryInPlace.apply(owner, self._axis(missing))  # type: ignore[no-untyped-call]
+        self._saw([owner], versions)
+        self._note(owner, mine.begins(missing, Origin(name, str(call_site()))))
+
+
+class _VaryInPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return apply(rule_named("all_reduce"), g, ctx.axis, ("sum",)), None
+
+
+@at_trace_time
+def _untraceable() -> None:
+    """An exception in traced code would only break the graph; this one is raised by the compiler."""
+    fail(
+        WHERE,
+        "torch.compile cannot trace checked code.",
+        fix="check_vma=False, or `with mc.check_vma(False)` around the call and mc.mark_varying of its result; in "
+        "compiled code mc.pvary is written out",
+        kind=VaryingError,
+    )

@@ -1,0 +1,1 @@
+"""Sizes that depend on data, for the checker of varying types."""

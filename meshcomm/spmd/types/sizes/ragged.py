@@ -1,0 +1,322 @@
+"""Tensors whose sizes depend on data: what shape each would have on ranks that have selected other rows.
+
+The shapes elsewhere are found by computing there as well: on the meta device, which has shapes and no values.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from meshcomm._torch import functorch_active, unwrapped
+from meshcomm.spmd.types.rules.operands import SIMPLE, gather
+from meshcomm.spmd.types.sizes.numbers import COUNTS, Varying, made, plain, varying
+from meshcomm.spmd.types.sizes.shape_rules import Part, Rule, quick_rule
+from meshcomm.spmd.types.vma import Origin, Type, join, note
+
+__all__ = [
+    "CUT", "Ragged", "Rows", "carried", "carried_within", "collected", "differing", "fresh", "guessed", "note_ragged",
+    "number_of", "ragged_of", "shapes_elsewhere", "standing_for", "tensors_of", "untouched", "without_numbers",
+]  # fmt: skip
+
+_NAME = "_meshcomm_ragged"
+_HERE = range(len(COUNTS))
+Shape = tuple[int, ...]
+
+
+class Ragged:
+    """The shapes that a tensor has elsewhere, None where that is not known, and along which axes they differ."""
+
+    __slots__ = ("kind", "shapes")
+
+    def __init__(self, shapes: Sequence[Shape | None], kind: Type) -> None:
+        self.shapes, self.kind = tuple(shapes), kind
+
+    def dims(self, shape: Shape) -> list[int]:
+        """The dims whose size differs."""
+        known = [other for other in self.shapes if other is not None]
+        return [i for i, size in enumerate(shape) if any(other[i] != size for other in known) or _differ(known, i)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # as a Type, no part of what is saved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ragged:
+        return self
+
+
+def _differ(shapes: Sequence[Shape], i: int) -> bool:
+    return any(shape[i] != shapes[0][i] for shape in shapes)
+
+
+class Rows:
+    """Stands for an index along one dim that selects as many as a number says."""
+
+    def __init__(self, number: Varying) -> None:
+        self.number = number
+
+
+def ragged_of(x: Tensor) -> Ragged | None:
+    """What is noted on ``x``; None: its sizes are the same everywhere."""
+    found = getattr(x, _NAME, None)
+    return found if type(found) is Ragged else None
+
+
+_NESTED = frozenset([tuple, list, torch.Size])
+
+
+def untouched(values: Iterable[Any]) -> bool:
+    """Whether there is for certain nothing among arguments whose size depends on data."""
+    for value in values:
+        kind = type(value)
+        if kind in SIMPLE:
+            continue
+        if kind is Tensor or kind is Parameter:
+            if getattr(value, _NAME, None) is not None:
+                return False
+        elif kind in _NESTED:
+            if not untouched(value):
+                return False
+        elif kind is not slice or not untouched((value.start, value.stop, value.step)):
+            return False
+    return True
+
+
+def note_ragged(x: Tensor, ragged: Ragged | None) -> None:
+    """Note it."""
+    if ragged is not None:
+        made.any = True
+        setattr(x, _NAME, ragged)
+    elif ragged_of(x) is not None:
+        setattr(x, _NAME, None)
+
+
+def within(x: Tensor) -> Tensor | None:
+    """The innermost tensor that transforms of torch.func have wrapped in ``x``."""
+    found, inner = None, unwrapped(x)
+    while inner is not None:
+        found, inner = inner, unwrapped(inner)
+    return found
+
+
+def carried_within(results: Any, operands: Sequence[Tensor], name: str) -> None:
+    """What is a batch to ``vmap`` may be one of rows."""
+    inputs = [inner for x in operands if (inner := within(x)) is not None and ragged_of(inner) is not None]
+    if inputs:
+        guessed([inner for y in tensors_of(results) if (inner := within(y)) is not None], inputs, name)
+
+
+def carried(x: Tensor, y: Any) -> None:
+    """``y`` has the shape of ``x``, wherever it is."""
+    if made.any and isinstance(y, Tensor) and (ragged := ragged_of(x)) is not None:
+        note_ragged(y, ragged)
+
+
+def differing(y: Tensor, inputs: Sequence[Tensor], others: Sequence[Tensor] = ()) -> set[int]:
+    """By place: the dims of an input of as many dims that differ, unless what it meets there says that they do not; all
+    dims if there is none.
+    """
+    for x in inputs:
+        ragged = ragged_of(x)
+        if ragged is not None and x.dim() == y.dim():
+            same = [z for z in others if z.dim() == y.dim() and ragged_of(z) is None]
+            return {
+                i for i in ragged.dims(x.shape) if y.shape[i] == 1 or not any(z.shape[i] == y.shape[i] for z in same)
+            }
+    return set(range(y.dim()))
+
+
+def collected(
+    name: str,
+    x: Tensor | None,
+    y: Tensor,
+    along: Origin,
+    axes: frozenset[str],
+    args: Sequence[Any],
+    named: dict[str, Any],
+) -> None:
+    """Note the sizes of what a collective over these axes has made of ``x``: they are equal along them, unless it was
+    told sizes.
+    """
+    ragged = None if x is None else ragged_of(x)
+    rest = None if ragged is None else ragged.kind.ends(axes, along)
+    dims = set() if ragged is None or x is None else differing(y, [x])
+    if name in CUT and (
+        (len(args) > CUT[name] and args[CUT[name]] is not None)
+        or named.get("sizes") is not None
+        or named.get("recv_sizes") is not None
+    ):
+        own = Type(dict.fromkeys(axes, along))
+        rest = own if rest is None else join([rest, own], name)
+        dims = dims | {place % y.dim() for place in _cut_dims(name, args, named)}
+    note_ragged(y, None if rest is None or not rest.axes else fresh(y.shape, dims, rest))
+
+
+CUT = {"shard": 1, "reduce_scatter": 2, "all_to_all": 2}
+"""What gives each rank a size of its own, if it is told sizes; where these stand behind the axis."""
+
+
+def _cut_dims(name: str, args: Sequence[Any], named: dict[str, Any]) -> list[int]:
+    if name == "all_to_all":
+        both = [args[i] if len(args) > i else named[key] for i, key in enumerate(("split_dim", "concat_dim"))]
+        return [int(dim) for dim in both]
+    return [int(args[0] if args else named.get("dim", 0))]
+
+
+def without_numbers(args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
+    """The arguments with this rank's sizes, and what stands for those that differ."""
+    if not made.any:
+        return args, kwargs, []
+    numbers: list[Varying] = []
+    gather((args, kwargs), Varying, numbers)
+    return (
+        (plain(args), plain(kwargs), [standing_for(each.kind) for each in numbers]) if numbers else (args, kwargs, [])
+    )
+
+
+def standing_for(kind: Type) -> Tensor:
+    """A tensor of this type, to be an operand beside others."""
+    x = torch.zeros(())
+    note(x, kind)
+    return x
+
+
+def guessed(result: Any, operands: Sequence[Tensor], name: str) -> None:
+    """Note the sizes of what somebody's own function gives."""
+    inputs = [x for x in operands if ragged_of(x) is not None] if made.any else []
+    if inputs:
+        kind = join([ragged.kind for x in inputs if (ragged := ragged_of(x)) is not None], name)
+        for y in tensors_of(result):
+            if not any(y is x for x in operands):
+                note_ragged(y, fresh(y.shape, differing(y, inputs, operands), kind))
+
+
+def fresh(shape: Iterable[int], dims: Iterable[int], kind: Type) -> Ragged | None:
+    """These dims could have any size."""
+    own = tuple(shape)
+    found = {dim % len(own) for dim in dims} if own else set()
+    if not found:
+        return None
+    return Ragged([tuple(count if i in found else size for i, size in enumerate(own)) for count in COUNTS], kind)
+
+
+def number_of(kind: Type, times: int = 1) -> Varying:
+    """A number of which nothing is known."""
+    found: Varying = varying(0, [count * times for count in COUNTS], kind)
+    return found
+
+
+class _UnknownError(Exception):
+    """There is no telling."""
+
+
+def elsewhere(value: Any, world: int, twins: dict[int, Tensor]) -> Any:
+    """An argument as it is elsewhere: tensors are without values there."""
+    if isinstance(value, Tensor):
+        ragged = ragged_of(value)
+        if ragged is None:
+            twin = twins.get(id(value))
+            if twin is None:
+                twin = twins[id(value)] = _twin(value)
+            return twin
+        shape = ragged.shapes[world]
+        if shape is None:
+            raise _UnknownError
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+    if isinstance(value, Varying):
+        other = value.others[world]
+        if other is None:
+            raise _UnknownError
+        return other
+    if isinstance(value, Rows):
+        return torch.empty(elsewhere(value.number, world, twins), dtype=torch.int64, device="meta")
+    if isinstance(value, (tuple, list)):
+        parts = [elsewhere(part, world, twins) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, slice):
+        return slice(*(elsewhere(end, world, twins) for end in (value.start, value.stop, value.step)))
+    if isinstance(value, torch.device):
+        return "meta"
+    return value
+
+
+def _twin(x: Tensor) -> Tensor:
+    if x.layout is not torch.strided:
+        raise _UnknownError
+    if functorch_active():
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def shapes_elsewhere(
+    name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
+) -> list[list[Shape] | None]:
+    """The shapes of the results in each of the other places; None where it cannot be computed there."""
+    rule = quick_rule(name)
+    found = None if rule is None else _by_rule(rule, args, kwargs, results)
+    return _on_meta(func, args, kwargs, results) if found is None else found
+
+
+def _by_rule(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], results: int) -> list[list[Shape] | None] | None:
+    found: list[list[Shape] | None] = []
+    for world in _HERE:
+        try:
+            shapes = rule([_part(arg, world) for arg in args], {key: _part(arg, world) for key, arg in kwargs.items()})
+            if shapes is None or len(shapes) != results:
+                return None
+            found.append(shapes)
+        except (_UnknownError, ArithmeticError, ValueError, IndexError):
+            found.append(None)
+    return found
+
+
+def _part(value: Any, world: int) -> Any:
+    """An argument as it is elsewhere, for a rule."""
+    if isinstance(value, Tensor):
+        ragged = ragged_of(value)
+        shape = tuple(value.shape) if ragged is None else ragged.shapes[world]
+        if shape is None:
+            raise _UnknownError
+        return Part(shape, indexes=value.dtype not in (torch.bool, torch.uint8))
+    if isinstance(value, Varying):
+        if value.others[world] is None:
+            raise _UnknownError
+        return value.others[world]
+    if isinstance(value, Rows):
+        return Part((_part(value.number, world),))
+    if isinstance(value, (tuple, list)):
+        parts = [_part(part, world) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, slice):
+        return slice(*(_part(end, world) for end in (value.start, value.stop, value.step)))
+    return value
+
+
+def _on_meta(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
+) -> list[list[Shape] | None]:
+    twins: dict[int, Tensor] = {}
+    found: list[list[Shape] | None] = []
+    with torch.no_grad(), torch.device("meta"):
+        for world in _HERE:
+            try:
+                given = [elsewhere(arg, world, twins) for arg in args]
+                named = {key: elsewhere(arg, world, twins) for key, arg in kwargs.items() if key != "out"}
+                shapes: list[Shape] | None = [tuple(y.shape) for y in tensors_of(func(*given, **named))]
+            except Exception:  # whatever it does not like about tensors without values
+                shapes = None
+            found.append(shapes if shapes is not None and len(shapes) == results else None)
+    return found
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """The tensors in a result."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [y for part in result for y in tensors_of(part)]
+    return []

@@ -1,0 +1,444 @@
+"""The type of a value: the axes along which it varies, and since when. (vma: varying manual axes, JAX's name for it.)
+
+A type is noted on the tensor itself. Not on its storage, for what pvary gives shares that of its input; but what is
+written into a storage in place, all of its views have.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshcomm._torch import functorch_active, unwrapped, version_of
+from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.types.changes import NOTED_AT, by_hand, inside, stamp, storage_of
+from meshcomm.spmd.types.homes import ANYWHERE, Home
+from meshcomm.spmd.types.lent import any_lent, lend_foreign, with_the_same_memory
+
+__all__ = [
+    "INVARIANT",
+    "NAME",
+    "Origin",
+    "Type",
+    "alike",
+    "also_written",
+    "behind",
+    "declare",
+    "declared",
+    "forget",
+    "held",
+    "in_spite",
+    "is_written",
+    "join",
+    "made_like",
+    "marked",
+    "note",
+    "says_all",
+    "shared",
+    "sharing_with",
+    "swap",
+    "unknown_in",
+    "unmark",
+    "unseen_write",
+    "write",
+    "writes",
+    "written_in",
+]
+
+
+class Origin(NamedTuple):
+    """Where something happened to a value."""
+
+    what: str
+    site: str = ""
+    leaf: bool = False
+    """It was so from the beginning, and no operation's doing."""
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.site}" if self.site else self.what
+
+
+class Type:
+    """The axes along which a value varies, with the origin of each; all others it is invariant along."""
+
+    __slots__ = ("_twin", "axes", "ended", "home", "leaf", "plain", "since", "sort")
+
+    def __init__(
+        self,
+        since: dict[str, Origin],
+        ended: dict[str, Origin] | None = None,
+        *,
+        plain: bool = False,
+        home: Home | None = None,
+    ) -> None:
+        self.since = since
+        self.ended = ended or {}
+        """Where it was made invariant, by axis."""
+        self.axes = frozenset(since)
+        sort = self.axes, frozenset(self.ended)
+        self.sort = _sorts.setdefault(sort, sort)
+        """Its axes, those that vary and those that have ended: one object for all types with these."""
+        self.leaf = False
+        for origin in since.values():
+            if origin.leaf:
+                self.leaf = True
+        self.plain = plain
+        """It was noted on a tensor that did not require grad."""
+        self.home = home
+        """Of whose axes it speaks; None until it is noted for a mesh."""
+        self._twin: Type | None = None
+
+    def at_home(self, home: Home) -> Type:
+        """From now on it speaks of the axes of this one, unless it speaks of others already."""
+        if self.home is None:
+            self.home = home
+            if self._twin is not None:
+                self._twin.home = home
+        return self
+
+    def moved(self, home: Home, axes: frozenset[str]) -> Type:
+        """The same value elsewhere, where it varies along these axes."""
+        first = next(iter(self.since.values()), None)
+        since = {axis: self.since.get(axis, first) for axis in axes} if first is not None else {}
+        end = next(iter(self.ended.values()), None)
+        ended = None if end is None else dict.fromkeys(home.shape.keys() - axes, end)
+        return Type(since, ended, plain=self.plain, home=home)
+
+    def seen(self, requires_grad: bool) -> Type:
+        """The same for a tensor of either kind."""
+        if self.plain != requires_grad:
+            return self
+        twin = self._twin
+        if twin is None:
+            twin = self._twin = Type.__new__(Type)
+            twin.since, twin.ended, twin.axes, twin.sort = self.since, self.ended, self.axes, self.sort
+            twin.leaf, twin.home, twin.plain, twin._twin = self.leaf, self.home, not self.plain, self
+        return twin
+
+    def ends(self, axes: Iterable[str], origin: Origin) -> Type:
+        """Made invariant along these axes."""
+        since = {axis: origin for axis, origin in self.since.items() if axis not in axes}
+        return Type(since, self.ended | dict.fromkeys(axes, origin), home=self._kept_home)
+
+    def begins(self, axes: Iterable[str], origin: Origin) -> Type:
+        """Made varying along these axes too."""
+        ended = {axis: origin for axis, origin in self.ended.items() if axis not in axes}
+        return Type(dict.fromkeys(axes, origin) | self.since, ended, home=self._kept_home)
+
+    @property
+    def _kept_home(self) -> Home | None:
+        return None if self.home is ANYWHERE else self.home
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Nothing of it: a tensor that is saved with this on it must load where only plain data may.
+        return OrderedDict, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Type:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Type({', '.join(sorted(self.axes)) or 'invariant'})"
+
+
+_Sort = tuple[frozenset[str], frozenset[str]]
+_sorts: dict[_Sort, _Sort] = {}
+
+INVARIANT = Type({}, plain=True, home=ANYWHERE)
+
+
+def join(types: Sequence[Type], name: str) -> Type:
+    """The type of what is computed from values of these types by the operation ``name``."""
+    first = types[0]
+    for each in types:
+        if each.sort is not first.sort:
+            break
+    else:
+        return first
+    axes = first.axes
+    for each in types:
+        axes |= each.axes
+    even = all([len(each.axes) == len(axes) for each in types])  # noqa: C419 -- a generator costs twice as much
+    ended: dict[str, Origin] = {}
+    for each in types:
+        if each.ended:
+            ended |= each.ended
+    if ended:
+        for axis in axes:
+            ended.pop(axis, None)
+    for each in types:
+        if len(each.axes) == len(axes) and (even or not each.leaf) and ended.keys() == each.ended.keys():
+            return each
+    since: dict[str, Origin] = {}
+    here: Origin | None = None
+    for axis in axes:
+        origin = next(each.since[axis] for each in types if axis in each.axes)
+        if origin.leaf and not all(axis in each.axes for each in types):
+            here = here or Origin(name, str(call_site()))
+            origin = here
+        since[axis] = origin
+    return Type(since, ended)
+
+
+# -------------------------------------------------------------------------------------------- what is noted on a tensor
+
+NAME = "_meshcomm_type"
+"""The attribute with the type of a tensor."""
+_WRITTEN = "_meshcomm_written"
+_IN_SPITE = "_meshcomm_in_spite"
+"""The unknown write into its storage after which the type of a tensor was declared."""
+
+
+def marked(x: Tensor) -> Type | None:
+    """The type noted on this very tensor."""
+    found = getattr(x, NAME, None)
+    return found if type(found) is Type else None
+
+
+def behind(x: Tensor) -> Tensor | None:
+    """The tensor whose type ``x`` has, if none is noted on it: what torch.func has wrapped, or what a view that was
+    made out of sight is of.
+    """
+    if (inner := unwrapped(x)) is not None:  # of a transform that has ended, too
+        return inner
+    base = x._base
+    return None if base is None or getattr(base, _SPLIT, False) else base
+
+
+_SPLIT = "_meshcomm_split"
+"""Views of this tensor have different types."""
+
+
+_LIKE = "_meshcomm_like"
+
+
+def alike(x: Tensor, kind: Type) -> None:
+    """Note that ``x`` was made in the image of a value of this type."""
+    setattr(x, _LIKE, kind)
+
+
+def made_like(x: Tensor) -> Type | None:
+    """The type of that value."""
+    found = getattr(x, _LIKE, None)
+    return found if type(found) is Type else None
+
+
+def unmark(x: Tensor) -> None:
+    """Forget what is noted on ``x``."""
+    setattr(x, NAME, None)
+
+
+def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = ()) -> None:
+    """Note the type of ``x``, and of what torch.func has wrapped in it: that is what remains of it afterwards.
+
+    known: the ids of tensors whose types are kept elsewhere. of: the tensors that were there before.
+    """
+    setattr(x, NAME, kind if kind.plain != x.requires_grad else kind.seen(kind.plain))
+    try:
+        if at := version_of(x):
+            setattr(x, NOTED_AT, at)
+    except RuntimeError:  # an inference tensor does not count
+        pass
+    base = x._base
+    if base is not None and not (
+        getattr(base, NAME, None) is kind and (not kind.axes or getattr(base, _HELD, None) is kind)
+    ):
+        _note_base(base, kind, known, of)
+    if functorch_active():
+        for inner in inside(x):
+            setattr(inner, NAME, kind.seen(inner.requires_grad))
+            stamp(inner)
+
+
+def _note_base(base: Tensor, kind: Type, known: Container[int], of: Iterable[Any]) -> None:
+    """Note that a view of ``base`` has this type."""
+    _hold(base, kind)
+    found = marked(base)
+    if found is None and id(base) not in known:
+        # What is seen of a base of others says nothing about the rest of it.
+        if not any(x is base or (isinstance(x, Tensor) and x._base is base) for x in of):
+            setattr(base, NAME, kind.seen(base.requires_grad))
+            stamp(base)
+    elif found is None or found.axes != kind.axes:
+        setattr(base, _SPLIT, True)
+
+
+_HELD = "_meshcomm_held"
+
+
+def _hold(base: Tensor, kind: Type) -> None:
+    """Keep the widest type of a view of ``base``."""
+    if kind.axes:
+        before = held(base)
+        if before is None or not kind.axes <= before.axes:
+            setattr(base, _HELD, kind if before is None else Type(kind.since | before.since, home=kind.home))
+
+
+def held(x: Tensor) -> Type | None:
+    """The widest type that was noted on a view that has its memory and its graph in common with ``x``, if any varies:
+    it stays on that view when the whole is overwritten with what is invariant.
+    """
+    found = getattr(x if x._base is None else x._base, _HELD, None)
+    return found if type(found) is Type else None
+
+
+def declare(x: Tensor, kind: Type) -> None:
+    """Note the type of ``x`` as somebody says that it is, whatever it was; that says nothing of other views."""
+    setattr(x, NAME, kind.seen(x.requires_grad))
+    setattr(x, _DECLARED, tuple(sorted(kind.axes)))
+    stamp(x)
+    by_hand(x)
+    in_spite(x)
+    lend_foreign(x)
+    if x._base is None:
+        forget(x)
+    else:
+        _hold(x._base, kind)
+
+
+_DECLARED = "_meshcomm_declared"
+
+
+def declared(x: Tensor) -> tuple[str, ...]:
+    """The axes along which somebody has said that ``x`` varies, in a check or outside of one."""
+    found = getattr(x, _DECLARED, ())
+    return found if type(found) is tuple else ()
+
+
+class _Writes:
+    """Whether anything was ever written that the types of views do not tell. Until then nobody looks for it."""
+
+    any = False
+
+
+writes = _Writes()
+
+
+def write(x: Tensor, kind: Type) -> None:
+    """Note that values of a type were written into ``x``, so that all its views have them."""
+    storage = storage_of(x)
+    if storage is not None:
+        _write(storage, kind)
+        for other in with_the_same_memory(storage):
+            _write(other, kind)
+
+
+def written_in(x: Tensor) -> Type | Origin | None:
+    """What was written into the storage of ``x``: values of a type, or unknown ones."""
+    found: Type | Origin | None = getattr(storage_of(x), _WRITTEN, None)
+    return found
+
+
+def says_all(x: Tensor, kind: Type, home: Home) -> bool:
+    """Whether, once all of ``x`` is of this type, what was written into its storage says no more and no less."""
+    before = written_in(x) if writes.any else None
+    if before is None:
+        return not kind.axes
+    return type(before) is Type and before.axes == kind.axes and before.home is home and not any_lent()
+
+
+def is_written(x: Tensor, kind: Type, home: Home) -> bool:
+    """Whether :func:`write` of that on a mesh would find it noted already."""
+    before = written_in(x)
+    if before is None or any_lent():
+        return False
+    return type(before) is not Type or (kind.axes <= before.axes and before.home is home)
+
+
+def _write(storage: torch.UntypedStorage, kind: Type) -> None:
+    before = getattr(storage, _WRITTEN, None)
+    if isinstance(before, Origin):
+        return
+    if before is None or before.home is not kind.home or not kind.axes <= before.axes:
+        writes.any = True
+        if before is not None and before.home is not kind.home:  # what it is now can be said on neither
+            setattr(storage, _WRITTEN, next(iter(kind.since.values())))
+            return
+        setattr(storage, _WRITTEN, kind if before is None else Type(kind.since | before.since, home=kind.home))
+
+
+def unseen_write(x: Tensor, origin: Origin) -> None:
+    """Note that something of unknown type was written into ``x``: so is the type of all its views now."""
+    storage = storage_of(x)
+    if storage is not None:
+        unknown_in(storage, origin)
+
+
+def unknown_in(storage: torch.UntypedStorage, origin: Origin) -> None:
+    """Note that something of unknown type was written into a storage."""
+    writes.any = True
+    setattr(storage, _WRITTEN, origin)
+    for other in with_the_same_memory(storage):
+        setattr(other, _WRITTEN, origin)
+
+
+def in_spite(x: Tensor) -> None:
+    """The type of ``x`` that is said now holds whatever unknown was written into its storage before."""
+    written = written_in(x) if writes.any else None
+    if isinstance(written, Origin):
+        setattr(x, _IN_SPITE, written)
+
+
+def forget(x: Tensor) -> None:
+    """All of ``x`` is other values now, if it is all of its storage."""
+    storage = storage_of(x) if writes.any else None
+    if getattr(storage, _WRITTEN, None) is not None and x.numel() * x.element_size() == storage.nbytes():  # type: ignore[union-attr]
+        setattr(storage, _WRITTEN, None)
+
+
+def also_written(x: Tensor, kind: Type, home: Home) -> Type | Origin:
+    """The type of ``x``, noted as ``kind``, with what was written into its storage; or where unknown values were."""
+    written = written_in(x)
+    if written is None or isinstance(written, Origin):
+        return kind if written is None or written is getattr(x, _IN_SPITE, None) else written
+    if written.home is not home:
+        there = None if written.home is None else written.home.moved(written.axes, home)
+        if there is None:
+            return next(iter(written.since.values()))
+        written = written.moved(home, there.axes)
+    if written.axes <= kind.axes:
+        return kind
+    return kind.begins(written.axes - kind.axes, next(iter(written.since.values()))).seen(x.requires_grad)
+
+
+# ------------------------------------------------------------------------------------- leaves under other names
+
+_LEAF = "_meshcomm_leaf"
+
+
+class _Shared:
+    """Whether a leaf ever came to have another name. Until then nobody looks for it."""
+
+    any = False
+
+
+def shared(x: Tensor) -> None:
+    """Note that the memory of ``x`` can be written under another name: ``x.data``, ``x.detach()``."""
+    storage = storage_of(x)
+    if storage is not None:
+        _Shared.any = True
+        setattr(storage, _LEAF, weakref.ref(x))
+
+
+def sharing_with(x: Tensor) -> Tensor:
+    """The tensor for which that was noted; ``x`` if there is none."""
+    found = getattr(storage_of(x), _LEAF, None) if _Shared.any else None
+    other = found() if isinstance(found, weakref.ref) else None
+    return other if isinstance(other, Tensor) else x
+
+
+def swap(run: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> None:
+    """Let ``run`` make of each what the other one is. What is noted on a tensor goes with it, but for its memory's note
+    of whose it is.
+    """
+    owners = [(storage_of(each), other) for each, other in ((x, y), (y, x)) if sharing_with(each) is each]
+    noted = [(storage, other) for storage, other in owners if getattr(storage, _LEAF, None) is not None]
+    for storage, _ in noted:
+        setattr(storage, _LEAF, None)
+    run(x, y)
+    for storage, other in noted:
+        setattr(storage, _LEAF, weakref.ref(other))

@@ -1,0 +1,282 @@
+"""What a process sees of its machine and its launch, and what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from meshcomm import _versions
+from meshcomm.errors import MeshError
+from meshcomm.runtime.start import devices
+from meshcomm.runtime.start.launchers import Launcher, detect
+from meshcomm.runtime.transports.shared import memory
+
+__all__ = ["Facts", "Finding", "differences", "findings", "look"]
+
+_SWITCH = memory.SWITCH
+_SHOWN = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", _SWITCH,
+    _versions.WITHOUT,
+)  # fmt: skip
+_VERSIONS = ("meshcomm", "torch", "python", "nccl", "backends", "backend")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or may be."""
+
+    serious: bool
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{'wrong' if self.serious else 'mind'}: {self.what}\n    fix: {self.fix}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one process sees."""
+
+    meshcomm: str
+    torch: str
+    python: str
+    platform: str
+    host: str
+    cores: int
+    nccl: str | None
+    backends: list[str]
+    backend: str
+    """What ``init`` would choose."""
+    accelerator: str | None
+    devices: list[str]
+    launcher: dict[str, Any] | None
+    launcher_error: str | None
+    interfaces: list[str]
+    resolves: bool | None
+    """Whether MASTER_ADDR has an address; None where there is none."""
+    variables: dict[str, str] = field(default_factory=dict)
+    lacking: dict[str, str] = field(default_factory=dict)
+    """Private names of torch that are not there, and what that costs."""
+    untested: str | None = None
+    """What is to say of a torch that is newer than all that were tested."""
+
+    @property
+    def ranks(self) -> int:
+        """How many the launch has."""
+        return 1 if self.launcher is None else int(self.launcher["world_size"])
+
+
+def look(environ: Mapping[str, str] | None = None) -> Facts:
+    """What this process sees. Starts nothing and sends nothing, but asks for MASTER_ADDR's address."""
+    variables = os.environ if environ is None else environ
+    error, found = None, None
+    try:
+        found = detect(variables)
+    except MeshError as wrong:
+        error = str(wrong)
+    kind = None
+    if torch.accelerator.is_available():
+        current = torch.accelerator.current_accelerator()
+        kind = None if current is None else current.type
+    return Facts(
+        meshcomm=_version("meshcomm"),
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        host=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        nccl=_nccl(),
+        backends=devices.backends(),
+        backend=devices.choose_backend(None)[0],
+        accelerator=kind,
+        devices=_device_names(kind),
+        launcher=None if found is None else asdict(found),
+        launcher_error=error,
+        interfaces=_interfaces(),
+        resolves=_resolves(variables.get("MASTER_ADDR") or (found.master_addr if found is not None else None)),
+        variables={name: variables[name] for name in _SHOWN if name in variables},
+        lacking=dict(_versions.lacking),
+        untested=_versions.untested(),
+    )
+
+
+def _version(name: str) -> str:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return "not installed: found by its path"
+
+
+def _nccl() -> str | None:
+    """Ranks with different ones wait for each other for ever."""
+    with contextlib.suppress(AttributeError, RuntimeError, OSError):
+        if torch.cuda.is_available():
+            return ".".join(map(str, torch.cuda.nccl.version()))
+    return None
+
+
+def _device_names(kind: str | None) -> list[str]:
+    if kind is None:
+        return []
+    name = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
+    return [str(name(index)) for index in range(torch.accelerator.device_count())]
+
+
+def _interfaces() -> list[str]:
+    with contextlib.suppress(OSError, AttributeError):
+        return [name for _, name in socket.if_nameindex()]
+    return []
+
+
+def _resolves(host: str | None) -> bool | None:
+    if not host:
+        return None
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------- findings
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """What is wrong with what one process sees, worst first."""
+    found: list[Finding] = []
+    if facts.launcher_error is not None:
+        what, _, rest = facts.launcher_error.removeprefix("meshcomm.init: ").partition("\n")
+        fix = rest.partition("fix: ")[2] or "start with torchrun, mpiexec or srun, which set all of them"
+        found.append(Finding(True, what, fix))
+    found += _meeting(facts)
+    found += _accelerators(facts)
+    found += _network(facts)
+    found += _surroundings(facts)
+    found += _torch(facts)
+    return sorted(found, key=lambda each: not each.serious)
+
+
+def _meeting(facts: Facts) -> list[Finding]:
+    if facts.launcher is None or facts.ranks == 1:
+        return []
+    launcher = Launcher(**facts.launcher)
+    absent = [n for n, v in (("MASTER_ADDR", launcher.master_addr), ("MASTER_PORT", launcher.master_port)) if v is None]
+    if absent and (launcher.name == "pytorch" or launcher.local_world_size not in (None, launcher.world_size)):
+        return [
+            Finding(
+                True,
+                f"{' and '.join(absent)} not set: the {facts.ranks} ranks do not know where to meet",
+                "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, equal in all processes",
+            )
+        ]
+    if facts.resolves is False:
+        return [
+            Finding(
+                True,
+                f"MASTER_ADDR, {launcher.master_addr!r}, has no address here",
+                "set it to a name or an address of rank 0's machine that this one knows",
+            )
+        ]
+    return []
+
+
+def _accelerators(facts: Facts) -> list[Finding]:
+    found = []
+    here = 1 if facts.launcher is None else facts.launcher["local_world_size"] or 1
+    count = len(facts.devices)
+    own = facts.accelerator is not None and f"{facts.accelerator}:" in facts.backend
+    if own and here > count:
+        what = f"{here} ranks on this machine and {count} {facts.accelerator} device(s), which ranks cannot share"
+        fix = "start fewer ranks per machine, or mc.init(backend='gloo') to put all ranks on the CPU"
+        found.append(Finding(True, what, fix))
+    if facts.accelerator is not None and not own:
+        what = (
+            f"torch sees {count} {facts.accelerator} device(s) and has no backend of theirs: ranks compute on the CPU"
+        )
+        found.append(Finding(False, what, "install a build of torch with their backend (nccl, xccl, ...)"))
+    if facts.accelerator is None and facts.variables.get("CUDA_VISIBLE_DEVICES") == "":
+        found.append(Finding(False, "CUDA_VISIBLE_DEVICES is empty: torch sees no GPU", "unset it to use them"))
+    return found
+
+
+def _network(facts: Facts) -> list[Finding]:
+    """Interfaces that are named and are not here. NCCL takes beginnings of names, = for whole ones, ^ for not these."""
+    found = []
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = facts.variables.get(variable, "")
+        if not value or value.startswith("^") or not facts.interfaces:
+            continue
+        nccl = variable.startswith("NCCL") and not value.startswith("=")
+        for name in value.removeprefix("=").split(","):
+            if not any(each == name or (nccl and each.startswith(name)) for each in facts.interfaces):
+                found.append(
+                    Finding(
+                        True,
+                        f"{variable} names {name!r}, which is no network interface here",
+                        f"unset it, or name one of {', '.join(facts.interfaces)}",
+                    )
+                )
+    return found
+
+
+def _surroundings(facts: Facts) -> list[Finding]:
+    found = []
+    tasks, step = facts.variables.get("SLURM_NTASKS", ""), facts.variables.get("SLURM_STEP_ID")
+    if facts.launcher is None and not step and tasks.isdigit() and int(tasks) > 1:
+        found.append(
+            Finding(
+                False,
+                f"Slurm has given {tasks} tasks, but this process was started without srun: it is alone",
+                "start it with srun",
+            )
+        )
+    local = 1 if facts.launcher is None else facts.launcher["local_world_size"] or 1
+    if local > 1 and "OMP_NUM_THREADS" not in facts.variables:
+        what = f"OMP_NUM_THREADS is not set: each of {local} ranks starts a thread for each of {facts.cores} core(s)"
+        found.append(Finding(False, what, f"export OMP_NUM_THREADS={max(1, facts.cores // local)}"))
+    if facts.variables.get(_SWITCH) == "0":
+        what = f"{_SWITCH}=0: ranks of one machine send messages instead of sharing memory"
+        found.append(Finding(False, what, "unset it"))
+    return found
+
+
+def _torch(facts: Facts) -> list[Finding]:
+    found = []
+    fix = f"install a torch that was tested: {', '.join(_versions.TESTED)}"
+    if facts.untested is not None:
+        found.append(Finding(False, facts.untested, f"{fix}; or go on, and see what is said of missing names"))
+    by_cost: dict[str, list[str]] = {}
+    for name, costs in facts.lacking.items():
+        by_cost.setdefault(costs, []).append(name)
+    for costs, names in by_cost.items():
+        found.append(Finding(False, f"torch {facts.torch} has no {', '.join(names)}: {costs}", fix))
+    return found
+
+
+def differences(every: Sequence[Facts]) -> list[Finding]:
+    """What the ranks of one launch see differently and should not."""
+    found = []
+    for name in _VERSIONS:
+        seen: dict[str, list[int]] = {}
+        for rank, facts in enumerate(every):
+            seen.setdefault(str(getattr(facts, name)), []).append(rank)
+        if len(seen) > 1:
+            told = "; ".join(f"{value} on rank {_few(ranks)}" for value, ranks in seen.items())
+            found.append(
+                Finding(True, f"the ranks have different {name}: {told}", "start all ranks from one environment")
+            )
+    return found
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
