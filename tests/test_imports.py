@@ -270,6 +270,136 @@ def test_the_check_finds_private_names() -> None:
     assert "_allgather_base" not in own_private_names()
 
 
+# ------------------------------------------------------------------------------------------------- chains and rooms
+
+
+@cache
+def needs(module: str) -> tuple[str, ...]:
+    """The modules of meshcomm that this one imports, for type checkers too."""
+    return tuple(sorted({other for other, _ in imports_of(module) if other in MODULES}))
+
+
+@cache
+def chain(module: str) -> tuple[str, ...]:
+    """The longest way down from a module: each imports the next."""
+    return (module, *max((chain(other) for other in needs(module)), key=len, default=()))
+
+
+LONGEST = 26
+"""How many files a change at the bottom of a chain may have to pass before it is at its top. It only goes down."""
+
+
+def test_no_chain_of_imports_is_long() -> None:
+    longest = max((chain(module) for module in MODULES if module != "meshcomm"), key=len)
+    assert len(longest) <= LONGEST, "\n  -> ".join((f"{len(longest)} files", *longest))
+
+
+ARROWS = {"start": {"health"}, "transports": {"health"}, "hooks": {"health"}, "health": set()}
+"""Which room of runtime/ knows which. What lies in none of them is known to all, and so is the protocol of transports."""
+NOT_YET = {
+    "health.attendance -> start.world",
+    "health.lateness -> hooks.dumps",
+    "health.lateness -> hooks.recorder",
+    "health.lateness -> start.exits",
+    "health.lateness -> start.world",
+    "hooks.dumps -> transports.threads.scheduler",
+    "hooks.guard.boards -> transports.shared.memory",
+    "hooks.guard.boards -> transports.shared.transport",
+    "hooks.guard.link -> start.forks",
+    "hooks.guard.setup -> start.home",
+    "hooks.guard.setup -> start.world",
+    "hooks.guard.setup -> transports.process_group",
+    "hooks.guard.setup -> transports.shared.memory",
+    "hooks.guard.setup -> transports.shared.transport",
+    "hooks.guard.store -> start.exits",
+    "hooks.guard.tasks -> start.exits",
+    "start.identity -> transports.threads.scheduler",
+    "start.world -> hooks.dumps",
+    "start.world -> transports.shared.memory",
+    "transports.detour -> start.world",
+    "transports.flat -> hooks.recorder",
+    "transports.process_group -> hooks.recorder",
+    "transports.process_group -> start.forks",
+    "transports.shared.mailbox -> hooks.recorder",
+    "transports.shared.transport -> hooks.recorder",
+    "transports.shared.words -> hooks.wrapped",
+    "transports.threads.scheduler -> start.forks",
+    "transports.threads.transport -> hooks.recorder",
+    "transports.underway -> start.exits",
+}  # fmt: skip
+"""Arrows that are still to go."""
+
+
+def runtime_room(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and parts[1] == "runtime" and parts[2] in ARROWS else None
+
+
+def wrong_arrows(module: str) -> Iterator[str]:
+    mine = runtime_room(module)
+    for other in needs(module) if mine else ():
+        theirs = runtime_room(other)
+        arrow = f"{module} -> {other}".replace("meshcomm.runtime.", "")
+        allowed = {None, mine, *ARROWS[mine or ""]}
+        if theirs not in allowed and not other.endswith("transports.protocol") and arrow not in NOT_YET:
+            yield arrow
+
+
+def test_rooms_of_the_runtime_know_few_others() -> None:
+    assert not offenders(wrong_arrows)
+
+
+@cache
+def privately_in(room: str) -> set[str]:
+    """The private names that a room defines: of its modules, of its classes, and of their objects."""
+    found = set()
+    for module in MODULES:
+        for node in ast.walk(tree_of(module)) if room_of(module) == room else ():
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return {name for name in found if hidden(name)}
+
+
+def room_of(module: str) -> str:
+    """The room that a module lies in: runtime/hooks, with the guard that is a part of it, or tracing."""
+    folder = module if ROOT.joinpath(*module.split(".")[1:]).is_dir() else module.rpartition(".")[0]
+    return ".".join(folder.split(".")[:3])
+
+
+TORCHS = {"_base", "_version"}
+"""Attributes of tensors that torch documents."""
+NOT_YET_OWN = {
+    "meshcomm.collectives.rule: _threads", "meshcomm.layout.einsum: _key", "meshcomm.layout.reshard: _claimed",
+    "meshcomm.layout.reshard: _key", "meshcomm.layout.reshard: _over", "meshcomm.layout.reshard: _source",
+    "meshcomm.spmd.shard_map.controller: _coordinate", "meshcomm.spmd.shard_map.controller: _ranks",
+    "meshcomm.spmd.shard_map.controller: _world_size", "meshcomm.spmd.shard_map.function: _place",
+    "meshcomm.spmd.shard_map.function: _rank", "meshcomm.spmd.shard_map.specs: _key",
+    "meshcomm.spmd.types.check_vma: _rank", "meshcomm.spmd.types.core: _ranks", "meshcomm.spmd.types.homes: _ranks",
+    "meshcomm.spmd.types.rules.collectives: _ranks", "meshcomm.tracing.record: _later",
+}  # fmt: skip
+"""Private names of other rooms that are still to go."""
+
+
+def names_of_other_rooms(module: str) -> Iterator[str]:
+    mine = room_of(module)
+    others = set().union(*(privately_in(room_of(other)) for other in MODULES)) - privately_in(mine)
+    for node in ast.walk(tree_of(module)):
+        used = {node.attr} if isinstance(node, ast.Attribute) else set()
+        if isinstance(node, ast.ImportFrom) and room_of(str(node.module)) != mine:
+            used = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in MODULES}
+        for name in sorted(used & others - TORCHS - NAMED_TUPLES):
+            if f"{module}: {name}" not in NOT_YET_OWN:
+                yield f"{module}: {name}"
+
+
+def test_no_private_name_of_a_room_is_used_in_another() -> None:
+    assert not offenders(names_of_other_rooms)
+
+
 # The mesh knows its DeviceMesh; DTensor is a format of torch's own, and lives in one file.
 FORMATS = {
     "meshcomm.mesh": {"torch.distributed.device_mesh"},
