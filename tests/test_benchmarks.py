@@ -316,7 +316,7 @@ def command(tmp_path: Path, launcher: list[str], *arguments: str) -> tuple[str, 
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "benchmarks.collectives", *QUICK, "--json", str(file), *arguments],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads(file.read_text())
@@ -365,7 +365,6 @@ def test_other_ops_and_dtypes(op: str, dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_processes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run_here(tmp_path, "processes", "--ranks", "2", "--backend", "gloo")
     (run,) = results["runs"]
@@ -376,7 +375,6 @@ def test_processes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     out, results = command(tmp_path, torchrun, "--backend", "gloo")

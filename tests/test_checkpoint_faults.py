@@ -93,7 +93,6 @@ for step in map(int, sys.argv[2:]):
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize("numbered", [True, False])
 def test_jobs_that_save_into_one_folder_lose_nothing(tmp_path: Path, numbered: bool) -> None:
     steps = [[str(2 * i + job if numbered else -1) for i in range(6)] for job in range(2)]
@@ -103,7 +102,7 @@ def test_jobs_that_save_into_one_folder_lose_nothing(tmp_path: Path, numbered: b
         )
         for mine in steps
     ]  # fmt: skip
-    told = [job.communicate(timeout=100) for job in jobs]
+    told = [job.communicate(timeout=280) for job in jobs]
     assert [error for _, error in told] == ["", ""]
     saved = sorted(name for out, _ in told for name in out.split())
     assert saved == [str(tmp_path / f"step-{step:08d}") for step in range(12)]

@@ -29,7 +29,7 @@ from meshcomm.runtime.transports.process_group import ProcessLink
 F64 = torch.float64
 WIDTH, HIDDEN, BLOCKS, STEPS = 4, 8, 1, 3
 # Four ranks share this machine's cores while they compile.
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(250)]
+pytestmark = pytest.mark.thorough
 
 # Names of inductor's configuration, as torch.compile(options=) takes them. A cached graph shows no code.
 PLAIN: dict[str, Any] = {"fx_graph_cache": False}

@@ -243,12 +243,11 @@ def test_what_other_ranks_see() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_under_torchrun() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshcomm", "--json"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False,
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)  # one object: the other rank is silent

@@ -137,7 +137,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     script.write_text(HARNESS)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), json.dumps(jobs)]
-    done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr
     found = {}
     for name in jobs:
@@ -146,7 +146,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
-pytestmark = pytest.mark.timeout(210)  # of the first test, which waits for all programs
+pytestmark = pytest.mark.timeout(600)  # of the first test, which waits for all programs
 
 
 @pytest.mark.thorough

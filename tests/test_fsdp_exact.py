@@ -668,7 +668,6 @@ def compiled(inside: bool) -> tuple[dict[str, Tensor], list[bool], int]:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.timeout(240)
 def test_compiled_with_units_of_different_sizes(inside: bool, pool4: WorkerPool) -> None:
     for state, used, graphs in pool4.run(compiled, inside):
         same((state, used), alone("uneven", 4))

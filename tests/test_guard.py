@@ -650,7 +650,7 @@ def test_on_in_some_processes_only(tmp_path: Path) -> None:
     ]
     try:
         for process in processes:
-            out, _ = process.communicate(timeout=90)
+            out, _ = process.communicate(timeout=280)
             assert "the guard is on in some processes only.\n  got: off on rank 1" in out
     finally:
         for process in processes:

@@ -493,7 +493,7 @@ def test_importing_meshcomm_imports_nothing_heavy() -> None:
     """What ``import meshcomm`` adds to ``import torch`` in a fresh interpreter."""
     program = "import sys, torch\nbefore = set(sys.modules)\nimport meshcomm\nprint(*sorted(set(sys.modules) - before))"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT.parent
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=True, cwd=ROOT.parent
     )
     added = done.stdout.split()
     assert "meshcomm.collectives.reduce" in added

@@ -129,7 +129,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("how", [[], ["init"]])
 def test_a_machine_without_loopback_is_told_at_once(tmp_path: Path, how: list[str]) -> None:
     apart = ["unshare", "--net"]
@@ -138,7 +137,7 @@ def test_a_machine_without_loopback_is_told_at_once(tmp_path: Path, how: list[st
     script = tmp_path / "script.py"
     script.write_text(NO_LOOPBACK)
     done = subprocess.run(
-        [*apart, sys.executable, script, *how], capture_output=True, text=True, timeout=90, check=False,
+        [*apart, sys.executable, script, *how], capture_output=True, text=True, timeout=280, check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
@@ -159,7 +158,6 @@ def refused_and_begun_again() -> list[Any]:
     return [before, without, facts(), mc.launch(total, ranks=2)]
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("guard", [True, False])
 def test_processes_take_the_guard_and_may_begin_again(guard: bool) -> None:
     found = mc.launch(refused_and_begun_again, ranks=2, runtime="processes", guard=guard, timeout=LIMIT)

@@ -66,7 +66,6 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 # ------------------------------------------------------------------------------------------------------------- parsing
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -108,7 +107,6 @@ def test_detect(environ: dict[str, str], expected: Launcher | None) -> None:
     assert detect(environ) == expected
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("environ", "only", "message"),
     [
@@ -144,13 +142,11 @@ def test_detect_errors(environ: dict[str, str], only: str | None, message: str) 
         detect(environ, only)
 
 
-@pytest.mark.timeout(10)
 def test_detect_only() -> None:
     assert detect({**PYTORCH, **MPICH}, "mpi") == detect(MPICH)
     assert detect({**PYTORCH, **SLURM}, "slurm") == detect(SLURM)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -165,13 +161,11 @@ def test_expand_nodes(text: str, expected: list[str]) -> None:
     assert expand_nodes(text) == expected
 
 
-@pytest.mark.timeout(10)
 def test_expand_tasks() -> None:
     assert expand_tasks("2(x3),1") == [2, 2, 2, 1]
     assert expand_tasks("4") == [4]
 
 
-@pytest.mark.timeout(10)
 def test_derived_ports_stay_out_of_the_ephemeral_range() -> None:
     ports = {launchers.derived_port(f"{job}.0.0") for job in range(500)}
     assert all(15000 <= port < 30000 for port in ports)
@@ -215,7 +209,7 @@ def launched(tmp_path: Path, command: list[str], ranks: int, **environ: str) -> 
     done = subprocess.run(
         [*command, sys.executable, str(script), str(out)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     total = ranks * (ranks + 1) / 2
@@ -237,7 +231,6 @@ def installed(variable: str, package: str) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_torchrun(tmp_path: Path) -> None:
     launched(
         tmp_path,
@@ -247,13 +240,11 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_mpich(tmp_path: Path) -> None:
     launched(tmp_path, [installed("MESHCOMM_MPICH", "mpich"), "-n", "2"], 2)
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_mpich_behind_a_shell(tmp_path: Path) -> None:
     shell = tmp_path / "shell.sh"
     shell.write_text('"$@"\ntrue\n')
@@ -261,14 +252,12 @@ def test_mpich_behind_a_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_openmpi(tmp_path: Path) -> None:
     command = [installed("MESHCOMM_OPENMPI", "openmpi"), "--oversubscribe", "-n", "2"]
     launched(tmp_path, command, 2, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_srun(tmp_path: Path) -> None:
     if not os.environ.get("SLURM_CONF") or shutil.which("srun") is None:
         pytest.skip("needs srun, and SLURM_CONF set to a cluster's configuration")
@@ -278,7 +267,6 @@ def test_srun(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ init's arguments
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -317,7 +305,6 @@ def test_arguments(plain: pytest.MonkeyPatch, arguments: dict[str, Any], message
     assert not dist.is_initialized()
 
 
-@pytest.mark.timeout(30)
 def test_a_plain_process_is_a_world_of_one_without_a_group(plain: pytest.MonkeyPatch) -> None:
     world.init()
     world.init()
@@ -331,7 +318,6 @@ def test_a_plain_process_is_a_world_of_one_without_a_group(plain: pytest.MonkeyP
     world.shutdown()
 
 
-@pytest.mark.timeout(30)
 def test_a_solo_group_is_not_a_launch(plain: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     world.on_shutdown(lambda: seen.append(dist.is_initialized()))
@@ -349,7 +335,6 @@ def test_a_solo_group_is_not_a_launch(plain: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.timeout(30)
 def test_one_rank_of_a_launcher(plain: pytest.MonkeyPatch) -> None:
     hook = sys.excepthook
     plain.setenv("RANK", "0")
@@ -369,7 +354,6 @@ def test_one_rank_of_a_launcher(plain: pytest.MonkeyPatch) -> None:
     assert world.current() is None
 
 
-@pytest.mark.timeout(30)
 def test_a_group_destroyed_by_somebody_else_is_forgotten(plain: pytest.MonkeyPatch) -> None:
     world.init(rank=0, world_size=1)
     assert world.current() is not None
@@ -379,7 +363,6 @@ def test_a_group_destroyed_by_somebody_else_is_forgotten(plain: pytest.MonkeyPat
     assert world.current() is not None
 
 
-@pytest.mark.timeout(30)
 def test_half_of_a_master(plain: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         plain.setenv(name, value)
@@ -389,7 +372,6 @@ def test_half_of_a_master(plain: pytest.MonkeyPatch) -> None:
         world.init()
 
 
-@pytest.mark.timeout(30)
 def test_the_fake_backend_needs_no_peers(plain: pytest.MonkeyPatch) -> None:
     world.init(backend="fake", rank=3, world_size=8)
     here = world.ensure()
@@ -400,7 +382,6 @@ def test_the_fake_backend_needs_no_peers(plain: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------------------------- ranks that do not meet
 
 
-@pytest.mark.timeout(30)
 def test_too_few_ranks(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(
         CommError, match="(?s)only 1 of 3 ranks came within 0.5 s.*rank 0 waits for rank 1, 2.*timeout="
@@ -410,7 +391,6 @@ def test_too_few_ranks(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert world.current() is None
 
 
-@pytest.mark.timeout(30)
 def test_too_few_ranks_of_a_local_launcher(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plain.setattr("tempfile.tempdir", str(tmp_path))
     for name, value in MPICH.items():
@@ -428,7 +408,6 @@ def test_too_few_ranks_of_a_local_launcher(plain: pytest.MonkeyPatch, tmp_path: 
     assert not list(folder.iterdir())  # The address goes, also after a failure.
 
 
-@pytest.mark.timeout(30)
 def test_a_meeting_place_open_to_others(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plain.setattr("tempfile.tempdir", str(tmp_path))
     for name, value in {**MPICH, "PMI_RANK": "0"}.items():
@@ -441,7 +420,6 @@ def test_a_meeting_place_open_to_others(plain: pytest.MonkeyPatch, tmp_path: Pat
         world.init(timeout=0.3)
 
 
-@pytest.mark.timeout(30)
 def test_a_port_in_use(plain: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -449,7 +427,6 @@ def test_a_port_in_use(plain: pytest.MonkeyPatch) -> None:
             world.init(port=port, rank=0, world_size=2, timeout=1)
 
 
-@pytest.mark.timeout(30)
 def test_nobody_at_the_port(plain: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -479,7 +456,6 @@ def meet(callers: list[tuple[int, int]]) -> list[str]:
     return outcomes
 
 
-@pytest.mark.timeout(30)
 def test_meetings_in_one_store_do_not_mix() -> None:
     assert meet([(0, 2), (1, 2)]) == ["card 0; card 1"] * 2
     for outcome in meet([(0, 2), (0, 2)]):
@@ -489,7 +465,6 @@ def test_meetings_in_one_store_do_not_mix() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(60)
 def test_an_attempt_that_lost_a_rank_does_not_disturb_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun starts its ranks again with the same store."""
     limit = timedelta(seconds=20)
@@ -544,12 +519,11 @@ def every_way(folder: str, port: int) -> list[tuple[str, float]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(60)
 def test_every_way_to_meet_twice(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ways = ["workers", *(name for name in ("file", "tcp", "port", "store") for _ in range(2))]
-    for seen in run_processes(every_way, 2, (str(tmp_path), port), timeout=50):
+    for seen in run_processes(every_way, 2, (str(tmp_path), port), timeout=250):
         assert seen == [(name, 3.0) for name in ways]
 
 
@@ -580,9 +554,8 @@ def adopts(folder: str) -> tuple[bool, int, float]:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(60)
 def test_adoption(tmp_path: Path) -> None:
-    assert run_processes(adopts, 2, (str(tmp_path),), timeout=50) == [(True, 0, 3.0), (True, 1, 3.0)]
+    assert run_processes(adopts, 2, (str(tmp_path),), timeout=250) == [(True, 0, 3.0), (True, 1, 3.0)]
 
 
 # ------------------------------------------------------------------------------------------------------ device and backend
@@ -592,7 +565,6 @@ def card(host: str, *seen: str, local_rank: int | None = None) -> devices.Card:
     return devices.Card(host, local_rank, seen)
 
 
-@pytest.mark.timeout(10)
 def test_place_among_machines() -> None:
     cards = [card("b"), card("a"), card("b"), card("a"), card("a")]
     places = [devices.place(cards, rank, "cpu") for rank in range(5)]
@@ -602,7 +574,6 @@ def test_place_among_machines() -> None:
     assert {p.device for p in places} == {torch.device("cpu")}
 
 
-@pytest.mark.timeout(10)
 def test_each_rank_gets_an_accelerator_of_its_own() -> None:
     two = [card("a", ":0", ":1"), card("a", ":0", ":1")]
     assert [devices.place(two, rank, "cuda").device for rank in range(2)] == [torch.device("cuda", i) for i in range(2)]
@@ -610,7 +581,6 @@ def test_each_rank_gets_an_accelerator_of_its_own() -> None:
     assert [devices.place(own, rank, "cuda").device.index for rank in range(2)] == [0, 0]
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("rank", range(3))
 def test_a_shared_accelerator_is_refused_on_every_rank(rank: int) -> None:
     cards = [card("a", "GPU-1"), card("b", "GPU-2"), card("b", "GPU-2")]
@@ -621,7 +591,6 @@ def test_a_shared_accelerator_is_refused_on_every_rank(rank: int) -> None:
         devices.place([card("a"), *cards], rank, "cuda")
 
 
-@pytest.mark.timeout(10)
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerator", lambda: ("cuda", "nccl"))
     both = "cpu:gloo,cuda:nccl"

@@ -239,7 +239,7 @@ def test_handlers_of_the_program_stay(tmp_path: Path) -> None:
     kinds = ("python", "fault", "ignored", "later", "free")
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(OTHERS), str(tmp_path), *kinds], env=environment, text=True,
-        capture_output=True, timeout=100,
+        capture_output=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     out = {kind: (tmp_path / f"{kind}.out").read_text() for kind in kinds}
@@ -389,7 +389,7 @@ def test_files_that_are_damaged_missing_old_or_begin_later(tmp_path: Path, capsy
 def test_the_command(tmp_path: Path) -> None:
     launched(one_is_elsewhere, 4, tmp_path, a=4)
     done = subprocess.run(
-        [sys.executable, "-m", "meshcomm", "explain", str(tmp_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "meshcomm", "explain", str(tmp_path)], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 1, done.stderr
     assert "axis 'a', call 1: " in done.stdout

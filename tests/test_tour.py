@@ -163,13 +163,12 @@ def test_some_stops() -> None:
 
 def run(*command: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command], env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command], env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(110)
 def test_launched_it_prints_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--ranks", "2"])
     assert load_tour().main() == 0

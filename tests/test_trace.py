@@ -792,10 +792,9 @@ print("done")
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(120)
 def test_compiled_functions_are_said_to_be_missed() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=110, cwd=ROOT, env=os.environ
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=280, cwd=ROOT, env=os.environ
     )
     assert done.stdout == "done\n", done.stderr
 
@@ -1021,7 +1020,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     """No times are judged."""
     path = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.tracing", "--quick", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "after / never" in done.stdout
     found = json.loads(path.read_text())["all_reduce"]

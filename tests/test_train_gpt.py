@@ -41,7 +41,7 @@ def start(command: list[str], out: Path, *flags: str, **variables: str) -> subpr
     """The script's end, started by command with the tiny model."""
     env = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)} | variables
     line = [*command, str(SCRIPT), *TINY, "--out", str(out), *flags]
-    return subprocess.run(line, env=env, cwd=out, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(line, env=env, cwd=out, capture_output=True, text=True, timeout=280, check=False)
 
 
 def assert_checked(code: int, out: str, err: str, mesh: str = "{'dp': 2, 'tp': 2}") -> None:
@@ -59,7 +59,6 @@ def train(example: ModuleType, out: Path, *flags: str) -> dict[str, Any]:
     return torch.load(out / "checkpoint.pt", weights_only=True)
 
 
-@pytest.mark.timeout(60)
 def test_in_process_equals_one_rank(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = example.run([*TINY, "--mesh", "dp=2,tp=2", "--steps", "3", "--check", "--out", str(tmp_path)])
     assert_checked(code, *capsys.readouterr())
@@ -67,7 +66,6 @@ def test_in_process_equals_one_rank(example: ModuleType, tmp_path: Path, capsys:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(160)
 def test_torchrun_equals_one_rank(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     ended = start(torchrun, tmp_path, "--mesh", "dp=2,tp=2", "--steps", "3", "--check")
@@ -75,7 +73,6 @@ def test_torchrun_equals_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(160)
 @pytest.mark.parametrize("variable", ["MESHCOMM_MPICH", "MESHCOMM_OPENMPI"])
 def test_mpiexec_equals_one_rank(tmp_path: Path, variable: str) -> None:
     if not os.environ.get(variable):
@@ -89,14 +86,12 @@ def test_mpiexec_equals_one_rank(tmp_path: Path, variable: str) -> None:
     assert_checked(ended.returncode, ended.stdout, ended.stderr, "{'dp': 1, 'tp': 2}")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "tp=4", "tp=2,dp=2"])
 def test_any_mesh_equals_one_rank(example: ModuleType, tmp_path: Path, mesh: str) -> None:
     flags = ["--mesh", mesh, "--steps", "2", "--check", "--out", str(tmp_path)]
     assert example.run([*TINY, *flags]) == 0
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("name", "axis"), [("pvary", "tp"), ("pvary", "dp"), ("all_reduce", "dp"), ("shard", "dp")])
 def test_check_finds_a_mistake(
     example: ModuleType,
@@ -117,7 +112,6 @@ def test_check_finds_a_mistake(
     assert "DIFFER FROM those of one rank" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(60)
 def test_resumed_equals_uninterrupted(example: ModuleType, tmp_path: Path) -> None:
     whole = train(example, tmp_path / "whole", "--steps", "4", "--seed", "3")
     train(example, tmp_path / "halves", "--steps", "2", "--seed", "3")
@@ -128,7 +122,6 @@ def test_resumed_equals_uninterrupted(example: ModuleType, tmp_path: Path) -> No
     assert_close(halves, whole, rtol=0, atol=0)
 
 
-@pytest.mark.timeout(60)
 def test_resumed_on_another_mesh(example: ModuleType, tmp_path: Path) -> None:
     whole = train(example, tmp_path / "whole", "--steps", "4", "--mesh", "dp=1")
     for mesh, steps in ("dp=2,tp=2", "1"), ("tp=4", "2"), ("dp=4", "3"), ("dp=1", "4"):
@@ -139,14 +132,12 @@ def test_resumed_on_another_mesh(example: ModuleType, tmp_path: Path) -> None:
         assert_close(parts[key], whole[key], rtol=0, atol=1e-9)
 
 
-@pytest.mark.timeout(60)
 def test_resume_checks_what_it_resumes(example: ModuleType, tmp_path: Path) -> None:
     flags = [*TINY, "--mesh", "tp=2", "--out", str(tmp_path), "--steps", "2"]
     assert example.run([*flags, "--check"]) == 0
     assert example.run([*flags, "--check", "--resume", "--steps", "4"]) == 0
 
 
-@pytest.mark.timeout(60)
 def test_text_is_the_same_on_every_rank_and_mesh(example: ModuleType, tmp_path: Path) -> None:
     def text(args: Namespace) -> str:
         mesh = mc.make_mesh(args.mesh)
@@ -166,7 +157,6 @@ def test_text_is_the_same_on_every_rank_and_mesh(example: ModuleType, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(60)
 def test_unfinished_write_leaves_the_old_checkpoint(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +186,6 @@ def test_progress_on_a_terminal_and_in_a_log(example: ModuleType, monkeypatch: p
         assert len(lines) == (2 if terminal else 12)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -227,7 +216,6 @@ def test_bad_flags(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.timeout(60)
 def test_resume_refuses_another_model(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(example, tmp_path, "--steps", "1", "--mesh", "dp=1")
     for flags, message in (

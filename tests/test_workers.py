@@ -132,7 +132,6 @@ def own_pid() -> int:
 # -------------------------------------------------------------------------------------------------------------- running
 
 
-@pytest.mark.timeout(90)
 def test_results_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHCOMM_TEST_VARIABLE", "set after the fork server started")
     results = run_processes(report, 3, (torch.ones(2),), {"scale": 0.5}, timeout=LIMIT)
@@ -148,14 +147,12 @@ def test_results_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_one_rank_and_tensors_by_value() -> None:
     (leaf,) = run_processes(gives_leaf, 1, timeout=LIMIT)
     assert leaf.tolist() == [3.0]
     assert not leaf.is_shared()
 
 
-@pytest.mark.timeout(90)
 def test_a_rank_that_raises() -> None:
     begin = time.monotonic()
     with pytest.raises(CommError) as caught:
@@ -168,7 +165,6 @@ def test_a_rank_that_raises() -> None:
     assert time.monotonic() - begin < 20  # The others were waiting in a collective, and were not waited for.
 
 
-@pytest.mark.timeout(90)
 def test_an_exception_that_pickle_cannot_build_again() -> None:
     with pytest.raises(
         CommError, match="(?s)failed in stubborn: StubbornError: stubborn.*raise StubbornError"
@@ -177,7 +173,6 @@ def test_an_exception_that_pickle_cannot_build_again() -> None:
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("how", "words"), [("exit", "ended with exit code 7"), ("kill", "was ended by SIGKILL")])
 def test_a_rank_that_dies_silently(how: str, words: str) -> None:
     with pytest.raises(CommError, match=f"rank 1 failed in dies: the process {words}"):
@@ -185,14 +180,12 @@ def test_a_rank_that_dies_silently(how: str, words: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_sys_exit_is_a_failure_too() -> None:
     with pytest.raises(CommError, match="rank 0 failed in leaves: SystemExit: 5"):
         run_processes(leaves, 2, (0,), timeout=LIMIT)
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_time_out(tmp_path: Path) -> None:
     words = "(?s)hangs did not end within 4 s on rank 1; all ranks were ended.*got: done: 2 of 3 ranks.*longer timeout="
     with pytest.raises(CommError, match=words):
@@ -202,7 +195,6 @@ def test_time_out(tmp_path: Path) -> None:
     assert gone(pids)
 
 
-@pytest.mark.timeout(90)
 def test_what_cannot_be_pickled_is_named() -> None:
     with pytest.raises(MeshError, match="(?s)<lambda> cannot be sent.*Can't pickle.*with def at the top level"):
         run_processes(lambda: 1, 2)
@@ -214,7 +206,6 @@ def test_what_cannot_be_pickled_is_named() -> None:
         run_processes(gives_function, 1, timeout=LIMIT)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("ranks", "timeout", "message"),
     [(0, None, "ranks must be a positive int"), (True, None, "ranks must be"), (2, -1, "timeout must be a positive")],
@@ -225,7 +216,6 @@ def test_wrong_arguments(ranks: int, timeout: float | None, message: str) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_a_backend_that_is_not_there_is_the_users_error() -> None:
     with pytest.raises(MeshError, match="backend 'carrier-pigeon' is not available"):
         run_processes(own_pid, 2, backend="carrier-pigeon", timeout=LIMIT)
@@ -235,7 +225,6 @@ def test_a_backend_that_is_not_there_is_the_users_error() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_a_pool_keeps_its_processes_and_replaces_broken_ones(tmp_path: Path) -> None:
     with WorkerPool(2, timeout=20) as pool:
         first = pool.run(own_pid)
@@ -263,7 +252,6 @@ def test_a_pool_keeps_its_processes_and_replaces_broken_ones(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_a_pool_that_is_dropped_ends_its_workers() -> None:
     pool = WorkerPool(2, timeout=LIMIT)
     pids = pool.run(own_pid)
@@ -316,40 +304,36 @@ def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_a_script(tmp_path: Path) -> None:
     """Runs some processes, then others in a pool that it leaves open."""
     (tmp_path / "pool").mkdir()
     process = start(tmp_path, LEFT_OPEN)
-    out, err = process.communicate(timeout=80)
+    out, err = process.communicate(timeout=280)
     assert (process.returncode, out, err) == (0, "[2.0, 2.0]\n[2.0, 2.0]\n", "")
     assert len(noted_pids(tmp_path)) == len(noted_pids(tmp_path / "pool")) == 2
     assert gone(noted_pids(tmp_path) + noted_pids(tmp_path / "pool"))
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
     process = start(tmp_path, UNGUARDED)
-    _, err = process.communicate(timeout=80)
+    _, err = process.communicate(timeout=280)
     assert process.returncode == 1
     assert "ended while starting" in err
     assert "if __name__ == '__main__':" in err
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_a_function_of_an_interactive_session_is_told(tmp_path: Path) -> None:
     program = SCRIPT + "\nrun_processes(main, 2, ('',))"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=80, check=False,
+        timeout=280, check=False,
     )  # fmt: skip
     assert "MeshError: meshcomm.launch: main lives in an interactive session" in done.stderr
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(180)
 def test_no_orphans_when_the_parent_is_ended(tmp_path: Path) -> None:
     """By each of three signals: three scripts that start side by side."""
     started = {}
@@ -371,7 +355,6 @@ def test_no_orphans_when_the_parent_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(180)
 def test_who_was_started_to_ignore_interrupts_does(tmp_path: Path) -> None:
     """A job in the background: the terminal's Ctrl-C, which goes to all, is not meant for it, nor for its workers."""
     process = start(tmp_path, GUARDED, "sleep", interrupts=signal.SIG_IGN)
