@@ -234,7 +234,7 @@ def own_private_names() -> set[str]:
     return {name for name in found if hidden(name)} | {"_torch"}
 
 
-STANDARD_LIBRARY = {"os._exit", "sys._current_frames", "sys._getframe"}
+STANDARD_LIBRARY = {"os._exit", "pickle._Unpickler", "sys._current_frames", "sys._getframe"}
 NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # documented, the underscore keeps clear of field names
 
 
