@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from meshcomm.collectives import buckets, check
+from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside
 from meshcomm.collectives.gather import cut_rows
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
-from meshcomm.work import Work, begun, limited
+from meshcomm.work import Work, begun
 
 __all__ = ["all_to_all", "permute", "shift"]
 
@@ -119,11 +121,7 @@ def all_to_all(
     concat_dim: int,
     send_sizes: Sequence[int] | None = None,
     recv_sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    **how: Unpack[NowOfTree],
 ) -> Tree: ...
 @overload
 def all_to_all(
@@ -133,11 +131,7 @@ def all_to_all(
     concat_dim: int,
     send_sizes: Sequence[int] | None = None,
     recv_sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
-    timeout: None = None,
+    **how: Unpack[LaterOfTree],
 ) -> Work[Tree]: ...
 def all_to_all(
     x: Tree,
@@ -197,8 +191,8 @@ def all_to_all(
 
     Source: MPI_Alltoall(v); ``jax.lax.all_to_all(tiled=True)``; Ulysses; expert parallelism.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(
+    if here.watcher is not None or timeout is not None:
+        return aside(
             all_to_all,
             x,
             axis,
@@ -210,20 +204,6 @@ def all_to_all(
             bucket_mb=bucket_mb,
             async_op=async_op,
             timeout=timeout,
-        )
-    if timeout is not None:
-        return limited(
-            all_to_all,
-            timeout,
-            async_op,
-            x,
-            axis,
-            split_dim,
-            concat_dim,
-            send_sizes,
-            recv_sizes,
-            mesh=mesh,
-            bucket_mb=bucket_mb,
         )
     where, run = "all_to_all", start if async_op else apply
     ax = check.axis_of(where, axis, mesh)
@@ -296,27 +276,9 @@ def _exchange_params(
 
 
 @overload
-def permute(
-    x: Tree,
-    axis: AxisName,
-    perm: Iterable[tuple[int, int]],
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
-) -> Tree: ...
+def permute(x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
-def permute(
-    x: Tree,
-    axis: AxisName,
-    perm: Iterable[tuple[int, int]],
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
-    timeout: None = None,
-) -> Work[Tree]: ...
+def permute(x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
 def permute(
     x: Tree,
     axis: AxisName,
@@ -369,40 +331,16 @@ def permute(
 
     Source: ``jax.lax.ppermute``.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(
-            permute, x, axis, perm, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
-        )
-    if timeout is not None:
-        return limited(permute, timeout, async_op, x, axis, perm, mesh=mesh, bucket_mb=bucket_mb)
+    if here.watcher is not None or timeout is not None:
+        return aside(permute, x, axis, perm, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout)
     ax = check.axis_of("permute", axis, mesh)
     return _moved(_PERMUTE, x, ax, (check.checked_perm("permute", perm, ax),), bucket_mb, async_op)
 
 
 @overload
-def shift(
-    x: Tree,
-    axis: AxisName,
-    offset: int = 1,
-    wrap: bool = True,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
-) -> Tree: ...
+def shift(x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
-def shift(
-    x: Tree,
-    axis: AxisName,
-    offset: int = 1,
-    wrap: bool = True,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
-    timeout: None = None,
-) -> Work[Tree]: ...
+def shift(x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
 def shift(
     x: Tree,
     axis: AxisName,
@@ -455,12 +393,8 @@ def shift(
 
     Source: MPI_Cart_shift; ring attention; pipeline stages.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(
-            shift, x, axis, offset, wrap, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
-        )
-    if timeout is not None:
-        return limited(shift, timeout, async_op, x, axis, offset, wrap, mesh=mesh, bucket_mb=bucket_mb)
+    if here.watcher is not None or timeout is not None:
+        return aside(shift, x, axis, offset, wrap, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout)
     ax = check.axis_of("shift", axis, mesh)
     if not check.whole_number(offset):
         check.explain("shift", f"offset={offset!r} is not an int.", ax, fix="how far, of either sign")

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from meshcomm.collectives import buckets, check
+from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside
 from meshcomm.collectives.rule import Rule, apply, rule_named, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
-from meshcomm.work import Work, begun, limited
+from meshcomm.work import Work, begun
 
 __all__ = ["all_gather", "all_gather_invariant", "cut_rows", "gather_over", "join_rows", "shard", "slice_shape"]
 
@@ -90,27 +92,11 @@ _SHARD: Rule = Rule(
 
 @overload
 def all_gather(
-    x: Tree,
-    axis: AxisName,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfTree]
 ) -> Tree: ...
 @overload
 def all_gather(
-    x: Tree,
-    axis: AxisName,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
-    timeout: None = None,
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfTree]
 ) -> Work[Tree]: ...
 def all_gather(
     x: Tree,
@@ -164,38 +150,20 @@ def all_gather(
 
     Source: MPI_Allgather; ``jax.lax.all_gather(tiled=True)``.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(
+    if here.watcher is not None or timeout is not None:
+        return aside(
             all_gather, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
         )
-    if timeout is not None:
-        return limited(all_gather, timeout, async_op, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb)
     return _gather("all_gather", _ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
 @overload
 def all_gather_invariant(
-    x: Tree,
-    axis: AxisName,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfTree]
 ) -> Tree: ...
 @overload
 def all_gather_invariant(
-    x: Tree,
-    axis: AxisName,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
-    timeout: None = None,
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfTree]
 ) -> Work[Tree]: ...
 def all_gather_invariant(
     x: Tree,
@@ -251,8 +219,8 @@ def all_gather_invariant(
 
     Source: ``jax.lax.all_gather_invariant``; the gather of Megatron's output layer.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(
+    if here.watcher is not None or timeout is not None:
+        return aside(
             all_gather_invariant,
             x,
             axis,
@@ -263,32 +231,16 @@ def all_gather_invariant(
             async_op=async_op,
             timeout=timeout,
         )
-    if timeout is not None:
-        return limited(all_gather_invariant, timeout, async_op, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb)
     return _gather("all_gather_invariant", _ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
 @overload
 def shard(
-    x: Tree,
-    axis: AxisName,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfLocal]
 ) -> Tree: ...
 @overload
 def shard(
-    x: Tree,
-    axis: AxisName,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfLocal]
 ) -> Work[Tree]: ...
 def shard(
     x: Tree,

@@ -14,8 +14,10 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from meshcomm.collectives import check
+from meshcomm.collectives.door import Later, Now, aside
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -55,27 +57,9 @@ def _kept_posts(posts: list[Post], later: bool) -> list[Post]:
 
 
 @overload
-def reduce(
-    x: Tensor,
-    axis: AxisName,
-    dst: int = 0,
-    op: str = "sum",
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
-) -> Tensor | None: ...
+def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", **how: Unpack[Now]) -> Tensor | None: ...
 @overload
-def reduce(
-    x: Tensor,
-    axis: AxisName,
-    dst: int = 0,
-    op: str = "sum",
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[True],
-    timeout: None = None,
-) -> Work[Tensor | None]: ...
+def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", **how: Unpack[Later]) -> Work[Tensor | None]: ...
 def reduce(
     x: Tensor,
     axis: AxisName,
@@ -124,10 +108,8 @@ def reduce(
 
     Source: MPI_Reduce.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(reduce, x, axis, dst, op, mesh=mesh, async_op=async_op, timeout=timeout)
-    if timeout is not None:
-        return limited(reduce, timeout, async_op, x, axis, dst, op, mesh=mesh)
+    if here.watcher is not None or timeout is not None:
+        return aside(reduce, x, axis, dst, op, mesh=mesh, async_op=async_op, timeout=timeout)
     ax = check.axis_of("reduce", axis, mesh)
     check.tensor("reduce", x, ax)
     check.reducible("reduce", x, op, ax)
@@ -139,27 +121,9 @@ def reduce(
 
 
 @overload
-def gather(
-    x: Tensor,
-    axis: AxisName,
-    dst: int = 0,
-    dim: int = 0,
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
-) -> Tensor | None: ...
+def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, **how: Unpack[Now]) -> Tensor | None: ...
 @overload
-def gather(
-    x: Tensor,
-    axis: AxisName,
-    dst: int = 0,
-    dim: int = 0,
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[True],
-    timeout: None = None,
-) -> Work[Tensor | None]: ...
+def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, **how: Unpack[Later]) -> Work[Tensor | None]: ...
 def gather(
     x: Tensor,
     axis: AxisName,
@@ -208,10 +172,8 @@ def gather(
 
     Source: MPI_Gather.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(gather, x, axis, dst, dim, mesh=mesh, async_op=async_op, timeout=timeout)
-    if timeout is not None:
-        return limited(gather, timeout, async_op, x, axis, dst, dim, mesh=mesh)
+    if here.watcher is not None or timeout is not None:
+        return aside(gather, x, axis, dst, dim, mesh=mesh, async_op=async_op, timeout=timeout)
     ax = check.axis_of("gather", axis, mesh)
     check.tensor("gather", x, ax)
     dst = check.checked_index("gather", dst, ax, "dst")
@@ -229,27 +191,11 @@ def gather(
 
 @overload
 def scatter(
-    x: Tensor | None,
-    axis: AxisName,
-    src: int = 0,
-    dim: int = 0,
-    like: Tensor | None = None,
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    x: Tensor | None, axis: AxisName, src: int = 0, dim: int = 0, like: Tensor | None = None, **how: Unpack[Now]
 ) -> Tensor: ...
 @overload
 def scatter(
-    x: Tensor | None,
-    axis: AxisName,
-    src: int = 0,
-    dim: int = 0,
-    like: Tensor | None = None,
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[True],
-    timeout: None = None,
+    x: Tensor | None, axis: AxisName, src: int = 0, dim: int = 0, like: Tensor | None = None, **how: Unpack[Later]
 ) -> Work[Tensor]: ...
 def scatter(
     x: Tensor | None,
@@ -395,27 +341,9 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, end: float
 
 
 @overload
-def send(
-    x: Tensor,
-    axis: AxisName,
-    dst: int,
-    tag: int = 0,
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
-) -> None: ...
+def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, **how: Unpack[Now]) -> None: ...
 @overload
-def send(
-    x: Tensor,
-    axis: AxisName,
-    dst: int,
-    tag: int = 0,
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[True],
-    timeout: None = None,
-) -> Work[None]: ...
+def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, **how: Unpack[Later]) -> Work[None]: ...
 def send(
     x: Tensor,
     axis: AxisName,
@@ -462,10 +390,8 @@ def send(
 
     Source: MPI_Send.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(send, x, axis, dst, tag, mesh=mesh, async_op=async_op, timeout=timeout)
-    if timeout is not None:
-        return limited(send, timeout, async_op, x, axis, dst, tag, mesh=mesh)
+    if here.watcher is not None or timeout is not None:
+        return aside(send, x, axis, dst, tag, mesh=mesh, async_op=async_op, timeout=timeout)
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
@@ -476,27 +402,11 @@ def send(
 
 @overload
 def recv(
-    axis: AxisName,
-    src: int,
-    *,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    tag: int = 0,
-    mesh: Mesh | None = None,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    axis: AxisName, src: int, *, shape: Sequence[int], dtype: torch.dtype, tag: int = 0, **how: Unpack[Now]
 ) -> Tensor: ...
 @overload
 def recv(
-    axis: AxisName,
-    src: int,
-    *,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    tag: int = 0,
-    mesh: Mesh | None = None,
-    async_op: Literal[True],
-    timeout: None = None,
+    axis: AxisName, src: int, *, shape: Sequence[int], dtype: torch.dtype, tag: int = 0, **how: Unpack[Later]
 ) -> Work[Tensor]: ...
 def recv(
     axis: AxisName,
@@ -566,23 +476,11 @@ def recv(
 
 @overload
 def exchange(
-    sends: Iterable[tuple[Any, ...]],
-    recvs: Iterable[tuple[Any, ...]],
-    axis: AxisName,
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    sends: Iterable[tuple[Any, ...]], recvs: Iterable[tuple[Any, ...]], axis: AxisName, **how: Unpack[Now]
 ) -> list[Tensor]: ...
 @overload
 def exchange(
-    sends: Iterable[tuple[Any, ...]],
-    recvs: Iterable[tuple[Any, ...]],
-    axis: AxisName,
-    *,
-    mesh: Mesh | None = None,
-    async_op: Literal[True],
-    timeout: None = None,
+    sends: Iterable[tuple[Any, ...]], recvs: Iterable[tuple[Any, ...]], axis: AxisName, **how: Unpack[Later]
 ) -> Work[list[Tensor]]: ...
 def exchange(
     sends: Iterable[tuple[Any, ...]],

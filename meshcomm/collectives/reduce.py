@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from meshcomm.collectives import buckets, check
+from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside
 from meshcomm.collectives.gather import cut_rows, gather_over, slice_shape
 from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Rule, apply, start
@@ -22,7 +24,7 @@ from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.whose import Whose
 from meshcomm.watch import here
-from meshcomm.work import Work, begun, limited
+from meshcomm.work import Work, begun
 
 __all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter", "vary_leaf"]
 
@@ -177,13 +179,9 @@ def vary_leaf(x: Tensor, axis: Axis, whose: Whose) -> Tensor:
 
 
 @overload
-def pvary(
-    x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: Literal[False] = False
-) -> Tree: ...
+def pvary(x: Tree, axis: AxisName, **how: Unpack[NowOfLocal]) -> Tree: ...
 @overload
-def pvary(
-    x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: Literal[True]
-) -> Work[Tree]: ...
+def pvary(x: Tree, axis: AxisName, **how: Unpack[LaterOfLocal]) -> Work[Tree]: ...
 def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: bool = False) -> Any:
     """Declare that what is the same on all ranks is used in a way that differs: the value stays, its gradient is
     summed.
@@ -247,27 +245,9 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
 
 
 @overload
-def all_reduce(
-    x: Tree,
-    axis: AxisName,
-    op: str = "sum",
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
-) -> Tree: ...
+def all_reduce(x: Tree, axis: AxisName, op: str = "sum", **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
-def all_reduce(
-    x: Tree,
-    axis: AxisName,
-    op: str = "sum",
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
-    timeout: None = None,
-) -> Work[Tree]: ...
+def all_reduce(x: Tree, axis: AxisName, op: str = "sum", **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
 def all_reduce(
     x: Tree,
     axis: AxisName,
@@ -323,12 +303,8 @@ def all_reduce(
 
     Source: MPI_Allreduce; ``jax.lax.psum``; Megatron's reduce from the tensor parallel region.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(
-            all_reduce, x, axis, op, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
-        )
-    if timeout is not None:
-        return limited(all_reduce, timeout, async_op, x, axis, op, mesh=mesh, bucket_mb=bucket_mb)
+    if here.watcher is not None or timeout is not None:
+        return aside(all_reduce, x, axis, op, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout)
     ax = check.axis_of("all_reduce", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("all_reduce", x, ax)
@@ -344,16 +320,7 @@ def all_reduce(
 
 @overload
 def reduce_scatter(
-    x: Tree,
-    axis: AxisName,
-    dim: int = 0,
-    op: str = "sum",
-    sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    x: Tree, axis: AxisName, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None, **how: Unpack[NowOfTree]
 ) -> Tree: ...
 @overload
 def reduce_scatter(
@@ -362,11 +329,7 @@ def reduce_scatter(
     dim: int = 0,
     op: str = "sum",
     sizes: Sequence[int] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
-    timeout: None = None,
+    **how: Unpack[LaterOfTree],
 ) -> Work[Tree]: ...
 def reduce_scatter(
     x: Tree,
@@ -422,12 +385,10 @@ def reduce_scatter(
 
     Source: MPI_Reduce_scatter; ``jax.lax.psum_scatter(tiled=True)``; sequence parallelism in Megatron.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(
+    if here.watcher is not None or timeout is not None:
+        return aside(
             reduce_scatter, x, axis, dim, op, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
         )
-    if timeout is not None:
-        return limited(reduce_scatter, timeout, async_op, x, axis, dim, op, sizes, mesh=mesh, bucket_mb=bucket_mb)
     where = "reduce_scatter"
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
@@ -458,27 +419,9 @@ def reduce_scatter(
 
 
 @overload
-def broadcast(
-    x: Tree,
-    axis: AxisName,
-    src: int = 0,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
-) -> Tree: ...
+def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
-def broadcast(
-    x: Tree,
-    axis: AxisName,
-    src: int = 0,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: Literal[True],
-    timeout: None = None,
-) -> Work[Tree]: ...
+def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
 def broadcast(
     x: Tree,
     axis: AxisName,
@@ -528,12 +471,8 @@ def broadcast(
 
     Source: MPI_Bcast; ``jax.lax.pbroadcast``.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(
-            broadcast, x, axis, src, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
-        )
-    if timeout is not None:
-        return limited(broadcast, timeout, async_op, x, axis, src, mesh=mesh, bucket_mb=bucket_mb)
+    if here.watcher is not None or timeout is not None:
+        return aside(broadcast, x, axis, src, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout)
     ax = check.axis_of("broadcast", axis, mesh)
     src = check.checked_index("broadcast", src, ax, "src")
     run = start if async_op else apply
