@@ -10,7 +10,8 @@ from meshcomm.collectives.seeds import fork_rng, sync_seed
 from meshcomm.collectives.tie import tie
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
-from meshcomm.mesh import Mesh, current_mesh, make_mesh, use_mesh
+from meshcomm.make_mesh import make_mesh
+from meshcomm.mesh import Mesh, current_mesh, use_mesh
 from meshcomm.runtime.garbage import LaterCollection as _LaterCollection
 from meshcomm.runtime.hooks.dumps import dump_collectives
 from meshcomm.runtime.start.world import init, shutdown

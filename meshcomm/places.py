@@ -9,21 +9,26 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from meshcomm.runtime import groups
 from meshcomm.runtime.groups import identity
 from meshcomm.runtime.start import world
+from meshcomm.runtime.transports.compiled import TracedLink
+from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.solo import SoloLink
-from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
+from meshcomm.runtime.transports.threads.scheduler import current_rank
 
-__all__ = ["InProcess", "Place", "Processes", "Solo", "rank_here"]
+__all__ = ["InProcess", "Processes", "Solo"]
 
 _outside = itertools.count()
 
 
 class Processes:
     """The ranks are processes."""
+
+    in_process = False
 
     def rank(self) -> int | None:
         """This process's rank in the world; None when there is no world any more."""
@@ -45,6 +50,14 @@ class Processes:
         """
         return cast(Link, groups.link_of(ranks, timeout, mesh, axis))
 
+    def traced(self, link: Link) -> Link:
+        """As functional operations; what goes to or from one rank is not traced."""
+        return cast(Link, TracedLink(link)) if isinstance(link, ProcessLink) else link
+
+    def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+        """The one that these ranks have; they make it together, once."""
+        return groups.group_of(ranks, timeout)
+
     def device(self) -> torch.device:
         """The device that ``init`` chose."""
         here = world.current()
@@ -53,6 +66,8 @@ class Processes:
 
 class InProcess:
     """The ranks are threads of this process: who this rank is depends on who asks."""
+
+    in_process = True
 
     def rank(self) -> int | None:
         """The rank that is running; None outside a launch."""
@@ -77,7 +92,15 @@ class InProcess:
         """A link of the rank that is running to these ranks; no time passes among them."""
         # Programs on processes do without.
         inprocess: Any = importlib.import_module("meshcomm.runtime.transports.threads.transport")
-        return cast(Link, inprocess.InProcessLink(rank_here(), ranks, f"{mesh}: {','.join(axis)}"))
+        return cast(Link, inprocess.InProcessLink(current_rank(), ranks, f"{mesh}: {','.join(axis)}"))
+
+    def traced(self, link: Link) -> Link:
+        """Nothing of it compiles, which is said where it is tried."""
+        return link
+
+    def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+        """Not among threads: the mesh says so."""
+        raise NotImplementedError
 
     def device(self) -> torch.device:
         """The caller's default device."""
@@ -86,6 +109,8 @@ class InProcess:
 
 class Solo:
     """One rank that is alone, with no process group and no launch."""
+
+    in_process = False
 
     def rank(self) -> int | None:
         """The only one."""
@@ -103,16 +128,15 @@ class Solo:
         """A link to nobody."""
         return SoloLink()
 
+    def traced(self, link: Link) -> Link:
+        """The same: nothing moves."""
+        return link
+
+    def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+        """One of one, which torch wants."""
+        world.solo_process_group()
+        return groups.group_of(ranks, timeout)
+
     def device(self) -> torch.device:
         """The default device."""
         return torch.get_default_device()
-
-
-Place = Processes | InProcess | Solo
-
-
-def rank_here() -> Rank:
-    """The in-process rank that is running, where there must be one."""
-    here = current_rank()
-    assert here is not None
-    return here

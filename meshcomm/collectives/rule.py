@@ -263,7 +263,7 @@ _finish: Any = plain_apply(_Finish)  # under a transform too
 def refuse_in_process(name: str, axis: Axis) -> None:
     """Compiled code runs without the change-overs that in-process ranks need."""
     bare(axis.link)  # what a graph was compiled with: it is compiled again where a trace has put another one there
-    if axis.mesh._threads and axis.size > 1:
+    if axis.mesh.in_process and axis.size > 1:
         fail(
             name,
             "torch.compile does not work on in-process ranks.",

@@ -130,10 +130,10 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
         parse_arrow(where, layouts, here.shape)  # says what it is
     shapes = tuple(tuple(x.shape) for x in operands)
     if torch.compiler.is_compiling():
-        recipe = _dressed(_bare_recipe(layouts, shapes, here._key))
+        recipe = _dressed(_bare_recipe(layouts, shapes, here.key))
         ring = False  # each rank's pieces would come in another order
     else:
-        recipe = _recipe(layouts, shapes, here._key)
+        recipe = _recipe(layouts, shapes, here.key)
     gathered = _gathered_once(recipe) if ring else None
     scattered = recipe.scattered
     if gathered is not None:

@@ -82,7 +82,7 @@ def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: bool
     over = check.mesh_of(where, "", mesh)
     check.tensor(where, x, over.axis(over.axis_names[0], where))
     planned = _planned_at_trace_time if torch.compiler.is_compiling() else _planned
-    steps, order = planned(layouts, tuple(x.shape), over._key)
+    steps, order = planned(layouts, tuple(x.shape), over.key)
     if async_op:
         return _begun(x, steps, order, over)
     return _ordered(take(x, steps, over), order)

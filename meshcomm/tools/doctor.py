@@ -25,7 +25,8 @@ from meshcomm.collectives.one_rank import barrier
 from meshcomm.collectives.reduce import all_reduce, broadcast, reduce_scatter
 from meshcomm.errors import CommError, MeshError
 from meshcomm.launch import launch
-from meshcomm.mesh import Mesh, make_mesh
+from meshcomm.make_mesh import make_mesh
+from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.runtime.start import world
 from meshcomm.tools.facts import Facts, Finding, differences, findings, look

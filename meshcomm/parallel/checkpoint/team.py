@@ -10,7 +10,8 @@ from torch import nn
 
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail
-from meshcomm.mesh import Axis, Mesh, current_mesh, make_mesh
+from meshcomm.make_mesh import make_mesh
+from meshcomm.mesh import Axis, Mesh, current_mesh
 from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.parallel.checkpoint.files import Metadata, SavePlan, global_plan, local_plan

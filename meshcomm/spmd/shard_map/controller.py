@@ -67,7 +67,7 @@ class Program:
         count = len(self.layouts)
         with torch.no_grad():
             shared = [_leaf(x) for x in tensors[count:]]
-        world = World(self.mesh._world_size, share=True)
+        world = World(self.mesh.world_size, share=True)
         with in_place_of(self.reach.slots, dict(zip(self.shared, shared, strict=True))):
             for rank in world.ranks:
                 rank.random = OwnState(seed, rank.index, self.reach)
@@ -75,7 +75,7 @@ class Program:
         if any(x.grad is not None for x in shared):
             what = "backward() ran inside the function and reached a tensor that it closes over."
             fail(WHERE, what, fix="call backward() on what the function returns, or return torch.autograd.grad(...)")
-        ranks = [found[rank] for rank in self.mesh._ranks]
+        ranks = [found[rank] for rank in self.mesh.ranks]
         outputs = ranks[0][0]
         result = _Result(outputs)
         if wanted is not None:
@@ -93,9 +93,9 @@ class Program:
 
     def _on_rank(self, tensors: Sequence[Tensor], shared: list[Tensor], wanted: Sequence[bool] | None) -> Any:
         mesh = self.mesh
-        if current_rank().index not in mesh._ranks:  # type: ignore[union-attr]
+        if current_rank().index not in mesh.ranks:  # type: ignore[union-attr]
             return None
-        coordinate = mesh._coordinate()
+        coordinate = mesh.own_coordinate()
         leaves, parts = [], []
         grad = self.modes.grad if self.order == 0 and wanted is None else wanted is not None
         with self.modes.again(), body_of(mesh), torch.set_grad_enabled(grad):

@@ -15,7 +15,6 @@ from meshcomm._torch import tree_flatten, tree_unflatten
 from meshcomm.collectives.check import mesh_of
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Mesh
-from meshcomm.places import InProcess
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.spmd.shard_map.around import Modes, body_of, closed_over, not_in_a_body
 from meshcomm.spmd.shard_map.assemble import Outputs
@@ -318,7 +317,7 @@ class _Run:
 
     def result(self) -> Any:
         """The global outputs."""
-        if isinstance(self.mesh._place, InProcess) and current_rank() is None:
+        if self.mesh.in_process and current_rank() is None:
             return self._outside()
         if here.watcher is None:
             return self._inside()
@@ -334,7 +333,7 @@ class _Run:
 
     def _inside(self) -> Any:
         mesh = self.mesh
-        mesh._rank()  # a rank of another world: say so
+        mesh.own_index()  # a rank of another world: say so
         values = [laid.value for laid in self.leaves if laid.layout is None]
         closed = () if self.mode is False else Reach(self.fn, *values).tensors.values()
         with body_of(mesh):

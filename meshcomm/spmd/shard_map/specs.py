@@ -110,7 +110,7 @@ def of_leaf(spec: str | None, leaf: Any, label: str, mesh: Mesh) -> Layout | Non
 def of_tensor(spec: str, shape: Sequence[int], label: str, mesh: Mesh) -> Layout:
     """The layout with a name for every dim; an error of it says whose it is."""
     fitted = _fitted_at_trace_time if torch.compiler.is_compiling() else _fitted
-    found = fitted(spec, tuple(shape), label, mesh._key)
+    found = fitted(spec, tuple(shape), label, mesh.key)
     return found if isinstance(found, Layout) else Layout(Dim(name, axes) for name, axes in found)
 
 
@@ -128,7 +128,7 @@ def divisible(laid: Laid, mesh: Mesh) -> None:
     """The axes divide the dims."""
     assert laid.layout is not None
     if torch.compiler.is_compiling():
-        _divisible_at_trace_time(tuple(map(tuple, laid.layout)), tuple(laid.value.shape), laid.label, mesh._key)
+        _divisible_at_trace_time(tuple(map(tuple, laid.layout)), tuple(laid.value.shape), laid.label, mesh.key)
     else:
         cut(f"{WHERE}, {laid.label}", laid.layout, laid.value.shape, mesh.shape, str(laid.layout))
 

@@ -96,7 +96,7 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
                 outer.passed = moment()
         return
     where = check.mesh_of("check_vma", "", mesh)
-    where._rank()  # outside of a rank: say so
+    where.own_index()  # outside of a rank: say so
     with Checker(where, insert=mode is True):
         yield
 

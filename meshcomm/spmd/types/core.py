@@ -271,7 +271,7 @@ class Core(TorchFunctionMode):
 
     def _whole(self, where: str, x: Any, label: str, mesh: Mesh) -> None:
         kind = self.type_of(x)
-        if not set(mesh._ranks) <= set(self.mesh._ranks):
+        if not set(mesh.ranks) <= set(self.mesh.ranks):
             fail(where, "called over more ranks than are checked.", got=f"{mesh}; checked are those of {self.mesh}")
         if kind is None:
             self._unknown(x, [x], where)

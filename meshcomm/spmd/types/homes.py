@@ -74,6 +74,6 @@ _homes: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Home] = {}
 
 def home_of(mesh: Mesh) -> Home:
     """That of a mesh; the same one for equal meshes."""
-    key = tuple(mesh.shape.items()), mesh._ranks
+    key = tuple(mesh.shape.items()), mesh.ranks
     found = _homes.get(key)
-    return _homes.setdefault(key, Home(mesh.shape, mesh._ranks)) if found is None else found
+    return _homes.setdefault(key, Home(mesh.shape, mesh.ranks)) if found is None else found

@@ -86,7 +86,7 @@ class Collectives(Core):
             fail(
                 name,
                 "a collective over another mesh than the one that is checked.",
-                got=f"{mesh} of ranks {list(mesh._ranks)}; checked is {self.mesh} of ranks {list(self.mesh._ranks)}",
+                got=f"{mesh} of ranks {list(mesh.ranks)}; checked is {self.mesh} of ranks {list(self.mesh.ranks)}",
                 fix="`with mc.check_vma(mesh=...)` of that mesh around it: a value has a type there, too, if it is "
                 "the same on whole axes",
             )

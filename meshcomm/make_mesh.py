@@ -1,0 +1,175 @@
+"""make_mesh: a mesh over whatever ranks there are, and the one of torch's DeviceMesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from numbers import Integral
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshcomm._versions import say_if_untested
+from meshcomm.errors import fail
+from meshcomm.mesh import Mesh, Place, let_go_of_groups, reads_device_meshes
+from meshcomm.places import InProcess, Processes, Solo
+from meshcomm.runtime.start import world
+from meshcomm.runtime.start.request import duration
+from meshcomm.runtime.transports.threads.scheduler import current_rank
+
+__all__ = ["make_mesh"]
+
+world.on_shutdown(let_go_of_groups)
+
+
+def make_mesh(
+    axes: Mapping[str, int],
+    *,
+    ranks: Sequence[int] | None = None,
+    strict: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Mesh:
+    """A mesh over all ranks, or over ``ranks``, with these axes, the first one major.
+
+    Under a launcher (torchrun, mpiexec, srun) or with torch.distributed initialised the ranks are processes, and
+    :func:`meshcomm.init` is called when needed. Inside a rank of :func:`meshcomm.launch` they are the ranks of the
+    launch. In a plain process the result is an in-process mesh of any size for ``launch`` to run on; with size 1 it
+    can be used directly.
+
+    Each axis of each mesh has its own sequence of calls, as after MPI_Comm_dup: threads may communicate at the same
+    time, each over a mesh or an axis for itself. Two threads must not share one axis: its calls meet in the order in
+    which they are made. What tells one mesh from another, on all ranks alike, is its axes, its ranks, and how many of
+    these were made before: so all of its ranks make the same meshes in the same order (threads: meshes with other
+    names, or before they start).
+
+    Args:
+        axes: name to size; names are identifiers. One size may be -1: as many as there are ranks left (1 in a plain
+            process).
+        ranks: the ranks of the world that the mesh is made of, in row-major order; all of them when None. Every rank
+            of the world may call; the others get a mesh whose ``rank`` and collectives raise.
+        strict: whether a tensor on a device that the mesh's backends cannot move is an error. It goes by way of a
+            device that they can move, and its result comes back to it, when False.
+        timeout: seconds or a timedelta, equal on every rank, after which a collective over an axis of this mesh gives
+            up with an error that says who did not come; None: as long as :func:`meshcomm.init` was told, 5 minutes by
+            default. Among the ranks of one process
+            no time passes, and a rank that does not come is an error at once.
+
+    Returns: a :class:`Mesh`. It is not the current mesh until ``with use_mesh(mesh):``.
+
+    Cost: the members of each axis set up a process group together, once per set of ranks and time-out; nothing
+        in-process. Where torch's own collectives are used (NCCL, more than 32 ranks), every further mesh over the same
+        ranks sets up one at an axis' first collective, and gives it back when the mesh is gone.
+
+    Raises:
+        MeshError: sizes that do not multiply to the number of ranks, bad names or sizes, ranks twice or out of range, a
+            time-out that is not positive.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> mesh = mc.make_mesh({"dp": 2, "tp": 2})
+        >>> mesh.axis_names, mesh.size
+        (('dp', 'tp'), 4)
+        >>> mc.launch(lambda: mesh.coordinate, ranks=4)[3]
+        {'dp': 1, 'tp': 1}
+    """
+    shape = _checked_shape("make_mesh", axes)
+    if ranks is not None and not isinstance(ranks, Sequence):
+        fail("make_mesh", f"ranks is a list of ints, not {ranks!r}.", fix="a list, in the order of the mesh")
+    if not isinstance(strict, bool):
+        fail("make_mesh", f"strict={strict!r} is not a bool.", fix="True or False")
+    limit = duration("make_mesh", timeout)
+    mesh = _mesh_over(shape, ranks, limit)
+    mesh.strict, mesh.timeout = strict, limit
+    if not mesh.place.rank():  # the first rank, or who calls all of them
+        say_if_untested()
+    return mesh
+
+
+_MOST = 2**20
+"""Of a mesh that knows its ranks one by one and has no launcher to bound them."""
+
+
+def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None, timeout: timedelta | None) -> Mesh:
+    """Over whatever ranks there are."""
+    inside = current_rank()
+    if inside is not None:
+        return _sized(shape, ranks, InProcess(), inside.world.size, "mc.launch started")
+    here = world.ensure()
+    if here is not None:
+        mesh = _sized(shape, ranks, Processes(), here.size, "the launcher started")
+        mesh.timeout = timeout  # before there are links
+        return _with_links(mesh)
+    total = math.prod(abs(length) for length in shape.values()) if ranks is None else len(ranks)
+    if total > _MOST:
+        what = f"{total} are more ranks than a mesh of ranks in one process may have, {_MOST}."
+        fail("make_mesh", what, got=repr(shape), fix="smaller sizes, or start the ranks with a launcher")
+    if total == 1:
+        return _sized(shape, ranks, Solo(), 1, "a plain process has")
+    size = (
+        total
+        if ranks is None
+        else max([total, *(rank + 1 for rank in ranks if isinstance(rank, int) and rank < _MOST)])
+    )
+    return _sized(shape, ranks, InProcess(), size, "there are")
+
+
+def _with_links(mesh: Mesh) -> Mesh:
+    """Set up the axes now, while all ranks are here together."""
+    if mesh.place.rank() in mesh.ranks:
+        for name in mesh.axis_names:
+            mesh.axis(name)
+    return mesh
+
+
+def _checked_shape(where: str, axes: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(axes, Mapping) or not axes:
+        fail(where, "a mesh needs a mapping of axis names to sizes.", got=repr(axes), fix='such as {"dp": 2, "tp": 4}')
+    for name, length in axes.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            fail(where, f"axis name {name!r} is not an identifier.", got=repr(dict(axes)), fix="such as 'dp'")
+        if isinstance(length, bool) or not isinstance(length, Integral) or (length < 1 and length != -1):
+            fail(where, f"axis {name!r} has size {length!r}.", got=repr(dict(axes)), fix="a positive int, or one -1")
+    if list(axes.values()).count(-1) > 1:
+        fail(where, "more than one size is -1.", got=repr(dict(axes)), fix="give all sizes but one")
+    return {name: int(length) for name, length in axes.items()}
+
+
+def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: Place, world_size: int, who: str) -> Mesh:
+    """Fill in -1 and compare with the number of ranks."""
+    chosen = tuple(range(world_size)) if ranks is None else tuple(ranks)
+    whole = all(isinstance(rank, int) and not isinstance(rank, bool) for rank in chosen)
+    if not chosen or not whole or len(set(chosen)) != len(chosen) or not all(0 <= rank < world_size for rank in chosen):
+        fail("make_mesh", "ranks must be different ranks of the world.", got=f"ranks {chosen}; {world_size} ranks")
+    given = math.prod(length for length in shape.values() if length != -1)
+    if -1 in shape.values() and len(chosen) % given == 0:
+        shape = {name: len(chosen) // given if length == -1 else length for name, length in shape.items()}
+    if -1 in shape.values() or math.prod(shape.values()) != len(chosen):
+        needed = f"a multiple of {given} ranks" if -1 in shape.values() else f"{given} ranks"
+        count = f"{who} {world_size}" if ranks is None else f"ranks= names {len(chosen)}"
+        fail(
+            "make_mesh",
+            f"the sizes do not agree: the mesh needs {needed}, {count}.",
+            got=repr(shape),
+            fix="change the sizes or the number of ranks, or name a part of them with ranks=",
+        )
+    return Mesh(shape, chosen, place, world_size)
+
+
+@reads_device_meshes
+def _from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    where = "Mesh.from_device_mesh"
+    if not isinstance(device_mesh, DeviceMesh):
+        fix = "init_device_mesh(..., mesh_dim_names=...) of torch.distributed makes one; mc.make_mesh one of ours"
+        fail(where, f"expected a torch DeviceMesh, got {type(device_mesh).__name__}.", fix=fix)
+    if device_mesh.mesh_dim_names is None:
+        fail(where, "the DeviceMesh has no names.", fix="pass mesh_dim_names= when making it")
+    here = world.ensure()
+    alone = here is None and world.is_met()  # the group of one that a mesh of one makes for torch's sake
+    if here is None and not alone:
+        fail(where, "there is no torch process group.", fix="call dist.init_process_group or mc.init first")
+    grid = device_mesh.mesh
+    shape = _checked_shape(where, dict(zip(device_mesh.mesh_dim_names, grid.shape, strict=True)))
+    ranks = tuple(int(rank) for rank in grid.flatten().tolist())
+    if here is None:
+        return Mesh(shape, ranks, Solo(), 1, device_mesh)
+    return _with_links(Mesh(shape, ranks, Processes(), here.size, device_mesh))
