@@ -33,12 +33,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.parallel.boxes import Place
 from meshcomm.parallel.checkpoint import latest, load, save
 from meshcomm.parallel.data.ddp import data_parallel
 from meshcomm.parallel.fsdp.module import fully_shard
 from meshcomm.parallel.fsdp.state import pieces
 from meshcomm.parallel.full_state import full_state_dict
+from meshcomm.parallel.global_places import Place
 from meshcomm.parallel.tensor.module import Column, tensor_parallel
 from meshcomm.runtime.start.workers import WorkerPool
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import meshcomm as mc
 from meshcomm.parallel import fsdp
 from meshcomm.parallel.clip import clip_grad_norm
-from meshcomm.parallel.fsdp.flat import Layout
+from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.module import fully_shard
 from meshcomm.parallel.fsdp.state import (
     counts,

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 import meshcomm as mc
 from meshcomm.parallel import data_parallel, fully_shard, no_sync, reduce_gradients
-from meshcomm.parallel.boxes import Place
-from meshcomm.parallel.cuts import places_of
+from meshcomm.parallel.cut_parameters import places_of
+from meshcomm.parallel.global_places import Place
 
 F64 = torch.float64
 ROWS, D = 16, 4

@@ -16,7 +16,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh, current_mesh
-from meshcomm.parallel.cuts import meshes_of, parts_of
+from meshcomm.parallel.cut_parameters import meshes_of, parts_of
 from meshcomm.spmd.types.vma import declared
 from meshcomm.watch import here
 

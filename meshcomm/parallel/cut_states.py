@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from meshcomm.errors import fail
-from meshcomm.parallel.boxes import Place
 from meshcomm.parallel.checkpoint.parts import state_names
-from meshcomm.parallel.cuts import Flat, Part, parts_inside, place_of
-from meshcomm.parallel.fsdp.swap import Around
+from meshcomm.parallel.cut_parameters import Flat, Part, parts_inside, place_of
+from meshcomm.parallel.global_places import Place
+from meshcomm.parallel.stand_ins import Around
 
 __all__ = ["mark_states"]
 

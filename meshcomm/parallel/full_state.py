@@ -17,9 +17,9 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, Mesh
 from meshcomm.objects.objects import all_gather_object, gather_object
 from meshcomm.parallel import checkpoint
-from meshcomm.parallel.boxes import Place
 from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, named, state_names
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks, checked_module
+from meshcomm.parallel.global_places import Place
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshcomm.errors import fail, names, shape_text
-from meshcomm.parallel.boxes import Place, Spread
-from meshcomm.parallel.cuts import places_of
-from meshcomm.parallel.marks import Mark, mark_of
+from meshcomm.parallel.cut_parameters import places_of
+from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
+from meshcomm.parallel.global_places import Place, Spread
 
 __all__ = [
     "Entries", "Named", "Path", "collect", "named", "optimizer_names", "optimizer_path", "plain_problem", "state_names",
@@ -90,7 +90,7 @@ class Entries(NamedTuple):
     aliases: dict[str, str]
     names: list[str]
     """Of all in the module's ``state_dict``, in its order."""
-    marks: dict[tuple[str, tuple[int, ...]], Mark]
+    marks: dict[tuple[str, tuple[int, ...]], Fingerprint]
     """Of the boxes of parameters, by name and place."""
 
 
@@ -108,7 +108,7 @@ def collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Entri
             found.aliases[f"model.{name}"] = f"model.{here.aliases[name]}"
         elif p is not None:
             spread = found.tensors["model", name] = here.places.get(id(p), Place(p.shape)).of(p)
-            found.marks.update({(f"model.{name}", box.offsets): mark_of(box.view) for box in spread.boxes})
+            found.marks.update({(f"model.{name}", box.offsets): fingerprint_of(box.view) for box in spread.boxes})
         else:
             _put(found, ("model", name), x)
     if optimizer is not None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import fail
-from meshcomm.parallel.boxes import Box, Spread
 from meshcomm.parallel.checkpoint.files import (
     TABLE,
     ChunkStorageMetadata,
@@ -31,6 +30,7 @@ from meshcomm.parallel.checkpoint.files import (
 )
 from meshcomm.parallel.checkpoint.parts import Path
 from meshcomm.parallel.checkpoint.pickles import Name, Record, read_pickle
+from meshcomm.parallel.global_places import Box, Spread
 
 __all__ = ["Reader", "Stored"]
 

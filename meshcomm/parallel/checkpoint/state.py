@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import fail, names, shape_text
-from meshcomm.parallel.boxes import Place, Spread
 from meshcomm.parallel.checkpoint.parts import Named, Path, named, optimizer_names, state_names
 from meshcomm.parallel.checkpoint.reader import Reader
+from meshcomm.parallel.global_places import Place, Spread
 
 __all__ = ["Restoring", "names_of_groups", "random_states", "set_random_states"]
 

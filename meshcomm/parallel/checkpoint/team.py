@@ -16,8 +16,8 @@ from meshcomm.objects.objects import all_gather_object, broadcast_object, gather
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.parallel.checkpoint.files import Metadata, SavePlan, global_plan, local_plan
 from meshcomm.parallel.checkpoint.parts import Entries, Path
-from meshcomm.parallel.cuts import meshes_of
-from meshcomm.parallel.marks import Mark, differ
+from meshcomm.parallel.cut_parameters import meshes_of
+from meshcomm.parallel.fingerprints import Fingerprint, differ
 
 __all__ = ["Shares", "Team", "Together", "all_ranks", "checked_module", "merged"]
 
@@ -45,7 +45,7 @@ class Shares(NamedTuple):
 
 class _Here(NamedTuple):
     plan: SavePlan
-    marks: Mapping[tuple[str, tuple[int, ...]], Mark]
+    marks: Mapping[tuple[str, tuple[int, ...]], Fingerprint]
     together: Together
 
 
@@ -144,7 +144,7 @@ def merged(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 
 def _refuse_others(where: str, every: Sequence[_Here]) -> None:
     """Parameters of one name that are others on each rank: as of stages that count their layers from 0."""
-    first: dict[tuple[str, tuple[int, ...]], tuple[int, Mark]] = {}
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, Fingerprint]] = {}
     for rank, here in enumerate(every):
         for key, mark in here.marks.items():
             before, known = first.setdefault(key, (rank, mark))

@@ -26,9 +26,9 @@ from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.cuts import know, refuse_overlap
+from meshcomm.parallel.cut_parameters import know, refuse_overlap
 from meshcomm.parallel.data.means import Mean, checked_mean, mean_of
-from meshcomm.parallel.fsdp.swap import Around, leaves_of, refuse_sliced, seen_as, sites_of
+from meshcomm.parallel.stand_ins import Around, leaves_of, refuse_sliced, seen_as, sites_of
 from meshcomm.runtime.transports.threads.scheduler import claim
 
 __all__ = ["data_parallel", "is_data_parallel", "join", "no_sync", "reduce_gradients"]

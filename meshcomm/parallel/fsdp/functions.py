@@ -19,8 +19,8 @@ from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import pvary
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
-from meshcomm.parallel.fsdp import again
-from meshcomm.parallel.fsdp.flat import Layout
+from meshcomm.parallel.fsdp import gathered_again
+from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.work import Work
 
 __all__ = ["FlatTree", "apply", "gather", "shard"]
@@ -233,15 +233,15 @@ def apply(
 
     def fetch() -> list[Tensor]:
         if [_torch.version_of(each) for each in shards] != versions:
-            again.changed(where)
+            gathered_again.changed(where)
         found: list[Tensor] = _gathered(where, [each.detach() for each in shards], tree)
         return found
 
-    weights = again.Again(buffers, fetch)
-    hooks = again.enter()
-    again.open_places(weights)
+    weights = gathered_again.Again(buffers, fetch)
+    hooks = gathered_again.enter()
+    gathered_again.open_places(weights)
     try:
         return fn(tree.rebuild(buffers), *args, **kwargs)
     finally:
-        again.close(weights)
-        again.leave(hooks)
+        gathered_again.close(weights)
+        gathered_again.leave(hooks)

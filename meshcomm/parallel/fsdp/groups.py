@@ -24,9 +24,9 @@ from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
-from meshcomm.parallel.fsdp.again import Again
-from meshcomm.parallel.fsdp.flat import Layout
-from meshcomm.parallel.fsdp.swap import become
+from meshcomm.parallel.fsdp.flat_buffers import Layout
+from meshcomm.parallel.fsdp.gathered_again import Again
+from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime.pending import Pending, settled
 from meshcomm.runtime.transports.flat import gather_flat, scatter_flat
 

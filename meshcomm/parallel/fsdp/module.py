@@ -18,15 +18,15 @@ from meshcomm.collectives.one_rank import scatter
 from meshcomm.collectives.reduce import broadcast
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.cut_parameters import refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
-from meshcomm.parallel.cuts import refuse_copies, refuse_overlap
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.fsdp import recurrent
-from meshcomm.parallel.fsdp.flat import Layout
+from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
-from meshcomm.parallel.fsdp.swap import Around
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, is_sharded_itself, owner_of, register
+from meshcomm.parallel.stand_ins import Around
 from meshcomm.runtime.transports.threads.scheduler import claim
 
 __all__ = ["fully_shard"]

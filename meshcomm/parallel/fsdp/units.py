@@ -15,9 +15,9 @@ from meshcomm import _torch
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import fail
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.cuts import Flat, Part, know
-from meshcomm.parallel.fsdp import again
-from meshcomm.parallel.fsdp.again import Again
+from meshcomm.parallel.cut_parameters import Flat, Part, know
+from meshcomm.parallel.fsdp import gathered_again
+from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Door, Flow, Group, Slot, Use, connect
 from meshcomm.runtime.pending import Pending, settled
 
@@ -114,7 +114,7 @@ class Unit:
 
     def _fetch(self, version: int) -> list[Tensor]:
         if self.version() != version:
-            again.changed("fully_shard")
+            gathered_again.changed("fully_shard")
         self.owner.counts.regathers += len(self.groups)
         with _torch.outside_dispatch_modes():
             return self.take(_BACKWARD)
@@ -188,7 +188,7 @@ class Unit:
             version = self._version
             weights = Again(buffers, lambda: self._fetch(version))
             self._again = weakref.ref(weights)
-            again.open_places(weights)
+            gathered_again.open_places(weights)
             if use is not None and use.whole():  # else what gets no gradient may be needed longer
                 use.again = self._again
 
@@ -227,7 +227,7 @@ class Unit:
                 shown.pop(name, None)
             held = self._held()
             if held is not None:
-                again.close(held)
+                gathered_again.close(held)
 
 
 @dataclass(eq=False)
@@ -283,15 +283,15 @@ class Sharded(Flow):
         if self._depth == 1:
             if _torch.backward_pass() == -1:
                 self._begin_pass(unit)
-            again.leave(self._hooks)
+            gathered_again.leave(self._hooks)
             plain = torch.is_grad_enabled() and not (_torch.functorch_active() or _torch.dual_level_open())
-            self._hooks = again.enter() if plain else None
+            self._hooks = gathered_again.enter() if plain else None
 
     def leave(self) -> None:
         """It has ended."""
         self._depth -= 1
         if self._depth == 0:
-            again.leave(self._hooks)
+            gathered_again.leave(self._hooks)
             self._hooks = None
             if _torch.backward_pass() == -1:
                 self._shut_opened()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshcomm._torch import watch_total_norms
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.boxes import Place
+from meshcomm.parallel.global_places import Place
 
 __all__ = [
     "Dim", "Flat", "Part", "know", "meshes_of", "parts_inside", "parts_of", "place_of", "places_of",

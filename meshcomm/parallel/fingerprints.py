@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Mark", "differ", "mark_of"]
+__all__ = ["Fingerprint", "differ", "fingerprint_of"]
 
 _SAMPLES = 32
 
 
-class Mark(NamedTuple):
+class Fingerprint(NamedTuple):
     """Of a tensor: how far apart equal ones may be, a norm, and some elements."""
 
     least: float
@@ -22,7 +22,7 @@ class Mark(NamedTuple):
 
 
 @torch.no_grad()
-def mark_of(x: Tensor) -> Mark:
+def fingerprint_of(x: Tensor) -> Fingerprint:
     """Reads all of ``x`` once."""
     flat = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     least = 1e-6 if flat.dtype == torch.float64 else 1e-3 if flat.dtype.itemsize > 2 else 5e-2
@@ -30,13 +30,13 @@ def mark_of(x: Tensor) -> Mark:
         flat, least = flat.double(), 0.0
     norm = torch.linalg.vector_norm(flat, dtype=torch.float32 if flat.device.type == "mps" else torch.float64)
     if not flat.numel():
-        return Mark(least, 0.0, 0, ())
+        return Fingerprint(least, 0.0, 0, ())
     at = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).round().long()
     picked = flat[tuple(torch.unravel_index(at.to(flat.device), flat.shape))] if flat.ndim else flat[None]
-    return Mark(least, norm.item(), flat.numel(), tuple(picked.to("cpu", torch.float64).tolist()))
+    return Fingerprint(least, norm.item(), flat.numel(), tuple(picked.to("cpu", torch.float64).tolist()))
 
 
-def differ(one: Mark, other: Mark) -> bool:
+def differ(one: Fingerprint, other: Fingerprint) -> bool:
     """Whether they are of other values, and not of the same ones with some roundings between them."""
     if one.size != other.size:
         return True
