@@ -280,7 +280,7 @@ def scatter(
     return begun("scatter", ax, like, y) if async_op else y
 
 
-def _until(end: float, axis: Axis, x: Tensor, result: Any) -> Any:
+def _until(end: float, axis: Axis, x: Tensor | None, result: Any) -> Any:
     """One of the two steps of a scatter, which end by then."""
     return begun("scatter", axis, x, result).wait_or_give_up(max(1e-3, end - time.monotonic()))
 
@@ -319,16 +319,14 @@ def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Ten
 
 def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, end: float | None) -> Tensor:
     """Shape, dtype and device of the slices, sent by ``src``; raises on every rank when it has none."""
-    home = torch.device("cpu") if axis.link.check_device(torch.device("cpu")) is None else axis.mesh.device
-    header = torch.zeros(_MOST_DIMS + 3, dtype=torch.int64, device=home)
+    values: list[int] = []
     if x is not None:
         shape = slice_shape(x, dim % x.ndim, axis.size)
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
-        header[: len(values)] = torch.tensor(values)
+    values += [0] * (_MOST_DIMS + 3 - len(values))
     _announce(axis, "scatter", src=src)
-    told = _link(axis, end is not None).broadcast(header, src)
-    told = told if end is None else _until(end, axis, header, told)
-    code, elsewhere, ndim, *lengths = told.tolist()
+    told = _link(axis, end is not None).agree(values, src)
+    [(code, elsewhere, ndim, *lengths)] = told if end is None else _until(end, axis, None, told)
     if axis.index == src and x is not None:
         return x.new_empty(slice_shape(x, dim % x.ndim, axis.size))
     if code == 0:

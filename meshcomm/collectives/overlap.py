@@ -19,6 +19,7 @@ from torch.autograd import Function
 from meshcomm import _torch
 from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_into_graph
 from meshcomm.collectives import buckets
+from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.pending import settled
@@ -211,9 +212,7 @@ class _Sums:
 
     def _agree(self, seen: list[int]) -> None:
         """Keep the order that index 0 has seen."""
-        with torch.no_grad():
-            mine = torch.tensor(seen, device=self.kinds[0][2])
-            order = apply(rule_named("broadcast"), mine, self.axis, (0,)).tolist()
+        [order] = agree(seen, self.axis, 0)
         if len(self.axis.link.orders) >= _MOST_ORDERS:
             self.axis.link.orders.clear()
         self.axis.link.orders[self._key] = order

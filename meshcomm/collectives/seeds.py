@@ -10,7 +10,7 @@ import torch
 
 from meshcomm import _torch
 from meshcomm.collectives import check
-from meshcomm.collectives.reduce import broadcast
+from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.runtime.transports.threads.random_state import RandomState, mixed
@@ -58,11 +58,9 @@ def sync_seed(axis: AxisName, *, mesh: Mesh | None = None) -> int:
 def _agreed(where: str, axis: AxisName, mesh: Mesh | None) -> int:
     ax = check.axis_of(where, axis, mesh)
     watched = contextlib.nullcontext() if here.watcher is None else here.watcher.paused()
-    with watched, _torch.outside_transforms(), _torch.without_modes(), torch.no_grad():
-        seed = torch.empty(1, dtype=torch.int64, device="cpu").random_()
-        if ax.link.check_device(seed.device) is not None:
-            seed = seed.to(ax.mesh.device)
-        return int(broadcast(seed, axis, mesh=ax.mesh).item())
+    with watched, _torch.outside_transforms(), _torch.without_modes():
+        seed = int(torch.empty(1, dtype=torch.int64, device="cpu").random_().item())
+    return agree([seed], ax, 0)[0][0]
 
 
 class _Local(threading.local):

@@ -115,13 +115,16 @@ class Courier:
 
     def _move(self, x: Tensor, primitive: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Send ``x`` over its device, and put what comes into ``out``."""
+        self._announce()
+        with torch.no_grad():
+            out.copy_(primitive(x.to(self._home)))
+
+    def _announce(self) -> None:
         link = self.axis.link
         if link.hears and not link.watched:  # the rows say the rest, and which rank's arguments are wrong
             link.called = Note, "exchange of objects", (), (), None, None
         if link.watched:
             link.announce(Note(self.where, tuple(self._given.values()), tuple(self._given), None, self.axis))
-        with torch.no_grad():
-            out.copy_(primitive(x.to(self._home)))
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 
@@ -161,11 +164,9 @@ class Courier:
         with _torch.outside_transforms():
             me, size = self.axis.index, self.axis.size
             self.meet(problem)
-            lengths = torch.zeros(size, dtype=torch.int64, device="cpu")
-            if datas is not None and me == src:
-                lengths = torch.tensor([len(data) for data in datas], dtype=torch.int64, device="cpu")
-            self._move(lengths.clone(), lambda x: self.axis.link.broadcast(x, src), lengths)
-            every = lengths.tolist()
+            self._announce()
+            lengths = [len(data) for data in datas] if datas is not None and me == src else [0] * size
+            [every] = self.axis.link.agree(lengths, src)
             out = [bytearray(every[me] if i == src else 0) for i in range(size)]
             step = max(_CHUNK // size, _ROOM)
             for at in range(0, max(every), step):

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from meshcomm._torch import outside_transforms, tree_leaves_with_path, unwrapped, without_modes
 from meshcomm.collectives import check
-from meshcomm.collectives.gather import all_gather
+from meshcomm.collectives.agree import agree
 from meshcomm.errors import CommError, VaryingError, fail, names, shape_text, text
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.objects.objects import all_gather_object
@@ -180,8 +180,7 @@ def assert_invariant(tree: Any, axes: AxisName, *, mesh: Mesh | None = None) -> 
         ax = check.axis_of(where, axes, mesh)
         with outside_transforms():
             found = {path: _digest(where, leaf, path, ax) for path, leaf in _values(tree)}
-            words = torch.tensor(_summary(found), dtype=torch.int64, device=ax.mesh.device)
-        every = [tuple(row) for row in all_gather(words[None], axes, mesh=mesh).tolist()]
+        every = agree(_summary(found), ax)
         if all(row == every[0] for row in every):
             return
         _differ(where, all_gather_object(found, axes, mesh=mesh), ax)

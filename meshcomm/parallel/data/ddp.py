@@ -21,7 +21,7 @@ from torch.autograd import Function
 from meshcomm import _torch, watch
 from meshcomm._torch import dual_level_open, functorch_active, version_of
 from meshcomm.collectives import buckets, check
-from meshcomm.collectives.gather import all_gather_invariant
+from meshcomm.collectives.agree import agree
 from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
@@ -308,17 +308,15 @@ class _Replica:
 
     def _compare(self, here: Mapping[str, Tensor]) -> None:
         lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in here.items()]
-        mine = torch.tensor([zlib.crc32(line.encode()) for line in ["", *lines]], device=self.mesh.device)
-        mine[0] = len(lines)
-        count = all_gather_invariant(mine[:1], self.name, mesh=self.mesh)
-        if (count == len(lines)).all():
-            marks = all_gather_invariant(mine[None], self.name, mesh=self.mesh)
-            others = (marks != marks[0]).any(0).nonzero().flatten().tolist()
+        counts = [count for [count] in agree([len(lines)], self.axis)]
+        if counts == [len(lines)] * len(counts):
+            first, *rest = agree([zlib.crc32(line.encode()) for line in lines], self.axis)
+            others = [at for at, mark in enumerate(first) if any(marks[at] != mark for marks in rest)]
             if not others:
                 return
-            what = f"on one rank, {lines[others[0] - 1]!r} on index {self.axis.index}"
+            what = f"on one rank, {lines[others[0]]!r} on index {self.axis.index}"
         else:
-            what = f"{count.tolist()} of them on the ranks"
+            what = f"{counts} of them on the ranks"
         fail(_WHERE, "parameters or buffers differ between ranks in more than values.", got=what)
 
     @torch.no_grad()
@@ -435,9 +433,7 @@ class _Replica:
 
     def _speak(self, goes_on: bool) -> None:
         """Say whether this rank has data left, and hear who has."""
-        with torch.no_grad():
-            mine = torch.tensor([goes_on], dtype=torch.int32, device=self.mesh.device)
-            found = all_gather_invariant(mine, self.name, mesh=self.mesh).nonzero().flatten().tolist()
+        found = [index for index, [has_data] in enumerate(agree([goes_on], self.axis)) if has_data]
         if found:
             self.last = found
         else:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshcomm import _torch
+from meshcomm.collectives.agree import agree, begin_to_agree
 from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
@@ -151,17 +152,13 @@ class Flow:
         axes = [axis for axis in (self.policy.axis, self.policy.replica) if axis is not None and axis.size > 1]
         if not (axes and marks):
             return lambda: marks
-        with torch.no_grad():
-            first = apply(_REDUCE, torch.tensor(marks, dtype=torch.int32), axes[0].later, ("sum",))
+        first = begin_to_agree(_words(marks), axes[0].later, op="bor")
 
         def hear() -> list[int]:
-            nonlocal first
-            with torch.no_grad():
-                first = first.wait(None) if isinstance(first, Pending) else first
-                for axis in axes[1:]:
-                    first = apply(_REDUCE, first, axis, ("sum",))
-            found: list[int] = first.tolist()
-            return found
+            [found] = settled(first)
+            for axis in axes[1:]:
+                [found] = agree(found, axis, op="bor")
+            return [found[at // _BITS] >> at % _BITS & 1 for at in range(len(marks))]
 
         return hear
 
@@ -357,6 +354,16 @@ class Group:
             if marks[at]:
                 p = self.slots[at].param
                 p.grad = piece if p.grad is None else p.grad + piece
+
+
+_BITS = 62
+"""Of a word, that hold a mark each."""
+
+
+def _words(marks: Sequence[int]) -> list[int]:
+    """The marks, 0 or not, as bits."""
+    parts = [marks[at : at + _BITS] for at in range(0, len(marks), _BITS)]
+    return [sum(1 << at for at, mark in enumerate(part) if mark) for part in parts]
 
 
 def _is_told(axis: Axis, x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm import _torch
 from meshcomm.collectives import check
+from meshcomm.collectives.agree import agree
 from meshcomm.collectives.one_rank import scatter
 from meshcomm.collectives.reduce import broadcast
 from meshcomm.errors import fail, names
@@ -384,10 +385,10 @@ def _share_buffers(module: nn.Module, policy: Policy) -> None:
 
 
 def _shared_seed(policy: Policy) -> int:
-    seed = torch.randint(2**48, (), device="cpu").to(policy.device)
+    seed = int(torch.randint(2**48, (), device="cpu").item())
     for axis in (policy.axis, *(() if policy.replica is None else (policy.replica,))):
-        seed = broadcast(seed, axis.name, src=0, mesh=axis.mesh)
-    return int(seed.item())
+        [[seed]] = agree([seed], axis, 0)
+    return seed
 
 
 def _can_be_initialised(where: str, chosen: dict[str, nn.Module]) -> None:

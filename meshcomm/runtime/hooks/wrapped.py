@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.numbers import Numbers
 from meshcomm.runtime.transports.protocol import Link, Note, Post, Want
 
 __all__ = ["Primitive", "WrappedLink", "bare"]
@@ -46,7 +47,7 @@ class _Said(threading.local):
     tree: tuple[Any, ...] = ()
 
 
-class WrappedLink:
+class WrappedLink(Numbers):
     """All primitives of ``inner``, each by way of :meth:`run`; both forms of the link share one state."""
 
     watched = hears = True

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.numbers import Numbers
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.protocol import Note
@@ -20,7 +21,7 @@ __all__ = ["PacketLink"]
 _BITWISE = ("band", "bor", "bxor")
 
 
-class PacketLink:
+class PacketLink(Numbers):
     """The primitives of a link in terms of five raw ones, which work on dense tensors of dtypes that every backend
     knows.
     """

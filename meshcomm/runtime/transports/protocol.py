@@ -89,6 +89,9 @@ class Link(Protocol):
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Why tensors on ``device`` cannot be moved (``strict``: without a detour over another one), or None."""
 
+    def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
+        """Small numbers of the host, as many on each rank: those of every rank, of ``src`` alone, or reduced."""
+
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """Reduce elementwise with ``op`` of REDUCE_OPS; NaN propagates through max and min."""
 

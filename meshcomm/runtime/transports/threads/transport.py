@@ -21,6 +21,7 @@ from meshcomm.runtime.health.attendance import absent_text
 from meshcomm.runtime.hooks.recorder import DROPPED, ENDED, Owner, Record, failed, log_among
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.lengths import dims_said
+from meshcomm.runtime.numbers import Numbers
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.protocol import Note, Post, Want
@@ -180,7 +181,7 @@ class _Circle:
         self.meetings.clear()
 
 
-class InProcessLink:
+class InProcessLink(Numbers):
     """One rank's link to the other ranks of its group in this process."""
 
     watched = hears = True

@@ -1,0 +1,34 @@
+"""Small numbers of the host, on which ranks agree: no tensor is made, sent and read back for them but in the link."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshcomm.mesh import Axis
+from meshcomm.runtime.pending import settled
+from meshcomm.runtime.transports.protocol import Note
+from meshcomm.watch import here
+
+__all__ = ["agree", "begin_to_agree"]
+
+
+def agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "") -> list[list[int]]:
+    """The numbers of every rank along ``axis``, as many on each, in order of index; with ``src`` those of that index
+    alone, with ``op`` one row in which they are reduced.
+    """
+    return settled(begin_to_agree(values, axis, src, op))  # type: ignore[no-any-return]
+
+
+def begin_to_agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "") -> Any:
+    """The same; over ``axis.later`` a Pending of it."""
+    watched = contextlib.nullcontext() if here.watcher is None else here.watcher.paused()
+    with watched, torch.no_grad():
+        if axis.link.hears:
+            given = {"src": src} if src is not None else {"op": op} if op else {}
+            what = "broadcast" if src is not None else "all_reduce" if op else "all_gather"
+            axis.link.announce(Note(what, tuple(given.values()), tuple(given), None, axis, torch.int64, (len(values),)))
+        return axis.link.agree(values, src, op)
