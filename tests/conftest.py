@@ -51,7 +51,34 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(importlib.import_module("spread").Spread(group_of))
 
 
+def spared(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases of tests marked ``one_in(n)`` that only `make test-all` runs: those that do not lie on every n-th diagonal of
+    the parameters, as far as each value of each parameter has a case without them.
+    """
+    tests: dict[tuple[Any, ...], list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            tests.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
+    for cases in tests.values():
+        n = cases[0].get_closest_marker("one_in").args[0]
+        places: dict[str, dict[int, int]] = {}
+        at = []
+        for case in cases:
+            seen = {name: places.setdefault(name, {}) for name in case.callspec.params}
+            at.append(
+                {(name, seen[name].setdefault(id(x), len(seen[name]))) for name, x in case.callspec.params.items()}
+            )
+        run = {number for number, each in enumerate(at) if sum(place for _, place in each) % n == 0}
+        met = {value for number in run for value in at[number]}
+        for number, case in enumerate(cases):
+            if number not in run and at[number] <= met:
+                yield case
+            met |= at[number]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in spared(items):
+        item.add_marker("thorough")
     for item in items:
         if pool_of(item):
             item.add_marker("processes")

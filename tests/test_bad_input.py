@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,6 @@ def others_are_told(ranks: list[dict[int, Together]]) -> None:
 
 def test_wrong_on_one_rank_in_process(tmp_path: Path) -> None:
     others_are_told(mc.launch(one_wrong, ranks=4, args=(str(tmp_path), ONE_WRONG)))
-
-
-@pytest.fixture
-def guarded4(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
-    monkeypatch.setenv("MESHCOMM_GUARD", "1")
-    with WorkerPool(4, timeout=120) as pool:
-        yield pool
 
 
 def test_wrong_on_one_rank_under_guard(guarded4: WorkerPool, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def in_both_runtimes(pool: Any, call: str, axis: Any) -> None:
         assert there == pool.run(tree_and_leaves, call, axis), f"{call}: two runs on processes"
 
 
-@pytest.mark.parametrize("axis", ["a", ("b", "a")], ids=["2", "4"])
+@pytest.mark.parametrize("axis", [pytest.param("a", marks=pytest.mark.thorough), ("b", "a")], ids=["2", "4"])
 def test_a_tree_gives_bit_for_bit_what_its_leaves_give(pool4: Any, axis: Any) -> None:
     """In each runtime, every time, and the same in both. Promised on gloo and in-process, where sums are made in order of
     index: NCCL may sum a bucket in another order than its leaves."""
@@ -494,7 +494,7 @@ MOVING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("bucket_mb", "times"), [(None, 240), (25, 1), (1e-9, 240)], ids=str)
+@pytest.mark.parametrize(("bucket_mb", "times"), [(None, 240), (25, 1)], ids=str)
 def test_240_small_tensors_go_in_one_collective(run4: Run, bucket_mb: float | None, times: int) -> None:
     for found in run4(small_tensors, bucket_mb):
         assert found == {name: times if name in MOVING else 0 for name in found}

@@ -134,6 +134,7 @@ class Mark:
     pass
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_a_step_keeps_goes(way: str, trains: bool) -> None:

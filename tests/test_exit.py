@@ -116,6 +116,11 @@ while not os.path.exists(meeting + "-left"):
     ),
 }
 
+FAILING = ["fails-while-its-peer-waits", "its-peer-never-joins"]
+UNUSUAL = ["groups-held", "adopted", "initialised-twice", "a-world-of-one", "a-fork"]
+BRIEFLY = ["adopted", "a-fork"]
+"""What `make test` has of the unusual ones."""
+
 
 class Ended(NamedTuple):
     """How the runs of a program ended."""
@@ -129,9 +134,9 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """All programs, run by one interpreter; those in a row if anybody asks for them."""
-    in_a_row = any(getattr(item, "originalname", "") == "test_several_runs_in_a_row" for item in request.session.items)
-    jobs = {name: job for name, job in JOBS.items() if in_a_row or job.times < IN_A_ROW}
+    """The programs of the tests that run, by one interpreter."""
+    run = [item for item in request.session.items if item.path == Path(__file__)]
+    jobs = {name: job for name, job in JOBS.items() if name in FAILING or any(f"[{name}" in item.name for item in run)}
     folder = tmp_path_factory.mktemp("exit")
     script = folder / "harness.py"
     script.write_text(HARNESS)
@@ -156,7 +161,9 @@ def test_several_runs_in_a_row(ended: dict[str, Ended], name: str, code: int) ->
     assert ("boom" in ended[name].stderr) == (code == 1)
 
 
-@pytest.mark.parametrize("name", ["groups-held", "adopted", "initialised-twice", "a-world-of-one", "a-fork"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BRIEFLY else pytest.mark.thorough) for name in UNUSUAL]
+)
 def test_unusual_ends(ended: dict[str, Ended], name: str) -> None:
     assert ended[name].codes == {0: 2 * JOBS[name].times}, ended[name].stderr
 

@@ -88,6 +88,7 @@ def in_a_fork(how: str) -> dict[str, tuple[str, float]]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
 def test_every_call_is_refused_at_once(request: pytest.FixtureRequest, pool: str, how: str) -> None:

@@ -309,6 +309,7 @@ PROGRAMS |= {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_fully_sharded(name: str, shape: dict[str, int]) -> None:
@@ -667,7 +668,7 @@ def compiled(inside: bool) -> tuple[dict[str, Tensor], list[bool], int]:
     return full_state_dict(net), used, graphs
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_compiled_with_units_of_different_sizes(inside: bool, pool4: WorkerPool) -> None:
     for state, used, graphs in pool4.run(compiled, inside):
         same((state, used), alone("uneven", 4))

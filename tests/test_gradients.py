@@ -78,6 +78,7 @@ def both_dtypes(name: str, place: tuple[tuple[int, ...], Any]) -> None:
         both_ways(name, place, dtype)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", PLACES, ids=place_id)
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
 def test_adjoint_identity(case: Case, place: tuple[tuple[int, ...], Any]) -> None:
@@ -152,6 +153,7 @@ def orders(name: str, place: tuple[tuple[int, ...], Any], dtype: torch.dtype) ->
         value = found[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", PLACES, ids=place_id)
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
 def test_three_derivatives(case: Case, place: tuple[tuple[int, ...], Any]) -> None:
@@ -221,6 +223,7 @@ def factors(table: str, op: str, scattered: bool, dtype: torch.dtype) -> None:
         mine = (g * g.conj()).real.sum() + g.real.sum()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scattered", [False, True], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("op", REDUCED)
 @pytest.mark.parametrize("table", TABLES)

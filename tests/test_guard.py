@@ -190,6 +190,7 @@ def goes_on() -> None:
         works_on()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CALLED)
 def test_one_that_is_different(guarded: Any, case: str) -> None:
     found = guarded.run(differ, case)
@@ -364,7 +365,7 @@ def test_messages_that_do_not_fit(guarded: Any) -> None:
 
 def right_programs() -> None:
     """Values, gradients, second derivatives and tangents of random programs."""
-    for seed in (200, 201, 202):
+    for seed in (200, 201):
         one_program(seed, (2, 2), seed % 2 == 0)
     one_tangent(203, (2, 2))
 
@@ -533,8 +534,8 @@ def rounds_that_let_go(rounds: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["pool4", "gloo4", "guarded4"])
 def test_a_mesh_that_is_dropped_leaves_nothing_at_the_store(request: pytest.FixtureRequest, kind: str) -> None:
-    counts = request.getfixturevalue(kind).run(rounds_that_let_go, 12)[0]
-    assert max(counts[8:]) <= max(counts[:4]) + 8, counts  # each of 36 axes has left ten keys or more
+    counts = request.getfixturevalue(kind).run(rounds_that_let_go, 6)[0]
+    assert max(counts[4:]) <= max(counts[:2]) + 8, counts  # each of 18 axes has left ten keys or more
 
 
 def drops_what_it_waited_for() -> list[bool]:

@@ -83,6 +83,7 @@ def test_every_collective_and_reduction_has_a_case() -> None:
     assert reduced == set(REDUCE_OPS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_values(shape: tuple[int, ...], case: Case) -> None:

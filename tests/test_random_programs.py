@@ -303,6 +303,7 @@ def one_tangent(seed: int, shape: tuple[int, ...]) -> None:
     close(pushed, task.pushed[mesh.rank], f"tangent of program {seed}")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "varying"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_program(seed: int, reduced: bool) -> None:

@@ -83,6 +83,7 @@ def on_meshes(kind: str, count: int) -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("kind", ["other names", "the same name", "axes and tuples", "two axes"])
 def test_threads_do_not_receive_each_others_data(request: pytest.FixtureRequest, pool: str, kind: str) -> None:

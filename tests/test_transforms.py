@@ -287,6 +287,7 @@ def every(check: str) -> None:
         EACH[check](Setting(name, "b"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("check", EACH)
 def test_transform(check: str, name: str) -> None:
