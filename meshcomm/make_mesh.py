@@ -13,6 +13,7 @@ from meshcomm._versions import say_if_untested
 from meshcomm.errors import fail
 from meshcomm.mesh import Mesh, Place, let_go_of_groups, reads_device_meshes
 from meshcomm.places import InProcess, Processes, Solo
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.start import world
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank
@@ -22,6 +23,7 @@ __all__ = ["make_mesh"]
 world.on_shutdown(let_go_of_groups)
 
 
+@Op("make_mesh", composed=True)
 def make_mesh(
     axes: Mapping[str, int],
     *,

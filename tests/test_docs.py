@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import meshcomm as mc
+from meshcomm.collectives.rule import _rules
+from meshcomm.runtime.ops import operations
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -126,10 +128,8 @@ def test_the_rule_stands_in_the_readme_in_these_words() -> None:
 # -------------------------------------------------------------------------------------------------------- docstrings
 
 LABELS = ["Type", "Args", "Returns", "Backward", "Cost", "Raises", "Example"]
-COLLECTIVES = [
-    "pvary", "all_reduce", "all_gather", "all_gather_invariant", "shard", "reduce_scatter", "all_to_all", "permute", "shift",
-    "broadcast",
-]  # fmt: skip
+operations()  # imports all
+COLLECTIVES = sorted({rule.op.name for rule in _rules.values()})
 ONE_RANK = ["reduce", "gather", "scatter", "send", "recv", "exchange"]
 # What a label would be about does not exist there.
 LACKING: dict[str, set[str]] = {

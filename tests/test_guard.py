@@ -74,6 +74,11 @@ def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], An
     return lambda: (first(), second())
 
 
+def wrong_fork() -> None:
+    with mc.fork_rng("ep"):
+        pass
+
+
 CALLED: dict[str, Case] = {
     "operation": (
         lambda: mc.all_reduce(x(), BOTH), lambda: mc.all_gather(x(), BOTH),
@@ -144,6 +149,14 @@ CALLED: dict[str, Case] = {
         lambda: mc.all_reduce(x(), "ep"), lambda: mc.all_reduce(x(), BOTH),
         r"dp=1,tp=1 \(rank 3\) has raised an error instead: meshcomm.all_reduce: no axis 'ep' in the mesh",
     ),
+    "no such axis on one, of a layer": (
+        lambda: mc.parallel.row_linear(x(), torch.ones(8, 8), axis="ep"), lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 \(rank 3\) has raised an error instead: meshcomm.row_linear: no axis 'ep' in the mesh",
+    ),
+    "no such axis on one, of random numbers": (
+        wrong_fork, lambda: mc.all_reduce(x(), BOTH),
+        r"dp=1,tp=1 \(rank 3\) has raised an error instead: meshcomm.fork_rng: no axis 'ep' in the mesh",
+    ),
     "returned, message": (
         lambda: None, lambda: mc.recv(BOTH, 3, shape=(2,), dtype=torch.float32),
         r"meshcomm.recv: not all messages will come.\n  got: dp=1,tp=1 \(rank 3\) has returned from its function",
@@ -157,7 +170,12 @@ CALLED: dict[str, Case] = {
         r"dp=1,tp=1 \(rank 3\) has returned from its function",
     ),
 }  # fmt: skip
-ALONE = ("returned", "returned, message", "returned, later", "no such axis on one")
+ALONE = (
+    "returned",
+    "returned, message",
+    "returned, later",
+    *(kind for kind in CALLED if kind.startswith("no such axis")),
+)
 """Rank 3 itself gets no error, or its own."""
 
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from meshcomm.errors import MeshError, fail, is_held, names, shape_text, text
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
+from meshcomm.runtime.ops import talks
 
 __all__ = [
     "apart", "are_lengths", "axis_of", "checked_dim", "checked_index", "checked_perm", "checked_sizes", "even",
@@ -34,10 +35,6 @@ _DTYPES = {
     "bor": (*_INTS, torch.bool),
     "bxor": (*_INTS, torch.bool),
 }
-_LOCAL = frozenset(
-    ("axis_index", "axis_size", "fsdp.shard", "heads_of", "pvary", "sequence_layer_norm", "sequence_rms_norm", "shard")
-)
-"""Functions for which nobody waits: that a call of theirs was wrong is this rank's own matter."""
 _ALLOWED = frozenset((op, dtype) for op, dtypes in _DTYPES.items() for dtype in dtypes)
 
 
@@ -50,7 +47,7 @@ def explain(where: str, what: str, axis: Axis, *, x: Tensor | None = None, got: 
     parts += [f"mesh {axis.mesh.shape}", f"at {at}"]
     message = text(where, what, got="; ".join(parts), fix=fix)
     axis.link.tree = ()  # of this call, and not of the next one
-    if not (where in _LOCAL or torch.compiler.is_compiling() or is_held()):
+    if talks(where) and not (torch.compiler.is_compiling() or is_held()):
         axis.link.refuse(where, message.split("\n", 1)[0], axis)
     raise MeshError(message) from None
 

@@ -18,6 +18,7 @@ from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside
 from meshcomm.collectives.gather import cut_rows
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
 from meshcomm.work import Work, begun
@@ -92,18 +93,28 @@ def _transpose_permute(g: Tensor, axis: Axis, perm: Perm) -> Tensor:
     return apply(_PERMUTE, g, axis, (tuple(sorted((dst, src) for src, dst in perm)),))
 
 
-_ALL_TO_ALL: Rule = Rule(
+ALL_TO_ALL = Op(
     "all_to_all",
+    "V -> V",
+    compared=("split_dim", "concat_dim"),
+    dims=("split_dim", "concat_dim"),
+    cuts=("send_sizes", "recv_sizes"),
+    primitive="all_to_all",
+    lengths="send_sizes= and recv_sizes= say how much goes from each index to each",
+)
+PERMUTE = Op("permute", "V -> V", compared=("perm",), primitive="permute")
+SHIFT = Op("shift", "V -> V", compared=("offset", "wrap"), primitive="permute")
+
+_ALL_TO_ALL: Rule = Rule(
+    ALL_TO_ALL,
     ("split_dim", "concat_dim", "send_sizes", "recv_sizes"),
     _run_all_to_all,
     lambda g, axis, split_dim, concat_dim, send, recv: apply(_ALL_TO_ALL, g, axis, (concat_dim, split_dim, recv, send)),
-    dims=("split_dim", "concat_dim"),
-    own=("send_sizes", "recv_sizes"),
     ragged="concat_dim",
 )
-_PERMUTE = Rule("permute", ("perm",), _run_permute, _transpose_permute)
+_PERMUTE = Rule(PERMUTE, ("perm",), _run_permute, _transpose_permute)
 _SHIFT: Rule = Rule(
-    "shift",
+    SHIFT,
     ("offset", "wrap"),
     _run_shift,
     lambda g, axis, offset, wrap: apply(_SHIFT, g, axis, (-offset, wrap)),
@@ -133,6 +144,7 @@ def all_to_all(
     recv_sizes: Sequence[int] | None = None,
     **how: Unpack[LaterOfTree],
 ) -> Work[Tree]: ...
+@ALL_TO_ALL
 def all_to_all(
     x: Tree,
     axis: AxisName,
@@ -279,6 +291,7 @@ def _exchange_params(
 def permute(x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
 def permute(x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
+@PERMUTE
 def permute(
     x: Tree,
     axis: AxisName,
@@ -341,6 +354,7 @@ def permute(
 def shift(x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
 def shift(x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
+@SHIFT
 def shift(
     x: Tree,
     axis: AxisName,

@@ -17,6 +17,7 @@ from meshcomm.collectives import buckets, check
 from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside
 from meshcomm.collectives.rule import Rule, apply, rule_named, start
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
 from meshcomm.work import Work, begun
@@ -63,27 +64,41 @@ def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
     return x.narrow(dim, start, sizes[axis.index]).clone(memory_format=torch.contiguous_format)
 
 
-_ALL_GATHER = Rule(
+ALL_GATHER = Op(
     "all_gather",
+    "V -> V",
+    compared=("dim", "sizes"),
+    dims=("dim",),
+    primitive="all_gather",
+    lengths="pass sizes={lengths} on every rank",
+)
+ALL_GATHER_INVARIANT = Op(
+    "all_gather_invariant",
+    "V -> I",
+    compared=("dim", "sizes"),
+    dims=("dim",),
+    primitive="all_gather",
+    lengths="pass sizes={lengths} on every rank",
+)
+SHARD = Op("shard", "I -> V", communicates=False, compared=("dim", "sizes"), dims=("dim",), cuts=("sizes",))
+
+_ALL_GATHER = Rule(
+    ALL_GATHER,
     ("dim", "sizes"),
     _run_gather,
     lambda g, axis, dim, sizes: apply(rule_named("reduce_scatter"), g, axis, (dim, "sum", sizes)),
-    dims=("dim",),
 )
 _ALL_GATHER_INVARIANT = Rule(
-    "all_gather_invariant",
+    ALL_GATHER_INVARIANT,
     ("dim", "sizes"),
     _run_gather,
     lambda g, axis, dim, sizes: apply(_SHARD, g, axis, (dim, sizes)),
-    dims=("dim",),
 )
 _SHARD: Rule = Rule(
-    "shard",
+    SHARD,
     ("dim", "sizes"),
     _run_shard,
     lambda g, axis, dim, sizes: apply(_ALL_GATHER_INVARIANT, g, axis, (dim, sizes)),
-    dims=("dim",),
-    local=True,
 )
 
 
@@ -98,6 +113,7 @@ def all_gather(
 def all_gather(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfTree]
 ) -> Work[Tree]: ...
+@ALL_GATHER
 def all_gather(
     x: Tree,
     axis: AxisName,
@@ -165,6 +181,7 @@ def all_gather_invariant(
 def all_gather_invariant(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfTree]
 ) -> Work[Tree]: ...
+@ALL_GATHER_INVARIANT
 def all_gather_invariant(
     x: Tree,
     axis: AxisName,
@@ -242,6 +259,7 @@ def shard(
 def shard(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfLocal]
 ) -> Work[Tree]: ...
+@SHARD
 def shard(
     x: Tree,
     axis: AxisName,

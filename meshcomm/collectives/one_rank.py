@@ -21,6 +21,7 @@ from meshcomm.collectives.door import Later, Now, aside
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.protocol import Link, Note, Post, Want
@@ -37,10 +38,25 @@ _DTYPES = (
 _MOST_DIMS = 14
 
 
-def _announce(axis: Axis, what: str, x: Tensor | None = None, **given: object) -> None:
+REDUCE = Op("reduce", "V -> one rank", compared=("op", "dst"), reduces=True)
+GATHER = Op(
+    "gather",
+    "V -> one rank",
+    compared=("dst", "dim"),
+    lengths="pad it to the longest, or mc.all_gather(x, axis, {dim}, sizes={lengths})",
+)
+SCATTER = Op("scatter", "one rank -> V", compared=("src",), others=True)
+SEND = Op("send", "V -> one rank")
+RECV = Op("recv", "one rank -> V", others=True)
+EXCHANGE = Op("exchange", "V -> V", others=True)
+BARRIER = Op("barrier", compared=("timeout",))
+
+
+def _announce(axis: Axis, op: Op, *given: object, x: Tensor | None = None) -> None:
+    """Say what is called, with the arguments that are compared."""
     if axis.link.hears:
         seen = (None, ()) if x is None else (x.dtype, x.shape)
-        axis.link.announce(Note(what, tuple(given.values()), tuple(given), None, axis, *seen))
+        axis.link.announce(Note(op.name, given, op.compared[: len(given)], None, axis, *seen))
 
 
 def _link(axis: Axis, later: bool) -> Link:
@@ -60,6 +76,7 @@ def _kept_posts(posts: list[Post], later: bool) -> list[Post]:
 def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", **how: Unpack[Now]) -> Tensor | None: ...
 @overload
 def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", **how: Unpack[Later]) -> Work[Tensor | None]: ...
+@REDUCE
 def reduce(
     x: Tensor,
     axis: AxisName,
@@ -115,7 +132,7 @@ def reduce(
     check.reducible("reduce", x, op, ax)
     dst = check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
-    _announce(ax, "reduce", x, op=op, dst=dst)
+    _announce(ax, REDUCE, op, dst, x=x)
     y = _link(ax, async_op).reduce(_kept(x, async_op), op, dst)
     return begun("reduce", ax, x, y) if async_op else y
 
@@ -124,6 +141,7 @@ def reduce(
 def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, **how: Unpack[Now]) -> Tensor | None: ...
 @overload
 def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, **how: Unpack[Later]) -> Work[Tensor | None]: ...
+@GATHER
 def gather(
     x: Tensor,
     axis: AxisName,
@@ -180,7 +198,7 @@ def gather(
     x = x.reshape(1) if x.ndim == 0 else x
     place = check.checked_dim("gather", x, dim, ax)
     check.no_gradient("gather", x, ax, "use all_gather")
-    _announce(ax, "gather", x, dst=dst, dim=place)
+    _announce(ax, GATHER, dst, place, x=x)
 
     def join(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
@@ -197,6 +215,7 @@ def scatter(
 def scatter(
     x: Tensor | None, axis: AxisName, src: int = 0, dim: int = 0, like: Tensor | None = None, **how: Unpack[Later]
 ) -> Work[Tensor]: ...
+@SCATTER
 def scatter(
     x: Tensor | None,
     axis: AxisName,
@@ -273,7 +292,7 @@ def scatter(
         place = dim % x.ndim
         rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
     later = async_op or end is not None
-    _announce(ax, "scatter", src=src)
+    _announce(ax, SCATTER, src)
     y = _link(ax, later).scatter(None if rows is None else _kept(rows, later), like, src)
     if end is not None:
         return _until(end, ax, like, y)
@@ -324,7 +343,7 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, end: float
         shape = slice_shape(x, dim % x.ndim, axis.size)
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
     values += [0] * (_MOST_DIMS + 3 - len(values))
-    _announce(axis, "scatter", src=src)
+    _announce(axis, SCATTER, src)
     told = _link(axis, end is not None).agree(values, src)
     [(code, elsewhere, ndim, *lengths)] = told if end is None else _until(end, axis, None, told)
     if axis.index == src and x is not None:
@@ -342,6 +361,7 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, end: float
 def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, **how: Unpack[Now]) -> None: ...
 @overload
 def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, **how: Unpack[Later]) -> Work[None]: ...
+@SEND
 def send(
     x: Tensor,
     axis: AxisName,
@@ -393,7 +413,7 @@ def send(
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
-    _announce(ax, "send")
+    _announce(ax, SEND)
     done = then(_link(ax, async_op).exchange(_kept_posts([post], async_op), []), lambda _: None)
     return begun("send", ax, x, done) if async_op else None
 
@@ -406,6 +426,7 @@ def recv(
 def recv(
     axis: AxisName, src: int, *, shape: Sequence[int], dtype: torch.dtype, tag: int = 0, **how: Unpack[Later]
 ) -> Work[Tensor]: ...
+@RECV
 def recv(
     axis: AxisName,
     src: int,
@@ -467,7 +488,7 @@ def recv(
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
-    _announce(ax, "recv")
+    _announce(ax, RECV)
     y = then(_link(ax, async_op).exchange([], [want]), lambda got: got[0])
     return begun("recv", ax, (dtype, want[1]), y) if async_op else y
 
@@ -480,6 +501,7 @@ def exchange(
 def exchange(
     sends: Iterable[tuple[Any, ...]], recvs: Iterable[tuple[Any, ...]], axis: AxisName, **how: Unpack[Later]
 ) -> Work[list[Tensor]]: ...
+@EXCHANGE
 def exchange(
     sends: Iterable[tuple[Any, ...]],
     recvs: Iterable[tuple[Any, ...]],
@@ -537,7 +559,7 @@ def exchange(
     kept = _to_oneself(
         [post for post in posts if post[1] == ax.index], [want for want in wants if want[0] == ax.index], ax
     )
-    _announce(ax, "exchange")
+    _announce(ax, EXCHANGE)
     away = [want for want in wants if want[0] != ax.index]
     sent = _kept_posts([post for post in posts if post[1] != ax.index], async_op)
 
@@ -561,6 +583,7 @@ def barrier(
 def barrier(
     axis: AxisName, timeout: None = None, *, mesh: Mesh | None = None, async_op: Literal[True]
 ) -> Work[None]: ...
+@BARRIER
 def barrier(
     axis: AxisName,
     timeout: float | timedelta | None = None,
@@ -598,12 +621,12 @@ def barrier(
     ax = check.axis_of("barrier", axis, mesh)
     limit = duration("barrier", timeout)
     if limit is None:
-        _announce(ax, "barrier")
+        _announce(ax, BARRIER)
         done = _link(ax, async_op).barrier()
         return begun("barrier", ax, None, done) if async_op else None
     if async_op:
         check.explain("barrier", "timeout= with async_op=True.", ax, fix="give the time-out to the wait of the work")
-    _announce(ax, "barrier", timeout=limit.total_seconds())
+    _announce(ax, BARRIER, limit.total_seconds())
     ax.link.barrier_within(limit.total_seconds())
     return None
 

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from meshcomm.collectives import check
 from meshcomm.mesh import AxisName, Mesh
+from meshcomm.runtime.ops import Op
 from meshcomm.watch import here
 
 __all__ = ["axis_index", "axis_size"]
 
 
+@Op("axis_index", "V", communicates=False)
 def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> Tensor:
     """This rank's index along ``axis``, as a tensor.
 
@@ -45,6 +47,7 @@ def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> Tensor:
     return check.axis_of("axis_index", axis, mesh).index_tensor.clone()
 
 
+@Op("axis_size", communicates=False)
 def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     """How many ranks ``axis`` has.
 

@@ -20,6 +20,7 @@ from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.whose import Whose
@@ -118,32 +119,43 @@ def _run_sum_of(x: Tensor, axis: Axis, op: str, whose: Whose) -> Tensor:
         return axis.link.all_reduce(x, op)
 
 
-_PVARY = Rule("pvary", (), lambda x, axis: x.view_as(x), _sum_over, local=True)
+PVARY = Op("pvary", "I -> V", communicates=False)
+ALL_REDUCE = Op("all_reduce", "V -> I", compared=("op",), reduces=True, primitive="all_reduce")
+REDUCE_SCATTER = Op(
+    "reduce_scatter",
+    "V -> V",
+    compared=("dim", "op", "sizes"),
+    dims=("dim",),
+    cuts=("sizes",),
+    reduces=True,
+    primitive="reduce_scatter",
+    lengths="one shape on every rank; sizes= says how a dim that does not divide is cut",
+)
+BROADCAST = Op("broadcast", "V -> I", compared=("src",), primitive="broadcast")
+
+_PVARY = Rule(PVARY, (), lambda x, axis: x.view_as(x), _sum_over)
 _ALL_REDUCE = Rule(
-    "all_reduce",
+    ALL_REDUCE,
     ("op",),
     _run_all_reduce,
     lambda g, axis, op: _scaled(_vary(g, axis), axis, op),
 )
 _PVARY_OF: Rule = Rule(
-    "pvary",
+    PVARY,
     ("whose",),
     lambda x, axis, whose: x.view_as(x),
     lambda g, axis, whose: apply(_SUM_OF, g, axis, ("sum", whose)),
-    own=("whose",),
-    local=True,
     whose="whose",
 )
 _SUM_OF: Rule = Rule(
-    "all_reduce",
+    ALL_REDUCE,
     ("op", "whose"),
     _run_sum_of,
     lambda g, axis, op, whose: apply(_PVARY_OF, g, axis, (whose,)),
-    own=("whose",),
     whose="whose",
 )
 _ALL_REDUCE_CURVED = Rule(
-    "all_reduce",
+    ALL_REDUCE,
     ("op",),
     _run_all_reduce,
     _scale_all_reduce,
@@ -151,22 +163,20 @@ _ALL_REDUCE_CURVED = Rule(
     saves=True,
 )
 _REDUCE_SCATTER = Rule(
-    "reduce_scatter",
+    REDUCE_SCATTER,
     ("dim", "op", "sizes"),
     _run_reduce_scatter,
     lambda g, axis, dim, op, sizes: then(gather_over(g, axis, dim, sizes), lambda whole: _scaled(whole, axis, op)),
-    dims=("dim",),
 )
 _REDUCE_SCATTER_CURVED = Rule(
-    "reduce_scatter",
+    REDUCE_SCATTER,
     ("dim", "op", "sizes"),
     _run_reduce_scatter,
     _scale_reduce_scatter,
     tangent=_push_reduce_scatter,
     saves=True,
-    dims=("dim",),
 )
-_BROADCAST = Rule("broadcast", ("src",), lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
+_BROADCAST = Rule(BROADCAST, ("src",), lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
 
 
 def vary_leaf(x: Tensor, axis: Axis, whose: Whose) -> Tensor:
@@ -182,6 +192,7 @@ def vary_leaf(x: Tensor, axis: Axis, whose: Whose) -> Tensor:
 def pvary(x: Tree, axis: AxisName, **how: Unpack[NowOfLocal]) -> Tree: ...
 @overload
 def pvary(x: Tree, axis: AxisName, **how: Unpack[LaterOfLocal]) -> Work[Tree]: ...
+@PVARY
 def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: bool = False) -> Any:
     """Declare that what is the same on all ranks is used in a way that differs: the value stays, its gradient is
     summed.
@@ -248,6 +259,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
 def all_reduce(x: Tree, axis: AxisName, op: str = "sum", **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
 def all_reduce(x: Tree, axis: AxisName, op: str = "sum", **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
+@ALL_REDUCE
 def all_reduce(
     x: Tree,
     axis: AxisName,
@@ -331,6 +343,7 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
     **how: Unpack[LaterOfTree],
 ) -> Work[Tree]: ...
+@REDUCE_SCATTER
 def reduce_scatter(
     x: Tree,
     axis: AxisName,
@@ -422,6 +435,7 @@ def reduce_scatter(
 def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
 def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
+@BROADCAST
 def broadcast(
     x: Tree,
     axis: AxisName,

@@ -1,9 +1,9 @@
 """How a collective is made differentiable, once for all of them.
 
-A :class:`Rule` says what a collective does on plain tensors and what its transpose is, in terms of other rules. From
-that come four ways to run it, chosen per call, the cheapest last: traced into one graph under torch.compile, an
-autograd.Function that knows vmap and jvp under a torch.func transform, one that only knows backward, and the bare
-call. Since a backward runs rules again, derivatives of every order follow.
+A :class:`Rule` says what a collective does on plain tensors and what its transpose is, in terms of other rules; the
+rest is said by the collective's :class:`Op`. From that come four ways to run it, chosen per call, the cheapest last:
+traced into one graph under torch.compile, an autograd.Function that knows vmap and jvp under a torch.func transform,
+one that only knows backward, and the bare call. Since a backward runs rules again, derivatives of every order follow.
 
 :func:`start` is the same for later: the rule runs over ``axis.later``, whose primitives give a Pending.
 """
@@ -32,6 +32,7 @@ from meshcomm._torch import (
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.transports.protocol import Note
 
@@ -45,42 +46,37 @@ class Rule:
 
     def __init__(
         self,
-        name: str,
+        op: Op,
         params: tuple[str, ...],
         run: Callable[..., Tensor],
         transpose: Callable[..., Tensor],
         *,
         tangent: Callable[..., Tensor] | None = None,
         saves: bool = False,
-        dims: tuple[str, ...] = (),
-        own: tuple[str, ...] = (),
         ragged: str | None = None,
-        local: bool = False,
         whose: str | None = None,
     ) -> None:
-        """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
+        """``run(x, axis, *params)``; ``transpose(g, axis, *params)``. Of the params those that are compared stand
+        first; those that are dims are moved along when a batch dim comes in front.
 
         tangent: ``tangent(t, axis, *params)``, by default the rule itself, which is right for what is linear.
         saves: whether the derivative depends on the value; transpose and tangent then get ``x, y`` before the params.
-        dims: the params that are dims of x, moved along when a batch dim comes in front.
-        own: the params that may differ between ranks; they stand last.
         ragged: the param that names the one dim whose length may differ between ranks, where the transport sees no
             shapes.
-        local: nothing is communicated.
-        whose: the param, one of the own ones, that says which leaf's gradient it sums; that makes it another rule.
+        whose: the param, one that is not compared, that says which leaf's gradient it sums; that makes it another rule.
         """
-        self.name = name
-        self.local = local
-        self.key = f"{name}, by value" if saves else name if whose is None else f"{name}, of a leaf"
+        self.op, self.name = op, op.name
+        self.local = not op.communicates
+        self.key = f"{self.name}, by value" if saves else self.name if whose is None else f"{self.name}, of a leaf"
         self.params = params
         self.run = run
         self.transpose = transpose
         self.tangent = tangent
         self.saves = saves
-        self.shift = tuple(params.index(dim) for dim in dims)
+        self.shift = tuple(params.index(dim) for dim in op.dims)
         self.ragged = None if ragged is None else params.index(ragged)
         self.whose = None if whose is None else params.index(whose)
-        self.agreed = tuple(param for param in params if param not in own)  # these come first
+        self.agreed = tuple(param for param in params if param in op.compared)
         # Function.apply looks for torch.func and what has leaked out of it, which `apply` below does: 3 of 10 µs.
         self.node: Any = super(Function, _backward_only(self)).apply  # type: ignore[misc]
         self.function: Any = _for_transforms(self).apply
@@ -137,7 +133,8 @@ def start(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Any:
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     with torch.no_grad():
         own = x.detach()
-        if not (rule.local or axis.size == 1 or axis.link.copies(rule.name, x)):
+        one_read = rule.op.primitive
+        if not (rule.local or axis.size == 1 or (one_read and axis.link.copies(one_read, x))):
             own = own.clone(memory_format=torch.contiguous_format)
         raw = rule.announced(own, axis.later, params, needs_grad)
     if not needs_grad:

@@ -13,12 +13,14 @@ from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.random_state import RandomState, mixed
 from meshcomm.watch import here
 
 __all__ = ["fork_rng", "forks_open", "sync_seed"]
 
 
+@Op("sync_seed", "a Python int", composed=True)
 def sync_seed(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     """A seed on which all ranks along ``axis`` agree.
 
@@ -79,6 +81,7 @@ _APART = 0x666F726B
 """So that a seed that the program has started from does not give its numbers again."""
 
 
+@Op("fork_rng", "random tensors vary along ``axis``", composed=True)
 @contextlib.contextmanager
 def fork_rng(axis: AxisName | tuple[()], *, seed: int | None = None, mesh: Mesh | None = None) -> Iterator[None]:
     """Inside, random functions draw differently on each index along ``axis`` and alike along all other axes.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import fail, shape_text
+from meshcomm.runtime.ops import Op
 from meshcomm.watch import here
 
 __all__ = ["tie"]
@@ -16,6 +17,7 @@ __all__ = ["tie"]
 Tree = TypeVar("Tree")
 
 
+@Op("tie", "as ``x``", communicates=False)
 def tie(x: Tree, *others: Any) -> Tree:
     """``x``, to whose gradient ``others`` belong from now on: they get zeros, so that their backward runs.
 

@@ -30,6 +30,7 @@ from meshcomm.layout.reshard import take
 from meshcomm.layout.search import State, Step, cheapest
 from meshcomm.layout.shapes import fit
 from meshcomm.mesh import AxisName, Mesh, mesh_with_key
+from meshcomm.runtime.ops import Op
 
 __all__ = ["Recipe", "einsum", "recipe_of"]
 
@@ -64,6 +65,7 @@ class Recipe(NamedTuple):
     """Where the result has dims of length 1 without a name."""
 
 
+@Op("einsum", "as the string says", composed=True)
 def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool = False) -> Tensor:
     """Multiply and sum global tensors of which each rank has a part.
 

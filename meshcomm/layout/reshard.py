@@ -20,6 +20,7 @@ from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.plan import plan_of, sides_of
 from meshcomm.layout.search import Step
 from meshcomm.mesh import Mesh, mesh_with_key
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.work import Work, begun
 
@@ -30,6 +31,7 @@ __all__ = ["reshard", "take"]
 def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: Literal[False] = False) -> Tensor: ...
 @overload
 def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: Literal[True]) -> Work[Tensor]: ...
+@Op("reshard", "as the string says", composed=True)
 def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: bool = False) -> Tensor | Work[Tensor]:
     """Take this rank's part of a global tensor in one layout to its part in another.
 

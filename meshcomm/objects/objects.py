@@ -13,6 +13,7 @@ from meshcomm.collectives import check
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.objects.pickles import UnpicklableError, pack, unpack
+from meshcomm.runtime.ops import Op
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "packed", "scatter_object", "unpacked"]
 
@@ -41,6 +42,7 @@ def unpacked(courier: Courier, parcels: Sequence[bytearray]) -> list[Any]:
     return found
 
 
+@Op("broadcast_object", "V -> I", compared=("src",))
 def broadcast_object(obj: T, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None) -> T:
     """The Python object of one rank, on all.
 
@@ -87,6 +89,7 @@ def broadcast_object(obj: T, axis: AxisName, src: int = 0, *, mesh: Mesh | None 
     return found
 
 
+@Op("all_gather_object", "V -> I")
 def all_gather_object(obj: T, axis: AxisName, *, mesh: Mesh | None = None) -> list[T]:
     """The Python objects of all ranks, on every one.
 
@@ -130,6 +133,7 @@ def all_gather_object(obj: T, axis: AxisName, *, mesh: Mesh | None = None) -> li
     return unpacked(courier, courier.all_gather(data or bytearray(), problem))
 
 
+@Op("gather_object", "V -> one rank", compared=("dst",))
 def gather_object(obj: T, axis: AxisName, dst: int = 0, *, mesh: Mesh | None = None) -> list[T] | None:
     """The Python objects of all ranks, on one of them.
 
@@ -177,6 +181,7 @@ def gather_object(obj: T, axis: AxisName, dst: int = 0, *, mesh: Mesh | None = N
     return None if got is None else found
 
 
+@Op("scatter_object", "one rank -> V", compared=("src",))
 def scatter_object(objs: Sequence[T] | None, axis: AxisName, src: int = 0, *, mesh: Mesh | None = None) -> T:
     """Give each rank one of the Python objects of one rank.
 

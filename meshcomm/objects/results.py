@@ -24,6 +24,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.objects import packed, unpacked
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.objects.pickles import pack
+from meshcomm.runtime.ops import Op
 
 __all__ = ["collect_results"]
 
@@ -31,6 +32,7 @@ T = TypeVar("T")
 _WHERE = "collect_results"
 
 
+@Op("collect_results", "V -> one rank", compared=("size", "dst", "order", "files"))
 def collect_results(
     parts: Sequence[T],
     size: int,

@@ -15,6 +15,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.ops import Op
 
 __all__ = ["SyncBatchNorm", "convert_batch_norm", "sync_batch_norm"]
 
@@ -24,6 +25,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _KINDS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 
+@Op("sync_batch_norm", "V -> V", composed=True)
 def sync_batch_norm(
     x: Tensor,
     axis: AxisName,

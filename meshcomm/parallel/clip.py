@@ -17,6 +17,7 @@ from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh, current_mesh
 from meshcomm.parallel.cut_parameters import meshes_of, parts_of
+from meshcomm.runtime.ops import Op
 from meshcomm.spmd.types.vma import declared
 from meshcomm.watch import here
 
@@ -25,6 +26,7 @@ __all__ = ["clip_grad_norm", "whole_mesh"]
 _WHERE = "clip_grad_norm"
 
 
+@Op("clip_grad_norm", "gradients as their parameters", composed=True)
 def clip_grad_norm(
     module: nn.Module, max_norm: float | Tensor, norm_type: float = 2.0, *, mesh: Mesh | None = None
 ) -> Tensor:

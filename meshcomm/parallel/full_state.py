@@ -20,6 +20,7 @@ from meshcomm.parallel import checkpoint
 from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, named, state_names
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks, checked_module
 from meshcomm.parallel.global_places import Place
+from meshcomm.runtime.ops import Op
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
@@ -27,6 +28,7 @@ _BATCH = 2**28
 """Bytes that are gathered at a time."""
 
 
+@Op("full_state_dict", "all ranks of the mesh call", compared=("dst",))
 def full_state_dict(
     module: nn.Module, dst: int | None = None, *, shared: str = "copy", mesh: Mesh | None = None
 ) -> dict[str, Tensor] | None:
@@ -127,6 +129,7 @@ def _gathered(boxes: list[Any], axis: Axis, dst: int | None) -> list[list[Any]]:
     return gather_object(boxes, axis.name, dst, mesh=axis.mesh) or []
 
 
+@Op("load_full_state_dict", "all ranks of the mesh call")
 def load_full_state_dict(
     module: nn.Module,
     state_or_path: Mapping[str, Any] | str | os.PathLike[str],

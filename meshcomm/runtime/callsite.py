@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import NamedTuple
@@ -14,11 +15,12 @@ __all__ = ["CallSite", "asked_in", "call_site", "called_at", "hinted", "in_backw
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_OTHERS = tuple(path + os.sep for path in (_HERE, _TORCH, os.path.join(os.path.dirname(_TORCH), "einops")))
+_EINOPS = os.path.join(os.path.dirname(_TORCH), "einops")
+_OTHERS = (*(path + os.sep for path in (_HERE, _TORCH, _EINOPS)), contextlib.__file__)
 
 
 def is_ours(path: str) -> bool:
-    """Whether this is a file of this library, of torch or of einops."""
+    """Whether this is a file of this library, of torch or of einops, or that of context managers."""
     return path.startswith(_OTHERS)
 
 
@@ -33,7 +35,7 @@ class CallSite(NamedTuple):
 
 
 def call_site() -> CallSite:
-    """The innermost frame that is neither this library's nor torch's nor einops'."""
+    """The innermost frame that is neither this library's nor torch's nor einops' nor a context manager's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back

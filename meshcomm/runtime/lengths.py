@@ -5,24 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from meshcomm.runtime.ops import op_named
+
 __all__ = ["dims_said"]
 
 _DIM = re.compile(r"\b(?:split_)?dim=(-?\d+)")
 _SHAPE = re.compile(r"\b([a-z]+\d+|bool)\[([\d, ]*)\]")
-_FIX = {
-    "all_gather": "pass sizes={lengths} on every rank",
-    "all_gather_invariant": "pass sizes={lengths} on every rank",
-    "gather": "pad it to the longest, or mc.all_gather(x, axis, {dim}, sizes={lengths})",
-    "reduce_scatter": "one shape on every rank; sizes= says how a dim that does not divide is cut",
-    "all_to_all": "send_sizes= and recv_sizes= say how much goes from each index to each",
-}
 
 
 def dims_said(calls: Mapping[int, str], size: int) -> str:
     """Of calls in words, by index along the axis of this size: lines about the first dim that differs, or nothing."""
     texts = list(calls.values())
     name = _name(texts[0]) if texts else ""
-    if name not in _FIX or any(_name(text) != name or "sizes=" in text for text in texts):
+    op = op_named(name)
+    if op is None or not op.lengths or any(_name(text) != name or "sizes=" in text for text in texts):
         return ""
     dims, shapes = [_DIM.findall(text) for text in texts], [_SHAPE.findall(text) for text in texts]
     if any(each != dims[0] for each in dims) or not dims[0] or len({len(each) for each in shapes}) > 1:
@@ -36,16 +32,15 @@ def dims_said(calls: Mapping[int, str], size: int) -> str:
             own = int(dims[0][0]) % len(lengths[0])
             at = own if own in differing and len(differing) == 1 else next(d for d in differing if d != own)
             found = dict(zip(calls, (each[at] for each in lengths), strict=True))
-            return _along(name, at, found, size) if at == own else _other(at, found, own)
+            return _along(op.lengths, at, found, size) if at == own else _other(at, found, own)
     return ""
 
 
-def _along(name: str, dim: int, found: Mapping[int, int], size: int) -> str:
+def _along(fix: str, dim: int, found: Mapping[int, int], size: int) -> str:
     """The lines about the lengths of the dim along which the ranks' parts may differ, by index."""
     lengths = [found.get(index) for index in range(size)]
     shown = f"[{', '.join('?' if length is None else str(length) for length in lengths)}]"
-    fix = _FIX[name].format(lengths=shown, dim=dim)
-    return f"\n  lengths of dim {dim}: {_each(found)}\n  fix: {fix}"
+    return f"\n  lengths of dim {dim}: {_each(found)}\n  fix: {fix.format(lengths=shown, dim=dim)}"
 
 
 def _other(dim: int, found: Mapping[int, int], own: int) -> str:

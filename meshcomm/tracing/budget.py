@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 
 from meshcomm.errors import fail, names, text
 from meshcomm.mesh import AxisName
-from meshcomm.tracing.event import OPERATIONS, TraceEvent, axis_text, bytes_text, grouped, per_rank, table_of
+from meshcomm.runtime.ops import is_operation, operations
+from meshcomm.tracing.event import TraceEvent, axis_text, bytes_text, grouped, per_rank, table_of
 from meshcomm.tracing.traces import Trace
 
 __all__ = ["comm_budget"]
@@ -255,11 +256,11 @@ def _entry(axis: str, given: str, part: str) -> tuple[str, int]:
     match = re.fullmatch(r"\s*(\d+)\s+([\w.]+)\s*", part, re.ASCII)
     if match is None:
         fail("comm_budget", f"the budget of {axis!r} cannot be read.", got=repr(given), fix=_FIX)
-    if match[2] not in (*OPERATIONS, _ANY):
+    if match[2] != _ANY and not is_operation(match[2]):
         fail(
             "comm_budget",
             f"no operation {match[2]!r}.",
             got=f"{axis}={given!r}",
-            fix=f"one of {names((*OPERATIONS, _ANY))}",
+            fix=f"one of {names((*operations(), _ANY))}",
         )
     return match[2], int(match[1])

@@ -18,7 +18,6 @@ from meshcomm.runtime.callsite import CallSite
 from meshcomm.runtime.hooks.wrapped import Primitive
 
 __all__ = [
-    "OPERATIONS",
     "Totals",
     "TraceEvent",
     "axis_text",
@@ -29,15 +28,6 @@ __all__ = [
     "per_rank",
     "table_of",
 ]
-
-OPERATIONS = (
-    "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift", "broadcast",
-    "reduce", "gather", "scatter", "send", "recv", "exchange", "barrier",
-    "broadcast_object", "all_gather_object", "gather_object", "scatter_object", "collect_results", "main_only",
-    "Metrics.reduce", "checkpoint.save", "checkpoint.load", "checkpoint.latest",
-    "full_state_dict", "load_full_state_dict",
-)  # fmt: skip
-"""What the operations of events are called."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ import torch
 
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh, all_axes, on_new_axis
+from meshcomm.runtime.ops import is_operation, operations
 from meshcomm.runtime.start import workers
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.tracing import chrome
-from meshcomm.tracing.event import OPERATIONS, Totals, TraceEvent, axis_text, bytes_text, grouped, most, table_of
+from meshcomm.tracing.event import Totals, TraceEvent, axis_text, bytes_text, grouped, most, table_of
 from meshcomm.tracing.record import Record, attach, detach
 
 __all__ = ["Trace", "trace"]
@@ -152,8 +153,8 @@ class Trace:
         """How many primitives ran for ``operation`` over ``axis``; None stands for all. ``backward``: only those that
         autograd's backward ran, or only the others. ``rank``: of the world; by default the one with the most.
         """
-        if operation is not None and operation not in OPERATIONS:
-            fail("Trace.count", f"no operation {operation!r}.", fix=f"one of {names(OPERATIONS)}")
+        if operation is not None and not is_operation(operation):
+            fail("Trace.count", f"no operation {operation!r}.", fix=f"one of {names(operations())}")
         chosen = [
             event
             for event in self._of(backward, rank)

@@ -19,6 +19,7 @@ from meshcomm.collectives.agree import agree
 from meshcomm.errors import CommError, VaryingError, fail, names, shape_text, text
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.objects.objects import all_gather_object
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports import dtypes
 from meshcomm.spmd.types.check_vma import checked_axes
 from meshcomm.spmd.types.homes import home_of
@@ -145,6 +146,7 @@ def _leaves(x: Any) -> list[tuple[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------ values
 
 
+@Op("assert_invariant", "any", composed=True)
 def assert_invariant(tree: Any, axes: AxisName, *, mesh: Mesh | None = None) -> None:
     """Check that all ranks of ``axes`` have the same values, bit for bit: that replicas have not drifted apart, and
     that no memory or link has changed them in silence.

@@ -14,6 +14,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.objects import packed, unpacked
 from meshcomm.objects.parcels import Courier
 from meshcomm.objects.pickles import pack
+from meshcomm.runtime.ops import Op
 from meshcomm.training.process import is_main
 
 __all__ = ["main_only"]
@@ -28,6 +29,7 @@ def main_only(fn: F, /) -> F: ...
 def main_only(
     fn: None = None, /, *, axis: AxisName | None = None, broadcast: bool = False, mesh: Mesh | None = None
 ) -> _MainOnly: ...
+@Op("main_only")
 def main_only(
     fn: Callable[..., Any] | None = None,
     /,

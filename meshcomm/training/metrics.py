@@ -16,6 +16,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.parcels import Courier
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.protocol import Note
 
 __all__ = ["Metrics"]
@@ -142,6 +143,7 @@ class Metrics:
         device, step = held[0].device, _STEPS[self._kinds[name]]
         self._tensors[name] = [step(held[0], value.to(device)), held[1] + count.to(device)]
 
+    @Op("Metrics.reduce", compared=("metrics", "digest"))
     def reduce(self, axis: AxisName, *, mesh: Mesh | None = None, reset: bool = True) -> dict[str, float]:
         """The values over all ranks of ``axis``.
 

@@ -13,6 +13,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.reduce import all_reduce
 from meshcomm.errors import MeshError
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.ops import Op
 
 __all__ = ["all_reduce_params", "weighted_mean"]
 
@@ -20,6 +21,7 @@ Tree = TypeVar("Tree")
 _WHERE = "weighted_mean"
 
 
+@Op("weighted_mean", "V -> I", composed=True)
 def weighted_mean(total: Tree, count: Any, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
     """The sum of all ``total`` over the sum of all ``count``: the mean over all tokens, samples or weights.
 
@@ -122,6 +124,7 @@ def _checked_count(total: Tensor, count: object, axis: Axis) -> Tensor:
     return count.to(device=total.device, dtype=dtype)
 
 
+@Op("all_reduce_params", "V -> I", composed=True)
 def all_reduce_params(
     params: Iterable[Tensor], axis: AxisName, op: str = "sum", *, mesh: Mesh | None = None, bucket_mb: float = 25
 ) -> None:

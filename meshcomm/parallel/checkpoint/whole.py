@@ -28,6 +28,7 @@ from meshcomm.parallel.checkpoint.parts import Entries, Path, collect, plain_pro
 from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, random_states, set_random_states
 from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_module, merged
+from meshcomm.runtime.ops import Op
 
 __all__ = ["Checkpoint", "latest", "load", "save"]
 
@@ -50,6 +51,7 @@ class Checkpoint(NamedTuple):
     """Whether the mesh has the same axes and sizes as the one that saved: then random states have been put back."""
 
 
+@Op("checkpoint.save", "all ranks of the mesh call", compared=("path", "step", "keep"))
 def save(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -156,6 +158,7 @@ def save(
     return root.folder(step)
 
 
+@Op("checkpoint.load", "all ranks of the mesh call", compared=("path", "keys", "optimizer"))
 def load(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -238,6 +241,7 @@ def load(
     return found
 
 
+@Op("checkpoint.latest", "of the rank that asks", compared=("path",))
 def latest(path: str | os.PathLike[str], axis: AxisName | None = None, *, mesh: Mesh | None = None) -> str | None:
     """The folder of the finished checkpoint with the highest step.
 

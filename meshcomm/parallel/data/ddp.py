@@ -29,6 +29,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import know, refuse_overlap
 from meshcomm.parallel.data.means import Mean, checked_mean, mean_of
 from meshcomm.parallel.stand_ins import Around, leaves_of, refuse_sliced, seen_as, sites_of
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
 __all__ = ["data_parallel", "is_data_parallel", "join", "no_sync", "reduce_gradients"]
@@ -41,6 +42,7 @@ _HERE = "_meshcomm_data_parallel"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@Op("data_parallel", "parameters and buffers invariant", composed=True)
 def data_parallel(
     module: M,
     axis: AxisName,
@@ -180,6 +182,7 @@ def reduce_gradients(module: nn.Module) -> None:
     _state_of("reduce_gradients", module).reduce_collected()
 
 
+@Op("join", composed=True)
 @contextlib.contextmanager
 def join(module: nn.Module, step: Callable[[], object] | None = None) -> Iterator[None]:
     """Let ranks run out of data at different times: who is done contributes zero until all are.

@@ -12,6 +12,7 @@ from meshcomm.parallel.data import ddp
 from meshcomm.parallel.data.ddp import is_data_parallel
 from meshcomm.parallel.fsdp import state
 from meshcomm.parallel.fsdp.units import is_sharded_itself
+from meshcomm.runtime.ops import Op
 
 __all__ = ["no_sync", "reduce_gradients"]
 
@@ -63,6 +64,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@Op("reduce_gradients", "afterwards each ``.grad``", composed=True)
 def reduce_gradients(module: nn.Module) -> None:
     """Reduce now what :func:`no_sync` has collected, without another step.
 

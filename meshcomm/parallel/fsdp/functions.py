@@ -21,6 +21,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.fsdp import gathered_again
 from meshcomm.parallel.fsdp.flat_buffers import Layout
+from meshcomm.runtime.ops import Op
 from meshcomm.work import Work
 
 __all__ = ["FlatTree", "apply", "gather", "shard"]
@@ -79,6 +80,7 @@ class FlatTree:
         return buckets.rebuild(leaves, self._structure)
 
 
+@Op("fsdp.shard", "I -> V", communicates=False, composed=True)
 def shard(
     params: Any, axis: AxisName, *, replica_axis: AxisName | None = None, mesh: Mesh | None = None
 ) -> tuple[list[Tensor], FlatTree]:
@@ -136,6 +138,7 @@ def shard(
 def gather(shards: list[Tensor], tree: FlatTree, *, async_op: Literal[False] = False) -> Any: ...
 @overload
 def gather(shards: list[Tensor], tree: FlatTree, *, async_op: Literal[True]) -> Work[Any]: ...
+@Op("fsdp.gather", "varying -> varying along the axis", composed=True)
 def gather(shards: list[Tensor], tree: FlatTree, *, async_op: bool = False) -> Any:
     """Make the parameters whole: ``all_gather(pvary(shard, replica_axis), axis)`` and views of the result.
 
@@ -181,6 +184,7 @@ def _gathered(where: str, shards: list[Tensor], tree: FlatTree, async_op: bool =
     return [all_gather(each, tree.axis, mesh=tree.mesh) for each in checked]
 
 
+@Op("fsdp.apply", "as :func:`gather`", composed=True)
 def apply(
     fn: Callable[..., T], shards: list[Tensor], tree: FlatTree, *args: Any, regather: bool = True, **kwargs: Any
 ) -> T:

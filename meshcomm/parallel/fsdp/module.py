@@ -28,6 +28,7 @@ from meshcomm.parallel.fsdp.groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, is_sharded_itself, owner_of, register
 from meshcomm.parallel.stand_ins import Around
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
 __all__ = ["fully_shard"]
@@ -36,6 +37,7 @@ M = TypeVar("M", bound=nn.Module)
 Choice = str | type[nn.Module] | nn.Module
 
 
+@Op("fully_shard", composed=True)
 def fully_shard(
     module: M,
     axis: AxisName,

@@ -20,6 +20,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.ops import Op
 
 __all__ = [
     "column_linear", "enter", "heads_of", "leave", "parallel_attention", "row_linear", "sequence_layer_norm",
@@ -27,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@Op("enter", "I -> V", composed=True)
 def enter(x: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | None = None) -> Tensor:
     """Take activations to where each rank uses them with its own part of the weights.
 
@@ -62,6 +64,7 @@ def enter(x: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | Non
     return all_gather(x, axis, _sequence_dim("enter", x, axis, mesh), mesh=mesh)
 
 
+@Op("leave", "V -> I", composed=True)
 def leave(y: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | None = None) -> Tensor:
     """Sum what each rank has computed with its own part of the weights.
 
@@ -106,6 +109,7 @@ def _sequence_dim(where: str, x: Tensor, axis: AxisName, mesh: Mesh | None) -> i
     return x.ndim - 2
 
 
+@Op("column_linear", "``x`` as :func:`enter` has it", composed=True)
 def column_linear(
     x: Tensor,
     weight: Tensor,
@@ -154,6 +158,7 @@ def column_linear(
     return F.linear(enter(x, axis, sequence=sequence, mesh=mesh), weight, bias)
 
 
+@Op("row_linear", "``x`` and weight varying", composed=True)
 def row_linear(
     x: Tensor,
     weight: Tensor,
@@ -243,6 +248,7 @@ def _fits(
 # ------------------------------------------------------------------------------------------------------ vocabularies
 
 
+@Op("vocab_embedding", "ids invariant", composed=True)
 def vocab_embedding(
     ids: Tensor,
     weight: Tensor,
@@ -323,6 +329,7 @@ def _own_rows(where: str, ids: Tensor, count: int, axis: Axis, *, ignored: int |
     return rows.masked_fill(~mine, 0), mine
 
 
+@Op("vocab_cross_entropy", "logits varying", composed=True)
 def vocab_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -409,6 +416,7 @@ def vocab_cross_entropy(
 # ------------------------------------------------------------------------------------------------------------- heads
 
 
+@Op("heads_of", "V -> V", communicates=False, composed=True)
 def heads_of(weight: Tensor, heads: int, *, axis: AxisName, mesh: Mesh | None = None) -> Tensor:
     """This rank's heads of a weight that all ranks have whole, because there are fewer heads than ranks.
 
@@ -455,6 +463,7 @@ def heads_of(weight: Tensor, heads: int, *, axis: AxisName, mesh: Mesh | None = 
     return weight.narrow(0, ax.index // (ax.size // heads) * length, length)
 
 
+@Op("parallel_attention", "as :func:`enter` and :func:`leave` have it", composed=True)
 def parallel_attention(
     x: Tensor,
     q: Tensor,
@@ -547,6 +556,7 @@ def parallel_attention(
 # ------------------------------------------------------------------------------------------------------------- norms
 
 
+@Op("sequence_layer_norm", "``x`` and result varying", communicates=False, composed=True)
 def sequence_layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -590,6 +600,7 @@ def sequence_layer_norm(
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
 
 
+@Op("sequence_rms_norm", "``x`` and result varying", communicates=False, composed=True)
 def sequence_rms_norm(
     x: Tensor, weight: Tensor | None = None, *, axis: AxisName, eps: float | None = None, mesh: Mesh | None = None
 ) -> Tensor:

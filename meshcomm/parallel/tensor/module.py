@@ -21,6 +21,7 @@ from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.stand_ins import PLAIN_TABLES, Around, Site, become, refuse_sliced, seen_as
 from meshcomm.parallel.tensor.functions import enter, heads_of, leave, vocab_embedding
 from meshcomm.parallel.tensor.streams import Streams
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
 __all__ = ["Column", "tensor_parallel", "whole_parameters"]
@@ -45,6 +46,7 @@ class Column(NamedTuple):
 Style = str | Column
 
 
+@Op("tensor_parallel", "what goes in and comes out is invariant", composed=True)
 def tensor_parallel(
     module: M,
     plan: Mapping[str, Style],
@@ -150,6 +152,7 @@ def tensor_parallel(
     return module
 
 
+@Op("whole_parameters", "-> I", composed=True)
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
     """The parameters of a tensor parallel module as they were without it: each part gathered.
 

@@ -25,6 +25,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, MeshError, fail, held, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.hooks import dumps
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.start import devices, exits, forks, rendezvous
 from meshcomm.runtime.start.launchers import Launcher, detect
 from meshcomm.runtime.start.request import GUARD, Request, guard_wanted, host_port
@@ -160,6 +161,7 @@ def on_shutdown(callback: Callable[[], object]) -> None:
 # ----------------------------------------------------------------------------------------------------------------- init
 
 
+@Op("init")
 def init(
     *,
     launcher: str | None = None,

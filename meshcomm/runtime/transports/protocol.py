@@ -14,7 +14,7 @@ from torch import Tensor
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.whose import Whose
 
-__all__ = ["REDUCE_OPS", "Link", "Note", "Post", "Want"]
+__all__ = ["PRIMITIVES", "REDUCE_OPS", "Link", "Note", "Post", "Want"]
 
 REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor")
 
@@ -51,43 +51,8 @@ class Note(NamedTuple):
         return 0 if self.whose is None else self.whose.word
 
 
-class Link(Protocol):
-    """One rank's view of a group: the few primitives that every collective is made of."""
-
-    size: int
-    index: int
-    tree: tuple[Any, ...]
-    """Set by who takes a pytree apart: belongs to the next note."""
-    watched: bool
-    """Whether each call is announced in full first."""
-    hears: bool
-    """Whether it is told at all, so that ranks that disagree are told so; if it is not ``watched``, in ``called``."""
-    called: tuple[Any, ...]
-    """What the next primitive belongs to: what makes a note of it (without ``whose``), and the arguments for that."""
-
-    def later(self) -> Link:
-        """The same link in a form whose primitives give a ``Pending`` where they would have to wait.
-
-        It reads its inputs after the call too: they must not change until then, but see ``copies``.
-        """
-
-    orders: dict[Any, list[int]]
-    """In which order the gradients of a tree become ready, as all ranks of the group know."""
-
-    ledger: Ledger
-    """The calls that have a backward."""
-
-    def copies(self, name: str, x: Tensor) -> bool:
-        """Whether what the collective ``name`` is made of copies ``x`` at the call, in the form for later."""
-
-    def announce(self, note: Note) -> None:
-        """Say what the next primitive belongs to."""
-
-    def refuse(self, where: str, why: str, axis: object) -> None:
-        """This rank does not make the call ``where`` that the others may make, for it was wrong: tell who waits."""
-
-    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
-        """Why tensors on ``device`` cannot be moved (``strict``: without a detour over another one), or None."""
+class Primitives(Protocol):
+    """The few that every collective is made of."""
 
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
         """Small numbers of the host, as many on each rank: those of every rank, of ``src`` alone, or reduced."""
@@ -127,3 +92,46 @@ class Link(Protocol):
 
     def barrier_within(self, seconds: float) -> None:
         """Return when every rank has come; CommError on all of them that names the absent when the time is up."""
+
+
+PRIMITIVES = tuple(name for name in vars(Primitives) if not name.startswith("_"))
+"""Their names."""
+
+
+class Link(Primitives, Protocol):
+    """One rank's view of a group."""
+
+    size: int
+    index: int
+    tree: tuple[Any, ...]
+    """Set by who takes a pytree apart: belongs to the next note."""
+    watched: bool
+    """Whether each call is announced in full first."""
+    hears: bool
+    """Whether it is told at all, so that ranks that disagree are told so; if it is not ``watched``, in ``called``."""
+    called: tuple[Any, ...]
+    """What the next primitive belongs to: what makes a note of it (without ``whose``), and the arguments for that."""
+
+    def later(self) -> Link:
+        """The same link in a form whose primitives give a ``Pending`` where they would have to wait.
+
+        It reads its inputs after the call too: they must not change until then, but see ``copies``.
+        """
+
+    orders: dict[Any, list[int]]
+    """In which order the gradients of a tree become ready, as all ranks of the group know."""
+
+    ledger: Ledger
+    """The calls that have a backward."""
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """Whether the primitive ``name`` copies ``x`` at the call, in the form for later."""
+
+    def announce(self, note: Note) -> None:
+        """Say what the next primitive belongs to."""
+
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """This rank does not make the call ``where`` that the others may make, for it was wrong: tell who waits."""
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """Why tensors on ``device`` cannot be moved (``strict``: without a detour over another one), or None."""

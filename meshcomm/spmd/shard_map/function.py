@@ -15,6 +15,7 @@ from meshcomm._torch import tree_flatten, tree_unflatten
 from meshcomm.collectives.check import mesh_of
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Mesh
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.spmd.shard_map.around import Modes, body_of, closed_over, not_in_a_body
 from meshcomm.spmd.shard_map.assemble import Outputs
@@ -51,6 +52,7 @@ def shard_map(
     out_specs: Any,
     check_vma: bool | str = True,
 ) -> Callable[P, R]: ...
+@Op("shard_map", "I -> I", composed=True)
 def shard_map(
     fn: Callable[..., Any] | None = None,
     *,

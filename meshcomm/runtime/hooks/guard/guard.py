@@ -19,6 +19,7 @@ from typing import Any
 
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.hooks.guard.boards import Group, Shelf
+from meshcomm.runtime.ops import talks
 from meshcomm.runtime.said import told
 
 __all__ = [
@@ -399,20 +400,9 @@ def set_current(guard: Guard | None) -> None:
     _current[:] = [] if guard is None else [guard]
 
 
-_TALKING = frozenset(
-    (
-        "all_gather", "all_gather_invariant", "all_gather_object", "all_reduce", "all_reduce_params", "all_to_all",
-        "barrier", "broadcast", "broadcast_object", "collect_results", "einsum", "exchange", "gather", "gather_object",
-        "Metrics.reduce", "permute", "recv", "reduce", "reduce_scatter", "reshard", "scatter", "scatter_object", "send",
-        "shard_map", "shift", "sync_seed", "weighted_mean",
-    )
-)  # fmt: skip
-"""The functions over an axis in which ranks wait for each other."""
-
-
 def failed(text: str) -> None:
     """A call was refused before it was known over which axis it would have been."""
-    if _current and text.split(":", 1)[0].removeprefix("meshcomm.") in _TALKING:
+    if _current and talks(text.split(":", 1)[0].removeprefix("meshcomm.")):
         _current[-1].failed(text)
 
 

@@ -35,12 +35,6 @@ _ONE_STEP = 2**18
 """Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
 _APART = 2**14
 """Bytes of a tensor, in the mean, from which on one pass over it beats one call for many."""
-_COPIED = frozenset(
-    (
-        "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift",
-        "broadcast",
-    )
-)  # fmt: skip
 
 
 class Parts(NamedTuple):
@@ -80,7 +74,7 @@ class OneHostLink(ProcessLink):
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
-        return (name in _COPIED and x.is_cpu) or super().copies(name, x)
+        return x.is_cpu or super().copies(name, x)
 
     # ------------------------------------------------------------------------------------------- the primitives
 

@@ -10,7 +10,7 @@ import torch
 from meshcomm.errors import shape_text
 from meshcomm.runtime.hooks.wrapped import Primitive
 from meshcomm.runtime.said import Meant, digest_of
-from meshcomm.runtime.transports.protocol import REDUCE_OPS, Note
+from meshcomm.runtime.transports.protocol import PRIMITIVES, REDUCE_OPS, Note
 from meshcomm.runtime.transports.shared.lexicon import Lexicon, Meaning
 from meshcomm.runtime.transports.shared.memory import ENTRIES, Box
 from meshcomm.runtime.whose import ordinal_of
@@ -25,12 +25,10 @@ _NUMBER, CODE, COUNT, ROOT, FD, SERIAL, SIZE, KEPT, LATER, OFFSET, LENGTH, DIGES
 where in the lexicon its words are.
 """
 
-_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather",
-          "scatter", "barrier")  # fmt: skip
 _DTYPES = tuple(
     sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=lambda each: str(each))
 )
-_CALL = {call: number << 16 for number, call in enumerate(_CALLS)}
+_CALL = {call: number << 16 for number, call in enumerate(PRIMITIVES)}
 _OP = {op: number << 8 for number, op in enumerate(("", *REDUCE_OPS))}
 _DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
@@ -61,7 +59,7 @@ def _nothing() -> None:
 
 def name_of(code: int) -> str:
     """Of the primitive."""
-    return _CALLS[code >> 16]
+    return PRIMITIVES[code >> 16]
 
 
 def dtype_of(code: int) -> torch.dtype:
@@ -69,12 +67,12 @@ def dtype_of(code: int) -> torch.dtype:
     return _DTYPES[code & 255]
 
 
-PERMUTE = _CALLS.index("permute")
+PERMUTE = PRIMITIVES.index("permute")
 
 
 def said(code: int, count: int, root: int) -> str:
     """``all_reduce of f32[8] (sum)``."""
-    call, op, dtype = _CALLS[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
+    call, op, dtype = PRIMITIVES[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
     extra = [op] if op else []
     if root < -1:
         extra.append(f"the gradient of leaf {ordinal_of(-1 - root)}")

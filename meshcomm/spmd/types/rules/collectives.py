@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from meshcomm.errors import fail, names
 from meshcomm.layout.notation import parse_arrow
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.ops import Op, ops
 from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.homes import home_of
 from meshcomm.spmd.types.rules.operands import (
@@ -26,7 +28,7 @@ from meshcomm.spmd.types.rules.operands import (
     text_of,
 )
 from meshcomm.spmd.types.sizes.numbers import made, plain
-from meshcomm.spmd.types.sizes.ragged import CUT, collected, differing, fresh, note_ragged, ragged_of
+from meshcomm.spmd.types.sizes.ragged import collected, differing, fresh, note_ragged, ragged_of
 from meshcomm.spmd.types.vma import (
     INVARIANT,
     Origin,
@@ -43,26 +45,26 @@ class Collectives(Core):
 
     def collective(self, fn: Any, x: Any, axis: AxisName, /, *args: Any, mesh: Mesh | None, **kwargs: Any) -> Any:
         """Call a public collective."""
-        name = fn.__name__
+        op = ops[fn.__name__]
         with self._apart():
             if made.any:
                 args, kwargs = plain(args), plain(kwargs)
-            axes = self._axes_of(name, axis, mesh)
+            axes = self._axes_of(op.name, axis, mesh)
+            named = op.arguments(args, kwargs)
             leaves, form = ([x], None) if isinstance(x, Tensor) else tree_flatten(x)
             kinds: list[Type] = []
             if all(isinstance(leaf, Tensor) for leaf in leaves):
-                op = args[_OP_AT[name]] if name in _OP_AT else "sum"
                 for i, leaf in enumerate(leaves):
-                    kind, leaves[i] = self._taken(name, leaf, axes, op)
+                    kind, leaves[i] = self._taken(op, leaf, axes, named)
                     kinds.append(kind)
                 x = leaves[0] if form is None else tree_unflatten(leaves, form)
-            return self._given(name, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, (args, kwargs))
+            return self._given(op, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, named)
 
     def made(self, fn: Any, axis: AxisName, mesh: Mesh | None, /, *args: Any, **kwargs: Any) -> Any:
         """Call a collective that takes no tensor."""
         with self._apart():
             axes = self._axes_of(fn.__name__, axis, mesh)
-            return self._given(fn.__name__, fn(*plain(args), **plain(kwargs)), [], axes)
+            return self._given(ops[fn.__name__], fn(*plain(args), **plain(kwargs)), [], axes)
 
     def tied(self, fn: Any, x: Any, others: Any, /) -> Any:
         """Call what gives the values and types of ``x``."""
@@ -93,35 +95,35 @@ class Collectives(Core):
 
     def _given(
         self,
-        name: str,
+        op: Op,
         result: Any,
         kinds: Sequence[Type],
         axes: frozenset[str],
         of: Sequence[Any] = (),
-        sizes: tuple[Sequence[Any], dict[str, Any]] = ((), {}),
+        named: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """What a collective gives, with its types noted."""
-        origin = Origin(name, str(call_site()))
-        given = [_gives(name, kind, axes, self._all, origin) for kind in kinds or [INVARIANT]]
+        origin = Origin(op.name, str(call_site()))
+        given = [_gives(op, kind, axes, self._all, origin) for kind in kinds or [INVARIANT]]
 
         def noted(result: Any) -> Any:
             with without_modes():
                 for i, y in enumerate([result] if isinstance(result, Tensor) else tree_flatten(result)[0]):
                     if isinstance(y, Tensor):
                         self._note(y, given[min(i, len(given) - 1)], of)
-                        if made.any or name in CUT:
+                        if made.any or op.cuts:
                             x = of[i] if i < len(of) and isinstance(of[i], Tensor) else None
-                            collected(name, x, y, origin, axes, *sizes)
+                            collected(op, x, y, origin, axes, named)
             return result
 
         return result.then(noted) if isinstance(result, Work) else noted(result)
 
-    def _taken(self, name: str, x: Tensor, axes: frozenset[str], op: str) -> tuple[Type, Tensor]:
+    def _taken(self, op: Op, x: Tensor, axes: frozenset[str], named: Mapping[str, Any]) -> tuple[Type, Tensor]:
         """One leaf of what a collective takes: its type, and itself or its pvary."""
-        kind = self.type_of(x)
+        kind, name = self.type_of(x), op.name
         if kind is None:
             self._unknown(x, [x], name)
-        if name in ("pvary", "shard"):
+        if op.takes == "I":
             if name == "pvary" and not (x.is_floating_point() or x.is_complex()):
                 return kind, x
             wrong = kind.axes & axes
@@ -135,7 +137,7 @@ class Collectives(Core):
         missing = axes - kind.axes
         if not missing:
             return kind, x
-        if name in ("all_reduce", "reduce_scatter", "reduce") and op not in ("mean", "max", "min", "band", "bor"):
+        if op.reduces and named.get("op", "sum") not in ("mean", "max", "min", "band", "bor"):
             before = [kind.ended[axis] for axis in sorted(missing) if axis in kind.ended]
             if before or x.requires_grad:
                 along = names(sorted(missing))
@@ -209,14 +211,10 @@ def _of_layouts(fn: Any, layouts: str, operands: Sequence[Tensor], mesh: Mesh | 
     return fn(layouts, *operands, mesh=mesh, **kwargs)
 
 
-_OP_AT = {"all_reduce": 0, "reduce_scatter": 1, "reduce": 1}
-"""Where the reduce op stands behind the axis."""
-
-
-def _gives(name: str, kind: Type, axes: frozenset[str], everything: frozenset[str], origin: Origin) -> Type:
+def _gives(op: Op, kind: Type, axes: frozenset[str], everything: frozenset[str], origin: Origin) -> Type:
     """The type of the result of a collective."""
-    if name in ("all_reduce", "all_gather_invariant", "broadcast"):
+    if op.gives == "I":
         return kind.ends(axes, origin)
-    if name in ("recv", "exchange", "scatter"):  # the sender's, which the receiver does not know
+    if op.others:  # the sender's, which the receiver does not know
         return kind.begins(everything - kind.axes, origin)
     return kind.begins(axes - kind.axes, origin)

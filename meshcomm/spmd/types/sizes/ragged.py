@@ -6,7 +6,7 @@ The shapes elsewhere are found by computing there as well: on the meta device, w
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from meshcomm._torch import functorch_active, unwrapped
+from meshcomm.runtime.ops import Op
 from meshcomm.spmd.types.rules.operands import SIMPLE, gather
 from meshcomm.spmd.types.sizes.numbers import COUNTS, Varying, made, plain, varying
 from meshcomm.spmd.types.sizes.shape_rules import Part, Rule, quick_rule
 from meshcomm.spmd.types.vma import Origin, Type, join, note
 
 __all__ = [
-    "CUT", "Ragged", "Rows", "carried", "carried_within", "collected", "differing", "fresh", "guessed", "note_ragged",
+    "Ragged", "Rows", "carried", "carried_within", "collected", "differing", "fresh", "guessed", "note_ragged",
     "number_of", "ragged_of", "shapes_elsewhere", "standing_for", "tensors_of", "untouched", "without_numbers",
 ]  # fmt: skip
 
@@ -131,40 +132,19 @@ def differing(y: Tensor, inputs: Sequence[Tensor], others: Sequence[Tensor] = ()
 
 
 def collected(
-    name: str,
-    x: Tensor | None,
-    y: Tensor,
-    along: Origin,
-    axes: frozenset[str],
-    args: Sequence[Any],
-    named: dict[str, Any],
+    op: Op, x: Tensor | None, y: Tensor, along: Origin, axes: frozenset[str], named: Mapping[str, Any]
 ) -> None:
     """Note the sizes of what a collective over these axes has made of ``x``: they are equal along them, unless it was
-    told sizes.
+    told sizes. ``named``: its arguments behind the axis.
     """
     ragged = None if x is None else ragged_of(x)
     rest = None if ragged is None else ragged.kind.ends(axes, along)
     dims = set() if ragged is None or x is None else differing(y, [x])
-    if name in CUT and (
-        (len(args) > CUT[name] and args[CUT[name]] is not None)
-        or named.get("sizes") is not None
-        or named.get("recv_sizes") is not None
-    ):
+    if any(named.get(sizes) is not None for sizes in op.cuts):
         own = Type(dict.fromkeys(axes, along))
-        rest = own if rest is None else join([rest, own], name)
-        dims = dims | {place % y.dim() for place in _cut_dims(name, args, named)}
+        rest = own if rest is None else join([rest, own], op.name)
+        dims = dims | {int(named.get(dim, 0)) % y.dim() for dim in op.dims}
     note_ragged(y, None if rest is None or not rest.axes else fresh(y.shape, dims, rest))
-
-
-CUT = {"shard": 1, "reduce_scatter": 2, "all_to_all": 2}
-"""What gives each rank a size of its own, if it is told sizes; where these stand behind the axis."""
-
-
-def _cut_dims(name: str, args: Sequence[Any], named: dict[str, Any]) -> list[int]:
-    if name == "all_to_all":
-        both = [args[i] if len(args) > i else named[key] for i, key in enumerate(("split_dim", "concat_dim"))]
-        return [int(dim) for dim in both]
-    return [int(args[0] if args else named.get("dim", 0))]
 
 
 def without_numbers(args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:

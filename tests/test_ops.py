@@ -1,0 +1,203 @@
+"""The table of functions that have to do with other ranks: nothing that communicates is missing in it, and what else is said of
+them (docstrings, README, oracle, wrong calls) says the same."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bad_calls import ROWS
+from cases import CASES
+
+import meshcomm as mc
+from meshcomm import parallel
+from meshcomm.collectives.rule import _rules
+from meshcomm.runtime.ops import is_operation, op_named, operations, ops, talks
+from meshcomm.runtime.transports.protocol import PRIMITIVES
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted((ROOT / "meshcomm").rglob("*.py"))
+operations()  # imports all
+RULED = {rule.op.name for rule in _rules.values()}
+"""The differentiable ones."""
+
+
+def public(space: Any, prefix: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every public function and method, by the name that it has in errors."""
+    for name in space.__all__:
+        value = getattr(space, name)
+        if inspect.ismodule(value):
+            yield from public(value, f"{prefix}{name}.")
+        elif inspect.isclass(value):
+            methods = ((each, getattr(value, each)) for each in vars(value) if not each.startswith("_"))
+            yield from ((f"{prefix}{name}.{each}", fn) for each, fn in methods if inspect.isroutine(fn))
+        elif callable(value):
+            yield prefix + name, value
+
+
+PUBLIC = dict([*public(mc), *public(parallel)])
+
+
+def label(fn: Callable[..., Any], name: str) -> str:
+    """What a docstring says behind a label, in one line."""
+    found = re.search(rf"^{name}: (.*?)(?=\n\n|\Z)", inspect.getdoc(fn) or "", re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
+
+
+SILENT = re.compile(
+    r"(that of )?none\b|nothing\b|a copy of|.*(no communication|nothing is (sent|communicated)|communicates? nothing)"
+)
+NOBODY_WAITS = {"split_rows": "the host waits for its own device"}
+
+
+def test_every_public_function_that_communicates_has_an_op() -> None:
+    """By what its docstring says of its cost, which every public function has to."""
+    costly = {name for name, fn in PUBLIC.items() if (cost := label(fn, "Cost")) and not SILENT.match(cost)}
+    assert {"all_reduce", "barrier", "row_linear", "Metrics.reduce", "checkpoint.save", "full_state_dict"} <= costly
+    assert not {name for name in costly - set(NOBODY_WAITS) if not talks(name)}
+
+
+def test_an_op_that_sends_nothing_says_so() -> None:
+    quiet = [name for name, op in ops.items() if not op.communicates]
+    assert {"pvary", "shard", "axis_index", "heads_of"} <= set(quiet)
+    assert not [name for name in quiet if not SILENT.match(label(PUBLIC[name], "Cost"))]
+
+
+def test_every_op_is_a_public_function() -> None:
+    """And the one that it is made of."""
+    assert not [name for name, op in ops.items() if PUBLIC.get(name) is not op.fn]
+
+
+def words(types: str) -> str:
+    return re.sub(r"\bV\b", "varying", re.sub(r"\bI\b", "invariant", types))
+
+
+def test_docstrings_begin_with_the_types() -> None:
+    found = {name: label(PUBLIC[name], "Type") for name in ops}
+    assert not [name for name, op in ops.items() if not found[name].startswith(words(op.types))]
+    assert not [name for name, op in ops.items() if bool(op.types) != bool(found[name])]
+
+
+def test_the_table_of_the_readme_has_the_types() -> None:
+    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| (\S.*?) \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {name: types for name, _, types in rows} == {
+        name: ops[name].types.replace("->", "→").replace("``", "`") for name in RULED | {"tie"}
+    }
+    for name, given, _ in rows:
+        taken = [re.split(r"[=]", each)[0].strip(" *") for each in given.split(",")]
+        assert not [each for each in taken if each and each not in inspect.signature(PUBLIC[name]).parameters]
+
+
+def test_every_differentiable_op_has_cases_of_its_types() -> None:
+    """From cases.py follow the tests of values, gradients, transforms, works and compiled code."""
+    assert {case.op for case in CASES} == RULED
+    for case in CASES:
+        assert (case.invariant_in, case.invariant_out) == (ops[case.op].takes == "I", ops[case.op].gives == "I"), (
+            case.name
+        )
+    assert {name for name, op in ops.items() if op.takes in "VI" and op.gives == "I" and not op.composed} - RULED == {
+        "broadcast_object", "all_gather_object",
+    }  # fmt: skip
+
+
+ALWAYS_RIGHT = {
+    "init": "of a process: test_launchers", "main_only": "PLAIN", "make_mesh": "PLAIN", "join": "test_ddp", "checkpoint.latest": "test_checkpoint",
+}  # fmt: skip
+
+
+def test_every_op_is_called_wrongly_somewhere() -> None:
+    assert not {name for name in ops if name not in {row.function.removeprefix("parallel.") for row in ROWS}} - set(
+        ALWAYS_RIGHT
+    )
+
+
+# ------------------------------------------------------------------------------------------------- names in the library
+
+
+def constants(node: ast.AST) -> dict[str, str]:
+    """What ``where = "all_gather"`` gives, in one function or in a module outside of functions."""
+    inside = node.body if isinstance(node, ast.Module) else list(ast.walk(node))
+    pairs = [
+        (each.targets[0], each.value) for each in inside if isinstance(each, ast.Assign) and len(each.targets) == 1
+    ]
+    return {
+        target.id: value.value
+        for target, value in pairs
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str)
+    }
+
+
+SAYING = {"axis_of": 0, "explain": 0, "begun": 0, "Courier": 0, "Team": 0, "Note": 0}
+"""What takes the name of a public function, and as which argument."""
+WORDS = {"a collective", "exchange of objects"}
+
+
+def said(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """The names of public functions by which calls and errors go."""
+    tree = ast.parse(path.read_text())
+    scopes = [(node, constants(tree) | constants(node)) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for scope, known in scopes:
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SAYING and node.args:
+                where = node.args[0]
+                if isinstance(where, ast.Constant) and isinstance(where.value, str):
+                    yield where.value, node
+                elif isinstance(where, ast.Name) and where.id in known:
+                    yield known[where.id], node
+
+
+ELSEWHERE = {"is_main", "convert_batch_norm"}
+"""They look up an axis, and nobody is asked."""
+
+
+def test_every_name_that_stands_in_a_call_is_an_op() -> None:
+    found = {name for path in MODULES for name, _ in said(path)}
+    assert {"all_reduce", "collect_results", "checkpoint.load", "sync_batch_norm"} <= found
+    assert not {name for name in found if op_named(name) is None} - WORDS - ELSEWHERE
+    assert not [name for name in ELSEWHERE if not SILENT.match(label(PUBLIC[name], "Cost"))]
+
+
+def test_what_is_compared_is_what_is_said() -> None:
+    for path in MODULES:
+        for name, call in said(path):
+            if ast.unparse(call.func).split(".")[-1] in ("Courier", "Team"):
+                given = [each.arg for each in call.keywords]
+                assert given in ([], list(ops[name].compared)) or None in given, name
+    for name, op in ops.items():
+        if op.primitive:
+            assert op.primitive in PRIMITIVES
+        if name in RULED:
+            assert {*op.compared, *op.dims, *op.cuts} <= set(inspect.signature(PUBLIC[name]).parameters), name
+
+
+def test_no_other_list_of_names() -> None:
+    """Nowhere in the library do four names of collectives stand together, but where they are exported."""
+    known = {name for name, op in ops.items() if not op.composed}
+    for path in MODULES:
+        if path.name == "__init__.py" or path.parent.name == "tools":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict)):
+                each = node.keys if isinstance(node, ast.Dict) else node.elts
+                texts = {one.value for one in each if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+                exported = isinstance(node, ast.List) and texts & set(PUBLIC) and path.read_text().count("__all__ =")
+                assert exported or len(texts & known) < 4 or texts <= set(PRIMITIVES), (path, texts)
+
+
+def test_names_are_found_before_their_module_is_imported() -> None:
+    """A budget may name what nothing has called yet."""
+    assert is_operation("checkpoint.save")
+    assert is_operation("permute")
+    assert not is_operation("pvary"), "it sends nothing"
+    assert not is_operation("weighted_mean"), "it is made of an all_reduce"
+    assert not is_operation("nothing.of.this")
+    assert not talks("nothing of this")
+
+
+def test_arguments_by_name() -> None:
+    assert ops["reduce"].arguments((1,), {"op": "max", "mesh": None}) == {"dst": 1, "op": "max", "mesh": None}
+    assert ops["all_to_all"].arguments((0, 1, None, [2]), {})["recv_sizes"] == [2]
