@@ -208,13 +208,8 @@ def _pass_on_the_stack() -> int:
     return 0 if last.f_globals.get("__name__") == Function.__module__ else -1
 
 
-def backward_pass() -> int:
-    """Which backward pass of autograd is running on this thread: one inside of another has a number of its own."""
-    return int(_current_pass())
-
-
-if _current_pass is None:
-    backward_pass = _pass_on_the_stack
+backward_pass: Callable[[], int] = _pass_on_the_stack if _current_pass is None else _current_pass
+"""Which backward pass of autograd is running on this thread: one inside of another has a number of its own; or -1."""
 
 _can_order = has(
     "torch.autograd.function.BackwardCFunction._set_sequence_nr", "sums of gradients do not overlap with backward"

@@ -80,9 +80,6 @@ class Unit:
         """The gathered buffers; those of the units that came next the last time are started first."""
         if not self.groups:
             return []
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.take(phase)
         owner = self.owner
         owner.note(self, phase)
         pending = self.begin() if self.pending is None else self.pending
