@@ -49,7 +49,8 @@ from meshcomm._torch_groups import (
     new_group,
     reduce_scatter_base,
 )
-from meshcomm._versions import find, has, refuse
+from meshcomm._versions import find, has, lack
+from meshcomm.errors import fail
 
 __all__ = [
     "alive",
@@ -116,7 +117,7 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | No
 def set_own_parameters(module: torch.nn.Module, table: dict[str, torch.nn.Parameter | None]) -> None:
     """Have a module look them up in ``table``."""
     if not _tables:
-        refuse("fully_shard", _PARAMETERS, "mc.parallel.fsdp's functions, or ")
+        fail("fully_shard", **lack(_PARAMETERS, "mc.parallel.fsdp's functions, or "))
     module.__dict__["_parameters"] = table
 
 
@@ -168,7 +169,7 @@ def plain_apply(cls: type[Function]) -> Any:
 
     def apply(*args: Any) -> Any:
         if functorch_active():
-            refuse("Work.wait", _PLAIN, "wait outside of the transform, or ")
+            fail("Work.wait", **lack(_PLAIN, "wait outside of the transform, or "))
         return cls.apply(*args)
 
     return apply
@@ -190,7 +191,7 @@ def outside_transforms() -> Iterator[None]:
     """Make plain tensors, whatever transform, tracing or inference mode the caller is in."""
     if _no_functorch is None or _any_function is None:
         if functorch_active():
-            refuse("torch.func", f"{_OUT} or {_SINGLE}", "call collectives outside of torch.func transforms, or ")
+            fail("torch.func", **lack(f"{_OUT} or {_SINGLE}", "call collectives outside of torch.func transforms, or "))
         with torch.inference_mode(False), _no_dispatch_modes():
             yield
         return
@@ -244,7 +245,7 @@ def unwrapped(x: Tensor) -> Tensor | None:
     """What a torch.func transform has wrapped in ``x``, or None."""
     if _is_wrapped is None or _inner is None:
         if functorch_active():
-            refuse("check_vma", f"{_IS_WRAPPED} or {_INNER}", "shard_map(check_vma=False), or ")
+            fail("check_vma", **lack(f"{_IS_WRAPPED} or {_INNER}", "shard_map(check_vma=False), or "))
         return None
     return _inner(x) if _is_wrapped(x) else None
 
@@ -263,7 +264,7 @@ def alive(x: Tensor) -> Tensor:
 def without_modes() -> contextlib.AbstractContextManager[None]:
     """What runs inside is seen by no mode and no subclass of tensors."""
     if _unseen is None:
-        refuse("check_vma", _UNSEEN, "shard_map(check_vma=False), or ")
+        fail("check_vma", **lack(_UNSEEN, "shard_map(check_vma=False), or "))
     return _unseen()  # type: ignore[no-any-return]
 
 

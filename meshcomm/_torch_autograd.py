@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from meshcomm._versions import find, has, refuse
+from meshcomm._versions import find, has, lack
+from meshcomm.errors import fail
 
 __all__ = [
     "backward_pass",
@@ -124,7 +125,7 @@ def _no_levels() -> Iterator[None]:
     """Threads cannot share a level, so none of them opens one."""
 
     def refused(*_: Any, **__: Any) -> NoReturn:
-        refuse("launch", f"{_LEVEL} or {_NESTING}", 'runtime="processes", or ')
+        fail("launch", **lack(f"{_LEVEL} or {_NESTING}", 'runtime="processes", or '))
 
     enter: Any = forward_ad.enter_dual_level
     forward_ad.enter_dual_level = refused
@@ -141,7 +142,7 @@ _set_tangents: Any = find(_TANGENTS, "jvp of collectives that depend on the valu
 def forward_mode_on() -> contextlib.AbstractContextManager[None]:
     """Let operations carry tangents, in the ``jvp`` of a Function too."""
     if _set_tangents is None:
-        refuse("jvp", _TANGENTS, "backward mode (torch.func.vjp), or ")
+        fail("jvp", **lack(_TANGENTS, "backward mode (torch.func.vjp), or "))
     return _set_tangents(True)  # type: ignore[no-any-return]
 
 
@@ -160,7 +161,7 @@ _sees_writes = has(
 
 def _no_versions(x: Tensor) -> int:
     where = "check_vma, fully_shard, data_parallel"
-    refuse(where, _VERSION, "shard_map(check_vma=False), or ", needs="seeing changes in place")
+    fail(where, **lack(_VERSION, "shard_map(check_vma=False), or ", needs="seeing changes in place"))
 
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version") if _sees_writes else _no_versions
@@ -184,7 +185,7 @@ def view_again(x: Tensor, base: Tensor) -> Tensor:
     assert own is not None
     before, now = ((y.stride(), y.dtype, y.is_conj(), y.is_neg()) for y in (own, base))
     if before != now or now[1:] != (x.dtype, x.is_conj(), x.is_neg()):
-        refuse("check_vma", _VIEWS, "pvary the tensor before the view is taken, or ")
+        fail("check_vma", **lack(_VIEWS, "pvary the tensor before the view is taken, or "))
     return base.as_strided(x.shape, x.stride(), x.storage_offset() - own.storage_offset() + base.storage_offset())
 
 

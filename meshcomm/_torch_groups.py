@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
-from meshcomm._versions import has, refuse
+from meshcomm._versions import has, lack
+from meshcomm.errors import fail
 
 __all__ = [
     "allgather_base",
@@ -74,7 +75,7 @@ def default_store() -> Store:
     assert group is not None
     store: Store | None = group.get_group_store()
     if store is None:
-        refuse("init", _STORE, "a backend that is not a ProcessGroup of its own, or ")
+        fail("init", **lack(_STORE, "a backend that is not a ProcessGroup of its own, or "))
     return store
 
 
@@ -139,11 +140,8 @@ def _new_group_in_turn(ranks: Sequence[int], name: str, timeout: timedelta) -> d
     store.set(f"meshcomm/made/{name}/{rank}", str(_made))
     every = [int(store.get(f"meshcomm/made/{name}/{other}")) for other in ranks]
     if len(set(every)) > 1:
-        refuse(
-            "make_mesh",
-            f"torch.distributed.distributed_c10d.{_missing[0]}",
-            f"make and use all meshes on all ranks in the same order ({every} groups were made before), or take ",
-        )
+        instead = f"make and use all meshes on all ranks in the same order ({every} groups were made before), or take "
+        fail("make_mesh", **lack(f"torch.distributed.distributed_c10d.{_missing[0]}", instead))
     group: Any = dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name, sort_ranks=False
     )
@@ -158,7 +156,8 @@ class _Lacking:
         self._said = where, name, instead
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse(*self._said)
+        where, name, instead = self._said
+        fail(where, **lack(name, instead))
 
 
 _OPS = "torch.ops._c10d_functional.all_reduce"

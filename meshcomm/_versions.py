@@ -10,13 +10,23 @@ import logging
 import os
 import re
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from meshcomm.errors import fail
-
-__all__ = ["TESTED", "WITHOUT", "Name", "find", "has", "known", "lacking", "refuse", "say_if_untested", "untested"]
+__all__ = [
+    "TESTED",
+    "WITHOUT",
+    "Lack",
+    "Name",
+    "find",
+    "has",
+    "known",
+    "lack",
+    "lacking",
+    "say_if_untested",
+    "untested",
+]
 
 TESTED = ("2.11", "2.13", "2.14", "2.15")
 """With these the whole test suite has passed."""
@@ -66,10 +76,17 @@ def _noted(name: str, costs: str, there: bool) -> bool:
     return there
 
 
-def refuse(where: str, name: str, instead: str = "", *, needs: str = "this") -> NoReturn:
-    """Refuse a feature that cannot be had without a private name."""
+class Lack(TypedDict):
+    """What is wrong, and what mends it."""
+
+    what: str
+    fix: str
+
+
+def lack(name: str, instead: str = "", *, needs: str = "this") -> Lack:
+    """What to say of a feature that cannot be had without a private name."""
     tested = f"a torch that meshcomm was tested with: {', '.join(TESTED)}"
-    fail(where, f"torch {torch.__version__} has no {name}, which {needs} needs.", fix=f"{instead}{tested}")
+    return Lack(what=f"torch {torch.__version__} has no {name}, which {needs} needs.", fix=f"{instead}{tested}")
 
 
 def untested() -> str | None:

@@ -28,7 +28,6 @@ LAYERS = [
     ("meshcomm.runtime",),
     ("meshcomm.launch",),
     ("meshcomm.mesh",),
-    ("meshcomm.places",),
     ("meshcomm.make_mesh",),
     ("meshcomm.work", "meshcomm.tracing"),
     ("meshcomm.collectives",),
@@ -42,10 +41,16 @@ NARROW = {
     "meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"),
     "meshcomm.errors": (),
     "meshcomm._trees": (),
-    "meshcomm._versions": ("meshcomm.errors",),
-    "meshcomm._torch": ("meshcomm._versions", "meshcomm._trees", "meshcomm._torch_autograd", "meshcomm._torch_groups"),
-    "meshcomm._torch_autograd": ("meshcomm._versions",),
-    "meshcomm._torch_groups": ("meshcomm._versions",),
+    "meshcomm._versions": (),
+    "meshcomm._torch": (
+        "meshcomm._versions",
+        "meshcomm._trees",
+        "meshcomm._torch_autograd",
+        "meshcomm._torch_groups",
+        "meshcomm.errors",
+    ),
+    "meshcomm._torch_autograd": ("meshcomm._versions", "meshcomm.errors"),
+    "meshcomm._torch_groups": ("meshcomm._versions", "meshcomm.errors"),
 }
 PRIVATE = ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups")
 """Where private names of torch stand."""
@@ -192,7 +197,7 @@ LATE = {
     "meshcomm.spmd.shard_map.dtensors": {"meshcomm.layout.dtensor"},
     "meshcomm.runtime.groups": {"meshcomm.runtime.hooks.guard.setup"},
     "meshcomm.launch": {"meshcomm.runtime.start.workers"},
-    "meshcomm.places": {"meshcomm.runtime.transports.threads.transport"},
+    "meshcomm.make_mesh": {"meshcomm.runtime.transports.threads.transport"},
 }  # fmt: skip
 
 
@@ -287,7 +292,7 @@ def chain(module: str) -> tuple[str, ...]:
     return (module, *max((chain(other) for other in needs(module)), key=len, default=()))
 
 
-LONGEST = 20
+LONGEST = 16
 """How many files a change at the bottom of a chain may have to pass before it is at its top. It only goes down."""
 
 
@@ -300,7 +305,6 @@ ARROWS = {"start": {"health"}, "transports": {"health"}, "hooks": {"health"}, "h
 """Which room of runtime/ knows which. What lies in none of them is known to all, and so is the protocol of transports."""
 NOT_YET = {
     "health.attendance -> start.world",
-    "health.lateness -> hooks.dumps",
     "health.lateness -> hooks.recorder",
     "health.lateness -> start.exits",
     "health.lateness -> start.world",
@@ -316,7 +320,6 @@ NOT_YET = {
     "hooks.guard.store -> start.exits",
     "hooks.guard.tasks -> start.exits",
     "start.identity -> transports.threads.scheduler",
-    "start.world -> hooks.dumps",
     "start.world -> transports.shared.memory",
     "transports.detour -> start.world",
     "transports.flat -> hooks.recorder",
@@ -400,8 +403,7 @@ def test_no_private_name_of_a_room_is_used_in_another() -> None:
 # The mesh knows its DeviceMesh; DTensor is a format of torch's own, and lives in one file.
 FORMATS = {
     "meshcomm.mesh": {"torch.distributed", "torch.distributed.device_mesh"},  # whose groups a place has
-    "meshcomm.places": {"torch.distributed"},
-    "meshcomm.make_mesh": {"torch.distributed.device_mesh"},
+    "meshcomm.make_mesh": {"torch.distributed", "torch.distributed.device_mesh"},
     "meshcomm.layout.dtensor": {"torch.distributed.device_mesh", "torch.distributed.tensor"},
     "meshcomm.parallel.checkpoint.files": {
         f"torch.distributed.checkpoint.{name}"

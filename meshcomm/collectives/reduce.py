@@ -27,7 +27,7 @@ from meshcomm.runtime.whose import Whose
 from meshcomm.watch import here
 from meshcomm.work import Work, begun
 
-__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter", "vary_leaf"]
+__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter"]
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
@@ -177,12 +177,6 @@ _REDUCE_SCATTER_CURVED = Rule(
     saves=True,
 )
 _BROADCAST = Rule(BROADCAST, ("src",), lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
-
-
-def vary_leaf(x: Tensor, axis: Axis, whose: Whose) -> Tensor:
-    """pvary of a leaf; in backward the ranks compare whether they all sum the gradient of the same one."""
-    check.tensor("pvary", x, axis)
-    return apply(_PVARY_OF, x, axis, (whose,))
 
 
 # ------------------------------------------------------------------------------------------- the public functions

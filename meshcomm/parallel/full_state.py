@@ -16,9 +16,9 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, Mesh
 from meshcomm.objects.objects import all_gather_object, gather_object
-from meshcomm.parallel import checkpoint
 from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, named, state_names
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks, checked_module
+from meshcomm.parallel.checkpoint.whole import load
 from meshcomm.parallel.global_places import Place
 from meshcomm.runtime.ops import Op
 
@@ -175,7 +175,7 @@ def load_full_state_dict(
     checked_module(where, module, None)
     axis = all_ranks(where, module, mesh)
     if isinstance(state_or_path, (str, os.PathLike)) and os.path.isdir(state_or_path):
-        checkpoint.load(state_or_path, module, random=False, mesh=axis.mesh)
+        load(state_or_path, module, random=False, mesh=axis.mesh)
         return
     team, clean = Team(where, axis), state_names(module)
     whole = team.all(lambda: _opened(where, state_or_path))

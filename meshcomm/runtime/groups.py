@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
-from meshcomm.runtime.health import attendance
-from meshcomm.runtime.hooks import recorder
+from meshcomm.runtime.health import attendance, lateness
+from meshcomm.runtime.hooks import dumps, recorder
 from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.start import exits, forks, world
 from meshcomm.runtime.transports.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
@@ -223,6 +223,8 @@ def _forget() -> None:
 
 
 world.on_shutdown(_forget)
+world.on_init(dumps.listen)
+lateness.keep_by(dumps.dump_on_time_out)
 
 
 def _forked() -> object:

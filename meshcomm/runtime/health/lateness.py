@@ -10,18 +10,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshcomm import _torch
 from meshcomm.errors import text
 from meshcomm.runtime.callsite import hinted, in_backward
-from meshcomm.runtime.hooks import dumps, recorder
+from meshcomm.runtime.hooks import recorder
 from meshcomm.runtime.hooks.recorder import BEGAN, NUMBER, AxisAt, Log, Record, said_of
 from meshcomm.runtime.start import exits, world
 
-__all__ = ["Late", "late_text"]
+__all__ = ["Late", "keep_by", "late_text"]
 
 _GRACE = 2.0
 """Seconds for which others are asked, at most."""
@@ -64,6 +65,14 @@ class Late(NamedTuple):
         return [i for i in range(len(self.log.ranks)) if i != self.log.index and i not in self.came]
 
 
+_keepers: list[Callable[[], Path | None]] = []
+
+
+def keep_by(keep: Callable[[], Path | None]) -> None:
+    """Call ``keep`` when a call's time is up: the file that it has written is named in the error."""
+    _keepers.append(keep)
+
+
 def late_text(late: Late, *, again: bool = False) -> str:
     """All of it. ``again``: the call can still be waited for."""
     lines = [_itself(late)]
@@ -72,8 +81,7 @@ def late_text(late: Late, *, again: bool = False) -> str:
     absent = sorted([*elsewhere, *silent]) if late.missing is None else list(late.missing)
     lines += _who(late, came, elsewhere, silent, asked=asked)
     lines += [f"  last completed: {line}" for line in _completed(late, found)]
-    dumped = dumps.dump_on_time_out() if late.among_processes else None
-    if dumped is not None:
+    for dumped in (path for keep in _keepers if late.among_processes and (path := keep()) is not None):
         lines.append(
             f"  the last calls of this rank are in {dumped}; python -m meshcomm explain {os.path.dirname(dumped)}"
         )

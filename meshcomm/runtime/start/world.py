@@ -24,7 +24,6 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from meshcomm import _torch
 from meshcomm.errors import CommError, MeshError, fail, held, text
 from meshcomm.runtime.health import peers
-from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.start import devices, exits, forks, rendezvous
 from meshcomm.runtime.start.launchers import Launcher, detect
@@ -42,6 +41,7 @@ __all__ = [
     "launched_as",
     "meeting_number",
     "neighbours_of",
+    "on_init",
     "on_shutdown",
     "shutdown",
     "solo_process_group",
@@ -100,6 +100,7 @@ _launched: Request | None = None
 """What ``launch`` had this process ask for when it started it: asking again begins anew, among the same processes."""
 _begun_again = 0
 _callbacks: list[Callable[[], Callable[[], object] | None]] = []
+_told: list[Callable[[int, int], object]] = []
 
 
 # ------------------------------------------------------------------------------------------------------------ questions
@@ -156,6 +157,13 @@ def on_shutdown(callback: Callable[[], object]) -> None:
         _callbacks.append(weakref.WeakMethod(callback))
     else:
         _callbacks.append(lambda: callback)
+
+
+def on_init(tell: Callable[[int, int], object]) -> None:
+    """Call ``tell`` with this process's rank and the number of processes when it has become one of several, or has
+    asked for that again.
+    """
+    _told.append(tell)
 
 
 # ----------------------------------------------------------------------------------------------------------------- init
@@ -219,7 +227,8 @@ def init(
         else:
             _begin(request)
             if _state is not None and _state.world is not None:
-                dumps.listen(_state.world.rank, _state.world.size)
+                for told in _told:
+                    told(_state.world.rank, _state.world.size)
 
 
 def launched_as(**given: Any) -> None:

@@ -20,7 +20,8 @@ from meshcomm._torch import (
     view_again,
     without_modes,
 )
-from meshcomm.collectives.reduce import pvary, vary_leaf
+from meshcomm.collectives import check
+from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
@@ -335,9 +336,12 @@ class Core(TorchFunctionMode):
     def _varied(self, x: Tensor, axes: frozenset[str]) -> Tensor:
         given = self._given_as.get(id(x))
         leaf = whose(x, axes, None if given is None or given[0] is not x else given[1:])
+        axis = self._axis(axes)
+        check.tensor("pvary", x, axis)
         if leaf is None:
-            return pvary(x, self._names(axes), mesh=self.mesh)
-        return vary_leaf(x, self._axis(axes), leaf)
+            return apply(rule_named("pvary"), x, axis)
+        # In backward the ranks compare whether they all sum the gradient of the same one.
+        return apply(rule_named("pvary, of a leaf"), x, axis, (leaf,))
 
     def _stands_for(self, base: Tensor, x: Tensor, mine: Type) -> bool:
         """Whether to vary ``base`` in place of its view ``x``, so that all views of it, such as the parts of one

@@ -7,11 +7,19 @@ varies along other axes, if it can be said by axes at all: then the same ranks h
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from meshcomm.mesh import Mesh
+__all__ = ["ANYWHERE", "Grid", "Home", "Moved", "home_of"]
 
-__all__ = ["ANYWHERE", "Home", "Moved", "home_of"]
+
+class Grid(Protocol):
+    """What is known of a mesh here: the names and sizes of its axes, and its ranks in order."""
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Name to size."""
+
+    ranks: tuple[int, ...]
 
 
 class Moved(NamedTuple):
@@ -72,7 +80,7 @@ ANYWHERE = Home({}, ())
 _homes: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Home] = {}
 
 
-def home_of(mesh: Mesh) -> Home:
+def home_of(mesh: Grid) -> Home:
     """That of a mesh; the same one for equal meshes."""
     key = tuple(mesh.shape.items()), mesh.ranks
     found = _homes.get(key)
