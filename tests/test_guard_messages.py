@@ -24,9 +24,8 @@ from meshcomm.runtime.hooks.guard import messages, store
 from meshcomm.runtime.hooks.guard.boards import Group
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.guard.store import PatientStore
-from meshcomm.runtime.hooks.wrapped import Primitive
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.transports.protocol import Note, Primitive
 
 
 @pytest.fixture(params=["guarded4", "guarded4_at_the_store"], ids=["shared", "store"])

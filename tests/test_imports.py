@@ -327,7 +327,6 @@ NOT_YET = {
     "transports.process_group -> start.forks",
     "transports.shared.mailbox -> hooks.recorder",
     "transports.shared.transport -> hooks.recorder",
-    "transports.shared.words -> hooks.wrapped",
     "transports.threads.scheduler -> start.forks",
     "transports.threads.transport -> hooks.recorder",
     "transports.underway -> start.exits",

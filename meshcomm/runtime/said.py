@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from meshcomm.errors import shape_text
 from meshcomm.runtime.callsite import CallSite, called_at, in_backward
-from meshcomm.runtime.hooks.wrapped import Primitive
-from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.transports.protocol import Note, Primitive
 from meshcomm.runtime.whose import differ
 
 __all__ = ["Meant", "Said", "Words", "axis_text", "calls_text", "digest_of", "fingerprint", "place_of", "told"]

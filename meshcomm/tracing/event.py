@@ -15,7 +15,7 @@ from torch import Tensor
 from meshcomm.errors import shape_text
 from meshcomm.mesh import AxisName
 from meshcomm.runtime.callsite import CallSite
-from meshcomm.runtime.hooks.wrapped import Primitive
+from meshcomm.runtime.transports.protocol import Primitive
 
 __all__ = [
     "Totals",

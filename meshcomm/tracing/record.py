@@ -19,9 +19,9 @@ from torch import Tensor
 from meshcomm._torch import backward_pass
 from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import CallSite, call_site
-from meshcomm.runtime.hooks.wrapped import Primitive, WrappedLink
+from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.transports.protocol import Link, Note
+from meshcomm.runtime.transports.protocol import Link, Note, Primitive
 from meshcomm.runtime.transports.shared.transport import Parts
 from meshcomm.tracing.event import TraceEvent, bytes_of
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,29 +15,11 @@ from typing_extensions import Self
 
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.numbers import Numbers
-from meshcomm.runtime.transports.protocol import Link, Note, Post, Want
+from meshcomm.runtime.transports.protocol import Link, Note, Post, Primitive, Want
 
-__all__ = ["Primitive", "WrappedLink", "bare"]
+__all__ = ["WrappedLink", "bare"]
 
 L = TypeVar("L")
-
-
-class Primitive(NamedTuple):
-    """One primitive that is about to run."""
-
-    name: str
-    x: Tensor | None
-    """What this rank gives, if it is one tensor."""
-    key: tuple[Any, ...]
-    """What must be equal on all ranks, beside what the note says."""
-    go: Callable[[], Any]
-    """Runs it on the link inside."""
-    send: Sequence[int] = ()
-    """The lengths of the runs to each index, of an all_to_all."""
-    recv: Sequence[int] = ()
-    posts: Sequence[Post] = ()
-    """The messages of an exchange."""
-    wants: Sequence[Want] = ()
 
 
 class _Said(threading.local):

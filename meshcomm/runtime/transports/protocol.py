@@ -5,7 +5,7 @@ n = number of ranks in the group. Tensors are dense; results are always new stor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.whose import Whose
 
-__all__ = ["PRIMITIVES", "REDUCE_OPS", "Link", "Note", "Post", "Want"]
+__all__ = ["PRIMITIVES", "REDUCE_OPS", "Link", "Note", "Post", "Primitive", "Want"]
 
 REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor")
 
@@ -49,6 +49,24 @@ class Note(NamedTuple):
     def word(self) -> int:
         """That as a number; 0 for none."""
         return 0 if self.whose is None else self.whose.word
+
+
+class Primitive(NamedTuple):
+    """One primitive that is about to run."""
+
+    name: str
+    x: Tensor | None
+    """What this rank gives, if it is one tensor."""
+    key: tuple[Any, ...]
+    """What must be equal on all ranks, beside what the note says."""
+    go: Callable[[], Any]
+    """Runs it on the link inside."""
+    send: Sequence[int] = ()
+    """The lengths of the runs to each index, of an all_to_all."""
+    recv: Sequence[int] = ()
+    posts: Sequence[Post] = ()
+    """The messages of an exchange."""
+    wants: Sequence[Want] = ()
 
 
 class Primitives(Protocol):

@@ -24,12 +24,12 @@ from meshcomm.runtime.hooks.guard.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE,
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Queue, Task
 from meshcomm.runtime.hooks.recorder import Log, recorded
-from meshcomm.runtime.hooks.wrapped import Primitive, WrappedLink
+from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.pending import settled
 from meshcomm.runtime.said import Said, Words, axis_text, calls_text, fingerprint, place_of
 from meshcomm.runtime.start import forks
-from meshcomm.runtime.transports.protocol import Link, Note
+from meshcomm.runtime.transports.protocol import Link, Note, Primitive
 
 __all__ = ["GuardedLink", "Room"]
 

@@ -35,9 +35,8 @@ from meshcomm.runtime.hooks.guard.boards import Group
 from meshcomm.runtime.hooks.guard.guard import DEADLOCK, LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.store import the_store
 from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Task
-from meshcomm.runtime.hooks.wrapped import Primitive
 from meshcomm.runtime.said import Words, axis_text, place_of
-from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.transports.protocol import Note, Primitive
 
 __all__ = ["Letters"]
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from meshcomm.errors import shape_text
-from meshcomm.runtime.hooks.wrapped import Primitive
 from meshcomm.runtime.said import Meant, digest_of
-from meshcomm.runtime.transports.protocol import PRIMITIVES, REDUCE_OPS, Note
+from meshcomm.runtime.transports.protocol import PRIMITIVES, REDUCE_OPS, Note, Primitive
 from meshcomm.runtime.transports.shared.lexicon import Lexicon, Meaning
 from meshcomm.runtime.transports.shared.memory import ENTRIES, Box
 from meshcomm.runtime.whose import ordinal_of
