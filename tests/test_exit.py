@@ -8,14 +8,18 @@ imported torch and started no thread, and then ends as any script does: it is th
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+
+from meshcomm.runtime.start import exits
 
 ROOT = Path(__file__).parent.parent
 
@@ -179,3 +183,16 @@ def test_a_rank_that_fails_while_its_peer_waits_ends_at_once_and_so_does_the_pee
 def test_a_collective_that_its_peer_never_joins_does_not_hold_up_the_end(ended: dict[str, Ended]) -> None:
     found = ended["its-peer-never-joins"]
     assert found.codes == {1: 1, 0: 1}, found.stderr  # The peer has seen it leave.
+
+
+def test_the_end_waits_for_a_thread_that_comes_back_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked, codes, seconds = [None], [], itertools.count()
+    monkeypatch.setattr(exits, "_blocked", blocked)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(exits, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: blocked.clear()))
+    exits._leave_if_blocked()
+    assert codes == []
+    blocked.append(None)
+    monkeypatch.setattr(exits, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None))
+    exits._leave_if_blocked()
+    assert codes == [1]

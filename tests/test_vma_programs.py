@@ -6,11 +6,10 @@ same functions of whole tensors.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map
+from vma_checks import Heard, heard
 from vma_programs import BY_NAME, PROGRAMS, Program, Tree, Vary, draw
 
 import meshcomm as mc
-from meshcomm.runtime.transports.protocol import Note
-from meshcomm.runtime.transports.threads.transport import InProcessLink
 
 Run = Callable[..., list[Any]]
 NAMES = list(BY_NAME)
@@ -70,10 +68,6 @@ def mixed(outputs: list[Tensor]) -> Tensor:
     """One number of all outputs, with factors that are no round ones."""
     live = [y for y in outputs if y.requires_grad]
     return torch.stack([(y * draw(*y.shape, seed=70 + i, grad=False)).sum() for i, y in enumerate(live)]).sum()
-
-
-Heard = Counter[tuple[str, str]]
-"""How often each collective was called, by name and axes."""
 
 
 def outcome(
@@ -124,30 +118,6 @@ def check(name: str, pv: Vary, check_vma: Any) -> None:
 def everywhere(program: Program, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Where the program can run: outside of ranks if it can."""
     return mc.launch(fn, ranks=RANKS[program.name], args=args) if program.on_ranks else [fn(*args)]
-
-
-FREE = ("pvary", "shard")
-"""Nothing is sent for them."""
-
-
-@contextlib.contextmanager
-def heard() -> Iterator[Heard]:
-    """The collectives that rank 0 of the mesh calls; not what sends nothing."""
-    calls: Heard = Counter()
-    announce = InProcessLink.announce
-
-    def listen(self: InProcessLink, note: Note) -> None:
-        axis: Any = note.axis
-        if note.what not in FREE and axis.mesh.rank == 0:
-            names = axis.name if isinstance(axis.name, tuple) else (axis.name,)
-            calls[note.what, " ".join(sorted(names))] += 1
-        announce(self, note)
-
-    InProcessLink.announce = listen  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        InProcessLink.announce = announce  # type: ignore[method-assign]
 
 
 class Ran(NamedTuple):

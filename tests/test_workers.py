@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.errors import CommError, MeshError
-from meshcomm.runtime.start import world
+from meshcomm.runtime.start import workers, world
+from meshcomm.runtime.start.worker import Answer
 from meshcomm.runtime.start.workers import WorkerPool, run_processes
 
 ROOT = Path(__file__).parent.parent
@@ -193,6 +195,14 @@ def test_time_out(tmp_path: Path) -> None:
     pids = noted_pids(tmp_path)
     assert len(pids) == 3
     assert gone(pids)
+
+
+def test_who_is_late_is_named_beside_who_is_done() -> None:
+    answers = [Answer("result", 0, 7), Answer("late", 1, summary="is stopped (process 5)"), Answer("result", 2, 8)]
+    words = r"(?s)train did not end within 4 s on rank 1; .*got: done: 2 of 3 ranks \(rank 0, 2\); rank 1 is stopped"
+    with pytest.raises(CommError, match=words):
+        workers._results("train", answers, timedelta(seconds=4))
+    assert workers._results("train", answers, None) == [7, None, 8]
 
 
 def test_what_cannot_be_pickled_is_named() -> None:

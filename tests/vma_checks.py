@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -138,15 +139,24 @@ def two() -> Tensor:
     return mc.axis_index("dp") + ones(2)
 
 
+Heard = Counter[tuple[str, str]]
+"""How often each collective was called, by name and axes."""
+
+FREE = ("pvary", "shard")
+"""Nothing is sent for them."""
+
+
 @contextlib.contextmanager
-def reductions() -> Iterator[list[str]]:
-    """The all_reduces of all ranks."""
-    calls: list[str] = []
+def heard() -> Iterator[Heard]:
+    """The collectives that rank 0 of the mesh calls; not what sends nothing."""
+    calls: Heard = Counter()
     announce = InProcessLink.announce
 
     def listen(self: InProcessLink, note: Note) -> None:
-        if note.what == "all_reduce":
-            calls.append(note.what)
+        axis: Any = note.axis
+        if note.what not in FREE and axis.mesh.rank == 0:
+            names = axis.name if isinstance(axis.name, tuple) else (axis.name,)
+            calls[note.what, " ".join(sorted(names))] += 1
         announce(self, note)
 
     InProcessLink.announce = listen  # type: ignore[method-assign]
@@ -158,9 +168,9 @@ def reductions() -> Iterator[list[str]]:
 
 def counted(fn: Callable[[], Any]) -> int:
     """all_reduces per rank."""
-    with reductions() as calls:
+    with heard() as calls:
         on_ranks(fn)
-    return len(calls) // N
+    return sum(times for (what, _), times in calls.items() if what == "all_reduce")
 
 
 def network() -> nn.Sequential:
