@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Oracle", "axis_choices", "distinct"]
+__all__ = ["Oracle", "axis_choices", "distinct", "tree"]
 
 Axis = "str | tuple[str, ...]"
 Shards = list[Tensor]
@@ -163,6 +163,16 @@ def fold(xs: Shards, op: str) -> Tensor:
     if op in ("max", "min"):
         return stacked.amax(0) if op == "max" else stacked.amin(0)
     return (stacked.sum(0) if op == "sum" else stacked.prod(0)).to(xs[0].dtype)
+
+
+def tree(xs: Sequence[Tensor], op: str = "sum") -> Tensor:
+    """The bits of a sum, mean or product: level by level, neighbours in pairs; halves in single precision."""
+    half = xs[0].dtype in (torch.float16, torch.bfloat16)
+    level = [x.float() if half else x for x in xs]
+    while len(level) > 1:
+        pairs = [level[at : at + 2] for at in range(0, len(level), 2)]
+        level = [math.prod(pair[1:], start=pair[0]) if op == "product" else sum(pair[1:], pair[0]) for pair in pairs]
+    return (level[0] / len(xs) if op == "mean" else level[0]).to(xs[0].dtype)
 
 
 _BITWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

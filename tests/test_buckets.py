@@ -235,8 +235,8 @@ def in_both_runtimes(pool: Any, call: str, axis: Any) -> None:
 
 @pytest.mark.parametrize("axis", [pytest.param("a", marks=pytest.mark.thorough), ("b", "a")], ids=["2", "4"])
 def test_a_tree_gives_bit_for_bit_what_its_leaves_give(pool4: Any, axis: Any) -> None:
-    """In each runtime, every time, and the same in both. Promised on gloo and in-process, where sums are made in order of
-    index: NCCL may sum a bucket in another order than its leaves."""
+    """In each runtime, every time, and the same in both. Promised on gloo and in-process, where sums are made in a tree
+    by index: NCCL may sum a bucket in another order than its leaves."""
     for call in CALLS:
         in_both_runtimes(pool4, call, axis)
 

@@ -193,6 +193,29 @@ def test_ranks_have_the_same_collectives_in_their_graphs(pool4: Any) -> None:
     assert counts[0] >= 5
 
 
+def summed(backend: str, dtype: torch.dtype) -> None:
+    """Small ones at once, large ones in parts, of lengths that the ranks do not divide, and of a length not known."""
+    mesh = mc.make_mesh({"a": 4})
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        sums = [mc.all_reduce(x, "a", op, mesh=mesh) for op in ("sum", "mean", "product")]
+        return *sums, mc.reduce_scatter(x[: x.shape[0] // 4 * 4], "a", mesh=mesh)
+
+    run = torch.compile(fn, fullgraph=True, backend=backend)
+    for length in (7, 70_001, 70_003, 9):  # from the second one on it is a length that may be any
+        x = torch.randn(length, dtype=F64, generator=torch.Generator().manual_seed(mesh.rank)).to(dtype)
+        for i, (y, eager) in enumerate(zip(run(x), fn(x), strict=True)):
+            assert torch.equal(y, eager), f"{i} of {length} {dtype} on rank {mesh.rank}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("aot_eager", torch.float32), ("aot_eager", torch.bfloat16), ("inductor", torch.float32)]
+)
+def test_sums_have_the_bits_of_eager_ones(pool4: Any, backend: str, dtype: torch.dtype) -> None:
+    pool4.run(summed, backend, dtype)
+
+
 # ------------------------------------------------------------------------------------------------------ transforms
 
 

@@ -277,8 +277,9 @@ def all_reduce(
         x: a tensor of any shape, or a pytree of tensors; shapes and dtypes equal on every rank.
         axis: a name, or a tuple of names.
         op: "sum", "mean", "max", "min", "product"; "band", "bor", "bxor" on integers and bool. max and min propagate
-            NaN. On gloo and in-process, numbers are reduced here in order of index, half precision in float32, so that
-            results are bitwise the same on all ranks and every time, alone and in a tree; on NCCL as NCCL does it.
+            NaN. On gloo and in-process, numbers are reduced here in a binary tree by index, half precision in float32,
+            so that results are bitwise the same on all ranks and every time, alone and in a pytree, and on 1, 2, 4, ...
+            ranks where the parts are (docs/sums.md); on NCCL as NCCL does it.
         mesh: the current mesh by default.
         bucket_mb: leaves of a pytree are reduced together up to this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.

@@ -96,37 +96,60 @@ def _ordered(dtype: torch.dtype, op: str) -> Dress:
     return Dress(on, off)
 
 
+_BLOCK = 2**18
+"""Elements that are reduced at a time: partial results stay where the processor finds them at once."""
+
+
 def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Reduce here, in order; half precision is accumulated in float32. The result is ``out``, which may be one of two,
-    or new storage.
+    """Reduce here, in an aligned binary tree by index; half precision is accumulated in float32. The result is ``out``,
+    which may be one of two, or new storage.
+
+    ::
+
+        0   1   2   3   4   5   6
+        0+1     2+3     4+5     |      pairs whose first is even; what has no pair goes up as it is
+        (01)+(23)       (45)+6
+        (0123)+(456)
+
+    So reducing 2, 4, ... neighbours first, each pair on a rank of its own, gives the same bits.
     """
-    if out is not None:
-        return _fold_into(out, op, xs)
+    if len(xs) == 1:
+        return xs[0].clone(memory_format=torch.contiguous_format) if out is None else out.copy_(xs[0])
     dtype = xs[0].dtype
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         clothes = dress(op, dtype)
         assert clothes is not None
-        return clothes.off(fold(op, [clothes.on(x) for x in xs]))
-    if dtype in HALF and op in ("sum", "mean", "product"):
-        return fold(op, [x.float() for x in xs]).to(dtype)
-    if len(xs) == 1:
-        return xs[0].clone(memory_format=torch.contiguous_format)
-    step = _STEPS[op]
-    total = step(xs[0], xs[1]).contiguous()
-    for x in xs[2:]:
-        step(total, x, out=total)
-    return total.div_(len(xs)) if op == "mean" else total
+        y = clothes.off(fold(op, [clothes.on(x) for x in xs]))
+        return y if out is None else out.copy_(y)
+    few = 2 if dtype in HALF else 4  # whose reduction needs memory of its own
+    # What is traced has a type of its own.
+    if len(xs) >= few and type(xs[0]) is Tensor and xs[0].numel() > _BLOCK and all(x.is_contiguous() for x in xs):
+        return _in_blocks(op, xs, out)
+    return _folded(op, xs, out)
 
 
-def _fold_into(out: Tensor, op: str, xs: Sequence[Tensor]) -> Tensor:
-    simple = out.dtype not in (*HALF, torch.uint16, torch.uint32, torch.uint64)
-    if not simple or len(xs) == 1:
-        return out.copy_(fold(op, xs))
-    step = _STEPS[op]
-    step(xs[0], xs[1], out=out)
-    for x in xs[2:]:
-        step(out, x, out=out)
-    return out.div_(len(xs)) if op == "mean" else out
+def _in_blocks(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    y = torch.empty_like(xs[0], memory_format=torch.contiguous_format) if out is None else out
+    for into, *parts in zip(y.view(-1).split(_BLOCK), *(x.view(-1).split(_BLOCK) for x in xs), strict=True):
+        _folded(op, parts, into)
+    return y
+
+
+def _folded(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    if xs[0].dtype in HALF and op in ("sum", "mean", "product"):
+        y = _folded(op, [x.float() for x in xs], None)
+        return y.to(xs[0].dtype) if out is None else out.copy_(y)
+    y = _tree(_STEPS[op], xs, out).contiguous()
+    return y.div_(len(xs)) if op == "mean" else y
+
+
+def _tree(step: Callable[..., Tensor], xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """The tree above ``xs``; its root, and its left side, are ``out`` if there is one."""
+    if len(xs) == 2:
+        return step(xs[0], xs[1], out=out)
+    half = 1 << (len(xs) - 1).bit_length() - 1  # the greatest power of two below
+    left = _tree(step, xs[:half], out)
+    return step(left, xs[-1] if half + 1 == len(xs) else _tree(step, xs[half:], None), out=left)
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from meshcomm.runtime.transports.protocol import Post, Want
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Messages, Started, Walker, apart
 
-__all__ = ["FEW", "Later", "ProcessLink"]
+__all__ = ["FEW", "LARGE", "Later", "ProcessLink"]
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ FEW = 32
 """Up to so many ranks every one exchanges with every other one at once; more might flood a switch."""
 _SMALL = 2**19
 """Bytes up to which one step with more bytes beats two with fewer, and one wake-up beats several."""
-_LARGE = 2**20
+LARGE = 2**20
 """Bytes that a rank would receive, from which on sums are made in two steps."""
 _KEEP = 2**26
 """The most bytes of memory that stay for the next sum: fresh pages cost as much as a tenth of moving it."""
@@ -75,8 +75,8 @@ class ProcessLink(PacketLink):
     cost.
 
     Gloo's all_gather, reduce_scatter and all_reduce go round a ring, a step per rank, and wait at each; on the CPU we
-    exchange directly and reduce here, in order of index. So sums are bitwise the same however tensors are bucketed, and
-    those of half precision are accumulated in float32. NCCL does all of it itself.
+    exchange directly and reduce here, in the tree of ``dtypes.fold``. So sums are bitwise the same however tensors are
+    bucketed, and those of half precision are accumulated in float32. NCCL does all of it itself.
     """
 
     is_later = False
@@ -163,7 +163,7 @@ class ProcessLink(PacketLink):
         return None
 
     def _folds(self, x: Tensor, op: str) -> bool:
-        return (self._on_gloo and x.is_cpu and self.size <= FEW) or super()._folds(x, op)
+        return (self._on_gloo and x.is_cpu) or super()._folds(x, op)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
@@ -191,12 +191,10 @@ class ProcessLink(PacketLink):
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
-            pass
-        elif 2 < self.size <= FEW and x.nbytes * self.size > _LARGE:
-            return self._in_two_steps(x, op)
-        elif self.size == 2:
+            return super().all_reduce(x, op)
+        if self.size == 2:
             return self._with_the_other(x, op)
-        return super().all_reduce(x, op)
+        return self._in_two_steps(x, op) if x.nbytes * self.size > LARGE else super().all_reduce(x, op)
 
     _all_reduce = recorded(_all_reduce, "all_reduce")
     all_gather = recorded(PacketLink.all_gather)
@@ -205,7 +203,7 @@ class ProcessLink(PacketLink):
     broadcast = recorded(PacketLink.broadcast)
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
-        """Both send all they have, and reduce it in order of index."""
+        """Both send all they have, and reduce it."""
         x, other = dtypes.plain(x), 1 - self.index
         packed = dtypes.to_bytes(x)
         got = torch.empty_like(packed)
@@ -233,10 +231,20 @@ class ProcessLink(PacketLink):
             dtypes.fold(op, rows, out=dtypes.from_bytes(results[self.index], x.dtype))
             if room.numel() <= _KEEP:
                 self._room = room
-            ProcessLink._end(self, self._begin(*self._row_messages(results), tag), None)
+            self._spread(results, tag)
             return dtypes.from_bytes(out, x.dtype).view(x.shape)
 
         return self._walk(steps)
+
+    def _spread(self, rows: Sequence[Tensor], tag: int) -> None:
+        """The own row to everybody, the others' from them: to each, or where they are many round a ring."""
+        rounds = [self._row_messages(rows)]
+        if self.size > FEW:
+            right, left = (self.index + 1) % self.size, self.index - 1
+            steps = range(self.size - 1)
+            rounds = [([(rows[left + 1 - i], right)], [(rows[left - i], left % self.size)]) for i in steps]
+        for posts, wants in rounds:
+            ProcessLink._end(self, self._begin(posts, wants, tag), None)
 
     def _walk(self, steps: Callable[[], T]) -> T:
         """Take steps that wait more than once."""
@@ -400,7 +408,7 @@ class ProcessLink(PacketLink):
         """The backend's reduce on a copy (it spoils its input on the other ranks), or a gather and a local
         reduction.
         """
-        if self._folds(x, op):
+        if PacketLink._folds(self, x, op) or (self._on_gloo and x.is_cpu and self.size <= FEW):
             return then(self.gather(x, dst), lambda rows: None if rows is None else dtypes.fold(op, rows.unbind()))
 
         def reduce(x: Tensor, op: str) -> Tensor:

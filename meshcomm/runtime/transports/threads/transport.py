@@ -358,7 +358,7 @@ class InProcessLink(Numbers):
     # --------------------------------------------------------------------------------------------- collectives
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """Folded in order of index, whatever the order of arrival."""
+        """Folded by index, whatever the order of arrival."""
         result: Tensor = self._same(x, op, x, lambda xs: _copies(dtypes.fold(op, xs), len(xs)))
         return result
 
@@ -368,7 +368,7 @@ class InProcessLink(Numbers):
         return result
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
-        """Each row folded in order of index."""
+        """Each row folded by index."""
         result: Tensor = self._same(x, op, x, lambda xs: [dtypes.fold(op, rows) for rows in zip(*xs, strict=True)])
         return result
 
