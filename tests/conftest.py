@@ -42,7 +42,10 @@ def group_of(item: pytest.Item) -> str:
     return item.path.stem if not pool or item.get_closest_marker("thorough") else pool
 
 
-FIRST = ["test_soak", "test_faults", "plain", "guarded"]
+FIRST = [
+    "test_soak", "test_faults", "plain", "guarded", "test_compile", "test_compile_training", "test_torch_missing", "test_exit",
+    "test_workers",
+]  # fmt: skip
 """The longest groups; who begins with them ends with the others."""
 
 

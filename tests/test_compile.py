@@ -96,6 +96,7 @@ def moved_dtypes() -> None:
     close(compiled(fn)(*inputs), fn(*inputs), f"rank {r}")
 
 
+@pytest.mark.thorough
 def test_other_dtypes(pool4: Any) -> None:
     pool4.run(moved_dtypes)
 

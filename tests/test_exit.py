@@ -83,7 +83,7 @@ class Job(NamedTuple):
     times: int
 
 
-IN_A_ROW = 8
+IN_A_ROW = 5
 JOBS = {
     "without-shutdown": Job(INIT + UNDER_WAY, IN_A_ROW),
     "with-shutdown": Job(INIT + UNDER_WAY + "mc.shutdown()", IN_A_ROW),

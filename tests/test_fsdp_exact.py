@@ -668,7 +668,8 @@ def compiled(inside: bool) -> tuple[dict[str, Tensor], list[bool], int]:
     return full_state_dict(net), used, graphs
 
 
-@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("inside", [True, False])
 def test_compiled_with_units_of_different_sizes(inside: bool, pool4: WorkerPool) -> None:
     for state, used, graphs in pool4.run(compiled, inside):
         same((state, used), alone("uneven", 4))

@@ -382,9 +382,8 @@ def test_messages_that_do_not_fit(guarded: Any) -> None:
 
 
 def right_programs() -> None:
-    """Values, gradients, second derivatives and tangents of random programs."""
-    for seed in (200, 201):
-        one_program(seed, (2, 2), seed % 2 == 0)
+    """Values, gradients, second derivatives and tangents of random programs; test_fuzz.py has more under guard."""
+    one_program(201, (2, 2), False)
     one_tangent(203, (2, 2))
 
 

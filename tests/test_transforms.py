@@ -296,7 +296,9 @@ def test_transform(check: str, name: str) -> None:
     mc.launch(lambda: EACH[check](Setting(name, axis)), ranks=4)
 
 
-@pytest.mark.parametrize("check", EACH)
+@pytest.mark.parametrize(
+    "check", [pytest.param(each, marks=pytest.mark.thorough if at % 3 else []) for at, each in enumerate(EACH)]
+)
 def test_transform_on_processes(pool4: Any, check: str) -> None:
     pool4.run(every, check)
 

@@ -63,6 +63,7 @@ def test_of_a_view_whose_base_varies(view: str, how: str) -> None:
     check(program)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", OVERWRITES)
 @pytest.mark.parametrize("view", ["slice", "transposed", "unsqueezed"])
 def test_of_a_base_with_a_view_that_varies(view: str, how: str) -> None:
