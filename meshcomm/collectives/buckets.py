@@ -6,7 +6,7 @@ Flattening and splitting are torch's own differentiable operations, so that all 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from meshcomm.errors import MeshError
 from meshcomm.mesh import Axis
 from meshcomm.runtime.pending import then_all
 
-__all__ = ["Check", "checked_size", "elementwise", "groups_of", "joined", "leaves_of", "rebuild", "rows"]
+__all__ = ["ELEMENTS", "Check", "Rows", "checked_size", "groups_of", "in_buckets", "joined", "leaves_of", "rebuild"]
 
 Check = Callable[[Tensor], object]
 """Raises for a leaf that the collective cannot take."""
@@ -164,43 +164,32 @@ def groups_of(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis
     return full
 
 
-def elementwise(
+class Rows(NamedTuple):
+    """How a leaf becomes rows ``[rows, k]`` of a bucket, and what comes of them a leaf; by default they are one row."""
+
+    of: Callable[[Tensor], Tensor] = lambda leaf: leaf.reshape(1, leaf.numel())
+    back: Callable[[Tensor, Tensor], Tensor] = lambda part, leaf: part.view(leaf.shape)
+    """Of a part of the result and the leaf that it is of."""
+
+
+ELEMENTS = Rows()
+
+
+def in_buckets(
     where: str,
     leaves: Sequence[Tensor],
     axis: Axis,
     bucket_mb: float,
     run: Callable[[Tensor], Tensor],
+    rows: Rows = ELEMENTS,
     saves: bool = False,
 ) -> list[Tensor]:
-    """Apply what works element by element to flat buckets."""
-    return rows(
-        where,
-        leaves,
-        axis,
-        bucket_mb,
-        run,
-        lambda leaf: leaf.reshape(1, leaf.numel()),
-        lambda part, leaf: part.view(leaf.shape),
-        saves,
-    )
-
-
-def rows(
-    where: str,
-    leaves: Sequence[Tensor],
-    axis: Axis,
-    bucket_mb: float,
-    run: Callable[[Tensor], Tensor],
-    to_rows: Callable[[Tensor], Tensor],
-    from_rows: Callable[[Tensor, Tensor], Tensor],
-    saves: bool = False,
-) -> list[Tensor]:
-    """Apply what works on dim 0 to buckets: ``to_rows(leaf)`` is ``[rows, k]``, ``from_rows(part, leaf)`` undoes it.
+    """Apply what works on dim 0 to buckets.
 
     ``run`` may give a Pending, and the leaves that come of it are one then. ``saves``: the derivative needs the values.
     """
     groups = groups_of(where, leaves, bucket_mb, axis)
-    packed = [[to_rows(leaves[at]) for at in bucket] for bucket in groups]
+    packed = [[rows.of(leaves[at]) for at in bucket] for bucket in groups]
     widths = [[part.shape[1] for part in parts] for parts in packed]
     begun = [run(joined(parts, saves)) for parts in packed]
     plain = not (torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open())
@@ -209,7 +198,7 @@ def rows(
         results: dict[int, Tensor] = {}
         for bucket, width, whole in zip(groups, widths, done, strict=True):
             for at, part in zip(bucket, whole.split(width, 1), strict=True):
-                result = from_rows(part, leaves[at])
+                result = rows.back(part, leaves[at])
                 # A leaf that needs no gradient may share a bucket with one that does.
                 results[at] = result if not plain or leaves[at].requires_grad else result.detach()
         return [results[at] for at in range(len(leaves))]

@@ -1,20 +1,25 @@
-"""The door of all collectives: what a type checker knows of how they may be called, and who stands between the call
-and the function: who watches this thread, and the call's own time-out.
+"""The door of all collectives: what a type checker knows of how they may be called, who stands between the call and
+the function (who watches this thread, the call's own time-out), and how a rule of one tensor is run on a pytree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
+from torch import Tensor
 from typing_extensions import Required, TypedDict
 
-from meshcomm.mesh import Mesh
+from meshcomm.collectives import buckets, check
+from meshcomm.collectives.buckets import Rows
+from meshcomm.collectives.rule import Params, Rule, apply, start
+from meshcomm.mesh import Axis, Mesh
+from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
-from meshcomm.work import limited
+from meshcomm.work import begun, limited
 
-__all__ = ["Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside"]
+__all__ = ["Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside", "carried"]
 
 
 class Now(TypedDict, total=False):
@@ -68,3 +73,49 @@ def aside(fn: Callable[..., Any], x: Any, axis: Any, /, *args: Any, timeout: Any
     if here.watcher is not None:
         return here.watcher.collective(fn, x, axis, *args, timeout=timeout, async_op=async_op, **how)
     return limited(fn, timeout, async_op, x, axis, *args, **how)
+
+
+def carried(
+    rule: Rule,
+    x: Any,
+    axis: Axis,
+    params_of: Callable[[Tensor], Params],
+    bucket_mb: float,
+    async_op: bool,
+    in_rows: Callable[[], tuple[Params, Rows]] | None = None,
+    *,
+    shaped: Callable[[Tensor], Tensor] | None = None,
+    ragged: int | None = None,
+    dims: Mapping[str, int] | None = None,
+) -> Any:
+    """What a collective gives of a tensor or a pytree, or the Work of it.
+
+    Args:
+        rule: what is done to one tensor.
+        x: the tensor or the pytree.
+        axis: over which.
+        params_of: what the rule is given beside a tensor; raises for one that it cannot take.
+        bucket_mb: the MiB of the leaves that go together.
+        async_op: whether to give a Work.
+        in_rows: gives what the rule is given beside a bucket, and how leaves lie in it; None: each leaf goes by itself.
+        shaped: what the rule takes in place of a tensor; the tensor by default.
+        ragged: as in :func:`buckets.leaves_of`.
+        dims: the same.
+    """
+    where, run = rule.name, start if async_op else apply
+    if isinstance(x, Tensor):
+        check.tensor(where, x, axis)
+        params = params_of(x)
+        y = run(rule, x if shaped is None else shaped(x), axis, params)
+        return begun(where, axis, x, y) if async_op else y
+    leaves, spec = buckets.leaves_of(where, x, axis, params_of, ragged, dims)
+    leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
+    if in_rows is None:
+        done = then_all([run(rule, leaf, axis, params_of(leaf)) for leaf in leaves], list)
+    else:
+        params, rows = in_rows()
+        done = buckets.in_buckets(
+            where, leaves, axis, bucket_mb, lambda flat: run(rule, flat, axis, params), rows, rule.saves
+        )
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    return begun(where, axis, None, tree) if async_op else tree

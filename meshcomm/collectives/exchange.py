@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from meshcomm.collectives import buckets, check
-from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside
+from meshcomm.collectives import check
+from meshcomm.collectives.buckets import ELEMENTS, Rows
+from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, carried
 from meshcomm.collectives.gather import cut_rows
-from meshcomm.collectives.rule import Rule, apply, start
+from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.pending import then
 from meshcomm.watch import here
-from meshcomm.work import Work, begun
+from meshcomm.work import Work
 
 __all__ = ["all_to_all", "permute", "shift"]
 
@@ -217,32 +218,24 @@ def all_to_all(
             async_op=async_op,
             timeout=timeout,
         )
-    where, run = "all_to_all", start if async_op else apply
-    ax = check.axis_of(where, axis, mesh)
-    if isinstance(x, Tensor):
-        check.tensor(where, x, ax)
-        params = _exchange_params(where, x, ax, split_dim, concat_dim, send_sizes, recv_sizes)
-        y = run(_ALL_TO_ALL, x, ax, params)
-        return begun(where, ax, x, y) if async_op else y
+    ax = check.axis_of("all_to_all", axis, mesh)
 
     def params_of(leaf: Tensor) -> tuple[int, int, Sizes, Sizes]:
-        return _exchange_params(where, leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
+        return _exchange_params("all_to_all", leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
+
+    def in_rows() -> tuple[Params, Rows]:
+        even = (1,) * ax.size
+        return (0, 0, even, even), Rows(
+            lambda leaf: cut_rows(leaf, split_dim % leaf.ndim, ax.size),
+            lambda part, leaf: _joined(part, leaf, split_dim % leaf.ndim, concat_dim % leaf.ndim, ax.size),
+        )
 
     own = send_sizes is not None or recv_sizes is not None
     dims = {"split_dim": split_dim, "concat_dim": concat_dim}
-    leaves, spec = buckets.leaves_of(where, x, ax, params_of, concat_dim if own else None, dims)
-    if own:
-        done = then_all([run(_ALL_TO_ALL, leaf, ax, params_of(leaf)) for leaf in leaves], list)
-    else:
-        even = (1,) * ax.size
-        done = buckets.rows(
-            where, leaves, ax, bucket_mb,
-            lambda flat: run(_ALL_TO_ALL, flat, ax, (0, 0, even, even)),
-            lambda leaf: cut_rows(leaf, split_dim % leaf.ndim, ax.size),
-            lambda part, leaf: _joined(part, leaf, split_dim % leaf.ndim, concat_dim % leaf.ndim, ax.size),
-        )  # fmt: skip
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun(where, ax, None, tree) if async_op else tree
+    ragged = concat_dim if own else None
+    return carried(
+        _ALL_TO_ALL, x, ax, params_of, bucket_mb, async_op, None if own else in_rows, ragged=ragged, dims=dims
+    )
 
 
 def _joined(part: Tensor, leaf: Tensor, split_dim: int, concat_dim: int, size: int) -> Tensor:
@@ -347,7 +340,8 @@ def permute(
     if here.watcher is not None or timeout is not None:
         return aside(permute, x, axis, perm, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout)
     ax = check.axis_of("permute", axis, mesh)
-    return _moved(_PERMUTE, x, ax, (check.checked_perm("permute", perm, ax),), bucket_mb, async_op)
+    params = (check.checked_perm("permute", perm, ax),)
+    return carried(_PERMUTE, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))
 
 
 @overload
@@ -414,16 +408,5 @@ def shift(
         check.explain("shift", f"offset={offset!r} is not an int.", ax, fix="how far, of either sign")
     if not isinstance(wrap, bool):
         check.explain("shift", f"wrap={wrap!r} is not a bool.", ax, fix="True or False")
-    return _moved(_SHIFT, x, ax, (int(offset), wrap), bucket_mb, async_op)
-
-
-def _moved(rule: Rule, x: Any, axis: Axis, params: tuple[Any, ...], bucket_mb: float, async_op: bool) -> Any:
-    run = start if async_op else apply
-    if isinstance(x, Tensor):
-        check.tensor(rule.name, x, axis)
-        y = run(rule, x, axis, params)
-        return begun(rule.name, axis, x, y) if async_op else y
-    leaves, spec = buckets.leaves_of(rule.name, x, axis)
-    done = buckets.elementwise(rule.name, leaves, axis, bucket_mb, lambda flat: run(rule, flat, axis, params))
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun(rule.name, axis, None, tree) if async_op else tree
+    params = (int(offset), wrap)
+    return carried(_SHIFT, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))

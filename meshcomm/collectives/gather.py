@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from meshcomm.collectives import buckets, check
-from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside
-from meshcomm.collectives.rule import Rule, apply, rule_named, start
+from meshcomm.collectives import check
+from meshcomm.collectives.buckets import Rows
+from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside, carried
+from meshcomm.collectives.rule import Params, Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.pending import then
 from meshcomm.watch import here
-from meshcomm.work import Work, begun
+from meshcomm.work import Work
 
-__all__ = ["all_gather", "all_gather_invariant", "cut_rows", "gather_over", "join_rows", "shard", "slice_shape"]
+__all__ = [
+    "all_gather", "all_gather_invariant", "cut_in_rows", "cut_rows", "gather_over", "shard", "slice_shape",
+]  # fmt: skip
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
@@ -170,7 +173,7 @@ def all_gather(
         return aside(
             all_gather, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
         )
-    return _gather("all_gather", _ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb, async_op)
+    return _gather(_ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
 @overload
@@ -248,7 +251,7 @@ def all_gather_invariant(
             async_op=async_op,
             timeout=timeout,
         )
-    return _gather("all_gather_invariant", _ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb, async_op)
+    return _gather(_ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
 @overload
@@ -309,26 +312,15 @@ def shard(
     """
     if here.watcher is not None:
         return here.watcher.collective(shard, x, axis, dim, sizes, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
-    where, run = "shard", start if async_op else apply
-    ax = check.axis_of(where, axis, mesh)
-    lengths = check.checked_sizes(where, sizes, ax)
-    if isinstance(x, Tensor):
-        check.tensor(where, x, ax)
-        check.slices(where, x, dim, lengths, ax)
-        y = run(_SHARD, x, ax, (int(dim) % x.ndim, lengths))
-        return begun(where, ax, x, y) if async_op else y
-    leaves, spec = buckets.leaves_of(where, x, ax, lambda leaf: check.slices(where, leaf, dim, lengths, ax))
-    if lengths is not None:
-        done = then_all([run(_SHARD, leaf, ax, (int(dim) % leaf.ndim, lengths)) for leaf in leaves], list)
-    else:
-        done = buckets.rows(
-            where, leaves, ax, bucket_mb,
-            lambda flat: run(_SHARD, flat, ax, (0, None)),
-            lambda leaf: cut_rows(leaf, dim % leaf.ndim, ax.size),
-            lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, ax.size)),
-        )  # fmt: skip
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun(where, ax, None, tree) if async_op else tree
+    ax = check.axis_of("shard", axis, mesh)
+    lengths = check.checked_sizes("shard", sizes, ax)
+
+    def params_of(leaf: Tensor) -> tuple[int, Sizes]:
+        check.slices("shard", leaf, dim, lengths, ax)
+        return int(dim) % leaf.ndim, lengths
+
+    in_rows = None if lengths is not None else lambda: ((0, None), cut_in_rows(dim, ax.size))
+    return carried(_SHARD, x, ax, params_of, bucket_mb, async_op, in_rows)
 
 
 def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
@@ -345,8 +337,15 @@ def slice_shape(leaf: Tensor, dim: int, size: int) -> tuple[int, ...]:
     return (*leaf.shape[:dim], leaf.shape[dim] // size, *leaf.shape[dim + 1 :])
 
 
+def cut_in_rows(dim: int, size: int) -> Rows:
+    """Leaves cut along ``dim``: row i holds slice i, and what comes of the rows is one slice."""
+    return Rows(
+        lambda leaf: cut_rows(leaf, dim % leaf.ndim, size),
+        lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, size)),
+    )
+
+
 def _gather(
-    where: str,
     rule: Rule,
     x: Tree,
     axis: AxisName,
@@ -356,38 +355,27 @@ def _gather(
     bucket_mb: float,
     async_op: bool,
 ) -> Any:
-    run = start if async_op else apply
-    ax = check.axis_of(where, axis, mesh)
-    lengths = check.checked_sizes(where, sizes, ax)
-    if isinstance(x, Tensor):
-        check.tensor(where, x, ax)
-        whole, place = _joinable(where, x, dim, lengths, ax)
-        y = run(rule, whole, ax, (place, lengths))
-        return begun(where, ax, x, y) if async_op else y
-    ragged = None if lengths is None else dim
-    leaves, spec = buckets.leaves_of(
-        where, x, ax, lambda leaf: _joinable(where, leaf, dim, lengths, ax), ragged, {"dim": dim}
-    )
-    leaves = [_joinable(where, leaf, dim, lengths, ax)[0] for leaf in leaves]
-    if lengths is not None:
-        done = then_all([run(rule, leaf, ax, (int(dim) % leaf.ndim, lengths)) for leaf in leaves], list)
-    else:
-        done = buckets.rows(
-            where, leaves, ax, bucket_mb,
-            lambda flat: run(rule, flat, ax, (0, None)),
-            lambda leaf: leaf.reshape(1, leaf.numel()),
-            lambda part, leaf: join_rows(part, leaf, dim % leaf.ndim, ax.size),
-        )  # fmt: skip
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun(where, ax, None, tree) if async_op else tree
+    ax = check.axis_of(rule.name, axis, mesh)
+    lengths = check.checked_sizes(rule.name, sizes, ax)
+
+    def params_of(leaf: Tensor) -> tuple[int, Sizes]:
+        whole = _with_dims(leaf)
+        place = check.checked_dim(rule.name, whole, dim, ax)
+        if lengths is not None:
+            check.own(rule.name, whole, place, lengths, ax)
+        return place, lengths
+
+    def in_rows() -> tuple[Params, Rows]:
+        return (0, None), Rows(back=lambda part, leaf: join_rows(part, leaf, dim % leaf.ndim, ax.size))
+
+    return carried(
+        rule, x, ax, params_of, bucket_mb, async_op, in_rows if lengths is None else None,
+        shaped=_with_dims, ragged=None if lengths is None else dim, dims={"dim": dim},
+    )  # fmt: skip
 
 
-def _joinable(where: str, x: Tensor, dim: int, sizes: Sizes, axis: Axis) -> tuple[Tensor, int]:
-    x = x.reshape(1) if x.ndim == 0 else x
-    place = check.checked_dim(where, x, dim, axis)
-    if sizes is not None:
-        check.own(where, x, place, sizes, axis)
-    return x, place
+def _with_dims(x: Tensor) -> Tensor:
+    return x.reshape(1) if x.ndim == 0 else x
 
 
 def join_rows(part: Tensor, leaf: Tensor, dim: int, size: int) -> Tensor:

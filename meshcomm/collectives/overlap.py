@@ -315,7 +315,7 @@ _one_node: Callable[..., tuple[Tensor, ...]] = _OneNode.apply
 
 def _sum_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
     rule = rule_named("all_reduce")
-    return buckets.elementwise("pvary", leaves, axis, bucket_mb, lambda flat: apply(rule, flat, axis, ("sum",)))
+    return buckets.in_buckets("pvary", leaves, axis, bucket_mb, lambda flat: apply(rule, flat, axis, ("sum",)))
 
 
 @in_graph

@@ -14,14 +14,15 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import buckets, check
-from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside
-from meshcomm.collectives.gather import cut_rows, gather_over, slice_shape
+from meshcomm.collectives.buckets import ELEMENTS
+from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside, carried
+from meshcomm.collectives.gather import cut_in_rows, gather_over
 from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.whose import Whose
 from meshcomm.watch import here
@@ -313,16 +314,17 @@ def all_reduce(
     if here.watcher is not None or timeout is not None:
         return aside(all_reduce, x, axis, op, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout)
     ax = check.axis_of("all_reduce", axis, mesh)
-    if isinstance(x, Tensor):
+    rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
+    if isinstance(x, Tensor):  # the one that is called most, at no call more than needed
         check.tensor("all_reduce", x, ax)
         check.reducible("all_reduce", x, op, ax)
-        rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
         return begun("all_reduce", ax, x, start(rule, x, ax, (op,))) if async_op else apply(rule, x, ax, (op,))
-    leaves, spec = buckets.leaves_of("all_reduce", x, ax, lambda leaf: check.reducible("all_reduce", leaf, op, ax))
-    rule, run = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE, start if async_op else apply
-    done = buckets.elementwise("all_reduce", leaves, ax, bucket_mb, lambda flat: run(rule, flat, ax, (op,)), rule.saves)
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun("all_reduce", ax, None, tree) if async_op else tree
+
+    def params_of(leaf: Tensor) -> tuple[str]:
+        check.reducible("all_reduce", leaf, op, ax)
+        return (op,)
+
+    return carried(rule, x, ax, params_of, bucket_mb, async_op, lambda: ((op,), ELEMENTS))
 
 
 @overload
@@ -401,29 +403,14 @@ def reduce_scatter(
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
 
-    def accept(leaf: Tensor) -> None:
+    def params_of(leaf: Tensor) -> tuple[int, str, Sizes]:
         check.reducible(where, leaf, op, ax)
         check.slices(where, leaf, dim, lengths, ax)
+        return int(dim) % leaf.ndim, op, lengths
 
-    rule, run = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER, start if async_op else apply
-    if isinstance(x, Tensor):
-        check.tensor(where, x, ax)
-        accept(x)
-        y = run(rule, x, ax, (int(dim) % x.ndim, op, lengths))
-        return begun(where, ax, x, y) if async_op else y
-    leaves, spec = buckets.leaves_of(where, x, ax, accept, dims={"dim": dim})
-    if lengths is not None:
-        done = then_all([run(rule, leaf, ax, (int(dim) % leaf.ndim, op, lengths)) for leaf in leaves], list)
-    else:
-        done = buckets.rows(
-            where, leaves, ax, bucket_mb,
-            lambda flat: run(rule, flat, ax, (0, op, None)),
-            lambda leaf: cut_rows(leaf, dim % leaf.ndim, ax.size),
-            lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, ax.size)),
-            rule.saves,
-        )  # fmt: skip
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun(where, ax, None, tree) if async_op else tree
+    rule = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER
+    in_rows = None if lengths is not None else lambda: ((0, op, None), cut_in_rows(dim, ax.size))
+    return carried(rule, x, ax, params_of, bucket_mb, async_op, in_rows, dims={"dim": dim})
 
 
 @overload
@@ -483,13 +470,5 @@ def broadcast(
     if here.watcher is not None or timeout is not None:
         return aside(broadcast, x, axis, src, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout)
     ax = check.axis_of("broadcast", axis, mesh)
-    src = check.checked_index("broadcast", src, ax, "src")
-    run = start if async_op else apply
-    if isinstance(x, Tensor):
-        check.tensor("broadcast", x, ax)
-        y = run(_BROADCAST, x, ax, (src,))
-        return begun("broadcast", ax, x, y) if async_op else y
-    leaves, spec = buckets.leaves_of("broadcast", x, ax)
-    done = buckets.elementwise("broadcast", leaves, ax, bucket_mb, lambda flat: run(_BROADCAST, flat, ax, (src,)))
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun("broadcast", ax, None, tree) if async_op else tree
+    params = (check.checked_index("broadcast", src, ax, "src"),)
+    return carried(_BROADCAST, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))

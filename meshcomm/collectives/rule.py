@@ -36,7 +36,7 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.transports.protocol import Note
 
-__all__ = ["Rule", "apply", "refuse_in_process", "rule_named", "start"]
+__all__ = ["Params", "Rule", "apply", "refuse_in_process", "rule_named", "start"]
 
 Params = tuple[Any, ...]
 

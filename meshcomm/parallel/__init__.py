@@ -64,33 +64,22 @@ __all__ = [
 # Imported when first asked for: each program needs a part, and checkpoints need DTensor, which takes a second.
 _MODULES = ("checkpoint", "fsdp")
 _LATER = {
-    "Column": "meshcomm.parallel.tensor.module",
-    "Piece": "meshcomm.parallel.fsdp.state",
-    "SyncBatchNorm": "meshcomm.parallel.batch_norm",
-    "clip_grad_norm": "meshcomm.parallel.clip",
-    "column_linear": "meshcomm.parallel.tensor.functions",
-    "convert_batch_norm": "meshcomm.parallel.batch_norm",
-    "counts": "meshcomm.parallel.fsdp.state",
-    "data_parallel": "meshcomm.parallel.data.ddp",
-    "enter": "meshcomm.parallel.tensor.functions",
-    "full_state_dict": "meshcomm.parallel.full_state",
-    "fully_shard": "meshcomm.parallel.fsdp.module",
-    "heads_of": "meshcomm.parallel.tensor.functions",
-    "join": "meshcomm.parallel.data.ddp",
-    "leave": "meshcomm.parallel.tensor.functions",
-    "load_full_state_dict": "meshcomm.parallel.full_state",
-    "no_sync": "meshcomm.parallel.data.micro_batches",
-    "parallel_attention": "meshcomm.parallel.tensor.functions",
-    "pieces": "meshcomm.parallel.fsdp.state",
-    "reduce_gradients": "meshcomm.parallel.data.micro_batches",
-    "row_linear": "meshcomm.parallel.tensor.functions",
-    "sequence_layer_norm": "meshcomm.parallel.tensor.functions",
-    "sequence_rms_norm": "meshcomm.parallel.tensor.functions",
-    "sync_batch_norm": "meshcomm.parallel.batch_norm",
-    "tensor_parallel": "meshcomm.parallel.tensor.module",
-    "vocab_cross_entropy": "meshcomm.parallel.tensor.functions",
-    "vocab_embedding": "meshcomm.parallel.tensor.functions",
-    "whole_parameters": "meshcomm.parallel.tensor.module",
+    name: module
+    for module, names in {
+        "meshcomm.parallel.batch_norm": "SyncBatchNorm convert_batch_norm sync_batch_norm",
+        "meshcomm.parallel.clip": "clip_grad_norm",
+        "meshcomm.parallel.data.ddp": "data_parallel join",
+        "meshcomm.parallel.data.micro_batches": "no_sync reduce_gradients",
+        "meshcomm.parallel.fsdp.module": "fully_shard",
+        "meshcomm.parallel.fsdp.state": "Piece counts pieces",
+        "meshcomm.parallel.full_state": "full_state_dict load_full_state_dict",
+        "meshcomm.parallel.tensor.functions": (
+            "column_linear enter heads_of leave parallel_attention row_linear sequence_layer_norm sequence_rms_norm "
+            "vocab_cross_entropy vocab_embedding"
+        ),
+        "meshcomm.parallel.tensor.module": "Column tensor_parallel whole_parameters",
+    }.items()
+    for name in names.split()
 }
 
 if not typing.TYPE_CHECKING:  # a type checker would take every name for one of these
