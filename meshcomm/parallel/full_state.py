@@ -16,7 +16,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, Mesh
 from meshcomm.objects.objects import all_gather_object, gather_object
-from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, named, state_names
+from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, dotted, named, state_names
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks, checked_module
 from meshcomm.parallel.checkpoint.whole import load
 from meshcomm.parallel.global_places import Place
@@ -119,7 +119,7 @@ def _boxes(found: Entries, batch: list[Path], mine: set[tuple[str, tuple[int, ..
         for path in batch
         if path in found.tensors
         for box in found.tensors[path].boxes
-        if (".".join(map(str, path)), box.offsets) in mine
+        if (dotted(path), box.offsets) in mine
     ]
 
 

@@ -124,13 +124,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "facts": asdict(self.facts),
-            "mesh": self.mesh,
-            "trials": {where: [asdict(trial) for trial in found] for where, found in self.trials.items()},
-            "findings": [asdict(each) for each in self.findings],
-            "healthy": self.healthy,
-        }
+        return {**asdict(self), "healthy": self.healthy}
 
     def lines(self) -> Iterator[str]:
         """For people."""
@@ -177,15 +171,10 @@ def _noted(where: str, found: list[Finding]) -> Iterator[None]:
 
 
 def _wrong_results(tried: dict[str, list[Trial]]) -> list[Finding]:
-    bad = [
-        f"{trial.name} of {trial.bytes} bytes ({where})"
-        for where, found in tried.items()
-        for trial in found
-        if not trial.right
-    ]
-    if not bad:
-        return []
-    return [Finding(True, f"wrong results: {', '.join(bad)}", "report it, with the lines above; try another backend")]
+    every = [(where, trial) for where, found in tried.items() for trial in found]
+    bad = [f"{trial.name} of {trial.bytes} bytes ({where})" for where, trial in every if not trial.right]
+    what, fix = f"wrong results: {', '.join(bad)}", "report it, with the lines above; try another backend"
+    return [Finding(True, what, fix)] if bad else []
 
 
 def alone(timeout: float, quick: bool, sizes: Sequence[int] = _SIZES) -> Report:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
@@ -75,6 +75,11 @@ class Facts:
     def ranks(self) -> int:
         """How many the launch has."""
         return 1 if self.launcher is None else int(self.launcher["world_size"])
+
+    @property
+    def ranks_here(self) -> int:
+        """How many of them this machine has, as far as the launcher tells."""
+        return 1 if self.launcher is None else self.launcher["local_world_size"] or 1
 
 
 def look(environ: Mapping[str, str] | None = None) -> Facts:
@@ -158,60 +163,41 @@ def findings(facts: Facts) -> list[Finding]:
         what, _, rest = facts.launcher_error.removeprefix("meshcomm.init: ").partition("\n")
         fix = rest.partition("fix: ")[2] or "start with torchrun, mpiexec or srun, which set all of them"
         found.append(Finding(True, what, fix))
-    found += _meeting(facts)
-    found += _accelerators(facts)
-    found += _network(facts)
-    found += _surroundings(facts)
-    found += _torch(facts)
+    for look_at in (_meeting, _accelerators, _network, _surroundings, _torch):
+        found += look_at(facts)
     return sorted(found, key=lambda each: not each.serious)
 
 
-def _meeting(facts: Facts) -> list[Finding]:
+def _meeting(facts: Facts) -> Iterator[Finding]:
     if facts.launcher is None or facts.ranks == 1:
-        return []
+        return
     launcher = Launcher(**facts.launcher)
     absent = [n for n, v in (("MASTER_ADDR", launcher.master_addr), ("MASTER_PORT", launcher.master_port)) if v is None]
     if absent and (launcher.name == "pytorch" or launcher.local_world_size not in (None, launcher.world_size)):
-        return [
-            Finding(
-                True,
-                f"{' and '.join(absent)} not set: the {facts.ranks} ranks do not know where to meet",
-                "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, equal in all processes",
-            )
-        ]
-    if facts.resolves is False:
-        return [
-            Finding(
-                True,
-                f"MASTER_ADDR, {launcher.master_addr!r}, has no address here",
-                "set it to a name or an address of rank 0's machine that this one knows",
-            )
-        ]
-    return []
+        what = f"{' and '.join(absent)} not set: the {facts.ranks} ranks do not know where to meet"
+        fix = "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, equal in all processes"
+        yield Finding(True, what, fix)
+    elif facts.resolves is False:
+        what = f"MASTER_ADDR, {launcher.master_addr!r}, has no address here"
+        yield Finding(True, what, "set it to a name or an address of rank 0's machine that this one knows")
 
 
-def _accelerators(facts: Facts) -> list[Finding]:
-    found = []
-    here = 1 if facts.launcher is None else facts.launcher["local_world_size"] or 1
-    count = len(facts.devices)
-    own = facts.accelerator is not None and f"{facts.accelerator}:" in facts.backend
-    if own and here > count:
-        what = f"{here} ranks on this machine and {count} {facts.accelerator} device(s), which ranks cannot share"
+def _accelerators(facts: Facts) -> Iterator[Finding]:
+    count, kind = len(facts.devices), facts.accelerator
+    own = kind is not None and f"{kind}:" in facts.backend
+    if own and facts.ranks_here > count:
+        what = f"{facts.ranks_here} ranks on this machine and {count} {kind} device(s), which ranks cannot share"
         fix = "start fewer ranks per machine, or mc.init(backend='gloo') to put all ranks on the CPU"
-        found.append(Finding(True, what, fix))
-    if facts.accelerator is not None and not own:
-        what = (
-            f"torch sees {count} {facts.accelerator} device(s) and has no backend of theirs: ranks compute on the CPU"
-        )
-        found.append(Finding(False, what, "install a build of torch with their backend (nccl, xccl, ...)"))
-    if facts.accelerator is None and facts.variables.get("CUDA_VISIBLE_DEVICES") == "":
-        found.append(Finding(False, "CUDA_VISIBLE_DEVICES is empty: torch sees no GPU", "unset it to use them"))
-    return found
+        yield Finding(True, what, fix)
+    if kind is not None and not own:
+        what = f"torch sees {count} {kind} device(s) and has no backend of theirs: ranks compute on the CPU"
+        yield Finding(False, what, "install a build of torch with their backend (nccl, xccl, ...)")
+    if kind is None and facts.variables.get("CUDA_VISIBLE_DEVICES") == "":
+        yield Finding(False, "CUDA_VISIBLE_DEVICES is empty: torch sees no GPU", "unset it to use them")
 
 
-def _network(facts: Facts) -> list[Finding]:
+def _network(facts: Facts) -> Iterator[Finding]:
     """Interfaces that are named and are not here. NCCL takes beginnings of names, = for whole ones, ^ for not these."""
-    found = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = facts.variables.get(variable, "")
         if not value or value.startswith("^") or not facts.interfaces:
@@ -219,48 +205,32 @@ def _network(facts: Facts) -> list[Finding]:
         nccl = variable.startswith("NCCL") and not value.startswith("=")
         for name in value.removeprefix("=").split(","):
             if not any(each == name or (nccl and each.startswith(name)) for each in facts.interfaces):
-                found.append(
-                    Finding(
-                        True,
-                        f"{variable} names {name!r}, which is no network interface here",
-                        f"unset it, or name one of {', '.join(facts.interfaces)}",
-                    )
-                )
-    return found
+                what = f"{variable} names {name!r}, which is no network interface here"
+                yield Finding(True, what, f"unset it, or name one of {', '.join(facts.interfaces)}")
 
 
-def _surroundings(facts: Facts) -> list[Finding]:
-    found = []
+def _surroundings(facts: Facts) -> Iterator[Finding]:
     tasks, step = facts.variables.get("SLURM_NTASKS", ""), facts.variables.get("SLURM_STEP_ID")
     if facts.launcher is None and not step and tasks.isdigit() and int(tasks) > 1:
-        found.append(
-            Finding(
-                False,
-                f"Slurm has given {tasks} tasks, but this process was started without srun: it is alone",
-                "start it with srun",
-            )
-        )
-    local = 1 if facts.launcher is None else facts.launcher["local_world_size"] or 1
+        what = f"Slurm has given {tasks} tasks, but this process was started without srun: it is alone"
+        yield Finding(False, what, "start it with srun")
+    local = facts.ranks_here
     if local > 1 and "OMP_NUM_THREADS" not in facts.variables:
         what = f"OMP_NUM_THREADS is not set: each of {local} ranks starts a thread for each of {facts.cores} core(s)"
-        found.append(Finding(False, what, f"export OMP_NUM_THREADS={max(1, facts.cores // local)}"))
+        yield Finding(False, what, f"export OMP_NUM_THREADS={max(1, facts.cores // local)}")
     if facts.variables.get(_SWITCH) == "0":
-        what = f"{_SWITCH}=0: ranks of one machine send messages instead of sharing memory"
-        found.append(Finding(False, what, "unset it"))
-    return found
+        yield Finding(False, f"{_SWITCH}=0: ranks of one machine send messages instead of sharing memory", "unset it")
 
 
-def _torch(facts: Facts) -> list[Finding]:
-    found = []
+def _torch(facts: Facts) -> Iterator[Finding]:
     fix = f"install a torch that was tested: {', '.join(_versions.TESTED)}"
     if facts.untested is not None:
-        found.append(Finding(False, facts.untested, f"{fix}; or go on, and see what is said of missing names"))
+        yield Finding(False, facts.untested, f"{fix}; or go on, and see what is said of missing names")
     by_cost: dict[str, list[str]] = {}
     for name, costs in facts.lacking.items():
         by_cost.setdefault(costs, []).append(name)
     for costs, names in by_cost.items():
-        found.append(Finding(False, f"torch {facts.torch} has no {', '.join(names)}: {costs}", fix))
-    return found
+        yield Finding(False, f"torch {facts.torch} has no {', '.join(names)}: {costs}", fix)
 
 
 def differences(every: Sequence[Facts]) -> list[Finding]:

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshcomm.errors import fail, shape_text
-from meshcomm.parallel.checkpoint.parts import Entries, Path
+from meshcomm.parallel.checkpoint.parts import Entries, dotted
 from meshcomm.runtime.health import peers
 
 __all__ = [
@@ -201,10 +201,10 @@ class Planner(DefaultSavePlanner):
         self._tensors: dict[MetadataIndex, Tensor] = {}
         self._plain: dict[str, Any] = {}
         if found is not None:
-            self._plain = {_dotted(path): value for path, value in found.plain.items()}
+            self._plain = {dotted(path): value for path, value in found.plain.items()}
             for path, spread in found.tensors.items():
                 for box in spread.boxes:
-                    self._tensors[MetadataIndex(_dotted(path), box.offsets)] = box.view
+                    self._tensors[MetadataIndex(dotted(path), box.offsets)] = box.view
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """The bytes of one item."""
@@ -223,9 +223,9 @@ def local_plan(found: Entries) -> SavePlan:
         for box in spread.boxes:
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             data = TensorWriteData(chunk, properties, torch.Size(spread.shape))
-            items.append(WriteItem(MetadataIndex(_dotted(path), box.offsets), WriteItemType.SHARD, tensor_data=data))
-    items += [WriteItem(MetadataIndex(_dotted(path)), WriteItemType.BYTE_IO) for path in found.plain]
-    return SavePlan(items, planner_data={_dotted(path): path for path in (*found.tensors, *found.plain)})
+            items.append(WriteItem(MetadataIndex(dotted(path), box.offsets), WriteItemType.SHARD, tensor_data=data))
+    items += [WriteItem(MetadataIndex(dotted(path)), WriteItemType.BYTE_IO) for path in found.plain]
+    return SavePlan(items, planner_data={dotted(path): path for path in (*found.tensors, *found.plain)})
 
 
 def global_plan(where: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -313,10 +313,6 @@ class Writer(FileSystemWriter):
             twins += [dataclasses.replace(each, index=dataclasses.replace(each.index, fqn=alias))
                       for each in every if each.index.fqn == name]  # fmt: skip
         self.finish(table, [every, twins])
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))
 
 
 # ------------------------------------------------------------------------------------------------------ what is there

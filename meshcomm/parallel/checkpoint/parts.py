@@ -19,11 +19,17 @@ from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
 
 __all__ = [
-    "Entries", "Named", "Path", "collect", "named", "optimizer_names", "optimizer_path", "plain_problem", "state_names",
+    "Entries", "Named", "Path", "collect", "dotted", "named", "optimizer_names", "plain_problem", "state_names",
 ]  # fmt: skip
 
 Path = tuple[str | int, ...]
 """Where a value stands in nested dicts and lists; joined by dots it is the name in the file."""
+
+
+def dotted(path: Path) -> str:
+    """The name of a path in the file."""
+    return ".".join(map(str, path))
+
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, type(None))
@@ -124,13 +130,13 @@ def _collect_optimizer(found: Entries, here: Named, optimizer: torch.optim.Optim
         for name, p in zip(theirs, group["params"], strict=True):
             place = here.places.get(id(p), Place(p.shape))
             for tail, value in _leaves(optimizer.state.get(p, {})):
-                path = optimizer_path(name, tail)
+                path = ("optim", "state", name, *tail)
                 if isinstance(value, Tensor) and value.shape == p.shape:
                     found.tensors[path] = place.of(value)
                     continue
                 if isinstance(value, Tensor) and value.ndim and place.is_cut:
                     got = f"{shape_text(value.dtype, value.shape)}, the parameter here {tuple(p.shape)}"
-                    fail("checkpoint", f"nothing is known of how {'.'.join(map(str, path))!r} is cut.", got=got,
+                    fail("checkpoint", f"nothing is known of how {dotted(path)!r} is cut.", got=got,
                          fix="keep it out of the optimiser's state, or the parameter whole")  # fmt: skip
                 _put(found, path, value)
 
@@ -144,18 +150,13 @@ def optimizer_names(here: Named, params: Sequence[Tensor]) -> list[str]:
     return [here.first[id(p)] for p in params]
 
 
-def optimizer_path(name: str, tail: Path) -> Path:
-    """Of a state of a parameter."""
-    return ("optim", "state", name, *tail)
-
-
 def _put(found: Entries, at: Path, value: Any) -> None:
     for tail, leaf in _leaves(value):
         path = (*at, *tail)
         if isinstance(leaf, Tensor):
             found.tensors[path] = Spread.whole(leaf)
         else:
-            problem = plain_problem(leaf, ".".join(map(str, path)))
+            problem = plain_problem(leaf, dotted(path))
             if problem:
                 fail("checkpoint", problem, fix="loading runs no code, so only plain data is saved")
             found.plain[path] = leaf

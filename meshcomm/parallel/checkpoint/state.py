@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import fail, names, shape_text
-from meshcomm.parallel.checkpoint.parts import Named, Path, named, optimizer_names, state_names
+from meshcomm.parallel.checkpoint.parts import Named, Path, dotted, named, optimizer_names, state_names
 from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.global_places import Place, Spread
 
@@ -62,9 +62,9 @@ class Restoring:
                 used |= self._extra_state(module, given, (*root, name))
                 continue
             if name in here.aliases:
-                used.add(_dotted((*root, name)))
+                used.add(dotted((*root, name)))
                 continue
-            keys = [_dotted((*root, each)) for each in (name, *aliases.get(name, ()))]
+            keys = [dotted((*root, each)) for each in (name, *aliases.get(name, ()))]
             key = next((key for key in keys if self.reader.tensor(key) is not None), None)
             if not isinstance(x, Tensor):
                 fail(
@@ -85,9 +85,9 @@ class Restoring:
         owner = module.get_submodule(given.rpartition(".")[0])
         leaves = self._leaves(at)
         if not leaves:
-            fail(self.where, f"the checkpoint has no {_dotted(at)!r}.", got=self.reader.folder)
+            fail(self.where, f"the checkpoint has no {dotted(at)!r}.", got=self.reader.folder)
         self._commits.append(lambda: owner.set_extra_state(_built(leaves)))
-        return {_dotted((*at, *leaf.tail)) for leaf in leaves}
+        return {dotted((*at, *leaf.tail)) for leaf in leaves}
 
     def _tensor(self, key: str, target: Spread, wrong: list[str]) -> None:
         stored = self.reader.tensor(key)
@@ -141,7 +141,7 @@ class Restoring:
         here = named(module)
         groups = self._groups(root)
         if not groups:
-            got = f"{self.reader.folder}; {_dotted(root)!r}"
+            got = f"{self.reader.folder}; {dotted(root)!r}"
             fail(self.where, "the checkpoint has no state of an optimiser.", got=got, fix="load the module alone")
         states: dict[str, list[tuple[Path, str]]] = {}
         for key, path in self.reader.paths.items():
@@ -233,10 +233,6 @@ class Restoring:
         self.reader.read(self._files)
         for commit in self._commits:
             commit()
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))
 
 
 def _more(items: Sequence[object], shown: int = 4) -> str:
