@@ -78,6 +78,7 @@ __all__ = [
     "own_parameters",
     "plain_apply",
     "primal_of",
+    "profiler_on",
     "reduce_scatter_base",
     "saved_hooks_on_top",
     "sequence_number",
@@ -152,6 +153,11 @@ functorch_active: Callable[[], bool] = find(
     "torch._C._are_functorch_transforms_active", "every collective takes some µs longer", _functorch_refuses
 )
 """Whether a torch.func transform is active."""
+
+profiler_on: Callable[[], bool] = find(
+    "torch.autograd._profiler_enabled", "torch's profiler does not show what collectives are called", lambda: False
+)
+"""Whether torch's profiler is on in this thread."""
 
 unwrap_if_dead: Callable[[Tensor], Tensor] = find(
     "torch._C._functorch.unwrap_if_dead", "a tensor that has leaked out of a torch.func transform may fail", _as_it_is

@@ -155,6 +155,13 @@ def test_name_functorch_active() -> None:
     assert not _torch.functorch_active()
 
 
+def test_name_profiler_on() -> None:
+    assert not _torch.profiler_on()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.profiler_on()
+    assert not _torch.profiler_on()
+
+
 def test_name_unwrap_if_dead() -> None:
     kept: list[Tensor] = []
 

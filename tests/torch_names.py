@@ -253,6 +253,7 @@ USES = {
     "torch._C._DisableFuncTorch": ["transforms", "leaked"],
     "torch._C._functorch": ["leaked", "views", "checked_under_func"],
     "torch._C.DisableTorchFunction": ["readme_by_hand"],
+    "torch.autograd._profiler_enabled": ["collectives"],
     "torch.utils._python_dispatch": ["transforms"],
     "torch.utils._pytree": ["own_classes"],
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshcomm.mesh import Axis
+from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import settled
 from meshcomm.runtime.transports.protocol import Note
 from meshcomm.watch import here
@@ -27,8 +28,9 @@ def begin_to_agree(values: Sequence[int], axis: Axis, src: int | None = None, op
     """The same; over ``axis.later`` a Pending of it."""
     watched = contextlib.nullcontext() if here.watcher is None else here.watcher.paused()
     with watched, torch.no_grad():
+        what = "broadcast" if src is not None else "all_reduce" if op else "all_gather"
         if axis.link.hears:
             given = {"src": src} if src is not None else {"op": op} if op else {}
-            what = "broadcast" if src is not None else "all_reduce" if op else "all_gather"
             axis.link.announce(Note(what, tuple(given.values()), tuple(given), None, axis, torch.int64, (len(values),)))
-        return axis.link.agree(values, src, op)
+        with in_range(what, axis, torch.int64, (len(values),)):
+            return axis.link.agree(values, src, op)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, overload
 
@@ -21,6 +21,7 @@ from meshcomm.collectives.door import Later, Now, aside
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
@@ -52,11 +53,12 @@ EXCHANGE = Op("exchange", "V -> V", others=True)
 BARRIER = Op("barrier", compared=("timeout",))
 
 
-def _announce(axis: Axis, op: Op, *given: object, x: Tensor | None = None) -> None:
-    """Say what is called, with the arguments that are compared."""
+def _called(axis: Axis, op: Op, *given: object, x: Tensor | None = None) -> AbstractContextManager[Any]:
+    """What runs inside belongs to this call, with the arguments that are compared."""
+    seen = (None, ()) if x is None else (x.dtype, x.shape)
     if axis.link.hears:
-        seen = (None, ()) if x is None else (x.dtype, x.shape)
         axis.link.announce(Note(op.name, given, op.compared[: len(given)], None, axis, *seen))
+    return in_range(op.name, axis, *seen)
 
 
 def _link(axis: Axis, later: bool) -> Link:
@@ -132,8 +134,8 @@ def reduce(
     check.reducible("reduce", x, op, ax)
     dst = check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
-    _announce(ax, REDUCE, op, dst, x=x)
-    y = _link(ax, async_op).reduce(_kept(x, async_op), op, dst)
+    with _called(ax, REDUCE, op, dst, x=x):
+        y = _link(ax, async_op).reduce(_kept(x, async_op), op, dst)
     return begun("reduce", ax, x, y) if async_op else y
 
 
@@ -198,12 +200,12 @@ def gather(
     x = x.reshape(1) if x.ndim == 0 else x
     place = check.checked_dim("gather", x, dim, ax)
     check.no_gradient("gather", x, ax, "use all_gather")
-    _announce(ax, GATHER, dst, place, x=x)
 
     def join(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
 
-    y = then(_link(ax, async_op).gather(_kept(x, async_op), dst), join)
+    with _called(ax, GATHER, dst, place, x=x):
+        y = then(_link(ax, async_op).gather(_kept(x, async_op), dst), join)
     return begun("gather", ax, x, y) if async_op else y
 
 
@@ -292,8 +294,8 @@ def scatter(
         place = dim % x.ndim
         rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
     later = async_op or end is not None
-    _announce(ax, SCATTER, src)
-    y = _link(ax, later).scatter(None if rows is None else _kept(rows, later), like, src)
+    with _called(ax, SCATTER, src):
+        y = _link(ax, later).scatter(None if rows is None else _kept(rows, later), like, src)
     if end is not None:
         return _until(end, ax, like, y)
     return begun("scatter", ax, like, y) if async_op else y
@@ -343,8 +345,8 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, end: float
         shape = slice_shape(x, dim % x.ndim, axis.size)
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
     values += [0] * (_MOST_DIMS + 3 - len(values))
-    _announce(axis, SCATTER, src)
-    told = _link(axis, end is not None).agree(values, src)
+    with _called(axis, SCATTER, src):
+        told = _link(axis, end is not None).agree(values, src)
     [(code, elsewhere, ndim, *lengths)] = told if end is None else _until(end, axis, None, told)
     if axis.index == src and x is not None:
         return x.new_empty(slice_shape(x, dim % x.ndim, axis.size))
@@ -413,8 +415,8 @@ def send(
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
-    _announce(ax, SEND)
-    done = then(_link(ax, async_op).exchange(_kept_posts([post], async_op), []), lambda _: None)
+    with _called(ax, SEND):
+        done = then(_link(ax, async_op).exchange(_kept_posts([post], async_op), []), lambda _: None)
     return begun("send", ax, x, done) if async_op else None
 
 
@@ -488,8 +490,8 @@ def recv(
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
-    _announce(ax, RECV)
-    y = then(_link(ax, async_op).exchange([], [want]), lambda got: got[0])
+    with _called(ax, RECV):
+        y = then(_link(ax, async_op).exchange([], [want]), lambda got: got[0])
     return begun("recv", ax, (dtype, want[1]), y) if async_op else y
 
 
@@ -559,7 +561,6 @@ def exchange(
     kept = _to_oneself(
         [post for post in posts if post[1] == ax.index], [want for want in wants if want[0] == ax.index], ax
     )
-    _announce(ax, EXCHANGE)
     away = [want for want in wants if want[0] != ax.index]
     sent = _kept_posts([post for post in posts if post[1] != ax.index], async_op)
 
@@ -567,7 +568,8 @@ def exchange(
         got = iter(received)
         return [next(kept if want[0] == ax.index else got) for want in wants]
 
-    y = then(_link(ax, async_op).exchange(sent, away), sort)
+    with _called(ax, EXCHANGE):
+        y = then(_link(ax, async_op).exchange(sent, away), sort)
     return begun("exchange", ax, None, y) if async_op else y
 
 
@@ -621,13 +623,13 @@ def barrier(
     ax = check.axis_of("barrier", axis, mesh)
     limit = duration("barrier", timeout)
     if limit is None:
-        _announce(ax, BARRIER)
-        done = _link(ax, async_op).barrier()
+        with _called(ax, BARRIER):
+            done = _link(ax, async_op).barrier()
         return begun("barrier", ax, None, done) if async_op else None
     if async_op:
         check.explain("barrier", "timeout= with async_op=True.", ax, fix="give the time-out to the wait of the work")
-    _announce(ax, BARRIER, limit.total_seconds())
-    ax.link.barrier_within(limit.total_seconds())
+    with _called(ax, BARRIER, limit.total_seconds()):
+        ax.link.barrier_within(limit.total_seconds())
     return None
 
 

@@ -22,6 +22,7 @@ from meshcomm.collectives import buckets
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
+from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import settled
 from meshcomm.runtime.transports.shared.transport import FLOATS, OneHostLink, Parts, Reading
 
@@ -173,7 +174,8 @@ class _Sums:
             if link.hears:
                 note = rule_named("all_reduce").noted((self.how.op,), dtype, shape)
                 link.announce(note._replace(needs_grad=False, axis=axis))
-            now.totals.append(link.all_reduce(Parts(parts, dtype, share), "sum"))
+            with in_range("all_reduce", axis, dtype, shape):
+                now.totals.append(link.all_reduce(Parts(parts, dtype, share), "sum"))
         else:
             whole = torch.cat([part.to(dtype) for part in parts])
             now.totals.append(apply(rule_named("all_reduce"), whole, axis, (self.how.op,)))

@@ -26,11 +26,13 @@ from meshcomm._torch import (
     let_into_graph,
     plain_apply,
     primal_of,
+    profiler_on,
     unwrap_if_dead,
     version_of,
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
+from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
@@ -102,7 +104,10 @@ class Rule:
             link.tree = ()  # nothing is called that it could belong to
         elif link.hears:
             link.called = self.noted, params[: len(self.agreed)], x.dtype, x.shape
-        return self.run(x, axis, *params)
+        if self.local or not profiler_on():
+            return self.run(x, axis, *params)
+        with in_range(self.name, axis, x.dtype, x.shape):
+            return self.run(x, axis, *params)
 
 
 _rules: dict[str, Rule] = {}
@@ -121,7 +126,7 @@ def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Tensor:
         return rule.function(x, axis, params)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
         return rule.node(unwrap_if_dead(x), axis, params)  # type: ignore[no-any-return]
-    if axis.link.hears:
+    if axis.link.hears or profiler_on():
         return rule.announced(x, axis, params, False)
     return rule.run(x, axis, *params)
 
@@ -290,7 +295,7 @@ def _backward_only(rule: Rule) -> type[Function]:
     def forward(ctx: Any, x: Tensor, axis: Axis, params: Params) -> Tensor:
         ctx.axis, ctx.params = axis, params
         axis.link.ledger.at_once += 1
-        y = rule.announced(x, axis, params, True) if axis.link.hears else rule.run(x, axis, *params)
+        y = rule.announced(x, axis, params, True) if axis.link.hears or profiler_on() else rule.run(x, axis, *params)
         if rule.saves:
             ctx.save_for_backward(x, y)
         return y

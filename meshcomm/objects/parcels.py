@@ -12,7 +12,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail, held
 from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view
+from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.transports.protocol import Note
 
 __all__ = ["FIX", "Courier"]
@@ -115,16 +117,17 @@ class Courier:
 
     def _move(self, x: Tensor, primitive: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Send ``x`` over its device, and put what comes into ``out``."""
-        self._announce()
-        with torch.no_grad():
+        with self._called(), torch.no_grad():
             out.copy_(primitive(x.to(self._home)))
 
-    def _announce(self) -> None:
+    def _called(self) -> AbstractContextManager[Any]:
+        """What runs inside belongs to this call."""
         link = self.axis.link
         if link.hears and not link.watched:  # the rows say the rest, and which rank's arguments are wrong
             link.called = Note, "exchange of objects", (), (), None, None
         if link.watched:
             link.announce(Note(self.where, tuple(self._given.values()), tuple(self._given), None, self.axis))
+        return in_range(self.where, self.axis)
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 
@@ -164,9 +167,9 @@ class Courier:
         with _torch.outside_transforms():
             me, size = self.axis.index, self.axis.size
             self.meet(problem)
-            self._announce()
             lengths = [len(data) for data in datas] if datas is not None and me == src else [0] * size
-            [every] = self.axis.link.agree(lengths, src)
+            with self._called():
+                [every] = self.axis.link.agree(lengths, src)
             out = [bytearray(every[me] if i == src else 0) for i in range(size)]
             step = max(_CHUNK // size, _ROOM)
             for at in range(0, max(every), step):

@@ -16,6 +16,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.parcels import Courier
+from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.protocol import Note
 
@@ -166,7 +167,8 @@ class Metrics:
             self._agree(ax)
             if ax.link.hears:
                 ax.link.announce(Note("Metrics.reduce", tuple(self._kinds.items()), tuple(self._kinds), None, ax))
-            rows = ax.link.all_gather(mine)
+            with in_range("Metrics.reduce", ax, mine.dtype, mine.shape):
+                rows = ax.link.all_gather(mine)
             total, count = rows.cpu().unbind(-1)  # [n, metrics]
             found = {
                 name: _whole(kind, total[:, i], float(count[:, i].sum()))

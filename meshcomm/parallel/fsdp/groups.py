@@ -28,6 +28,7 @@ from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.stand_ins import become
+from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import Pending, settled
 from meshcomm.runtime.transports.flat import gather_flat, scatter_flat
 
@@ -275,7 +276,8 @@ class Group:
         axis = self.owner.policy.axis.later
         if _is_told(axis, shard) or axis.size == 1:
             return self._told(_GATHER, shard, axis, (0, None))
-        return gather_flat(axis.link, shard)
+        with in_range("all_gather", axis, shard.dtype, shard.shape):
+            return gather_flat(axis.link, shard)
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
@@ -314,7 +316,8 @@ class Group:
         self.owner.counts.bytes_reduced += packed.nbytes
         if _is_told(axis, packed) or axis.size == 1 or packed.requires_grad:
             return self._told(_SCATTER, packed, axis, (0, self.owner.policy.op, None))
-        return scatter_flat(axis.link, packed, self.owner.policy.op)
+        with in_range("reduce_scatter", axis, packed.dtype, packed.shape):
+            return scatter_flat(axis.link, packed, self.owner.policy.op)
 
     def spread(self, total: Tensor, replica: Axis) -> Any:
         """Start the sum over the replicas."""
