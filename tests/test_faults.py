@@ -252,6 +252,19 @@ def test_who_ended_of_it_is_not_taken_for_the_cause(outcomes: dict[str, Outcome]
     assert not re.search("(index|rank) 1 has (left|ended)", outcomes[name]["errors"]["0"]["text"])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-Sc", "input()"], stdin=subprocess.PIPE)
+    sign = f"{peers._machine()}\t{child.pid}\t{peers._began(child.pid)}"
+    assert not peers.ended(sign)
+    assert child.stdin is not None
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert peers.ended(sign)
+    child.wait()
+    assert peers.ended(sign)
+
+
 @pytest.mark.parametrize(
     "end", ["index 2 has ended (rank 2, process 7)", "a=2 (rank 2) has left the group: ValueError: no"]
 )

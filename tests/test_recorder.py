@@ -93,6 +93,17 @@ def test_what_is_kept(run4: Callable[..., list[Any]], tmp_path: Path, request: p
             assert one["site"] == line_of('mc.all_reduce(x, "dp", "max"')
 
 
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [(None, "begun"), (1.5, "completed"), ("ValueError: no", "failed"), (recorder.DROPPED, "dropped")],
+    ids=str,
+)
+def test_the_word_for_how_a_call_ended(end: float | str | None, state: str) -> None:
+    record: Any = [None] * 9
+    record[recorder.ENDED] = end
+    assert recorder.state_of(record) == state
+
+
 def many() -> tuple[int, list[int]]:
     mesh = mc.make_mesh({"a": 4})
     log = bare(mesh.axis("a").link).log
