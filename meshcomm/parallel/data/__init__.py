@@ -1,1 +1,4 @@
-"""Data parallelism, and gradients of several backward passes or over unequal means."""
+"""Data parallelism, and gradients of several backward passes or over unequal means.
+
+In: a module and this rank's rows. Out: the gradients of the whole batch.
+"""
