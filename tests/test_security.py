@@ -559,6 +559,8 @@ def hostile(folder: Path, bang: Path, case: str) -> None:
         object.__setattr__(index, "offset", torch.Size([0]))
     elif case == "dims":
         entry.chunks[0].offsets = torch.Size([0, 0, 0])
+    elif case == "over the edge":
+        entry.chunks[0].offsets = torch.Size([1, 0])
     elif case == "overlap":
         half = type(entry.chunks[0])(torch.Size([0, 0]), torch.Size([4, 8]))
         entry.chunks[:] = [half, half]
@@ -598,6 +600,7 @@ CASES = {
     "folder": "is not in a file of the checkpoint",
     "negative": "an offset is -1", "beyond": "is missing or cut short", "negative size": "the size of a box is -1",
     "huge": "its size is", "empty": "has not all of 'optim.state.0.weight.exp_avg'", "dims": "a box of .* dims",
+    "over the edge": r"a box of .* at \[1, 0\] in a tensor of",
     "overlap": "boxes that overlap", "hole": "has not all of 'model.0.weight'",
     "nowhere": "does not say where 'model.0.weight' is", "compressed": "is compressed",
     "swapped": "not what the table says it is", "pipe": "is missing or cut short", "cut": "is missing or cut short",

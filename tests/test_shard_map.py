@@ -957,3 +957,12 @@ def check_dtensors() -> None:
 
 def test_dtensors_in_give_dtensors_out(pool4: Any) -> None:
     pool4.run(check_dtensors)
+
+
+def test_what_is_the_same_on_all_ranks_may_be_a_part_of_the_result() -> None:
+    """Its gradient is the sum over the parts."""
+    w, c = torch.ones(3, requires_grad=True), torch.arange(6.0)
+    twice = mc.shard_map(lambda w: 2 * w, mesh=mc.make_mesh({"dp": 2}), in_specs="d", out_specs="(dp d)")
+    (twice(w) * c).sum().backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [6.0, 10.0, 14.0]
