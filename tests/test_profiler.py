@@ -17,7 +17,7 @@ from meshcomm.runtime.hooks.ranges import in_range
 
 def ranges_of(program: Callable[[], object]) -> dict[str, int]:
     """The ranges that it opens, and how often."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         program()
     names = [event.name for event in seen.events() if event.name.startswith("meshcomm.")]
     return dict(Counter(name.removeprefix("meshcomm.") for name in names))

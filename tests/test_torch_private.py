@@ -157,7 +157,7 @@ def test_name_functorch_active() -> None:
 
 def test_name_profiler_on() -> None:
     assert not _torch.profiler_on()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert _torch.profiler_on()
     assert not _torch.profiler_on()
 
