@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, fail, shape_text, text
+from meshcomm.errors import CommError, fail, text
 from meshcomm.mesh import Axis
-from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.hooks.recorder import ENDED, AxisAt, failed
+from meshcomm.runtime.hooks.recorder import ENDED, failed, noted
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.start import forks
 from meshcomm.runtime.start.request import duration
@@ -55,7 +55,7 @@ class Work(Generic[T]):
 
     _value: T
 
-    def __init__(self, source: Any, title: _Title | None = None) -> None:
+    def __init__(self, source: Any, call: Call | None = None, axis: Axis | None = None) -> None:
         self._claimed = False
         self._error: BaseException | None = None
         self._over = not isinstance(source, (Pending, Work))
@@ -63,7 +63,7 @@ class Work(Generic[T]):
             self._value = source
             return
         self._source: Any = source
-        self._title = title
+        self._call, self._axis = call, axis
         self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         self._rank = current_rank()
         self._lock = threading.RLock() if self._rank is None else contextlib.nullcontext()
@@ -145,16 +145,17 @@ class Work(Generic[T]):
         return self._finished(None)
 
     def _too_late(self, waited: float, late: TimedOutError) -> str:
-        title, record = self._title, self._source.record()
-        if title is None or record is None:
+        call, axis, record = self._call, self._axis, self._source.record()
+        if call is None or axis is None or record is None:
             return self._late(waited, str(late), again=False)
-        link: Any = title.axis.link
+        link: Any = axis.link
         log = link.log
         absent = range(len(log.ranks)) if late.missing is None else late.missing
         real = self._rank is None
         found = peers.account([log.ranks[i] for i in absent]) if real else ""
-        axis = AxisAt(title.axis.name, title.axis.coordinate)
-        return late_text(Late(title.what, log, record, waited, late.missing, late.came, late.known, found, real, axis))
+        return late_text(
+            Late(call.what, log, record, waited, late.missing, late.came, late.known, found, real, call.axis)
+        )
 
     @contextlib.contextmanager
     def _locked(self, timeout: float | None) -> Iterator[None]:
@@ -217,7 +218,7 @@ class Work(Generic[T]):
             fail("then", f"fn is not callable but {type(fn).__name__}.", fix="a function of the result")
         if torch.compiler.is_compiling():
             return Work(fn(self.wait()))
-        return Work(_Follow(self, fn), getattr(self, "_title", None))
+        return Work(_Follow(self, fn), getattr(self, "_call", None), getattr(self, "_axis", None))
 
     def __await__(self) -> Generator[Any, None, T]:
         turns = 0
@@ -230,8 +231,8 @@ class Work(Generic[T]):
         return self.wait()
 
     def _late(self, waited: float, absent: str = "", *, again: bool = True) -> str:
-        title = getattr(self, "_title", None)
-        what, got = ("wait", "") if title is None else (title.what, str(title))
+        call = getattr(self, "_call", None)
+        what, got = ("wait", "") if call is None else (call.what, str(call))
         since = time.monotonic() - self._began
         return text(
             what,
@@ -244,9 +245,9 @@ class Work(Generic[T]):
         )
 
     def __repr__(self) -> str:
-        title = getattr(self, "_title", None)
+        call = getattr(self, "_call", None)
         state = "failed" if self._error is not None else "done" if self._over else "under way"
-        return f"<Work {state}{'' if title is None else f': {title.what} {title}'}>"
+        return f"<Work {state}{'' if call is None else f': {call}'}>"
 
     def __del__(self) -> None:
         if getattr(self, "_claimed", True) or self._over or forks.is_fork():
@@ -255,27 +256,11 @@ class Work(Generic[T]):
             return
         with contextlib.suppress(Exception):
             self._source.abandon()
-        title = self._title
-        if title is not None:
-            message = f"meshcomm.{title.what}: the Work {title} was dropped and never waited for"
+        call = self._call
+        if call is not None and call.site is not None:
+            message = f"meshcomm.{call.what}: the Work of {call} was dropped and never waited for"
             with contextlib.suppress(AttributeError, TypeError):  # at the end of the interpreter
-                warnings.warn_explicit(message, RuntimeWarning, title.site.file, title.site.line)
-
-
-class _Title:
-    """What a work is the result of, put into words only when somebody asks."""
-
-    __slots__ = ("axis", "site", "what", "x")
-
-    def __init__(self, what: str, axis: Axis, x: Tensor | Kind | None) -> None:
-        self.what = what
-        self.axis = axis
-        self.x = (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x
-        self.site: CallSite = call_site()
-
-    def __str__(self) -> str:
-        shape = "" if self.x is None else f"of {shape_text(*self.x)} "
-        return f"{shape}over {self.axis} of size {self.axis.size}, begun at {self.site}"
+                warnings.warn_explicit(message, RuntimeWarning, call.site.file, call.site.line)
 
 
 class _Follow(Pending):
@@ -308,7 +293,10 @@ class _Follow(Pending):
 
 def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[Any]:
     """A work whose result is ``result``, or what that will be; ``x`` is the one tensor that it is about, if it is."""
-    return Work(result, _Title(what, axis, x)) if isinstance(result, Pending) else Work(result)
+    if not isinstance(result, Pending):
+        return Work(result)
+    dtype, shape = (None, ()) if x is None else (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x
+    return Work(result, noted(result.record(), Call(what, axis=axis, dtype=dtype, shape=shape).here()), axis)
 
 
 def limited(fn: Callable[..., Any], timeout: object, async_op: bool, /, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm import parallel
-from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.transports.shared import differences, lexicon
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 
@@ -386,7 +386,7 @@ def without_words() -> str:
 
 def test_words_that_are_forgotten(pool4: Any) -> None:
     for text in pool4.run(without_words):
-        assert "index 2 all_reduce of f32[3] (max); indices 0, 1, 3 all_reduce of f32[3] (sum)." in text
+        assert "index 2 all_reduce f32[3] (op='max'); indices 0, 1, 3 all_reduce f32[3] (op='sum')." in text
 
 
 def without_a_hash() -> str:
@@ -395,7 +395,7 @@ def without_a_hash() -> str:
     assert isinstance(link, OneHostLink)
 
     def call(value: int) -> Tensor:
-        link.announce(Note("a call", ([value],), ("rows",), None, None))
+        link.announce(Call("a call", ([value],), ("rows",), None, None))
         return link.all_reduce(ones(2), "sum")
 
     for _ in range(2):

@@ -159,7 +159,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
 
     def waited(self: Any, timeout: float | None) -> Any:
         if self._link._rank.index == 0:
-            log.append(("wait", self._call.note.what, self._call.note.dtype, math.prod(self._call.note.shape)))
+            log.append(("wait", self._mine.call.what, self._mine.call.dtype, math.prod(self._mine.call.shape)))
         return wait(self, timeout)
 
     with monkeypatch.context() as patch:

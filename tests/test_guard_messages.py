@@ -20,12 +20,13 @@ from torch.distributed import HashStore
 
 import meshcomm as mc
 from meshcomm._torch import default_store
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.guard import messages, store
 from meshcomm.runtime.hooks.guard.boards import Group
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.guard.store import PatientStore
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.transports.protocol import Note, Primitive
+from meshcomm.runtime.transports.protocol import Primitive
 
 
 @pytest.fixture(params=["guarded4", "guarded4_at_the_store"], ids=["shared", "store"])
@@ -411,7 +412,7 @@ def one_round(letters: list[Letters], shape: Places, chance: random.Random, more
         wants = [(src, (2,), torch.float32, 0, torch.device("cpu")) for src, dst in shape if dst == me]
         what = Primitive("exchange", None, (), lambda: None, posts=posts, wants=wants)
         time.sleep(pause)
-        under_way = letters[me].run(what, Note("exchange", (), (), None, "a"), True)
+        under_way = letters[me].run(what, Call("exchange"), True)
         try:
             with contextlib.suppress(TimedOutError):
                 under_way.wait(limit + more)

@@ -250,27 +250,27 @@ MISMATCHES: dict[str, tuple[Callable[[Tensor, mc.Mesh], None], list[str]]] = {
     "op": (
         call_op,
         [
-            r"ranks 0, 1 called all_reduce\(op='sum'\) of f32\[4\] over 'a' \(a=0\) at test_inprocess.py:{op, others}",
-            r"rank 2 called all_gather\(dim=0\) of f32\[4\] over 'a' \(a=2\) at test_inprocess.py:{op, rank 2}",
+            r"ranks 0, 1 called all_reduce f32\[4\] \(op='sum'\) over 'a' at test_inprocess.py:{op, others}",
+            r"rank 2 called all_gather f32\[4\] \(dim=0\) over 'a' at test_inprocess.py:{op, rank 2}",
         ],
     ),
-    "shape": (call_shape, [r"rank 0 called all_reduce\(op='sum'\) of f32\[4\]", r"rank 1 called .* of f32\[1\]"]),
-    "dtype": (call_dtype, [r"ranks 0, 1, 2 called .* of f32\[4\]", r"rank 3 called .* of i32\[4\]"]),
-    "reduce op": (call_reduce_op, [r"rank 0 called all_reduce\(op='max'\)", r"rank 1 called all_reduce\(op='min'\)"]),
-    "mean or sum": (call_mean, [r"reduce_scatter\(dim=0, op='mean'\)", r"reduce_scatter\(dim=0, op='sum'\)"]),
-    "dim": (call_dim, [r"ranks 0, 1 called all_gather\(dim=0\)", r"rank 2 called all_gather\(dim=1\)"]),
+    "shape": (call_shape, [r"rank 0 called all_reduce f32\[4\] \(op='sum'\)", r"rank 1 called .* f32\[1\]"]),
+    "dtype": (call_dtype, [r"ranks 0, 1, 2 called \w+ f32\[4\]", r"rank 3 called \w+ i32\[4\]"]),
+    "reduce op": (call_reduce_op, [r"rank 0 called all_reduce .*\(op='max'\)", r"rank 1 called all_reduce .*\(op='min'\)"]),
+    "mean or sum": (call_mean, [r"reduce_scatter f32\[4\] \(dim=0, op='mean'\)", r"reduce_scatter f32\[4\] \(dim=0, op='sum'\)"]),
+    "dim": (call_dim, [r"ranks 0, 1 called all_gather .*\(dim=0\)", r"rank 2 called all_gather .*\(dim=1\)"]),
     "split": (call_split, [r"index 1 sends 0 elements to index 2, which expects 1", r"rank.* called all_to_all"]),
-    "src": (call_src, [r"broadcast\(src=0\)", r"broadcast\(src=1\)"]),
-    "perm": (call_perm, [r"permute\(perm=\(\(1, 0\),\)\)", r"permute\(perm=\(\(0, 1\),\)\)"]),
-    "offset": (call_offset, [r"rank 0 called shift\(offset=2, wrap=True\)", r"rank 1 called shift\(offset=1, wrap=True\)"]),
+    "src": (call_src, [r"broadcast f32\[4\] \(src=0\)", r"broadcast f32\[4\] \(src=1\)"]),
+    "perm": (call_perm, [r"permute f32\[4\] \(perm=\(\(1, 0\),\)\)", r"permute f32\[4\] \(perm=\(\(0, 1\),\)\)"]),
+    "offset": (call_offset, [r"rank 0 called shift .*\(offset=2, wrap=True\)", r"rank 1 called shift .*\(offset=1, wrap=True\)"]),
     "sizes": (call_sizes, [r"sizes=\(1, 2, 1, 0\)", r"sizes=\(1, 1, 1, 1\)"]),
     "needs a gradient": (
         call_gradient,
-        [r"rank 0 called all_reduce\(op='sum'\) of f32\[4\] over", r"rank 1 called .* that needs a gradient over 'a'"],
+        [r"rank 0 called all_reduce f32\[4\] \(op='sum'\) over", r"rank 1 called .* that needs a gradient over 'a'"],
     ),
-    "leaves of a tree": (call_tree, [r"ranks 0, 1, 2 called .* of x\[0\] f32\[4\] over", r"rank 3 called .* of x\[0\] f32\[4\], x\[1\] f32\[4\]"]),
-    "dst": (call_dst, [r"reduce\(op='sum', dst=0\)", r"reduce\(op='sum', dst=1\)"]),
-    "barrier": (call_barrier, [r"rank 0 called gather\(dst=0, dim=0\) of f32\[4\]", r"rank 1 called barrier\(\)"]),
+    "leaves of a tree": (call_tree, [r"ranks 0, 1, 2 called \w+ x\[0\] f32\[4\] .*over", r"rank 3 called \w+ x\[0\] f32\[4\], x\[1\] f32\[4\]"]),
+    "dst": (call_dst, [r"reduce .*\(op='sum', dst=0\)", r"reduce .*\(op='sum', dst=1\)"]),
+    "barrier": (call_barrier, [r"rank 0 called gather f32\[4\] \(dst=0, dim=0\)", r"rank 1 called barrier over"]),
 }  # fmt: skip
 
 
@@ -320,7 +320,7 @@ def mismatch_in_backward() -> None:
 
 
 def test_a_mismatch_in_backward() -> None:
-    with pytest.raises(mc.CommError, match=r"rank 0 called all_reduce\(op='sum'\) of f32\[2\] over 'a' \(a=0\) at"):
+    with pytest.raises(mc.CommError, match=r"rank 0 called all_reduce f32\[2\] \(op='sum'\) over 'a' at"):
         mc.launch(mismatch_in_backward, ranks=2)
 
 
@@ -339,7 +339,7 @@ def other_order() -> None:
     [
         (
             other_axis,
-            [r"rank 1 waits in all_reduce.* over 'a' \(a=0, b=1\)", r"rank 3 waits in all_reduce.* over 'b' \(a=1, b=1\)"],
+            [r"rank 1 waits in all_reduce.* over 'a'", r"rank 3 waits in all_reduce.* over 'b'"],
         ),
         (
             other_order,
@@ -369,7 +369,7 @@ def test_a_rank_that_returns_early() -> None:
         mc.launch(returns_early, ranks=4)
     text = str(caught.value)
     place = f"at test_inprocess.py:{line_of('stuck')}"
-    assert f"rank 0 waits in reduce_scatter(dim=0, op='sum') of f64[2, 3] over 'a' (a=0, b=0) {place}" in text
+    assert f"rank 0 waits in reduce_scatter f64[2, 3] (dim=0, op='sum') over 'a' {place}" in text
     for rank in (1, 2, 3):
         assert f"  rank {rank} has returned" in text
     assert "fix: every rank of an axis must make the same calls" in text
@@ -386,10 +386,8 @@ def test_axes_taken_in_another_order_name_every_rank() -> None:
     with pytest.raises(mc.CommError, match=r"deadlock") as caught:
         mc.launch(crossed, ranks=4)
     line = line_of("first")
-    for rank, axis, place in ((0, "a", "a=0, b=0"), (1, "b", "a=0, b=1"), (2, "b", "a=1, b=0"), (3, "a", "a=1, b=1")):
-        expected = (
-            f"  rank {rank} waits in all_reduce(op='sum') of f32[1] over '{axis}' ({place}) at test_inprocess.py:{line}"
-        )
+    for rank, axis in enumerate("abba"):
+        expected = f"  rank {rank} waits in all_reduce f32[1] (op='sum') over '{axis}' at test_inprocess.py:{line}"
         assert expected in str(caught.value)
 
 

@@ -291,7 +291,7 @@ def test_one_collective_per_line(monkeypatch: pytest.MonkeyPatch) -> None:
     meet = InProcessLink._meet
 
     def counted(self: InProcessLink, *args: Any) -> Any:
-        calls.append(self._note.what)
+        calls.append(self._announced.what)
         return meet(self, *args)
 
     monkeypatch.setattr(InProcessLink, "_meet", counted)

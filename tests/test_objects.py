@@ -331,7 +331,7 @@ def one_sided(name: str) -> str:
         ("none", "index 3: objs on src is a NoneType: pass a list of 4 objects"),
         ("two", "index 0: objs is given, but src is 3: pass None elsewhere"),
         ("unreadable", r"index 0, 2, 3: what came cannot be unpickled here: RuntimeError: not here\."),
-        ("src", r"different calls[\s\S]*broadcast_object\(src=0\)[\s\S]*broadcast_object\(src=7\)"),
+        ("src", r"different calls[\s\S]*broadcast_object \(src=0\)[\s\S]*broadcast_object \(src=7\)"),
         ("unreadable where it goes", "index 2: what came cannot be unpickled here: RuntimeError: not here"),
     ],
 )
@@ -367,7 +367,7 @@ def differing_processes() -> list[str]:
 def test_ranks_that_call_otherwise() -> None:
     for told in mc.launch(lambda: differing(mc.make_mesh({"a": 2})), ranks=2):
         assert "different calls" in told
-        assert "rank 0 called broadcast_object(src=0)" in told
+        assert "rank 0 called broadcast_object (src=0)" in told
         assert "test_objects.py" in told
 
 

@@ -131,7 +131,7 @@ def constants(node: ast.AST) -> dict[str, str]:
     }
 
 
-SAYING = {"axis_of": 0, "explain": 0, "begun": 0, "Courier": 0, "Team": 0, "Note": 0}
+SAYING = {"axis_of": 0, "explain": 0, "begun": 0, "Courier": 0, "Team": 0, "Call": 0}
 """What takes the name of a public function, and as which argument."""
 WORDS = {"a collective", "exchange of objects"}
 

@@ -422,8 +422,8 @@ def dropped() -> list[str]:
 def test_a_work_that_is_dropped_warns_once(run4: Run) -> None:
     for messages in run4(dropped):
         (message,) = messages
-        assert message.startswith("meshcomm.reshard: the Work of f32[4, 4] over ")
-        assert "begun at test_reshard.py:" in message
+        assert message.startswith("meshcomm.reshard: the Work of reshard f32[4, 4] over ")
+        assert " at test_reshard.py:" in message
         assert "was dropped and never waited for" in message
 
 

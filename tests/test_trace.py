@@ -126,8 +126,8 @@ def test_an_event_says_what_it_is() -> None:
         return [str(event) for event in t.events]
 
     reduced, met = mc.launch(main, ranks=4)[2]
-    assert reduced == f"all_reduce of f32[2, 3] over tp,dp at {line_of('# said')}"
-    assert met == f"barrier over dp at {line_of('# came')}"
+    assert reduced == f"all_reduce f32[2, 3] (op='sum') over ('tp', 'dp') at {line_of('# said')}"
+    assert met == f"barrier over 'dp' at {line_of('# came')}"
 
 
 def bucketed() -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ def futures() -> None:
         return mc.all_reduce(x, "a", mesh=mesh, async_op=True), mc.all_gather(x, "a", mesh=mesh, async_op=True)
 
     one, two = begin()
-    assert "under way: all_reduce of f32[4] over 'a'" in repr(one)
+    assert "under way: all_reduce f32[4] (op='sum') over 'a'" in repr(one)
     y = one.wait()
     assert one.wait() is y is one.wait(timeout=3) is mc.wait(one)
     assert one.done()

@@ -69,8 +69,8 @@ def test_a_mismatch_reaches_every_waiter(first: bool) -> None:
         assert len(texts) == 2
         for text in texts:
             assert "ranks of one axis made different calls" in text
-            assert re.search(r"called all_reduce\(op='sum'\) of .*f32\[3\]", text)
-            assert re.search(r"called all_reduce\(op='sum'\) of .*f32\[4\]", text)
+            assert re.search(r"called all_reduce .*f32\[3\] \(op='sum'\)", text)
+            assert re.search(r"called all_reduce .*f32\[4\] \(op='sum'\)", text)
 
 
 def messages_that_do_not_fit() -> None:
@@ -192,8 +192,8 @@ def runs_out(kind: str) -> list[str]:
 
 
 NAMED = {
-    "all_reduce": ("all_reduce", r"of f32\[2, 3\] "), "large": ("all_reduce", rf"of f32\[{BIG}\] "), "all_gather": ("all_gather", rf"of bf16\[{BIG}\] "),
-    "tree": ("reduce_scatter", ""), "shift": ("shift", r"of f32\[3\] "), "barrier": ("barrier", ""), "exchange": ("exchange", ""),
+    "all_reduce": ("all_reduce", r" f32\[2, 3\]"), "large": ("all_reduce", rf" f32\[{BIG}\]"), "all_gather": ("all_gather", rf" bf16\[{BIG}\]"),
+    "tree": ("reduce_scatter", ""), "shift": ("shift", r" f32\[3\]"), "barrier": ("barrier", ""), "exchange": ("exchange", ""),
 }  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def test_a_time_out_is_told_and_can_be_waited_again(run4: Run4, kind: str) -> No
     for text in texts:
         pattern = (
             rf"meshcomm\.{what}: not done after {seconds} of waiting, {seconds} after it began\.\n"
-            rf"  got: {shape}over 'a' \(a=0\) of size 4, begun at test_work_errors\.py:{line_of(f'timed {kind}', __file__)}"
+            rf"  got: {what}{shape}.* over 'a' at test_work_errors\.py:{line_of(f'timed {kind}', __file__)}"
             r"(; index 3 has not made the call|; indices 1, 2, 3 have not made the call)?\n"
             r"  fix: wait again, nothing is lost; .*py-spy dump --pid"
         )
@@ -240,10 +240,7 @@ def recv_runs_out() -> str:
 def test_recv_with_a_time_out(run4: Run4) -> None:
     text = run4(recv_runs_out)[0]
     assert text.startswith("meshcomm.recv: not done after")
-    assert (
-        f"got: of f32[2] over 'a' (a=0) of size 4, begun at test_work_errors.py:{line_of('timed recv', __file__)}"
-        in text
-    )
+    assert f"over 'a' at test_work_errors.py:{line_of('timed recv', __file__)}" in text
 
 
 BAD_TIMES: tuple[Any, ...] = (-1, -0.5, float("nan"), "1", True, [1], torch.tensor(1.0), -float("inf"))

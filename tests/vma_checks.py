@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import meshcomm as mc
 from meshcomm import watch
-from meshcomm.runtime.transports.protocol import Note
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.transports.threads.transport import InProcessLink
 from meshcomm.spmd.types.checker import Checker
 
@@ -152,12 +152,12 @@ def heard() -> Iterator[Heard]:
     calls: Heard = Counter()
     announce = InProcessLink.announce
 
-    def listen(self: InProcessLink, note: Note) -> None:
-        axis: Any = note.axis
-        if note.what not in FREE and axis.mesh.rank == 0:
+    def listen(self: InProcessLink, call: Call) -> None:
+        axis: Any = call.axis
+        if call.what not in FREE and axis.mesh.rank == 0:
             names = axis.name if isinstance(axis.name, tuple) else (axis.name,)
-            calls[note.what, " ".join(sorted(names))] += 1
-        announce(self, note)
+            calls[call.what, " ".join(sorted(names))] += 1
+        announce(self, call)
 
     InProcessLink.announce = listen  # type: ignore[method-assign]
     try:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from meshcomm.mesh import Axis
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import settled
-from meshcomm.runtime.transports.protocol import Note
 from meshcomm.watch import here
 
 __all__ = ["agree", "begin_to_agree"]
@@ -31,6 +31,6 @@ def begin_to_agree(values: Sequence[int], axis: Axis, src: int | None = None, op
         what = "broadcast" if src is not None else "all_reduce" if op else "all_gather"
         if axis.link.hears:
             given = {"src": src} if src is not None else {"op": op} if op else {}
-            axis.link.announce(Note(what, tuple(given.values()), tuple(given), None, axis, torch.int64, (len(values),)))
+            axis.link.announce(Call(what, tuple(given.values()), tuple(given), None, axis, torch.int64, (len(values),)))
         with in_range(what, axis, torch.int64, (len(values),)):
             return axis.link.agree(values, src, op)

@@ -21,11 +21,12 @@ from meshcomm.collectives.door import Later, Now, aside
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
-from meshcomm.runtime.transports.protocol import Link, Note, Post, Want
+from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
 from meshcomm.work import Work, begun, checked_limit, limited
 
@@ -57,7 +58,7 @@ def _called(axis: Axis, op: Op, *given: object, x: Tensor | None = None) -> Abst
     """What runs inside belongs to this call, with the arguments that are compared."""
     seen = (None, ()) if x is None else (x.dtype, x.shape)
     if axis.link.hears:
-        axis.link.announce(Note(op.name, given, op.compared[: len(given)], None, axis, *seen))
+        axis.link.announce(Call(op.name, given, op.compared[: len(given)], None, axis, *seen))
     return in_range(op.name, axis, *seen)
 
 

@@ -172,8 +172,8 @@ class _Sums:
         if isinstance(link, OneHostLink) and link.is_later and device.type == "cpu" and dtype in FLOATS:
             share = 1 / axis.size if self.how.op == "mean" else 1.0
             if link.hears:
-                note = rule_named("all_reduce").noted((self.how.op,), dtype, shape)
-                link.announce(note._replace(needs_grad=False, axis=axis))
+                call = rule_named("all_reduce").noted((self.how.op,), dtype, shape)
+                link.announce(call._replace(needs_grad=False, axis=axis))
             with in_range("all_reduce", axis, dtype, shape):
                 now.totals.append(link.all_reduce(Parts(parts, dtype, share), "sum"))
         else:

@@ -32,11 +32,11 @@ from meshcomm._torch import (
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
-from meshcomm.runtime.transports.protocol import Note
 
 __all__ = ["Params", "Rule", "apply", "refuse_in_process", "rule_named", "start"]
 
@@ -88,18 +88,18 @@ class Rule:
         """The params for a tensor with one more dim in front."""
         return tuple(param + 1 if i in self.shift else param for i, param in enumerate(params))
 
-    def noted(self, given: Params, dtype: torch.dtype, shape: torch.Size) -> Note:
+    def noted(self, given: Params, dtype: torch.dtype, shape: torch.Size) -> Call:
         """What all ranks say of a call with these params."""
         fixed = () if self.ragged is None else shape[: given[self.ragged]] + shape[given[self.ragged] + 1 :]
-        return Note(self.name, given, self.agreed, None, None, dtype, shape, fixed)
+        return Call(self.name, given, self.agreed, None, None, dtype, shape, fixed)
 
     def announced(self, x: Tensor, axis: Axis, params: Params, needs_grad: bool | None) -> Tensor:
         """Run it, telling a link that wants to know what is called."""
         link = axis.link
         if link.watched:
             whose = None if self.whose is None else params[self.whose]
-            note = self.noted(params[: len(self.agreed)], x.dtype, x.shape)
-            link.announce(note._replace(needs_grad=needs_grad, axis=axis, whose=whose))
+            call = self.noted(params[: len(self.agreed)], x.dtype, x.shape)
+            link.announce(call._replace(needs_grad=needs_grad, axis=axis, whose=whose))
         elif self.local:
             link.tree = ()  # nothing is called that it could belong to
         elif link.hears:

@@ -23,8 +23,8 @@ from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail, held
 from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import in_range
-from meshcomm.runtime.transports.protocol import Note
 
 __all__ = ["FIX", "Courier"]
 
@@ -124,9 +124,9 @@ class Courier:
         """What runs inside belongs to this call."""
         link = self.axis.link
         if link.hears and not link.watched:  # the rows say the rest, and which rank's arguments are wrong
-            link.called = Note, "exchange of objects", (), (), None, None
+            link.called = Call, "exchange of objects", (), (), None, None
         if link.watched:
-            link.announce(Note(self.where, tuple(self._given.values()), tuple(self._given), None, self.axis))
+            link.announce(Call(self.where, tuple(self._given.values()), tuple(self._given), None, self.axis))
         return in_range(self.where, self.axis)
 
     # ---------------------------------------------------------------------------------------------------------- bytes

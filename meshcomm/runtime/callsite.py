@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from types import FrameType
 from typing import NamedTuple
 
 import torch
 
-from meshcomm._torch import backward_pass
+from meshcomm._torch_autograd import backward_pass
 
-__all__ = ["CallSite", "asked_in", "call_site", "called_at", "hinted", "in_backward", "is_ours"]
+__all__ = ["CallSite", "asked_in", "call_site", "called_at", "called_in", "hinted", "in_backward", "is_ours"]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -36,10 +37,26 @@ class CallSite(NamedTuple):
 
 def call_site() -> CallSite:
     """The innermost frame that is neither this library's nor torch's nor einops' nor a context manager's."""
-    frame = sys._getframe(1)
+    return site_of(sys._getframe(1))
+
+
+def site_of(frame: FrameType) -> CallSite:
+    """The same, of a thread that is in this frame."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
     return CallSite(frame.f_code.co_filename, frame.f_lineno)
+
+
+def called_in(frame: FrameType) -> tuple[str, CallSite] | None:
+    """The public function that a thread is in, and the user's line; None if it is in none."""
+    public, outer = "", frame
+    while is_ours(outer.f_code.co_filename):
+        name = outer.f_code.co_name
+        public = public if name.startswith(("<", "_")) else name
+        if outer.f_back is None:
+            return None
+        outer = outer.f_back
+    return (public, CallSite(outer.f_code.co_filename, outer.f_lineno)) if outer is not frame else None
 
 
 def in_backward() -> bool:

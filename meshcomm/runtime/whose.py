@@ -8,6 +8,7 @@ right program (one rank types a leaf more, or types it on another line); that bo
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["Whose", "differ", "ordinal_of"]
@@ -27,11 +28,15 @@ class Whose(NamedTuple):
     @property
     def word(self) -> int:
         """All of it as a number below 2**60."""
-        digest = hashlib.blake2b(self.name.encode(), digest_size=_BITS // 8).digest()
-        return (self.ordinal % _MOST + 1 << _BITS) + int.from_bytes(digest, "little")
+        return (self.ordinal % _MOST + 1 << _BITS) + _number_of(self.name)
 
     def __str__(self) -> str:
         return f"the gradient of leaf {self.ordinal}, {self.name}"
+
+
+@lru_cache
+def _number_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=_BITS // 8).digest(), "little")
 
 
 def ordinal_of(word: int) -> int:

@@ -14,9 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from meshcomm.errors import shape_text
 from meshcomm.runtime.hooks.dumps import FORMAT
-from meshcomm.runtime.said import told
+from meshcomm.runtime.words import sentence, told
 
 __all__ = ["Dump", "Story", "main", "read"]
 
@@ -53,24 +52,12 @@ class Call:
 
     @property
     def text(self) -> str:
-        """``all_reduce f32[8] (sum)``."""
-        facts = self.facts
-        shape = "" if facts["dtype"] is None else " " + shape_text(facts["dtype"], facts["shape"])
-        return f"{facts['called']}{shape}{self._extra()}"
+        """``all_reduce f32[8] (op='sum')``."""
+        return str(self.facts.get("words", self.facts["called"]))
 
-    def _extra(self) -> str:
-        op, root = self.facts["op"], self.facts["root"]
-        extra = [op] if op else []
-        if isinstance(root, list):
-            extra += [f"to {dst} tag {tag}" for dst, tag in root[0]] + [f"from {src} tag {tag}" for src, tag in root[1]]
-        elif root >= 0:
-            extra.append(f"root {root}")
-        return f" ({', '.join(extra)})" if extra else ""
-
-    @property
-    def at(self) -> str:
-        """``at train.py:88``, where that is known."""
-        return f" at {self.facts['site']}" if self.facts["site"] else ""
+    def over(self, axis: str = "") -> str:
+        """``all_reduce f32[8] (op='sum') over 'dp' at train.py:88``, where the line is known."""
+        return sentence(self.text, axis, self.facts["site"])
 
 
 @dataclass
@@ -126,7 +113,7 @@ class Dump:
             dump.groups[title] = Group(group)
         for each in facts["calls"]:
             call, title = Call(each), titles[each["group"]]
-            _ = call.text, call.key, each["began"] + 0.0, call.at
+            _ = call.over(), call.key, each["began"] + 0.0
             if call.number:
                 dump.groups[title].calls[call.number] = call
             if call.state == "begun":
@@ -157,7 +144,7 @@ def read(folder: Path) -> tuple[dict[int, Dump], list[str]]:
 
 
 def _name_of(axis: Any) -> str:
-    return f"axis {axis!r}" if isinstance(axis, str) else f"axis {tuple(axis)!r}"
+    return repr(axis if isinstance(axis, str) else tuple(axis))
 
 
 # ------------------------------------------------------------------------------------------------- one group's story
@@ -184,7 +171,7 @@ class Story:
     def name(self) -> str:
         """``axis 'dp'``."""
         axes = [axis["name"] for group in self.members.values() for axis in group.facts["axes"]]
-        return _name_of(axes[0]) if axes else f"the group of ranks {self.title}"
+        return f"axis {_name_of(axes[0])}" if axes else f"the group of ranks {self.title}"
 
     def place(self, rank: int) -> str:
         """``dp=3,tp=1``."""
@@ -225,8 +212,8 @@ class Story:
         dump = self.dumps[rank]
         if dump.under_way:
             title, call = dump.under_way[-1]
-            over = "" if title == self.title else f" over {Story(title, (), self.dumps).name_in(dump)}"
-            return f"called {call.text}{over}{call.at}, and has not come"
+            over = "" if title == self.title else Story(title, (), self.dumps).name_in(dump)
+            return f"called {call.over(over)}, and has not come"
         return f"has not come, and is in no collective{f' but at {dump.where}' if dump.where else ''}"
 
     def name_in(self, dump: Dump) -> str:
@@ -260,7 +247,7 @@ class Story:
             since = datetime.fromtimestamp(call.facts["began"])
             waits = f"{dump.wall - call.facts['began']:.3g} s"
             number = f"{call.number} " if call.number else ""
-            return f"in {number}{call.text}{call.at} since {since:%H:%M:%S} ({waits})"
+            return f"in {number}{call.over()} since {since:%H:%M:%S} ({waits})"
         if last is not None and last.state in ("failed", "dropped"):
             return f"{last.number} {last.text} {last.state}{': ' if last.facts['why'] else ''}{last.facts['why']}"
         return self.doing(rank)
@@ -307,7 +294,7 @@ class Divergence:
     def __str__(self) -> str:
         groups: dict[str, list[str]] = {}
         for rank, call in self.calls.items():
-            groups.setdefault(f"called {call.text}{call.at}", []).append(self.story.place(rank))
+            groups.setdefault(f"called {call.over()}", []).append(self.story.place(rank))
         for rank in self.absent:
             groups.setdefault(self.story.doing(rank), []).append(self.story.place(rank))
         what = told([(places, did) for did, places in groups.items()])

@@ -94,7 +94,7 @@ def _axis(axis: AxisName) -> Any:
 
 def _args(event: TraceEvent) -> dict[str, Any]:
     args = {name: getattr(event, name) for name in _KEPT}
-    args["axis"] = _axis(event.axis)
+    args["axis"], args["called"] = _axis(event.axis), event.called
     args["x"] = None if event.dtype is None else shape_text(event.dtype, event.shape)
     args["dtype"] = None if event.dtype is None else str(event.dtype).removeprefix("torch.")
     args["shape"] = list(event.shape)
@@ -129,7 +129,7 @@ def _event(args: dict[str, Any]) -> TraceEvent:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(args["dtype"])
     return TraceEvent(
-        **{name: args[name] for name in _KEPT},
+        **{name: args[name] for name in _KEPT}, called=args.get("called", ""),
         axis=_name(args["axis"]), dtype=dtype, shape=tuple(args["shape"]), start=start, issue=issue, wait=wait, end=end,
         site=CallSite(file, int(line)) if file else None,
     )  # fmt: skip

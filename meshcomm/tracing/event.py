@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm.errors import shape_text
 from meshcomm.mesh import AxisName
 from meshcomm.runtime.callsite import CallSite
 from meshcomm.runtime.transports.protocol import Primitive
+from meshcomm.runtime.words import sentence
 
 __all__ = [
     "Totals",
@@ -75,6 +75,8 @@ class TraceEvent:
     """When it was known to be done; None if that was not before the trace ended."""
     error: str | None = None
     """The kind of exception that it raised."""
+    called: str = ""
+    """The call in words, as errors and dumps say it: "all_reduce f32[8] (op='sum')"."""
 
     @property
     def duration(self) -> float | None:
@@ -87,8 +89,7 @@ class TraceEvent:
         return "backward" if self.backward else "forward"
 
     def __str__(self) -> str:
-        x = "" if self.dtype is None else f" of {shape_text(self.dtype, self.shape)}"
-        return f"{self.operation}{x} over {axis_text(self.axis)} at {self.site or 'an unknown line'}"
+        return sentence(self.called or self.operation, repr(self.axis), self.site or "an unknown line")
 
 
 class Totals(NamedTuple):

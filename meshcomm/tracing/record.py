@@ -18,10 +18,11 @@ from torch import Tensor
 
 from meshcomm._torch import backward_pass
 from meshcomm.mesh import Axis
+from meshcomm.runtime.call import Call, messages_of
 from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.transports.protocol import Link, Note, Primitive
+from meshcomm.runtime.transports.protocol import Link, Primitive
 from meshcomm.runtime.transports.shared.transport import Parts
 from meshcomm.tracing.event import TraceEvent, bytes_of
 
@@ -38,13 +39,16 @@ class Record:
     """One primitive while it runs."""
 
     __slots__ = (
-        "_axis", "_bytes", "_dtype", "_note", "_primitive", "_shape", "asynchronous", "backward", "began", "ended",
+        "_axis", "_bytes", "_call", "_dtype", "_primitive", "_shape", "asynchronous", "backward", "began", "ended",
         "error", "returned", "site", "waited",
     )  # fmt: skip
 
-    def __init__(self, axis: _Place, what: Primitive, note: Note, asynchronous: bool) -> None:
+    def __init__(self, axis: _Place, what: Primitive, call: Call, asynchronous: bool) -> None:
         x = what.x
-        self._axis, self._note, self._primitive = axis, note.what, what.name
+        self._axis, self._call, self._primitive = axis, call._replace(axis=None), what.name
+        if what.posts or what.wants or what.send:
+            messages = messages_of(what.posts, what.wants)
+            self._call = self._call._replace(messages=messages, send=tuple(what.send), recv=tuple(what.recv))
         self._dtype = None if x is None else x.dtype
         self._shape: tuple[int, ...] = () if x is None else tuple(x.shape)
         self._bytes = bytes_of(what, axis.size, axis.index)
@@ -67,7 +71,7 @@ class Record:
         """What is known by now; times count from ``origin``."""
         axis, ended = self._axis, self.ended
         return TraceEvent(
-            operation=self._note, primitive=self._primitive,
+            operation=self._call.what, called=self._call.text, primitive=self._primitive,
             axis=axis.name, size=axis.size, rank=axis.rank, place=axis.place,
             dtype=self._dtype, shape=self._shape, payload=self._bytes[0], wire=self._bytes[1],
             site=self.site, backward=self.backward, asynchronous=self.asynchronous,
@@ -107,10 +111,10 @@ class _Recorder(WrappedLink):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def announce(self, note: Note) -> None:
+    def announce(self, call: Call) -> None:
         """Keep it, and leave the user's line at the node of autograd that is being made, if one is."""
-        super().announce(note)
-        if note.needs_grad:
+        super().announce(call)
+        if call.needs_grad:
             node = sys._getframe(2).f_locals.get("ctx")
             if isinstance(node, torch.autograd.function.FunctionCtx):
                 node.call_site = _site()  # type: ignore[attr-defined]
@@ -138,7 +142,7 @@ class _Recorder(WrappedLink):
         listeners = self.heard_by[0]
         if not listeners:  # somebody has kept this link beyond the trace
             return what.go()
-        record = Record(self.place, what, self.note, self.is_later)
+        record = Record(self.place, what, self.call, self.is_later)
         for records in listeners:
             records.append(record)
         try:

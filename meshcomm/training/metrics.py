@@ -16,9 +16,9 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.parcels import Courier
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.transports.protocol import Note
 
 __all__ = ["Metrics"]
 
@@ -166,7 +166,7 @@ class Metrics:
             mine = self._packed(ax)
             self._agree(ax)
             if ax.link.hears:
-                ax.link.announce(Note("Metrics.reduce", tuple(self._kinds.items()), tuple(self._kinds), None, ax))
+                ax.link.announce(Call("Metrics.reduce", tuple(self._kinds.items()), tuple(self._kinds), None, ax))
             with in_range("Metrics.reduce", ax, mine.dtype, mine.shape):
                 rows = ax.link.all_gather(mine)
             total, count = rows.cpu().unbind(-1)  # [n, metrics]

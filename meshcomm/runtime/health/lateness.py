@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 from meshcomm import _torch
 from meshcomm.errors import text
+from meshcomm.runtime.call import AxisAt
 from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.hooks import recorder
-from meshcomm.runtime.hooks.recorder import BEGAN, NUMBER, AxisAt, Log, Record, said_of
+from meshcomm.runtime.hooks.recorder import BEGAN, NUMBER, Log, Record, site_of, text_of
 from meshcomm.runtime.start import exits, world
+from meshcomm.runtime.words import axis_text, place_of, sentence
 
 __all__ = ["Late", "keep_by", "late_text"]
 
@@ -56,8 +58,13 @@ class Late(NamedTuple):
 
     @property
     def over(self) -> str:
-        """``axis 'dp'``."""
-        return str(self.log if self.axis is None else self.axis)
+        """``'dp'``."""
+        return str(self.log) if self.axis is None else axis_text(self.axis)
+
+    @property
+    def call(self) -> str:
+        """``all_reduce f32[8] (op='sum') over 'dp' at train.py:88``."""
+        return sentence(text_of(self.record), self.over, site_of(self.record))
 
     @property
     def suspects(self) -> list[int]:
@@ -105,9 +112,9 @@ def _named(indices: Sequence[int]) -> str:
 def _itself(late: Late) -> str:
     log, record = late.log, late.record
     axis = late.axis or (log.axes[0] if log.axes else None)
-    at = "" if axis is None else f" at {axis.place}"
+    here = "" if axis is None else f", here {place_of(axis)}"
     number = f", call {record[NUMBER]} of a group of {len(log.ranks)}" if record[NUMBER] else ", messages"
-    return f"{said_of(record)} over {late.over}{at}{number}, since {_clock(recorder.wall(record[BEGAN]))}"
+    return f"{late.call}{here}{number}, since {_clock(recorder.wall(record[BEGAN]))}"
 
 
 def _clock(when: float) -> str:
@@ -153,7 +160,7 @@ def _sorted(late: Late, found: Mapping[int, Any]) -> tuple[list[int], dict[int, 
 def _completed(late: Late, found: Mapping[int, Any]) -> Iterator[str]:
     """Each rank's last call that came to an end, as far as it is known."""
     mine = late.log.last_done
-    yield f"this rank {'nothing yet on this axis' if mine is None else f'{said_of(mine)}, call {mine[NUMBER]}'}"
+    yield f"this rank {'nothing yet on this axis' if mine is None else f'{text_of(mine)}, call {mine[NUMBER]}'}"
     for i, answer in list(found.items())[:_SHOWN]:
         yield f"{_rank(i, late.log.ranks)} {answer['done'] or 'nothing yet'}"
 
@@ -211,7 +218,7 @@ def _status(late: Late) -> dict[str, Any]:
         "host": socket.gethostname(),
         "group": late.log.title,
         "number": number,
-        "call": f"{said_of(late.record)} over {late.over}{f', call {number}' if number else ''}",
+        "call": f"{late.call}{f', call {number}' if number else ''}",
         "since": recorder.wall(late.record[BEGAN]),
-        "done": "" if done is None else f"{said_of(done[1])} over {done[0]}, call {done[1][NUMBER]}",
+        "done": "" if done is None else f"{sentence(text_of(done[1]), str(done[0]), '')}, call {done[1][NUMBER]}",
     }

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshcomm.errors import fail
-from meshcomm.runtime.callsite import is_ours
+from meshcomm.runtime.callsite import CallSite, called_in, is_ours
 from meshcomm.runtime.hooks import recorder
 from meshcomm.runtime.hooks.recorder import (
     BEGAN,
@@ -33,8 +33,8 @@ from meshcomm.runtime.hooks.recorder import (
     NUMBER,
     OP,
     ROOT,
-    SAID,
     SHAPE,
+    THREAD,
     WHAT,
     Log,
     Record,
@@ -136,7 +136,7 @@ def _content(ring: Ring, why: str) -> dict[str, Any]:
     calls = ring.calls()
     places = {id(log): at for at, log in enumerate(ring.logs)}
     total = sum(log.begun + log.messages for log in ring.logs)
-    sites = _sites()
+    under_way = _under_way(record for _, record in calls)
     offset = time.time() - time.monotonic()
     first = total - len(calls) + 1
     return {
@@ -151,7 +151,7 @@ def _content(ring: Ring, why: str) -> dict[str, Any]:
         "begun": total,
         "groups": [_group(log) for log in ring.logs],
         "calls": [
-            _call(places[id(log)], record, first + at, offset, sites.get(id(record)))
+            _call(places[id(log)], record, first + at, offset, under_way.get(id(record)))
             for at, (log, record) in enumerate(calls)
         ],
         "threads": _threads(ring),
@@ -170,18 +170,18 @@ def _group(log: Log) -> dict[str, Any]:
     }
 
 
-def _call(group: int, record: Record, number: int, offset: float, found: tuple[str, str, str] | None) -> dict[str, Any]:
-    said, ended = record[SAID], record[ENDED]
-    public, site, path = found or ("", "", "")
-    if said is not None:
-        public, site = said[0], str(said[1])
-        path = getattr(said[1], "file", path)
+def _call(group: int, record: Record, number: int, offset: float, found: tuple[str, CallSite] | None) -> dict[str, Any]:
+    call, ended = recorder.call_of(record), record[ENDED]
+    public, site = found or ("", None)
+    if call is not None:
+        public, site = call.what, call.site or site
     return {
         "all": number,
         "group": group,
         "number": record[NUMBER],
         "what": record[WHAT],
         "called": public or record[WHAT],
+        "words": recorder.text_of(record, public),
         "op": record[OP],
         "dtype": None if record[DTYPE] is None else str(record[DTYPE]).removeprefix("torch."),
         "shape": list(record[SHAPE]),
@@ -191,8 +191,8 @@ def _call(group: int, record: Record, number: int, offset: float, found: tuple[s
         "began": record[BEGAN] + offset,
         "began_monotonic": record[BEGAN],
         "ended": ended + offset if isinstance(ended, float) else None,
-        "site": site,
-        "path": path,
+        "site": "" if site is None else str(site),
+        "path": "" if site is None else site.file,
     }
 
 
@@ -202,25 +202,12 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _sites() -> dict[int, tuple[str, str, str]]:
-    """The public function, line and file of the calls that threads are in, by record."""
-    found: dict[int, tuple[str, str, str]] = {}
-    for top in sys._current_frames().values():
-        records: list[int] = []
-        public = ""
-        for frame in _frames(top):
-            path = frame.f_code.co_filename
-            if is_ours(path):
-                if records or "record" in frame.f_code.co_varnames or "call" in frame.f_code.co_varnames:
-                    record = frame.f_locals.get("record", getattr(frame.f_locals.get("call"), "record", None))
-                    records += [id(record)] if isinstance(record, list) else []
-                name = frame.f_code.co_name
-                public = public if name.startswith(("<", "_")) else name
-            elif records:
-                site = f"{os.path.basename(path)}:{frame.f_lineno}"
-                found.update(dict.fromkeys(records, (public, site, path)))
-                break
-    return found
+def _under_way(records: Iterable[Record]) -> dict[int, tuple[str, CallSite]]:
+    """The public function and the line of the calls that threads are in, by record: a thread is in its last one."""
+    last = {record[THREAD]: record for record in records if record[ENDED] is None}
+    frames = sys._current_frames()
+    found = {id(record): called_in(frames[thread]) for thread, record in last.items() if thread in frames}
+    return {key: each for key, each in found.items() if each is not None}
 
 
 def _threads(ring: Ring) -> list[dict[str, Any]]:

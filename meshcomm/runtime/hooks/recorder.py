@@ -11,18 +11,20 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from meshcomm.errors import shape_text
+from meshcomm.runtime.call import AxisAt, Call, Post, Want
+from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.transports.protocol import Post, Want
+from meshcomm.runtime.words import call_text, messages_text, primitive_arguments, primitive_text
 
 __all__ = [
-    "BEGAN", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SAID", "SHAPE", "WHAT", "AxisAt", "Log",
-    "Marked", "Owner", "Record", "Ring", "failed", "log_among", "own_ring", "recorded", "retire", "ring",
-    "rings_inside", "said_of", "state_of", "wall",
+    "BEGAN", "CALL", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SHAPE", "THREAD", "WHAT", "Log",
+    "Marked", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "noted", "own_ring", "recorded", "retire",
+    "ring", "rings_inside", "site_of", "state_of", "text_of", "wall",
 ]  # fmt: skip
 
 MOST = 1000
@@ -32,37 +34,22 @@ _OVER = 64
 
 Record = list[Any]
 """One call: a list, for that is the cheapest that can be changed."""
-NUMBER, WHAT, OP, DTYPE, SHAPE, BEGAN, ENDED, SAID, ROOT = range(9)
-"""``NUMBER``: of the call in its group from 1 on, 0 for messages, which not all ranks need to send.
-``BEGAN``: as time.monotonic() says. ``ENDED``: None while it is under way; when; True where it came back at once; else
-why it failed. ``SAID``: the public call and its line, where somebody knows them. ``ROOT``: an index or -1; of messages,
-to and from whom.
+NUMBER, WHAT, OP, DTYPE, SHAPE, BEGAN, ENDED, CALL, ROOT, THREAD = range(10)
+"""``NUMBER``: of the call in its group from 1 on, 0 for messages, which not all ranks need to send. ``WHAT``: the
+primitive. ``BEGAN``: as time.monotonic() says. ``ENDED``: None while it is under way; when; True where it came back at
+once; else why it failed. ``CALL``: the call, or what makes it, where somebody knows it: see :func:`call_of`. ``ROOT``:
+an index or -1; of messages, to and from whom. ``THREAD``: which one is in it; 0 where it is waited for later.
 """
 DROPPED = "nobody waited for it"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class AxisAt(NamedTuple):
-    """What a mesh calls a group, and where this rank is on it."""
-
-    name: str | tuple[str, ...]
-    coordinate: dict[str, int]
-
-    def __str__(self) -> str:
-        return f"axis {self.name!r}"
-
-    @property
-    def place(self) -> str:
-        """``dp=3,tp=1``."""
-        return ",".join(f"{name}={at}" for name, at in self.coordinate.items())
-
-
 class Log:
     """The last calls of this rank in one group."""
 
     __slots__ = (
-        "_count", "axes", "begin", "index", "inside", "messages", "number", "over", "ranks", "records", "said",
+        "_count", "axes", "begin", "call", "index", "inside", "messages", "number", "over", "ranks", "records",
         "seconds", "title",
     )  # fmt: skip
 
@@ -75,18 +62,18 @@ class Log:
         self.messages = 0
         self.over = False  # whether its mesh is gone
         self.inside = False  # a primitive that is made of others is one call
-        self.said: tuple[str, object] | None = None
-        """The public call and its line, set by who knows them before each call."""
+        self.call: Call | None = None
+        """Set by who knows it before each call."""
         self._count = itertools.count(1)
         self.number = self._count.__next__
         self.begin = self._begin()
 
     def _begin(self) -> Callable[..., Record]:
         """``begin(what, op, dtype, shape, root=-1)``: note a call. A closure: it costs half of what a method does."""
-        number, keep, now = self.number, self.records.append, time.monotonic
+        number, keep, now, thread = self.number, self.records.append, time.monotonic, get_ident
 
         def begin(what: str, op: str, dtype: torch.dtype | None, shape: Any, root: Any = -1) -> Record:
-            record = [number(), what, op, dtype, shape, now(), None, self.said, root]
+            record = [number(), what, op, dtype, shape, now(), None, self.call, root, thread()]
             keep(record)
             return record
 
@@ -96,7 +83,7 @@ class Log:
         """Note a batch of messages."""
         root = [post[1:] for post in posts], [(want[0], want[3]) for want in wants]
         self.messages += 1
-        record: Record = [0, "exchange", "", None, (), time.monotonic(), None, self.said, root]
+        record: Record = [0, "exchange", "", None, (), time.monotonic(), None, self.call, root, get_ident()]
         self.records.append(record)
         return record
 
@@ -123,7 +110,7 @@ class Log:
 
     def __str__(self) -> str:
         named = list(dict.fromkeys(repr(axis.name) for axis in self.axes))[:3]  # several meshes may have this group
-        return f"axis {' or '.join(named)}" if named else f"the group of ranks {list(self.ranks)}"
+        return " or ".join(named) if named else f"the group of ranks {list(self.ranks)}"
 
 
 def state_of(record: Record) -> str:
@@ -136,17 +123,46 @@ def state_of(record: Record) -> str:
     return "completed"
 
 
-def said_of(record: Record) -> str:
-    """``all_reduce f32[8] (sum)``."""
-    what = record[SAID][0] if record[SAID] is not None else record[WHAT]
-    extra = [record[OP]] if record[OP] else []
+def call_of(record: Record) -> Call | None:
+    """The call, where it is known; made when it is asked for, of a function and its arguments."""
+    call = record[CALL]
+    if type(call) is tuple:
+        call = record[CALL] = call[0](*call[1:]) if call else None
+    return cast("Call | None", call)
+
+
+def noted(record: Record | None, call: Call) -> Call:
+    """The public ``call`` that a record is of, with all that is known of it from now on."""
+    if record is None:
+        return call
+    known = call_of(record)
+    if known is not None and known.what == call.what:
+        call = known._replace(axis=call.axis, site=call.site, backward=call.backward)
+    elif record[WHAT] == call.what:
+        seen = primitive_arguments(call.what, record[OP], record[ROOT])
+        messages = record[ROOT] if record[NUMBER] == 0 else call.messages
+        call = call._replace(names=tuple(seen), given=tuple(seen.values()), messages=messages)
+    record[CALL] = call
+    return call
+
+
+def text_of(record: Record, what: str = "") -> str:
+    """``all_reduce f32[8] (op='sum')``. ``what``: what was called, where only the caller knows it."""
+    call = call_of(record)
+    if call is not None:
+        return call.text
+    what = what or record[WHAT]
     if record[NUMBER] == 0:
-        sent, wanted = record[ROOT]
-        extra += [f"to {dst} tag {tag}" for dst, tag in sent] + [f"from {src} tag {tag}" for src, tag in wanted]
-    elif record[ROOT] != -1:
-        extra.append(f"{'to' if record[WHAT] in ('reduce', 'gather') else 'from'} {record[ROOT]}")
-    shape = "" if record[DTYPE] is None else " " + shape_text(record[DTYPE], record[SHAPE])
-    return f"{what}{shape}{' (' + ', '.join(extra) + ')' if extra else ''}"
+        return call_text(what, messages_text(*record[ROOT]))
+    return primitive_text(what, record[WHAT], record[OP], record[DTYPE], record[SHAPE], record[ROOT])
+
+
+def site_of(record: Record) -> str:
+    """``train.py:88``, where it is known: the line that made the call, or the one that this thread is in."""
+    call = call_of(record)
+    if call is not None and call.site is not None:
+        return call.at
+    return str(call_site()) if record[THREAD] == get_ident() else ""
 
 
 def wall(monotonic: float) -> float:
@@ -300,9 +316,11 @@ class Marked(Pending):
 
     def __init__(self, source: Pending, record: Record) -> None:
         self._source, self._record = source, record
+        record[THREAD] = 0
 
     def wait(self, timeout: float | None) -> Any:
         """As the source does."""
+        self._record[THREAD] = get_ident()
         try:
             result = self._source.wait(timeout)
         except TimedOutError:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.numbers import Numbers
-from meshcomm.runtime.transports.protocol import Link, Note, Post, Primitive, Want
+from meshcomm.runtime.transports.protocol import Link, Primitive
 
 __all__ = ["WrappedLink", "bare"]
 
@@ -25,7 +26,7 @@ L = TypeVar("L")
 class _Said(threading.local):
     """What was announced, by each thread for itself."""
 
-    note = Note("a collective", (), (), None, "?")
+    call = Call("a collective")
     tree: tuple[Any, ...] = ()
 
 
@@ -43,17 +44,17 @@ class WrappedLink(Numbers):
         self._twin: Self | None = None
 
     @property
-    def note(self) -> Note:
+    def call(self) -> Call:
         """What this thread has announced, in either form."""
-        return self._said.note
+        return self._said.call
 
-    @note.setter
-    def note(self, note: Note) -> None:
-        self._said.note = note
+    @call.setter
+    def call(self, call: Call) -> None:
+        self._said.call = call
 
     @property
     def tree(self) -> tuple[Any, ...]:
-        """Of this thread's next note."""
+        """Of this thread's next call."""
         return self._said.tree
 
     @tree.setter
@@ -61,7 +62,7 @@ class WrappedLink(Numbers):
         self._said.tree = tree
 
     def run(self, what: Primitive) -> Any:
-        """Give what ``what.go()`` gives; ``self.note`` says what it belongs to. In the form for later that may be a
+        """Give what ``what.go()`` gives; ``self.call`` says what it belongs to. In the form for later that may be a
         Pending.
         """
         raise NotImplementedError
@@ -98,12 +99,12 @@ class WrappedLink(Numbers):
         """As the inner link does."""
         return self.inner.copies(name, x)
 
-    def announce(self, note: Note) -> None:
+    def announce(self, call: Call) -> None:
         """Keep it for the primitive that follows."""
-        self.note = note._replace(tree=self.tree) if self.tree else note
+        self.call = call._replace(tree=self.tree) if self.tree else call
         self.tree = ()
         if self.inner.hears:
-            self.inner.announce(self.note)
+            self.inner.announce(self.call)
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """As the inner link does."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.numbers import Numbers
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.protocol import Note
 
 __all__ = ["PacketLink"]
 
@@ -33,7 +33,7 @@ class PacketLink(Numbers):
     nccl: frozenset[str]
     """The kinds of device whose backend is NCCL: it has a mean, and no and, or, xor; the others the other way round."""
 
-    def announce(self, note: Note) -> None:
+    def announce(self, call: Call) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""
 
     def copies(self, name: str, x: Tensor) -> bool:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.process_group import Later, ProcessLink
-from meshcomm.runtime.transports.protocol import Post, Want
 from meshcomm.runtime.transports.shared.transport import LaterOneHostLink, OneHostLink
 
 __all__ = ["DetouredLink", "DetouredOneHostLink", "lacks_a_way"]

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm.errors import CommError
+from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.transports import dtypes, envelopes
 from meshcomm.runtime.transports.envelopes import Envelope
-from meshcomm.runtime.transports.protocol import Post, Want
 
 __all__ = ["CALLS", "Parcel", "deliver", "expect", "open_all", "route_of"]
 

@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from threading import get_ident
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
+from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.health import attendance, peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.hooks.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, recorded
@@ -29,7 +31,6 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.post import CALLS, Parcel, deliver, expect, open_all, route_of
-from meshcomm.runtime.transports.protocol import Post, Want
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Messages, Started, Walker, apart
 
@@ -171,7 +172,7 @@ class ProcessLink(PacketLink):
             return self._all_reduce(x, op)
         # With as little as can be around the backend's call: each line is felt.
         shape = x.shape
-        record = [self._next(), "all_reduce", "sum", dtype, shape, monotonic(), None, self.log.said, -1]
+        record = [self._next(), "all_reduce", "sum", dtype, shape, monotonic(), None, None, -1, get_ident()]
         self._keep(record)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         if 0 not in shape:

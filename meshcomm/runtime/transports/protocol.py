@@ -11,44 +11,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
-from meshcomm.runtime.whose import Whose
 
-__all__ = ["PRIMITIVES", "REDUCE_OPS", "Link", "Note", "Post", "Primitive", "Want"]
+__all__ = ["PRIMITIVES", "REDUCE_OPS", "Link", "Primitive"]
 
 REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor")
-
-Post = tuple[Tensor, int, int]
-"""A message to send: the tensor, the destination, the tag."""
-
-Want = tuple[int, tuple[int, ...], torch.dtype, int, torch.device]
-"""A message to receive: the source, shape, dtype, tag and the device it shall lie on."""
-
-
-class Note(NamedTuple):
-    """What a rank called, for a link that is watched."""
-
-    what: str
-    given: tuple[Any, ...]
-    """Those of its arguments that must be equal on all ranks."""
-    names: Sequence[str]
-    """Their names."""
-    needs_grad: bool | None
-    axis: object
-    """``str`` gives the axis and the rank's place."""
-    dtype: torch.dtype | None = None
-    shape: Sequence[int] = ()
-    fixed: tuple[int, ...] = ()
-    """The lengths that must be equal, where the primitive does not see them."""
-    tree: tuple[Any, ...] = ()
-    """Path, dtype and shape of each leaf, where a pytree was given."""
-    whose: Whose | None = None
-    """Of a sum that was inserted: the leaf whose gradient it is."""
-
-    @property
-    def word(self) -> int:
-        """That as a number; 0 for none."""
-        return 0 if self.whose is None else self.whose.word
 
 
 class Primitive(NamedTuple):
@@ -58,7 +26,7 @@ class Primitive(NamedTuple):
     x: Tensor | None
     """What this rank gives, if it is one tensor."""
     key: tuple[Any, ...]
-    """What must be equal on all ranks, beside what the note says."""
+    """What must be equal on all ranks, beside what the call says."""
     go: Callable[[], Any]
     """Runs it on the link inside."""
     send: Sequence[int] = ()
@@ -122,13 +90,13 @@ class Link(Primitives, Protocol):
     size: int
     index: int
     tree: tuple[Any, ...]
-    """Set by who takes a pytree apart: belongs to the next note."""
+    """Set by who takes a pytree apart: belongs to the next call."""
     watched: bool
     """Whether each call is announced in full first."""
     hears: bool
     """Whether it is told at all, so that ranks that disagree are told so; if it is not ``watched``, in ``called``."""
     called: tuple[Any, ...]
-    """What the next primitive belongs to: what makes a note of it (without ``whose``), and the arguments for that."""
+    """What the next primitive belongs to: what makes a Call of it (without ``whose``), and the arguments for that."""
 
     def later(self) -> Link:
         """The same link in a form whose primitives give a ``Pending`` where they would have to wait.
@@ -145,7 +113,7 @@ class Link(Primitives, Protocol):
     def copies(self, name: str, x: Tensor) -> bool:
         """Whether the primitive ``name`` copies ``x`` at the call, in the form for later."""
 
-    def announce(self, note: Note) -> None:
+    def announce(self, call: Call) -> None:
         """Say what the next primitive belongs to."""
 
     def refuse(self, where: str, why: str, axis: object) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
-from meshcomm.runtime.transports.protocol import Note, Post, Want
 
 __all__ = ["SoloLink"]
 
@@ -35,7 +35,7 @@ class SoloLink:
         """Nothing to wait for."""
         return self
 
-    def announce(self, note: Note) -> None:
+    def announce(self, call: Call) -> None:
         """Nobody listens."""
 
     def refuse(self, where: str, why: str, axis: object) -> None:

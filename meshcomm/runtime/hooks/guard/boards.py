@@ -11,10 +11,11 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from meshcomm.runtime.call import Said
 from meshcomm.runtime.hooks.guard.store import the_store
-from meshcomm.runtime.said import Said, Words
 from meshcomm.runtime.transports.shared.memory import NOTE, NOTE_RING, NOTES, Neighbour, arena
 from meshcomm.runtime.transports.shared.transport import Mail
+from meshcomm.runtime.words import Words
 
 __all__ = [
     "EXPIRED",

@@ -20,7 +20,7 @@ from typing import Any
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.hooks.guard.boards import Group, Shelf
 from meshcomm.runtime.ops import talks
-from meshcomm.runtime.said import told
+from meshcomm.runtime.words import told
 
 __all__ = [
     "DEADLOCK", "FEW_LOOKS", "FIRST_PAUSE", "LONG", "Guard", "Status", "Wait", "current", "failed", "home",

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import CommError, described, text
-from meshcomm.runtime.callsite import call_site, hinted, in_backward
+from meshcomm.runtime.call import Call, Said
+from meshcomm.runtime.callsite import call_site, hinted
 from meshcomm.runtime.health.attendance import all_here
 from meshcomm.runtime.hooks.guard.boards import EXPIRED, GAVE_UP, LEAVING, MADE, REFUSED, Board, Entry, Group
 from meshcomm.runtime.hooks.guard.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
@@ -27,9 +28,9 @@ from meshcomm.runtime.hooks.recorder import Log, recorded
 from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.pending import settled
-from meshcomm.runtime.said import Said, Words, axis_text, calls_text, fingerprint, place_of
 from meshcomm.runtime.start import forks
-from meshcomm.runtime.transports.protocol import Link, Note, Primitive
+from meshcomm.runtime.transports.protocol import Link, Primitive
+from meshcomm.runtime.words import Words, axis_text, calls_text, place_of, sentence
 
 __all__ = ["GuardedLink", "Room"]
 
@@ -54,10 +55,10 @@ class GuardedLink(WrappedLink):
         """Its own: the one of the link inside begins when the ranks have agreed."""
         return self._log
 
-    def announce(self, note: Note) -> None:
-        """Note the line, too."""
-        super().announce(note)
-        self._log.said = note.what, call_site()
+    def announce(self, call: Call) -> None:
+        """Keep it for the ring, too."""
+        super().announce(call)
+        self._log.call = self.call.here()
 
     all_reduce = recorded(WrappedLink.all_reduce)
     all_gather = recorded(WrappedLink.all_gather)
@@ -83,8 +84,8 @@ class GuardedLink(WrappedLink):
             return self._realign(what)
         room.guard.acts()
         if what.name == "exchange":
-            return room.letters.run(what, self.note, self.is_later)
-        said = room.said(self.note, what)
+            return room.letters.run(what, self.call, self.is_later)
+        said = room.said(self.call, what)
         on_cpu = what.x is None or what.x.is_cpu
         if (self.is_later and on_cpu) or not room.idle():
             begun = room.later(said, what)
@@ -108,7 +109,7 @@ class GuardedLink(WrappedLink):
         """A meeting apart from the calls: afterwards all count them alike, whatever has failed before, along this axis
         and all others on which only ranks of this one are.
         """
-        room, seconds, axis = self.room, what.key[1], self.note.axis
+        room, seconds, axis = self.room, what.key[1], self.call.axis
         words = Words(place_of(axis), "barrier", axis_text(axis), str(call_site()))
         alone = room.guard.is_alone()  # else another thread may be in the middle of the calls of another axis
         rooms = [each for each in room.guard.rooms if alone or each is room]
@@ -142,33 +143,20 @@ class Room:
         self._words: dict[Any, Said] = {}
         self._queue: Queue | None = None
 
-    def said(self, note: Note, what: Primitive) -> Said:
+    def said(self, announced: Call, what: Primitive) -> Said:
         """Of this call; the same call at the same place in the program is put into words once."""
-        site = call_site()
-        runs = (tuple(what.send), tuple(what.recv)) if what.name == "all_to_all" else ()
-        key: tuple[Any, ...] = (
-            note.what,
-            note.given,
-            note.needs_grad,
-            note.dtype,
-            note.shape,
-            note.fixed,
-            note.tree,
-            note.whose,
-            what.key,
-            runs,
-            site,
-        )
-        key = (*key, getattr(note.axis, "key", None), in_backward())
+        axis = announced.axis
+        call = announced.here(moved=what.key, send=tuple(what.send), recv=tuple(what.recv))
+        key = (*call._replace(axis=None), getattr(axis, "key", None))
         try:
             found = self._words.get(key)
         except TypeError:  # an argument without a hash
-            return fingerprint(note, what, site)
+            return Said.of(call)
         if found is None:
-            self.guard.places = getattr(note.axis, "places", dict)()
+            self.guard.places = getattr(axis, "places", dict)()
             if len(self._words) >= _MOST_WORDS:
                 self._words.clear()
-            found = self._words[key] = fingerprint(note, what, site)
+            found = self._words[key] = Said.of(call)
         return found
 
     # ---------------------------------------------------------------------------------------------- numbers
@@ -470,7 +458,8 @@ def _given_up(entries: Iterable[Entry]) -> str:
     refused = [entry for entry in entries if entry.state == REFUSED]
     if refused:
         first = refused[0]
-        return f"{first.words.place} called {first.words.call} at {first.words.site} and has raised: {first.why}"
+        did = sentence(first.words.call, "", first.words.site)
+        return f"{first.words.place} called {did} and has raised: {first.why}"
     first = next(entry for entry in entries if entry.state in (GAVE_UP, EXPIRED))
     return f"{first.words.place} called {first.words} and has given up: {first.why}"
 

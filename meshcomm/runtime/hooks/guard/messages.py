@@ -29,14 +29,14 @@ from typing import Any, NoReturn
 import torch
 
 from meshcomm.errors import CommError, described, shape_text, text
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.call import Call, messages_of
 from meshcomm.runtime.hooks.guard.batches import GAVE_UP, GOING, LEAVING, Batch, Side, Together
 from meshcomm.runtime.hooks.guard.boards import Group
 from meshcomm.runtime.hooks.guard.guard import DEADLOCK, LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.store import the_store
 from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Task
-from meshcomm.runtime.said import Words, axis_text, place_of
-from meshcomm.runtime.transports.protocol import Note, Primitive
+from meshcomm.runtime.transports.protocol import Primitive
+from meshcomm.runtime.words import Words
 
 __all__ = ["Letters"]
 
@@ -63,10 +63,10 @@ class Letters:
         self._going: list[tuple[str, list[str]]] = []  # words that are read until these keys are gone
         self._since = self._number = 0
 
-    def run(self, what: Primitive, note: Note, later: bool) -> Any:
+    def run(self, what: Primitive, announced: Call, later: bool) -> Any:
         """Meet the other sides, then go; on a thread of its own if it is waited for later."""
-        words = Words(place_of(note.axis), self._call_text(what, note), axis_text(note.axis), str(call_site()))
-        self.guard.places = getattr(note.axis, "places", dict)()
+        words = announced.here(messages=messages_of(what.posts, what.wants)).words
+        self.guard.places = getattr(announced.axis, "places", dict)()
         with self._lock:
             passage = self._take_places(what, words)
         if not passage.batch.sides:
@@ -138,11 +138,6 @@ class Letters:
         end = time.monotonic() + seconds
         while not self.sweep() and time.monotonic() < end:
             time.sleep(10 * _PAUSE)
-
-    def _call_text(self, what: Primitive, note: Note) -> str:
-        sent = [f"to {dst} (tag {tag}) {shape_text(x.dtype, x.shape)}" for x, dst, tag in what.posts]
-        got = [f"from {src} (tag {tag}) {shape_text(dtype, shape)}" for src, shape, dtype, tag, _ in what.wants]
-        return f"{note.what} {', '.join(sent + got)}"
 
     def _take_places(self, what: Primitive, words: Words) -> _Passage:
         """Messages of one route keep their order: these come after those ``before``."""

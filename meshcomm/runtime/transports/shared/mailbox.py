@@ -21,7 +21,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.hooks.recorder import DROPPED, ENDED, Log, Record, failed
+from meshcomm.runtime.hooks.recorder import DROPPED, ENDED, THREAD, Log, Record, failed
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.shared import memory
@@ -590,10 +590,12 @@ class Reading(Pending):
 
     def __init__(self, call: Call) -> None:
         self._call = call
+        call.record[THREAD] = 0
 
     def wait(self, timeout: float | None) -> Any:
         """Wait for the others, and read."""
         call = self._call
+        call.record[THREAD] = threading.get_ident()
         if not call.wait_within(call.mail.timeout if timeout is None else timeout):
             missing = list(call.missing)
             has = "has" if len(missing) == 1 else "have"

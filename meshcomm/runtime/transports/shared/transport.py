@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from meshcomm.runtime.hooks.recorder import failed
+from meshcomm.runtime.call import Call as Announced
+from meshcomm.runtime.hooks.recorder import CALL, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.process_group import Later, ProcessLink
-from meshcomm.runtime.transports.protocol import Note
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.mailbox import Call, Fill, Mail, Reading, retire, take_leave
 from meshcomm.runtime.transports.shared.words import meaning_of
@@ -58,10 +58,11 @@ class OneHostLink(ProcessLink):
     _whose = 0
     """The word of the leaf whose gradient the next all_reduce sums, or 0."""
 
-    def announce(self, note: Note) -> None:
+    def announce(self, call: Announced) -> None:
         """Keep what all ranks say alike."""
-        self.called = (Note, note.what, note.given, tuple(note.names), None, None, note.dtype, note.shape, note.fixed)
-        self.tree = note.tree or self.tree
+        what, given, names, _, _, dtype, shape, fixed, tree, *_ = call
+        self.called = (Announced, what, given, tuple(names), None, None, dtype, shape, fixed)
+        self.tree = tree or self.tree
 
     @contextlib.contextmanager
     def sums_of(self, whose: int) -> Iterator[None]:
@@ -271,7 +272,9 @@ class OneHostLink(ProcessLink):
             key, meaning = (repr(key),), None  # type: ignore[assignment]
         if meaning is None:
             meaning = meaning_of(mail.lexicon, key, called, tree, name, op, dtype, shape, root)
-        return Call(self, mail, meaning, shape.numel(), root, self._note(name, op, dtype, shape, root))
+        record = self._note(name, op, dtype, shape, root)
+        record[CALL] = called
+        return Call(self, mail, meaning, shape.numel(), root, record)
 
     def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
         call.expect(sources, fill, result, first)

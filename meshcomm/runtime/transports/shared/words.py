@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from meshcomm.errors import shape_text
-from meshcomm.runtime.said import Meant, digest_of
-from meshcomm.runtime.transports.protocol import PRIMITIVES, REDUCE_OPS, Note, Primitive
+from meshcomm.runtime.call import Call, Meant
+from meshcomm.runtime.transports.protocol import PRIMITIVES, REDUCE_OPS
 from meshcomm.runtime.transports.shared.lexicon import Lexicon, Meaning
 from meshcomm.runtime.transports.shared.memory import ENTRIES, Box
 from meshcomm.runtime.whose import ordinal_of
+from meshcomm.runtime.words import primitive_text
 
 __all__ = [
     "CODE", "COUNT", "DIGEST", "ENTRY_CELLS", "FD", "KEPT", "LATER", "LENGTH", "OFFSET", "PERMUTE", "PLACE", "ROOT",
@@ -36,24 +36,19 @@ def meaning_of(
     known: Lexicon, key: Hashable, called: tuple[Any, ...], tree: tuple[Any, ...],
     name: str, op: str, dtype: torch.dtype, shape: torch.Size, root: int,
 ) -> Meaning:  # fmt: skip
-    """Of a primitive with this key. ``called``: what makes the note that it belongs to, and its arguments."""
+    """Of a primitive with this key. ``called``: what makes the call that it belongs to, and its arguments."""
     seen = () if name == "all_to_all" else tuple(shape)  # there it may differ
-    what = Primitive(name, None, (name, op, dtype, seen, root), _nothing)
-    note: Note = called[0](*called[1:]) if called else _alone(name, op, root)
-    if note.dtype is None and name != "barrier":
-        note = note._replace(dtype=dtype, shape=shape)
-    note = note._replace(tree=tree) if tree else note
+    call: Call = called[0](*called[1:]) if called else _alone(name, op, root)
+    if call.dtype is None and name != "barrier":
+        call = call._replace(dtype=dtype, shape=shape)
+    call = call._replace(tree=tree or call.tree, moved=(name, op, dtype, seen, root))
     code = _CALL[name] + _OP[op] + _DTYPE[dtype]
-    return known.learn(key, code, digest_of(note, what)[0], Meant.of(note, what).write())
+    return known.learn(key, code, call.digest[0], Meant.of(call).write())
 
 
-def _alone(name: str, op: str, root: int) -> Note:
+def _alone(name: str, op: str, root: int) -> Call:
     """Of a primitive that belongs to no call that is known."""
-    return Note(name, (op or None, None if root < 0 else root), ("op", "root"), None, None)
-
-
-def _nothing() -> None:
-    """What is told of runs elsewhere."""
+    return Call(name, (op or None, None if root < 0 else root), ("op", "root"))
 
 
 def name_of(code: int) -> str:
@@ -70,14 +65,10 @@ PERMUTE = PRIMITIVES.index("permute")
 
 
 def said(code: int, count: int, root: int) -> str:
-    """``all_reduce of f32[8] (sum)``."""
-    call, op, dtype = PRIMITIVES[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
-    extra = [op] if op else []
-    if root < -1:
-        extra.append(f"the gradient of leaf {ordinal_of(-1 - root)}")
-    if root >= 0:
-        extra.append(f"{'to' if call in ('permute', 'reduce', 'gather') else 'from'} {root}")
-    return f"{call} of {shape_text(dtype, (count,))}{' (' + ', '.join(extra) + ')' if extra else ''}"
+    """``all_reduce f32[8] (op='sum')``."""
+    name, op, dtype = PRIMITIVES[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
+    text = primitive_text(name, name, op, None if name == "barrier" else dtype, (count,), root)
+    return f"{text} for the gradient of leaf {ordinal_of(-1 - root)}" if root < -1 else text
 
 
 def entry_of(box: Box | None, number: int) -> list[int] | None:

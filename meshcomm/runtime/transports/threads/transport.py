@@ -9,29 +9,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshcomm._torch import outside_dispatch_modes
 from meshcomm.errors import CommError, MeshError, shape_text
-from meshcomm.runtime.callsite import call_site, called_at, hinted, in_backward
+from meshcomm.runtime.call import Call, Post, Want, messages_of
+from meshcomm.runtime.callsite import call_site, hinted
 from meshcomm.runtime.health.attendance import absent_text
-from meshcomm.runtime.hooks.recorder import DROPPED, ENDED, Owner, Record, failed, log_among
+from meshcomm.runtime.hooks.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, log_among
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.numbers import Numbers
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.protocol import Note, Post, Want
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.runtime.whose import differ
+from meshcomm.runtime.words import axis_text, sentence
 
 __all__ = ["InProcessLink"]
-
-Detail = Callable[[], str] | None
-"""More to say of a call, put into words only when it is said."""
 
 Compute = Callable[[list[Any]], Sequence[Any]]
 
@@ -40,59 +38,27 @@ _SOON = 1.0
 _GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-out, which ends what was begun before."
 
 
-class _Call:
-    """What one rank called."""
+class _Came(NamedTuple):
+    """A rank that has come, with a call."""
 
-    __slots__ = ("backward", "detail", "key", "note", "rank", "record", "site", "word")
+    rank: Rank
+    place: int
+    """Its index in the group."""
+    call: Call
     record: Record
-
-    def __init__(self, rank: Rank, note: Note, key: tuple[Any, ...], detail: Detail) -> None:
-        self.rank = rank
-        self.note = note
-        self.key = key  # what must be equal on all ranks
-        self.detail = detail
-        self.site = call_site()
-        self.backward = in_backward()
-        self.word = 0 if note.whose is None else note.whose.word
-
-    def agrees(self, other: _Call) -> bool:
-        mine, theirs = self.note, other.note
-        if mine.what != theirs.what or mine.given != theirs.given or self.key != other.key:
-            return False
-        if mine.fixed != theirs.fixed or mine.tree != theirs.tree or differ(self.word, other.word):
-            return False
-        return mine.needs_grad == theirs.needs_grad or mine.needs_grad is None or theirs.needs_grad is None
-
-    def __str__(self) -> str:
-        note = self.note
-        given = zip(note.names, note.given, strict=True)
-        shown = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
-        parts = [f"{note.what}({shown})"]
-        if note.tree:
-            leaves = (f"x{path} {shape_text(dtype, shape)}" for path, dtype, shape in note.tree)
-            parts.append(f"of {', '.join(leaves)}")
-        elif note.dtype is not None:
-            parts.append(f"of {shape_text(note.dtype, note.shape)}")
-        if self.detail is not None:
-            parts.append(self.detail())
-        if note.needs_grad:
-            parts.append("that needs a gradient")
-        if note.whose is not None:
-            parts.append(f"for {note.whose}")
-        return f"{' '.join(parts)} over {note.axis} at {called_at(self.site, backward=self.backward)}"
 
 
 class _Meeting:
     """One collective: who has come, with what, and what came of it."""
 
-    __slots__ = ("calls", "came", "error", "inputs", "odd", "outlasts", "results", "waiting")
+    __slots__ = ("came", "count", "error", "inputs", "odd", "outlasts", "results", "waiting")
 
     def __init__(self, size: int) -> None:
-        self.calls: list[_Call] = []
+        self.came: list[_Came] = []
         self.inputs: list[Any] = [None] * size
         self.results: list[Any] | None = None
         self.error: str | None = None
-        self.came = 0
+        self.count = 0
         self.odd = False  # not all have called the same
         self.waiting: list[Rank] = []
         self.outlasts = False  # who waits here does so longer than others in vain
@@ -108,18 +74,18 @@ class _Meeting:
 
     def lengths(self) -> str:
         """What is said where tensors of other lengths are all that differs."""
-        of_index = {getattr(call.note.axis, "index", at): str(call) for at, call in enumerate(self.calls)}
-        return dims_said(dict(sorted(of_index.items())), len(self.inputs))
+        calls = {each.place: each.call.text for each in self.came}
+        return dims_said(dict(sorted(calls.items())), len(self.inputs))
 
-    def report(self, title: str = "ranks of one axis made different calls.", more: Sequence[_Call] = ()) -> str:
+    def report(self, title: str = "ranks of one axis made different calls.", more: Sequence[_Came] = ()) -> str:
         """Which ranks called what, equal calls together."""
-        groups: list[tuple[_Call, list[int]]] = []
-        for call in (*self.calls, *more):
-            same = next((ranks for other, ranks in groups if other.agrees(call)), None)
+        groups: list[tuple[Call, list[int]]] = []
+        for each in (*self.came, *more):
+            same = next((ranks for other, ranks in groups if other.agrees(each.call)), None)
             if same is None:
-                groups.append((call, [call.rank.index]))
+                groups.append((each.call, [each.rank.index]))
             else:
-                same.append(call.rank.index)
+                same.append(each.rank.index)
         lines = []
         for call, ranks in groups:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
@@ -132,7 +98,8 @@ class _Batch:
     """The messages of one exchange of one rank that have not met their other side."""
 
     rank: Rank
-    call: _Call
+    call: Call
+    record: Record
     open: int
     error: str | None = None
     waited: bool = False
@@ -195,7 +162,7 @@ class InProcessLink(Numbers):
         self._rank = rank
         self.log = log_among(rank.world.shared, Owner(rank.index, rank.world.size), ranks, name)
         self._circle: _Circle = rank.world.shared.setdefault((ranks, name), _Circle(self.size))
-        self._note = Note("a collective", (), (), None, "?")
+        self._announced = Call("a collective")
         self.tree: tuple[Any, ...] = ()
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
@@ -208,9 +175,9 @@ class InProcessLink(Numbers):
             self._later.__dict__ = self.__dict__
         return self._later  # type: ignore[no-any-return]
 
-    def announce(self, note: Note) -> None:
+    def announce(self, call: Call) -> None:
         """Name the next call, for reports and to compare it with the other ranks'."""
-        self._note = note._replace(tree=self.tree) if self.tree else note
+        self._announced = call._replace(tree=self.tree) if self.tree else call
         self.tree = ()
 
     def copies(self, name: str, x: Tensor) -> bool:
@@ -225,7 +192,8 @@ class InProcessLink(Numbers):
             return
         self._rank.world.act()
         meeting = self._sit(self._circle.counts, self._circle.meetings)
-        said = f"  rank {self._rank.index} called {where} over {axis} at {call_site()} and has raised: {why}"
+        did = sentence(where, axis_text(axis), call_site())
+        said = f"  rank {self._rank.index} called {did} and has raised: {why}"
         meeting.fail(meeting.report("not all ranks of an axis made the same call.") + f"\n{said}")
         self._wake_all(meeting)
 
@@ -250,49 +218,48 @@ class InProcessLink(Numbers):
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _call(
-        self, key: tuple[Any, ...], detail: Detail, messages: tuple[Sequence[Post], Sequence[Want]] | None = None
-    ) -> _Call:
-        note, log = self._note, self.log
-        self.check_rank(note.what)
+    def _called(self, moved: tuple[Any, ...] = (), **seen: Any) -> Call:
+        """The call that is made now."""
+        announced = self._announced
+        self.check_rank(announced.what)
         self._rank.world.check()
         self._rank.world.act()
-        call = _Call(self._rank, note, key, detail)
-        log.said = note.what, call.site
-        if messages is None:
-            op = note.given[note.names.index("op")] if "op" in note.names else ""
-            call.record = log.begin(note.what, op, note.dtype, note.shape)
-        else:
-            call.record = log.message(*messages)
+        call = announced.here(moved=moved, **seen)
+        self.log.call = call
         return call
 
-    def _meet(self, key: tuple[Any, ...], detail: Detail, given: Any, compute: Compute) -> Any:
-        """Wait for all ranks of the group; the last one to come computes everybody's result."""
-        call = self._call(key, detail)
-        return self._take(self._join(call, given, compute), call)
+    def _arrive(self, call: Call) -> _Came:
+        op = call.given[call.names.index("op")] if "op" in call.names else ""
+        return _Came(self._rank, self.index, call, self.log.begin(call.what, op, call.dtype, call.shape))
 
-    def _join(self, call: _Call, given: Any, compute: Compute) -> _Meeting:
+    def _meet(self, call: Call, given: Any, compute: Compute) -> Any:
+        """Wait for all ranks of the group; the last one to come computes everybody's result."""
+        mine = self._arrive(call)
+        return self._take(self._join(mine, given, compute), mine)
+
+    def _join(self, mine: _Came, given: Any, compute: Compute) -> _Meeting:
         """Come to the next meeting of the group."""
-        return self._come(self._circle.counts, self._circle.meetings, call, given, compute)
+        return self._come(self._circle.counts, self._circle.meetings, mine, given, compute)
 
     def _come(
-        self, counts: list[int], meetings: dict[int, _Meeting], call: _Call, given: Any, compute: Compute
+        self, counts: list[int], meetings: dict[int, _Meeting], mine: _Came, given: Any, compute: Compute
     ) -> _Meeting:
-        meeting = self._sit(counts, meetings)
+        meeting, call = self._sit(counts, meetings), mine.call
         if meeting.error is None:
-            calls = meeting.calls
-            calls.append(call)
+            came = meeting.came
+            came.append(mine)
             meeting.inputs[self.index] = given
-            meeting.odd = meeting.odd or not calls[0].agrees(call)
-            of_others = call.word and any(differ(each.word, call.word) for each in calls)
-            if of_others or (meeting.odd and (meeting.came == self.size or not meeting.lengths())):  # else all are told
+            meeting.odd = meeting.odd or not came[0].call.agrees(call)
+            of_others = call.word and any(differ(each.call.word, call.word) for each in came)
+            all_here = meeting.count == self.size
+            if of_others or (meeting.odd and (all_here or not meeting.lengths())):  # else all are told, of lengths
                 meeting.fail(meeting.report())
-            elif meeting.came == self.size:
+            elif all_here:
                 self._compute(meeting, call, compute)
         if meeting.over:
             self._wake_all(meeting)
         if meeting.error is not None:
-            call.record[ENDED] = meeting.error.splitlines()[0]
+            mine.record[ENDED] = meeting.error.splitlines()[0]
             raise CommError(meeting.error)
         return meeting
 
@@ -303,20 +270,20 @@ class InProcessLink(Numbers):
         meeting = meetings.get(seat)
         if meeting is None:
             meeting = meetings[seat] = _Meeting(self.size)
-        meeting.came += 1
-        if meeting.came == self.size:
+        meeting.count += 1
+        if meeting.count == self.size:
             del meetings[seat]
         return meeting
 
-    def _compute(self, meeting: _Meeting, call: _Call, compute: Compute) -> None:
+    def _compute(self, meeting: _Meeting, call: Call, compute: Compute) -> None:
         try:
             with torch.no_grad(), outside_dispatch_modes():  # those of this rank, which came last, have no part in it
                 meeting.results = list(compute(meeting.inputs))
         except Exception as error:  # every rank of the group is told
-            meeting.error = f"meshcomm.{call.note.what}: {error}\n{meeting.report()}"
+            meeting.error = f"meshcomm.{call.what}: {error}\n{meeting.report()}"
         meeting.inputs = []
 
-    def _take(self, meeting: _Meeting, call: _Call, timeout: float | None = None) -> Any:
+    def _take(self, meeting: _Meeting, mine: _Came, timeout: float | None = None) -> Any:
         """This rank's result, once all have come."""
         while not meeting.over:
             meeting.waiting.append(self._rank)
@@ -324,15 +291,17 @@ class InProcessLink(Numbers):
             if meeting.over:
                 break
             try:
-                self._rank.world.wait(self._rank, lambda: f"waits in {call}", timeout, meeting.fail, meeting.outlasts)
+                self._rank.world.wait(
+                    self._rank, lambda: f"waits in {mine.call}", timeout, meeting.fail, meeting.outlasts
+                )
             except TimedOutError:
                 meeting.waiting.remove(self._rank)
                 raise
         if meeting.error is not None:
-            call.record[ENDED] = meeting.error.splitlines()[0]
+            mine.record[ENDED] = meeting.error.splitlines()[0]
             raise CommError(meeting.error)
         assert meeting.results is not None
-        call.record[ENDED] = monotonic()
+        mine.record[ENDED] = monotonic()
         result, meeting.results[self.index] = meeting.results[self.index], None
         return result
 
@@ -343,7 +312,7 @@ class InProcessLink(Numbers):
             there = [self._ranks.index(rank.index) for rank in roll.waiting]
             for seat, meeting in list(circle.meetings.items()):
                 if meeting.waiting and not meeting.over and any(circle.counts[index] <= seat for index in there):
-                    meeting.fail(meeting.report(more=roll.calls))
+                    meeting.fail(meeting.report(more=roll.came))
                     self._wake_all(meeting)
 
     def _wake_all(self, meeting: _Meeting) -> None:
@@ -353,7 +322,7 @@ class InProcessLink(Numbers):
 
     def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
         """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
-        return self._meet((x.dtype, x.shape, extra), None, given, compute)
+        return self._meet(self._called((x.dtype, x.shape, extra)), given, compute)
 
     # --------------------------------------------------------------------------------------------- collectives
 
@@ -374,11 +343,8 @@ class InProcessLink(Numbers):
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """Runs handed over; what one sends must be what the other expects."""
-
-        def detail() -> str:
-            return f"sending {list(send)} receiving {list(recv)} elements"
-
-        result: Tensor = self._meet((x.dtype,), detail, (x, send, recv), _swap)
+        call = self._called((x.dtype,), send=tuple(send), recv=tuple(recv))
+        result: Tensor = self._meet(call, (x, send, recv), _swap)
         return result
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
@@ -418,24 +384,24 @@ class InProcessLink(Numbers):
 
     def barrier(self) -> None:
         """Meet for nothing."""
-        self._meet((), None, None, lambda given: given)
+        self._meet(self._called(), None, lambda given: given)
 
     def barrier_within(self, seconds: float) -> None:
         """Meet, beside the other calls, which all count alike afterwards; when no rank can go on, those that have come
         are told who has not, and who comes later too.
         """
-        call, circle = self._call((), None), self._circle
+        mine, circle = self._arrive(self._called()), self._circle
 
         def align(given: list[None]) -> list[None]:
             circle.align()
             return given
 
-        meeting = self._come(circle.roll_calls, circle.rolls, call, None, align)
+        meeting = self._come(circle.roll_calls, circle.rolls, mine, None, align)
         meeting.outlasts = seconds >= _SOON
         try:
-            self._take(meeting, call, seconds)
+            self._take(meeting, mine, seconds)
         except TimedOutError:
-            came = {call.rank.index for call in meeting.calls}
+            came = {each.rank.index for each in meeting.came}
             absent = [f"index {i} (rank {rank})" for i, rank in enumerate(self._ranks) if rank not in came]
             meeting.fail(absent_text(absent, seconds))
             self._wake_all(meeting)
@@ -450,7 +416,8 @@ class InProcessLink(Numbers):
         return batch.received()
 
     def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> _Batch:
-        batch = _Batch(self._rank, self._letter(posts, wants), len(posts) + len(wants))
+        call = self._called(messages=messages_of(posts, wants))
+        batch = _Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants))
         for x, dst, tag in posts:
             self._offer((self.index, dst, tag), _Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
         for src, shape, dtype, tag, device in wants:
@@ -458,9 +425,6 @@ class InProcessLink(Numbers):
             batch.wants.append(message)
             self._offer((src, self.index, tag), message)
         return batch
-
-    def _letter(self, posts: Sequence[Post], wants: Sequence[Want]) -> _Call:
-        return self._call((), lambda: _batch_text(posts, wants), (posts, wants))
 
     def _settle(self, batch: _Batch, timeout: float | None = None) -> None:
         """Wait until every message of the batch has met its other side."""
@@ -470,11 +434,11 @@ class InProcessLink(Numbers):
                 self._rank.world.wait(self._rank, lambda: f"waits in {batch.call}", timeout, batch.fail)
             if batch.error is not None:
                 raise CommError(batch.error)
-            batch.call.record[ENDED] = monotonic()
+            batch.record[ENDED] = monotonic()
         except TimedOutError:
             raise
         except BaseException as error:
-            failed(batch.call.record, error)
+            failed(batch.record, error)
             batch.fail(str(error))
             self._withdraw(batch)
             raise
@@ -522,13 +486,14 @@ class InProcessLink(Numbers):
 class LaterInProcessLink(InProcessLink):
     """The same link, whose primitives come to a meeting and leave; waiting is another matter."""
 
-    def _meet(self, key: tuple[Any, ...], detail: Detail, given: Any, compute: Compute) -> Any:
-        call = self._call(key, detail)
-        return _Seat(self, self._join(call, given, compute), call)
+    def _meet(self, call: Call, given: Any, compute: Compute) -> Any:
+        mine = self._arrive(call)
+        mine.record[THREAD] = 0
+        return _Seat(self, self._join(mine, given, compute), mine)
 
     def barrier(self) -> Any:
         """Come."""
-        return self._meet((), None, None, lambda given: given)
+        return self._meet(self._called(), None, lambda given: given)
 
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> Any:
         """Lay the messages out."""
@@ -539,33 +504,33 @@ class LaterInProcessLink(InProcessLink):
 class _Seat(Pending):
     """A place kept at a meeting."""
 
-    __slots__ = ("_call", "_link", "_meeting")
+    __slots__ = ("_link", "_meeting", "_mine")
 
-    def __init__(self, link: InProcessLink, meeting: _Meeting, call: _Call) -> None:
-        self._link, self._meeting, self._call = link, meeting, call
+    def __init__(self, link: InProcessLink, meeting: _Meeting, mine: _Came) -> None:
+        self._link, self._meeting, self._mine = link, meeting, mine
 
     def wait(self, timeout: float | None) -> Any:
         """The others run until all have come."""
-        self._link.check_rank(self._call.note.what)
+        self._link.check_rank(self._mine.call.what)
         try:
-            return self._link._take(self._meeting, self._call, timeout)
+            return self._link._take(self._meeting, self._mine, timeout)
         except TimedOutError as late:
-            ranks, here = self._link._ranks, {call.rank.index for call in self._meeting.calls}
+            ranks, here = self._link._ranks, {each.rank.index for each in self._meeting.came}
             came = [i for i, rank in enumerate(ranks) if rank in here and i != self._link.index]
             missing = [i for i, rank in enumerate(ranks) if rank not in here]
             raise TimedOutError(str(late), missing, came) from None
 
     def done(self) -> bool:
         """If not, the others run first."""
-        return self._link.look(self._meeting, self._call.note.what)
+        return self._link.look(self._meeting, self._mine.call.what)
 
     def record(self) -> Record:
         """The call's."""
-        return self._call.record
+        return self._mine.record
 
     def abandon(self) -> None:
         """The others need nothing more of this rank."""
-        self._call.record[ENDED] = DROPPED
+        self._mine.record[ENDED] = DROPPED
 
 
 class _Letters(Pending):
@@ -578,21 +543,21 @@ class _Letters(Pending):
 
     def wait(self, timeout: float | None) -> list[Tensor]:
         """The others run until all have met their other sides."""
-        self._link.check_rank(self._batch.call.note.what)
+        self._link.check_rank(self._batch.call.what)
         self._link._settle(self._batch, timeout)
         return self._batch.received()
 
     def done(self) -> bool:
         """If not, the others run first."""
-        return self._link.look(self._batch, self._batch.call.note.what)
+        return self._link.look(self._batch, self._batch.call.what)
 
     def record(self) -> Record:
         """The call's."""
-        return self._batch.call.record
+        return self._batch.record
 
     def abandon(self) -> None:
         """What was sent can be received all the same."""
-        self._batch.call.record[ENDED] = DROPPED
+        self._batch.record[ENDED] = DROPPED
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -617,9 +582,3 @@ def _swap(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tens
                     f"index {source} sends {send[target]} elements to index {target}, which expects {recv[source]}."
                 )
     return [torch.cat([runs[source][target] for source in range(len(given))]) for target in range(len(given))]
-
-
-def _batch_text(posts: Sequence[Post], wants: Sequence[Want]) -> str:
-    sent = [f"to {dst} (tag {tag}) {shape_text(x.dtype, x.shape)}" for x, dst, tag in posts]
-    got = [f"from {src} (tag {tag}) {shape_text(dtype, shape)}" for src, shape, dtype, tag, _ in wants]
-    return ", ".join(sent + got)

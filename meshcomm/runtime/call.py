@@ -1,0 +1,226 @@
+"""One call of a collective, as a value: what a rank says of it, and whether it is the same as the other ranks'.
+
+A link that is told of its calls gets one for each. The ring of the last calls keeps it, the guard and ranks that share
+memory compare its digest, ranks of one process compare it as it is, and :mod:`meshcomm.runtime.words` has its text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import shape_text
+from meshcomm.runtime.callsite import CallSite, call_site, called_at, in_backward
+from meshcomm.runtime.whose import Whose, differ
+from meshcomm.runtime.words import (
+    Words,
+    arguments_text,
+    axis_text,
+    call_text,
+    leaves_text,
+    messages_text,
+    place_of,
+    sentence,
+)
+
+__all__ = ["AxisAt", "Call", "Meant", "Post", "Said", "Want", "messages_of"]
+
+_RUNS = 250
+"""The most runs of an all_to_all that are compared."""
+_LEAVES = 1000
+"""The leaves of a tree that are put into words."""
+_NAMED = re.compile(r"( \w*dim=\d+)+$")
+"""The dims at the end of a leaf's path."""
+_GRADIENTS = {False: 0, True: 1, None: 2}
+
+
+Post = tuple[Tensor, int, int]
+"""A message to send: the tensor, the destination, the tag."""
+
+Want = tuple[int, tuple[int, ...], torch.dtype, int, torch.device]
+"""A message to receive: the source, shape, dtype, tag and the device it shall lie on."""
+
+
+class AxisAt(NamedTuple):
+    """What a mesh calls a group, and where this rank is on it: what is left of an axis that may be gone."""
+
+    name: str | tuple[str, ...]
+    coordinate: dict[str, int]
+
+
+class Call(NamedTuple):
+    """A call of this rank."""
+
+    what: str
+    """The operation, as the user knows it."""
+    given: tuple[Any, ...] = ()
+    """Those of its arguments that must be equal on all ranks."""
+    names: Sequence[str] = ()
+    """Their names."""
+    needs_grad: bool | None = None
+    axis: Any = None
+    """Its name, and the rank's place."""
+    dtype: torch.dtype | None = None
+    shape: Sequence[int] = ()
+    fixed: tuple[int, ...] = ()
+    """The lengths that must be equal, where the primitive does not see them."""
+    tree: tuple[Any, ...] = ()
+    """Path, dtype and shape of each leaf, where a pytree was given."""
+    whose: Whose | None = None
+    """Of a sum that was inserted: the leaf whose gradient it is."""
+
+    moved: tuple[Any, ...] = ()
+    """What the primitive sees of it and must be equal on all ranks."""
+    send: Sequence[int] = ()
+    """The lengths of the runs to each index, of an all_to_all."""
+    recv: Sequence[int] = ()
+    messages: tuple[Sequence[Any], Sequence[Any]] = ((), ())
+    """Of an exchange, those that are sent and those that are expected: the other side, the tag, dtype and shape."""
+    site: CallSite | None = None
+    backward: bool = False
+
+    def here(self, **seen: Any) -> Call:
+        """The same with what a link sees of it, and the user's line: it may outlive its axis."""
+        axis = None if self.axis is None else AxisAt(self.axis.name, self.axis.coordinate)
+        return self._replace(axis=axis, site=call_site(), backward=in_backward(), **seen)
+
+    # ------------------------------------------------------------------------------------------------------ its text
+
+    @property
+    def text(self) -> str:
+        """``all_reduce f32[8] (op='sum')``."""
+        x = leaves_text(self.tree) or messages_text(*self.messages)
+        if not x and self.dtype is not None:
+            x = shape_text(self.dtype, self.shape)
+        arguments = arguments_text(self.names, self.given)
+        if self.send:
+            arguments.append(f"sending {list(self.send)} and receiving {list(self.recv)} elements")
+        more = ["that needs a gradient"] if self.needs_grad else []
+        more += [f"for {self.whose}"] if self.whose is not None else []
+        return call_text(self.what, x, arguments, *more)
+
+    @property
+    def at(self) -> str:
+        """``train.py:88, in backward``."""
+        return "" if self.site is None else called_at(self.site, backward=self.backward)
+
+    def __str__(self) -> str:
+        return sentence(self.text, axis_text(self.axis), self.at)
+
+    @property
+    def words(self) -> Words:
+        """For others."""
+        runs = (tuple(self.send), tuple(self.recv)) if len(self.send) <= _RUNS else ((), ())
+        return Words(place_of(self.axis), self.text, axis_text(self.axis), self.at, *runs)
+
+    # ------------------------------------------------------------------------------------------- whether it is the same
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks."""
+        return self.what, self.given, self.moved, self.fixed, self.tree
+
+    @property
+    def digest(self) -> tuple[int, int]:
+        """Two numbers of 64 bits that are equal where what is compared is."""
+        digest = hashlib.blake2b(repr(self.compared).encode(), digest_size=16).digest()
+        return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)
+
+    @property
+    def gradient(self) -> int:
+        """Whether one is needed: no, yes, unknown; and above these two bits the word of the leaf whose it is."""
+        return _GRADIENTS[self.needs_grad] + (self.word << 2)
+
+    @property
+    def word(self) -> int:
+        """The leaf whose gradient it is, as a number; 0 for none."""
+        return 0 if self.whose is None else self.whose.word
+
+    def agrees(self, other: Call) -> bool:
+        """Whether it is the same call as another rank's."""
+        return self.compared == other.compared and gradients_agree(self.gradient, other.gradient)
+
+
+def gradients_agree(mine: int, theirs: int) -> bool:
+    """Whether two calls that are otherwise equal may both be right: see ``Call.gradient``."""
+    if differ(mine >> 2, theirs >> 2):
+        return False
+    return mine & 3 == theirs & 3 or 2 in (mine & 3, theirs & 3)
+
+
+def messages_of(posts: Sequence[Post], wants: Sequence[Want]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What a call says of its messages, without the tensors."""
+    return [(dst, tag, x.dtype, tuple(x.shape)) for x, dst, tag in posts], [
+        (src, tag, dtype, shape) for src, shape, dtype, tag, _ in wants
+    ]
+
+
+class Said(NamedTuple):
+    """A call in numbers, which are equal on all ranks that call the same."""
+
+    digest: tuple[int, int]
+    gradient: int
+    words: bytes
+
+    @staticmethod
+    def of(call: Call) -> Said:
+        """This one."""
+        return Said(call.digest, call.gradient, call.words.write())
+
+    def agrees(self, digest: tuple[int, int], gradient: int) -> bool:
+        """Whether another rank has called the same."""
+        return self.digest == digest and gradients_agree(self.gradient, gradient)
+
+
+class Meant(NamedTuple):
+    """What a digest stands for, in words."""
+
+    call: str
+    """``all_reduce f32[8] (op='sum')``."""
+    parts: Sequence[Sequence[str]]
+    """Names and values of what is compared; ``operation``, ``dtype`` and ``shape`` among them."""
+    moved: str
+    """What the primitive sees."""
+
+    @staticmethod
+    def of(call: Call) -> Meant:
+        """This one."""
+        parts = [("operation", call.what)]
+        parts += [(name, repr(value)) for name, value in zip(call.names, call.given, strict=True)]
+        for path, dtype, shape in call.tree[:_LEAVES]:
+            bare = _NAMED.sub("", path)
+            parts.append((f"x{bare}", shape_text(dtype, shape) + path[len(bare) :]))
+        if not call.tree and call.dtype is not None:
+            parts += [("dtype", str(call.dtype)), ("shape", str(list(call.shape)))]
+        return Meant(call.text, parts, repr((call.moved, call.fixed)))
+
+    def write(self) -> bytes:
+        """For others."""
+        return json.dumps(self).encode()
+
+    @staticmethod
+    def read(data: bytes) -> Meant:
+        """The inverse of ``write``."""
+        return Meant(*json.loads(data))
+
+    def unlike(self, other: Meant) -> list[tuple[str, str, str]]:
+        """What differs: its name, its value here and its value there."""
+        mine, theirs = (_pairs(each.parts) for each in (self, other))
+        if mine["operation"] != theirs["operation"]:
+            return [("operation", mine["operation"], theirs["operation"])]
+        names = [name for name in (*mine, *(each for each in theirs if each not in mine)) if name != "operation"]
+        if self.moved == other.moved:  # then these may differ, with sizes
+            names = [name for name in names if name not in ("dtype", "shape")]
+        none = "not there"
+        found = [(name, mine.get(name, none), theirs.get(name, none)) for name in names]
+        return [each for each in found if each[1] != each[2]]
+
+
+def _pairs(parts: Sequence[Sequence[str]]) -> dict[str, str]:
+    return dict(zip(*zip(*parts, strict=True), strict=True)) if parts else {}
