@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,10 @@ def late(folder: str) -> dict[str, str]:
         found["dump"] = f"{last['words']} over 'a' at {last['site']}"
         found["work"] = repr(work)
         found["late"] = refused(lambda: work.wait(0.1))
+        (Path(folder) / "told").touch()
     else:
+        while not (Path(folder) / "told").exists():
+            time.sleep(0.01)
         call(mesh)
         work = call(mesh, async_op=True)
     work.wait()
@@ -119,6 +122,4 @@ def test_a_call_is_the_same_for_others() -> None:
     assert not x.agrees(x._replace(needs_grad=True))
     assert not x.agrees(x._replace(moved=("b",)))
     assert x.digest == x._replace(needs_grad=True).digest != x._replace(given=(1,)).digest
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert str(Call("barrier")) == "barrier over '?'"
+    assert str(Call("barrier")) == "barrier over '?'"
