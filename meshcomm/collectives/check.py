@@ -14,10 +14,11 @@ from torch.nn import Parameter
 from meshcomm.errors import MeshError, fail, is_held, names, shape_text, text
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.runtime.ops import talks
+from meshcomm.runtime.transports.exact import MOST_RANKS
 
 __all__ = [
     "apart", "are_lengths", "axis_of", "checked_dim", "checked_index", "checked_perm", "checked_sizes", "even",
-    "explain", "mesh_of", "no_gradient", "own", "reducible", "slices", "tensor", "total", "whole_number",
+    "exact", "explain", "mesh_of", "no_gradient", "own", "reducible", "slices", "tensor", "total", "whole_number",
 ]  # fmt: skip
 
 _INTS = (
@@ -128,6 +129,19 @@ def reducible(where: str, x: Tensor, op: str, axis: Axis) -> None:
     if not isinstance(op, str) or op not in _DTYPES:
         explain(where, f"no reduce op {op!r}.", axis, x=x, fix=f"one of {names(_DTYPES)}")
     explain(where, f"op {op!r} is not defined for {x.dtype}.", axis, x=x, fix=_cast(op, x.dtype))
+
+
+def exact(where: str, x: Tensor, op: str, axis: Axis) -> None:
+    """A sum or mean of floats, of no more ranks than there is room for."""
+    if op not in ("sum", "mean"):
+        explain(
+            where, f"exact=True with op {op!r}.", axis, x=x, fix='op="sum" or op="mean"; leave exact= out otherwise'
+        )
+    if x.dtype not in _FLOATS:
+        fix = "torch.view_as_real(x)" if x.dtype.is_complex else "leave exact= out: integers always add exactly"
+        explain(where, f"exact=True is for floats, and x is {x.dtype}.", axis, x=x, fix=fix)
+    if axis.size > MOST_RANKS:
+        explain(where, "exact=True over too many ranks.", axis, x=x, fix=f"at most {MOST_RANKS} of them")
 
 
 def _cast(op: str, dtype: torch.dtype) -> str:

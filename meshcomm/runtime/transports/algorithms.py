@@ -13,8 +13,8 @@ from torch import Tensor
 
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.numbers import Numbers
-from meshcomm.runtime.pending import then
-from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.pending import settled, then
+from meshcomm.runtime.transports import dtypes, exact
 
 __all__ = ["PacketLink"]
 
@@ -68,6 +68,8 @@ class PacketLink(Numbers):
 
     def _dressed(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
         """Have the backend reduce ``x``, dressed as it likes it."""
+        if op in exact.EXACT:
+            return self._exactly(x, op, reduce)
         if op == "mean" and x.device.type not in self.nccl:
             wide = x.float() if x.dtype in dtypes.HALF else x  # a sum may be too large where the mean is not
             return then(self._dressed(wide, "sum", reduce), lambda y: (y / self.size).to(x.dtype))
@@ -75,6 +77,17 @@ class PacketLink(Numbers):
         if clothes is None:
             return reduce(dtypes.plain(x), op)
         return then(reduce(clothes.on(x).contiguous(), op), clothes.off)
+
+    def _exactly(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+        """The maximum of the exponents, which is waited for, and the sum of the integers."""
+        x = dtypes.plain(x)
+        top: Tensor = settled(self._dressed(exact.exponents(x), "max", self._reduce))
+
+        def value(total: Tensor) -> Tensor:
+            mine = top if total.ndim == x.ndim + 1 else top[self.index]
+            return exact.value(total, mine, x.dtype, self.size if op == "exact mean" else 1)
+
+        return then(reduce(exact.in_units(x, top), "sum"), value)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """One all_reduce, or an all_gather and a local reduction where the backend cannot."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import PacketLink
+from meshcomm.runtime.transports.exact import EXACT
 from meshcomm.runtime.transports.process_group import LARGE, ProcessLink
 
 __all__ = ["TracedLink"]
@@ -44,8 +45,8 @@ class TracedLink(PacketLink):
 
     def _folds(self, x: Tensor, op: str) -> bool:
         # The backend's order of addends is another than ours, if there are more than two.
-        rounds = op in ("sum", "mean", "product") and (x.is_floating_point() or x.is_complex())
-        return (rounds and self._on_gloo and x.is_cpu and self.size > 2) or super()._folds(x, op)
+        rounds = op in ("sum", "mean", "product") and (x.is_floating_point() or x.is_complex()) and self.size > 2
+        return ((rounds or op in EXACT) and self._on_gloo and x.is_cpu) or super()._folds(x, op)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base; what is large and reduced here in parts, which all gather."""

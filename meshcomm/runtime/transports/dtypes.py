@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.transports import exact
+
 __all__ = ["HALF", "Dress", "dress", "fold", "from_bytes", "plain", "to_bytes"]
 
 HALF = (torch.float16, torch.bfloat16)
@@ -121,7 +123,7 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         assert clothes is not None
         y = clothes.off(fold(op, [clothes.on(x) for x in xs]))
         return y if out is None else out.copy_(y)
-    few = 2 if dtype in HALF else 4  # whose reduction needs memory of its own
+    few = 2 if dtype in HALF or op in exact.EXACT else 4  # whose reduction needs memory of its own
     # What is traced has a type of its own.
     if len(xs) >= few and type(xs[0]) is Tensor and xs[0].numel() > _BLOCK and all(x.is_contiguous() for x in xs):
         return _in_blocks(op, xs, out)
@@ -136,6 +138,9 @@ def _in_blocks(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
 
 
 def _folded(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    if op in exact.EXACT:
+        y = exact.fold(op, [plain(x) for x in xs])
+        return y if out is None else out.copy_(y)
     if xs[0].dtype in HALF and op in ("sum", "mean", "product"):
         y = _folded(op, [x.float() for x in xs], None)
         return y.to(xs[0].dtype) if out is None else out.copy_(y)

@@ -16,7 +16,7 @@ from meshcomm.runtime.ledger import Ledger
 
 __all__ = ["PRIMITIVES", "REDUCE_OPS", "Link", "Primitive"]
 
-REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor")
+REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor", "exact sum", "exact mean")
 
 
 class Primitive(NamedTuple):

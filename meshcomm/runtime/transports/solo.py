@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.transports.exact import EXACT
 
 __all__ = ["SoloLink"]
 
@@ -54,8 +55,8 @@ class SoloLink:
         return [list(values)]
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """A copy."""
-        return _copy(x)
+        """A copy; an exact sum has no negative zero."""
+        return _copy(x) if op not in EXACT else _copy(x).add_(0.0)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """One row."""
@@ -63,7 +64,7 @@ class SoloLink:
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """The one row."""
-        return _copy(x[0])
+        return self.all_reduce(x[0], op)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """A copy."""
