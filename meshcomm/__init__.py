@@ -21,6 +21,7 @@ if typing.TYPE_CHECKING:
     import meshcomm.parallel  # noqa: F401
     from meshcomm.collectives.exchange import all_to_all, permute, shift
     from meshcomm.collectives.one_rank import barrier, exchange, gather, recv, reduce, scatter, send
+    from meshcomm.collectives.scan import scan
     from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
     from meshcomm.layout.einsum import einsum
     from meshcomm.layout.plan import Plan, plan
@@ -116,6 +117,7 @@ __all__ = [
     "reduce_scatter",
     "reshard",
     "rng",
+    "scan",
     "scatter",
     "scatter_object",
     "send",
@@ -142,6 +144,7 @@ _LATER = {
     for module, names in {
         "meshcomm.collectives.exchange": "all_to_all permute shift",
         "meshcomm.collectives.one_rank": "barrier exchange gather recv reduce scatter send",
+        "meshcomm.collectives.scan": "scan",
         "meshcomm.layout.dtensor": "from_dtensor layout_from placements to_dtensor",
         "meshcomm.layout.einsum": "einsum",
         "meshcomm.layout.plan": "Plan plan",

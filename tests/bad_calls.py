@@ -150,6 +150,7 @@ AXIS: dict[str, Callable[[Any], Any]] = {
     "all_to_all": lambda axis: mc.all_to_all(x(4, 4), axis, 0, 1),
     "permute": lambda axis: mc.permute(x(4), axis, [(0, 1)]),
     "shift": lambda axis: mc.shift(x(4), axis),
+    "scan": lambda axis: mc.scan(x(4), axis),
     "broadcast": lambda axis: mc.broadcast(x(4), axis),
     "axis_index": mc.axis_index,
     "axis_size": mc.axis_size,
@@ -244,6 +245,7 @@ WITH: dict[str, Callable[[Any], Any]] = {
     "reduce_scatter": lambda y: mc.reduce_scatter(y, "a"),
     "permute": lambda y: mc.permute(y, "a", [(0, 1)]),
     "shift": lambda y: mc.shift(y, "a"),
+    "scan": lambda y: mc.scan(y, "a"),
     "broadcast": lambda y: mc.broadcast(y, "a"),
     "gather": lambda y: mc.gather(y, "a"),
     "reduce": lambda y: mc.reduce(y, "a"),
@@ -322,6 +324,11 @@ bad("permute", "a perm of text", lambda h: mc.permute(x(2), "a", ["01", "10"]), 
 bad("permute", "floats", lambda h: mc.permute(x(2), "a", [(0.0, 1.0)]), r"is not made of pairs of ints")
 bad("permute", "None as perm", lambda h: mc.permute(x(2), "a", None), r"perm=None is not made of pairs of ints")
 bad("permute", "pairs without end", lambda h: mc.permute(x(2), "a", iter(lambda: (0, 1), None)), r"source 0 stands twice")
+bad("scan", "exclusive of text", lambda h: mc.scan(x(2), "a", exclusive="no"), r"exclusive='no' is not a bool")
+bad("scan", "reverse of 1", lambda h: mc.scan(x(2), "a", reverse=1), r"reverse=1 is not a bool")
+bad("scan", "a mean", lambda h: mc.scan(x(2), "a", "mean"), r"no reduce op 'mean'[\s\S]*axis_index")
+bad("scan", "an op that is none", lambda h: mc.scan(x(2), "a", "add"), r"no reduce op 'add'")
+bad("scan", "a sum of bools", lambda h: mc.scan(x(2, dtype=torch.bool), "a"), r"op 'sum' is not defined for torch.bool")
 bad("shift", "half an offset", lambda h: mc.shift(x(2), "a", 1.5), r"offset=1.5 is not an int")
 bad("shift", "an offset of NaN", lambda h: mc.shift(x(2), "a", nan), r"offset=nan is not an int")
 bad("shift", "an offset of True", lambda h: mc.shift(x(2), "a", True), r"offset=True is not an int")

@@ -177,6 +177,16 @@ CASES = [
     Case("shift-back-2", "shift", same(2, 3), lambda n: {"offset": -2}),
     Case("shift-no-wrap", "shift", same(2, 3), lambda n: {"offset": 1, "wrap": False}),
     Case("shift-no-wrap-back", "shift", same(2), lambda n: {"offset": -1, "wrap": False}),
+    *(
+        Case(
+            f"scan-{op}{'-exclusive' * exclusive}{'-reverse' * reverse}", "scan", same(2, 3),
+            lambda n, how={"op": op, "exclusive": exclusive, "reverse": reverse}: how,
+            dtypes=dtypes, linear=op == "sum", powers=op == "product",
+        )
+        for op, dtypes in {"sum": NUMBERS, "max": ORDERED, "min": ORDERED, "product": NUMBERS, "bxor": (*INTS, torch.bool)}.items()
+        for exclusive, reverse in ((False, False), (True, False), (True, True))
+        if op in ("sum", "max", "product") or not reverse
+    ),
     Case("broadcast", "broadcast", same(2, 3), invariant_out=True),
     Case("broadcast-last", "broadcast", same(3), lambda n: {"src": n - 1}, invariant_out=True),
 ]  # fmt: skip

@@ -105,6 +105,16 @@ class Oracle:
     def all_reduce(self, xs: Shards, axis: Any, op: str = "sum") -> Shards:
         return self._grouped(xs, axis, lambda group: [fold(group, op)] * len(group))
 
+    def scan(self, xs: Shards, axis: Any, op: str = "sum", exclusive: bool = False, reverse: bool = False) -> Shards:
+        def fn(group: Shards) -> Shards:
+            group = group[::-1] if reverse else group
+            nothing = fold([group[0] * 0 + 1], "product") if op == "product" else extreme(group[0], op)
+            taken = [group[: i if exclusive else i + 1] for i in range(len(group))]
+            ys = [fold(part, op) if part else nothing for part in taken]
+            return ys[::-1] if reverse else ys
+
+        return self._grouped(xs, axis, fn)
+
     def all_gather(self, xs: Shards, axis: Any, dim: int = 0, sizes: Any = None) -> Shards:
         return self._grouped(xs, axis, lambda group: [joined(group, dim) for _ in group])
 
@@ -145,6 +155,19 @@ class Oracle:
 
     def broadcast(self, xs: Shards, axis: Any, src: int = 0) -> Shards:
         return self._grouped(xs, axis, lambda group: [group[src].clone()] * len(group))
+
+
+def extreme(x: Tensor, op: str) -> Tensor:
+    """What changes nothing: nothing for sums, and what each is less than, or more."""
+    if op not in ("max", "min"):
+        return torch.zeros_like(x)
+    ends = (False, True) if x.dtype == torch.bool else (-math.inf, math.inf)
+    ends = (
+        ends
+        if x.dtype.is_floating_point or x.dtype == torch.bool
+        else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+    )
+    return torch.full_like(x, ends[op == "min"])
 
 
 def _names(axis: Any) -> tuple[str, ...]:

@@ -173,9 +173,10 @@ CALLS: dict[str, tuple[str, dict[str, Any], tuple[torch.dtype, ...]]] = {
     "all_to_all": ("all_to_all", {"split_dim": 0, "concat_dim": -1}, EVERY),
     "permute": ("permute", {"perm": [(0, 1)]}, EVERY),
     "shift": ("shift", {"offset": -1}, EVERY),
+    "scan": ("scan", {"op": "max", "exclusive": True}, (*FLOATS, *INTS, *BOOL)),
     "broadcast": ("broadcast", {"src": 1}, EVERY),
 }
-ANY_SHAPE = ("pvary", "all_reduce", "permute", "shift", "broadcast")
+ANY_SHAPE = ("pvary", "all_reduce", "permute", "shift", "scan", "broadcast")
 
 
 def mixed_tree(op: str, dtypes: Sequence[torch.dtype], rank: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ NAMES = [
     "pvary", "all_reduce-sum", "all_reduce-mean", "all_reduce-max", "all_reduce-product", "all_gather", "all_gather-sizes",
     "all_gather_invariant-dim-1", "shard", "shard-sizes", "reduce_scatter-sum", "reduce_scatter-middle", "reduce_scatter-product",
     "reduce_scatter-sizes-max", "all_to_all-0-1", "all_to_all-sizes", "permute", "shift", "shift-no-wrap", "broadcast-last",
+    "scan-sum-exclusive", "scan-product", "scan-max",
 ]  # fmt: skip
 
 

@@ -36,6 +36,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any, int], Any], tuple[int, ...], Callable
     "all_to_all": (lambda x, axis, n: mc.all_to_all(x, axis, 0, 1), (0, 3), lambda n: (0, 3 * n)),
     "permute": (lambda x, axis, n: mc.permute(x, axis, [(0, 1)]), (0, 3), lambda n: (0, 3)),
     "shift": (lambda x, axis, n: mc.shift(x, axis), (3, 0), lambda n: (3, 0)),
+    "scan": (lambda x, axis, n: mc.scan(x, axis, "product"), (3, 0), lambda n: (3, 0)),
     "broadcast": (lambda x, axis, n: mc.broadcast(x, axis, 1), (0,), lambda n: (0,)),
 }
 SIZED: dict[str, Callable[[Tensor, Any, int], Tensor]] = {

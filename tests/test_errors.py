@@ -33,6 +33,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "all_to_all": lambda axis, **kw: mc.all_to_all(x(), axis, 0, 1, **kw),
     "permute": lambda axis, **kw: mc.permute(x(), axis, [(0, 1)], **kw),
     "shift": lambda axis, **kw: mc.shift(x(), axis, **kw),
+    "scan": lambda axis, **kw: mc.scan(x(), axis, **kw),
     "broadcast": lambda axis, **kw: mc.broadcast(x(), axis, **kw),
     "axis_index": lambda axis, **kw: mc.axis_index(axis, **kw),
     "axis_size": lambda axis, **kw: mc.axis_size(axis, **kw),
@@ -46,7 +47,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 TAKES_A_TREE = (
     "pvary", "all_reduce", "all_gather", "all_gather_invariant", "shard", "reduce_scatter", "all_to_all", "permute", "shift",
-    "broadcast",
+    "scan", "broadcast",
 )  # fmt: skip
 EXTRA: dict[str, tuple[Any, ...]] = {"all_to_all": (0, 0), "permute": ([],), "send": (1,)}
 TENSOR_FIRST = (*TAKES_A_TREE, "reduce", "gather", "send")

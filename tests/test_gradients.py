@@ -292,7 +292,7 @@ def test_gradient_penalty_equals_the_unsharded_one(run4: Callable[..., list[Any]
 TREE_OPS: dict[str, dict[str, Any]] = {
     "pvary": {}, "all_reduce": {"op": "mean"}, "all_gather": {"dim": -1}, "all_gather_invariant": {"dim": 0},
     "shard": {"dim": 0}, "reduce_scatter": {"dim": 0}, "all_to_all": {"split_dim": 0, "concat_dim": -1},
-    "permute": {"perm": [(0, 2), (2, 3)]}, "shift": {"offset": -1}, "broadcast": {"src": 1},
+    "permute": {"perm": [(0, 2), (2, 3)]}, "shift": {"offset": -1}, "scan": {"op": "product"}, "broadcast": {"src": 1},
 }  # fmt: skip
 SHAPES = {"w": (4, 2), "b": (8,), "deep": (4, 1, 3), "none": (0, 2)}
 
@@ -471,3 +471,75 @@ def checkpointed() -> None:
 
 def test_checkpoint_recomputes_a_collective(run4: Callable[..., list[Any]]) -> None:
     run4(checkpointed)
+
+
+# ------------------------------------------------------------------------------------------------------------- scan
+
+
+def scanned(x: Tensor, op: str, exclusive: bool, reverse: bool, weights: Tensor) -> Tensor:
+    """The weighted sum of what all ranks get, where it is finite, from the rows of ``x``."""
+    ys = torch.stack(Oracle({"a": len(x)}).scan(list(x.unbind()), "a", op, exclusive, reverse))
+    return torch.where(ys.isinf(), 0, ys * weights).sum()
+
+
+def scans(op: str, exclusive: bool, reverse: bool) -> None:
+    """First and second derivatives, tangents and works, with zeros and ties in the way."""
+    mesh = mc.make_mesh({"a": 4})
+    whole, weights, other = (
+        torch.randint(-2, 3, (4, 8), generator=torch.Generator().manual_seed(seed)).to(F64) for seed in (1, 2, 3)
+    )
+    whole = whole if op in ("max", "min") else whole / 2
+    leaf, how, i = whole.clone().requires_grad_(), {"op": op, "exclusive": exclusive, "reverse": reverse}, mesh.rank
+    mine = whole[i].clone().requires_grad_()
+
+    def loss(x: Tensor, **more: Any) -> Tensor:
+        y = mc.scan(x, "a", mesh=mesh, **how, **more)
+        y = y.wait() if more else y
+        return torch.where(y.isinf(), 0, y * weights[i]).sum()
+
+    if op in ("max", "min"):  # torch gives all of it to one of those that attain the extreme
+        near = [whole[: i + 1] if not reverse else whole[i:].flip(0) for i in range(4)]
+        ends = [part[:-1] if exclusive else part for part in near]
+        expected = torch.zeros_like(whole)
+        for rank, part in enumerate(ends):
+            if len(part):
+                hits = (part == (part.amax(0) if op == "max" else part.amin(0))).to(F64)
+                share = weights[rank] * hits / hits.sum(0)
+                rows = list(range(len(part))) if not reverse else [3 - k for k in range(len(part))]
+                expected[rows] += share
+        assert_close(torch.autograd.grad(loss(mine), mine)[0], expected[i])
+    else:
+        (expected,) = torch.autograd.grad(scanned(leaf, op, exclusive, reverse, weights), leaf, create_graph=True)
+        (got,) = torch.autograd.grad(loss(mine), mine, create_graph=True)
+        assert_close(got, expected[i])
+        if op == "product":
+            (twice,) = torch.autograd.grad((expected * other).sum(), leaf)
+            assert_close(torch.autograd.grad((got * other[i]).sum(), mine)[0], twice[i])
+    (later,) = torch.autograd.grad(loss(mine, async_op=True), mine)
+    assert_close(later, expected[i].detach())
+    _, tangent = torch.func.jvp(loss, (whole[i],), (other[i],))
+    total = mc.all_reduce(tangent, "a", mesh=mesh)
+    assert_close(total, (expected.detach() * other).sum())
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "max", "min"])
+def test_scan_equals_the_unsharded_one(run4: Callable[..., list[Any]], op: str) -> None:
+    for exclusive, reverse in ((False, False), (True, False), (False, True), (True, True)):
+        run4(scans, op, exclusive, reverse)
+
+
+def scans_of_nan() -> None:
+    mesh = mc.make_mesh({"a": 4})
+    x = torch.full((2,), float("nan") if mesh.rank == 1 else 1.0, dtype=F64, requires_grad=True)
+    y = mc.scan(x, "a", "max", mesh=mesh)
+    assert y.isnan().all() == (mesh.rank > 0)
+    (g,) = torch.autograd.grad(y, x, torch.ones(2, dtype=F64))
+    assert g.tolist() == [[1.0, 3.0, 0.0, 0.0][mesh.rank]] * 2
+    large = mc.scan(
+        torch.tensor([torch.inf if mesh.rank == 0 else 0.1], dtype=F64), "a", reverse=True, exclusive=True, mesh=mesh
+    )
+    assert_close(large, torch.tensor([0.1 * (3 - mesh.rank)], dtype=F64))
+
+
+def test_scan_of_nan_and_infinity(run4: Callable[..., list[Any]]) -> None:
+    run4(scans_of_nan)

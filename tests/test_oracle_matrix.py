@@ -209,7 +209,7 @@ def test_expanded_input(run4: Callable[..., list[Any]]) -> None:
 ZERO = {
     "pvary": ((0, 3), {}), "all_reduce": ((0, 3), {}), "all_gather": ((0, 3), {}), "all_gather_invariant": ((0, 3), {}),
     "shard": ((0, 3), {}), "reduce_scatter": ((0, 3), {}), "all_to_all": ((0, 3), {"split_dim": 0, "concat_dim": 1}),
-    "permute": ((0, 3), {"perm": [(0, 1)]}), "shift": ((0, 3), {}), "broadcast": ((0, 3), {}),
+    "permute": ((0, 3), {"perm": [(0, 1)]}), "shift": ((0, 3), {}), "scan": ((0, 3), {}), "broadcast": ((0, 3), {}),
 }  # fmt: skip
 ZERO_SHAPES = {"all_to_all": (0, 12)}
 
@@ -241,6 +241,7 @@ SCALAR = {
     "all_reduce": ({}, lambda r: 6),
     "permute": ({"perm": [(3, 0)]}, lambda r: 3 if r == 0 else 0),
     "shift": ({}, lambda r: (r - 1) % 4),
+    "scan": ({"exclusive": True}, lambda r: sum(range(r))),
     "broadcast": ({"src": 2}, lambda r: 2),
 }
 

@@ -50,6 +50,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "all_to_all": lambda mesh, **limit: mc.all_to_all(X, "a", 0, 0, mesh=mesh, **limit),
     "permute": lambda mesh, **limit: mc.permute(X, "a", [(1, 0), (0, 1)], mesh=mesh, **limit),
     "shift": lambda mesh, **limit: mc.shift(X, "a", mesh=mesh, **limit),
+    "scan": lambda mesh, **limit: mc.scan(X, "a", mesh=mesh, **limit),
     "broadcast": lambda mesh, **limit: mc.broadcast(X, "a", 1, mesh=mesh, **limit),
     "reduce": lambda mesh, **limit: mc.reduce(X, "a", mesh=mesh, **limit),
     "gather": lambda mesh, **limit: mc.gather(X, "a", mesh=mesh, **limit),

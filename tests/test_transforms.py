@@ -23,13 +23,13 @@ F64 = torch.float64
 ALIKE = {  # to a transform: others stand for them, and test_gradients has them all
     "all_gather-middle", "all_gather_invariant", "all_gather_invariant-0-d", "all_gather_invariant-middle", "all_reduce-min",
     "reduce_scatter-mean", "reduce_scatter-min", "reduce_scatter-sizes-mean", "all_to_all", "permute-nobody", "shift-back-2",
-    "shift-no-wrap-back", "broadcast", "shard-dim-1",
+    "shift-no-wrap-back", "broadcast", "shard-dim-1", "scan-min",
 }  # fmt: skip
 NAMES = [case.name for case in CASES if F64 in case.dtypes and case.name not in ALIKE]
 SMALL = [  # jacobians and hessians take a row per element
     "pvary", "all_reduce-sum", "all_reduce-mean", "all_reduce-max", "all_reduce-product", "all_gather", "all_gather_invariant-dim-1",
     "shard", "reduce_scatter-sum", "reduce_scatter-product", "reduce_scatter-sizes-max", "all_to_all-0-1", "all_to_all-sizes",
-    "permute", "shift", "shift-no-wrap", "broadcast-last",
+    "permute", "shift", "shift-no-wrap", "broadcast-last", "scan-sum-exclusive", "scan-product", "scan-max",
 ]  # fmt: skip
 
 
@@ -429,7 +429,7 @@ def test_an_ensemble_of_models(run4: Callable[..., list[Any]]) -> None:
 TREES: dict[str, dict[str, Any]] = {
     "pvary": {}, "all_reduce": {"op": "product"}, "all_gather": {"dim": 1}, "all_gather_invariant": {}, "shard": {},
     "reduce_scatter": {}, "all_to_all": {"split_dim": 0, "concat_dim": 1}, "permute": {"perm": [(0, 1), (1, 3)]},
-    "shift": {}, "broadcast": {"src": 3},
+    "shift": {}, "scan": {"op": "max"}, "broadcast": {"src": 3},
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor], Any], frozenset[str], bool]] = {
     "all_to_all": (lambda x: mc.all_to_all(x, "dp", 0, 0), V, True),
     "permute": (lambda x: mc.permute(x, "dp", [(0, 1), (1, 0)]), V, True),
     "shift": (lambda x: mc.shift(x, "dp"), V, True),
+    "scan": (lambda x: mc.scan(x, "dp"), V, True),
     "broadcast": (lambda x: mc.broadcast(x, "dp"), I, True),
     "axis_index": (lambda x: mc.axis_index("dp") + x, V, True),
     "reshard": (lambda x: mc.reshard(x, "(dp a) -> a"), I, True),

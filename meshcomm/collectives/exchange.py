@@ -24,7 +24,7 @@ from meshcomm.runtime.pending import then
 from meshcomm.watch import here
 from meshcomm.work import Work
 
-__all__ = ["all_to_all", "permute", "shift"]
+__all__ = ["all_to_all", "permute", "shift", "shifted"]
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...]
@@ -120,6 +120,11 @@ _SHIFT: Rule = Rule(
     _run_shift,
     lambda g, axis, offset, wrap: apply(_SHIFT, g, axis, (-offset, wrap)),
 )
+
+
+def shifted(x: Tensor, axis: Axis, offset: int) -> Tensor:
+    """shift of a checked tensor, without wrap, for backwards."""
+    return apply(_SHIFT, x, axis, (offset, False))
 
 
 # ------------------------------------------------------------------------------------------- the public functions
