@@ -181,7 +181,7 @@ CASES = [
         Case(
             f"scan-{op}{'-exclusive' * exclusive}{'-reverse' * reverse}", "scan", same(2, 3),
             lambda n, how={"op": op, "exclusive": exclusive, "reverse": reverse}: how,
-            dtypes=dtypes, linear=op == "sum", powers=op == "product",
+            dtypes=(*INTS, torch.bool) if op in ("max", "min") and exclusive else dtypes, linear=op == "sum", powers=op == "product",
         )
         for op, dtypes in {"sum": NUMBERS, "max": ORDERED, "min": ORDERED, "product": NUMBERS, "bxor": (*INTS, torch.bool)}.items()
         for exclusive, reverse in ((False, False), (True, False), (True, True))

@@ -486,7 +486,8 @@ def scans(op: str, exclusive: bool, reverse: bool) -> None:
     """First and second derivatives, tangents and works, with zeros and ties in the way."""
     mesh = mc.make_mesh({"a": 4})
     whole, weights, other = (
-        torch.randint(-2, 3, (4, 8), generator=torch.Generator().manual_seed(seed)).to(F64) for seed in (1, 2, 3)
+        torch.randint(-2, 3, (4, 8), generator=torch.Generator().manual_seed(seed)).to(torch.float64)
+        for seed in (1, 2, 3)
     )
     whole = whole if op in ("max", "min") else whole / 2
     leaf, how, i = whole.clone().requires_grad_(), {"op": op, "exclusive": exclusive, "reverse": reverse}, mesh.rank
@@ -503,7 +504,7 @@ def scans(op: str, exclusive: bool, reverse: bool) -> None:
         expected = torch.zeros_like(whole)
         for rank, part in enumerate(ends):
             if len(part):
-                hits = (part == (part.amax(0) if op == "max" else part.amin(0))).to(F64)
+                hits = (part == (part.amax(0) if op == "max" else part.amin(0))).to(torch.float64)
                 share = weights[rank] * hits / hits.sum(0)
                 rows = list(range(len(part))) if not reverse else [3 - k for k in range(len(part))]
                 expected[rows] += share
@@ -530,15 +531,19 @@ def test_scan_equals_the_unsharded_one(run4: Callable[..., list[Any]], op: str) 
 
 def scans_of_nan() -> None:
     mesh = mc.make_mesh({"a": 4})
-    x = torch.full((2,), float("nan") if mesh.rank == 1 else 1.0, dtype=F64, requires_grad=True)
+    x = torch.full((2,), float("nan") if mesh.rank == 1 else 1.0, dtype=torch.float64, requires_grad=True)
     y = mc.scan(x, "a", "max", mesh=mesh)
     assert y.isnan().all() == (mesh.rank > 0)
-    (g,) = torch.autograd.grad(y, x, torch.ones(2, dtype=F64))
+    (g,) = torch.autograd.grad(y, x, torch.ones(2, dtype=torch.float64))
     assert g.tolist() == [[1.0, 3.0, 0.0, 0.0][mesh.rank]] * 2
     large = mc.scan(
-        torch.tensor([torch.inf if mesh.rank == 0 else 0.1], dtype=F64), "a", reverse=True, exclusive=True, mesh=mesh
+        torch.tensor([torch.inf if mesh.rank == 0 else 0.1], dtype=torch.float64),
+        "a",
+        reverse=True,
+        exclusive=True,
+        mesh=mesh,
     )
-    assert_close(large, torch.tensor([0.1 * (3 - mesh.rank)], dtype=F64))
+    assert_close(large, torch.tensor([0.1 * (3 - mesh.rank)], dtype=torch.float64))
 
 
 def test_scan_of_nan_and_infinity(run4: Callable[..., list[Any]]) -> None:

@@ -209,7 +209,7 @@ def test_expanded_input(run4: Callable[..., list[Any]]) -> None:
 ZERO = {
     "pvary": ((0, 3), {}), "all_reduce": ((0, 3), {}), "all_gather": ((0, 3), {}), "all_gather_invariant": ((0, 3), {}),
     "shard": ((0, 3), {}), "reduce_scatter": ((0, 3), {}), "all_to_all": ((0, 3), {"split_dim": 0, "concat_dim": 1}),
-    "permute": ((0, 3), {"perm": [(0, 1)]}), "shift": ((0, 3), {}), "scan": ((0, 3), {}), "broadcast": ((0, 3), {}),
+    "permute": ((0, 3), {"perm": [(0, 1)]}), "shift": ((0, 3), {}), "scan": ((0, 3), {"op": "max"}), "broadcast": ((0, 3), {}),
 }  # fmt: skip
 ZERO_SHAPES = {"all_to_all": (0, 12)}
 
