@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from meshcomm.collectives import buckets, check
-from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside
+from meshcomm.collectives import check
+from meshcomm.collectives.buckets import ELEMENTS
+from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, carried
 from meshcomm.collectives.exchange import shifted
-from meshcomm.collectives.rule import Rule, apply, rule_named, start
+from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports.dtypes import HALF, fold
 from meshcomm.watch import here
-from meshcomm.work import Work, begun
+from meshcomm.work import Work
 
 __all__ = ["scan"]
 
@@ -256,14 +257,11 @@ def scan(
             check.explain("scan", f"{name}={value!r} is not a bool.", ax, fix="True or False")
     if isinstance(op, str) and op == "mean":
         check.explain("scan", "no reduce op 'mean'.", ax, fix="the sum, over mc.axis_index(axis) + 1")
-    rule, run = _SCAN_CURVED if op in ("max", "min", "product") else _SCAN, start if async_op else apply
     params = (op, exclusive, reverse)
-    if isinstance(x, Tensor):
-        check.tensor("scan", x, ax)
-        check.reducible("scan", x, op, ax)
-        y = run(rule, x, ax, params)
-        return begun("scan", ax, x, y) if async_op else y
-    leaves, spec = buckets.leaves_of("scan", x, ax, lambda leaf: check.reducible("scan", leaf, op, ax))
-    done = buckets.elementwise("scan", leaves, ax, bucket_mb, lambda flat: run(rule, flat, ax, params), rule.saves)
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun("scan", ax, None, tree) if async_op else tree
+
+    def params_of(leaf: Tensor) -> tuple[str, bool, bool]:
+        check.reducible("scan", leaf, op, ax)
+        return params
+
+    rule = _SCAN_CURVED if op in ("max", "min", "product") else _SCAN
+    return carried(rule, x, ax, params_of, bucket_mb, async_op, lambda: (params, ELEMENTS))
