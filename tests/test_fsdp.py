@@ -1184,5 +1184,5 @@ def test_replicas_that_run_other_units_are_told() -> None:
         net = fully_shard(OneOfTwo(), "fsdp", grads="sum", units=["one", "other"], mesh=mesh, replica_axis="replica")
         net(torch.ones(1, 4), mesh.coordinate["replica"] == 1).sum().backward()
 
-    with pytest.raises(mc.CommError, match=r"all_reduce\(op='sum'\) of x of unit 'o(ther|ne)' of OneOfTwo"):
+    with pytest.raises(mc.CommError, match=r"all_reduce x of unit 'o(ther|ne)' of OneOfTwo"):
         mc.launch(main, ranks=4)
