@@ -87,7 +87,7 @@ class Axis:
         self.link = link
         self.coordinate = mesh.own_coordinate()
         self.devices: set[torch.device] = set()  # those that the link is known to move
-        self.key = next(_keys)
+        self.key = str(next(_keys))  # a graph takes a number that has changed for one that may be any
         _axes[self.key] = self
         self.is_traced = index_tensor is not None
         if index_tensor is None:
@@ -128,7 +128,7 @@ class Axis:
         return f"{self.name!r} ({at})"
 
 
-_axes: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
+_axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
 
 _told: list[Callable[[Axis], object]] = []
 
@@ -176,7 +176,7 @@ def mesh_with_key(key: int) -> Mesh:
     return _meshes[key]
 
 
-def axis_with_key(key: int) -> Axis:
+def axis_with_key(key: str) -> Axis:
     """The axis that a compiled graph speaks of."""
     try:
         return _axes[key]

@@ -56,6 +56,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "all_to_all": lambda: [mc.all_to_all(X, "one", 0, 1), mc.all_to_all(X, "one", 0, 0, [2], [2])],
     "permute": lambda: [mc.permute(X, "one", [(0, 0)]), mc.permute(X, "one", [])],
     "tie": lambda: mc.tie(X, X),
+    "scan": lambda: [mc.scan(X, "one"), mc.scan(X, "one", exclusive=True)],
     "shift": lambda: [mc.shift(X, "one", 3), mc.shift(X, "one", wrap=False)],
     "broadcast": lambda: mc.broadcast(X, "one"),
     "reduce": lambda: mc.reduce(X, "one"),

@@ -173,9 +173,7 @@ def late() -> tuple[str, float]:
 def test_wrong_on_one_rank_without_guard(pool4: WorkerPool) -> None:
     """Its peer waits as long as it was told to, and nothing is lost."""
     found = pool4.run(late)
-    assert re.search(
-        r"not done after [\d.]+ s of waiting[\s\S]*f32\[2\] over 'a' \(a=1, b=1\)[\s\S]*wait again", found[PEER][0]
-    )
+    assert re.search(r"not done after [\d.]+ s of waiting[\s\S]*f32\[2\] .*over 'a'[\s\S]*wait again", found[PEER][0])
     assert [total for _, total in found] == [4.0] * 4
 
 
@@ -200,7 +198,7 @@ def test_wrong_on_one_rank_of_a_mesh_with_a_time_out(pool4: WorkerPool) -> None:
     found = pool4.run(given_up)
     told, waited, _ = found[PEER]
     for said in (
-        r"^meshcomm.all_reduce: index 0 did not come within 1.25 s", r"got: all_reduce f32\[2\].* at a=1,b=1",
+        r"^meshcomm.all_reduce: index 0 did not come within 1.25 s", r"got: all_reduce f32\[2\].*here a=1,b=1",
         r"not arrived: index 0 \(rank 1\)", r"fix: the call was given up",
     ):  # fmt: skip
         assert re.search(said, told), told

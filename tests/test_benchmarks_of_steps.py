@@ -64,7 +64,9 @@ def test_a_step_on_the_fake_backend(results: Any) -> None:
     # Each block is gathered forwards and backwards, what is around them once; each has its gradients scattered.
     calls = {"allgather": 2 * layers + 1, "reduce_scatter": layers + 1}
     assert theirs["collectives"] == calls
-    assert ours["collectives"] == calls | {"allreduce": 1}  # which parameters have gradients, on the host
+    assert (
+        ours["collectives"] == calls
+    )  # which parameters have gradients is told by numbers of the host, which no mode sees
     assert alone["collectives"] == {}
     assert ours["peak"] <= theirs["peak"]
     assert ours["peak"] < alone["peak"]

@@ -854,6 +854,6 @@ def test_modules_that_are_alike_are_not_mixed_up() -> None:
         return [one.weight.grad[0, 0].item(), other.weight.grad[0, 0].item()]
 
     assert mc.launch(main, ranks=2, args=(False,)) == [[3.0, 9.0]] * 2
-    with pytest.raises(mc.CommError, match="of x of Linear, module 1 of the axis") as refused:
+    with pytest.raises(mc.CommError, match="all_reduce x of Linear, module 1 of the axis") as refused:
         mc.launch(main, ranks=2, args=(True,))
-    assert "of x of Linear, module 2 of the axis" in str(refused.value)
+    assert "all_reduce x of Linear, module 2 of the axis" in str(refused.value)

@@ -707,7 +707,7 @@ HERE = {
     ("meshcomm/parallel/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
     ("meshcomm/spmd/shard_map/dtensors.py", "importlib.import_module"): "one name of its own",
     ("meshcomm/launch.py", "importlib.import_module"): "what starts processes, where some are wanted",
-    ("meshcomm/places.py", "importlib.import_module"): "the ranks of one process, where there are some",
+    ("meshcomm/make_mesh.py", "importlib.import_module"): "the ranks of one process, where there are some",
     ("meshcomm/runtime/groups.py", "importlib.import_module"): "the guard, where it is wanted",
     ("meshcomm/objects/pickles.py", "pickle.loads"): "bytes of a peer of this launch",
     (

@@ -321,5 +321,5 @@ def _sum_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor
 
 
 @in_graph
-def _vary_in_graph(leaves: list[Tensor], index: Tensor, key: int, bucket_mb: float) -> tuple[Tensor, ...]:
+def _vary_in_graph(leaves: list[Tensor], index: Tensor, key: str, bucket_mb: float) -> tuple[Tensor, ...]:
     return _one_node(axis_with_key(key).traced(index), bucket_mb, *leaves)

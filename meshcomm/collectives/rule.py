@@ -280,7 +280,7 @@ def _compiled(rule: Rule, x: Tensor, axis: Axis, params: Params) -> Tensor:
 
 
 @in_graph
-def _in_graph(x: Tensor, index: Tensor, rule_key: str, axis_key: int, params: Params) -> Tensor:
+def _in_graph(x: Tensor, index: Tensor, rule_key: str, axis_key: str, params: Params) -> Tensor:
     """One node for dynamo; what traces the graph further runs the Function below, transforms and all."""
     return _rules[rule_key].function(x, axis_with_key(axis_key).traced(index), params)  # type: ignore[no-any-return]
 

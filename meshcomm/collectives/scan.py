@@ -45,11 +45,10 @@ def _has(axis: Axis, step: int, x: Tensor) -> Tensor:
 
 def _run_scan(x: Tensor, axis: Axis, op: str, exclusive: bool, reverse: bool) -> Tensor:
     sign, dtype = -1 if reverse else 1, x.dtype
-    wide = x.float() if dtype in HALF and op in ("sum", "product") else x
-    if not axis.is_traced and axis.later is axis:  # what the others wait for is sent at once, and not from a wait
+    y = wide = x.float() if dtype in HALF and op in ("sum", "product") else x
+    if not axis.is_traced:  # one meeting, whoever has a time-out or waits later: a step cannot begin in a wait
         rows = axis.link.all_gather(wide)
         return then(rows, lambda rows: _of_rows(list(rows), axis, op, exclusive, reverse).to(dtype))
-    y = wide
     for step in _steps(axis):
         y = _taken_in(y, axis, sign * step, op, y)
     if exclusive:
@@ -61,11 +60,7 @@ def _run_scan(x: Tensor, axis: Axis, op: str, exclusive: bool, reverse: bool) ->
 def _taken_in(y: Tensor, axis: Axis, step: int, op: str, alone: Tensor) -> Tensor:
     """What comes from the rank ``step`` before, with ``y`` if there is an ``op``; ``alone`` where there is none."""
     came = rule_named("shift").run(y, axis, step, False)
-    if axis.is_traced:  # the same graph on every rank
-        return torch.where(_has(axis, step, y), fold(op, [came, y]) if op else came, alone)
-    if not 0 <= axis.index - step < axis.size:
-        return alone
-    return fold(op, [came, y]) if op else came
+    return torch.where(_has(axis, step, y), fold(op, [came, y]) if op else came, alone)  # the same graph on every rank
 
 
 def _of_rows(rows: list[Tensor], axis: Axis, op: str, exclusive: bool, reverse: bool) -> Tensor:
@@ -228,8 +223,9 @@ def scan(
     exact with zeros. max and min: each rank's gradient in equal shares to those up to it that attain the extreme.
     Bitwise ops have none.
 
-    Cost: the bytes of ``x`` sent per rank in each of log2(n) steps, and in one more if exclusive; with async_op or
-    timeout one all_gather. Backward of a sum as much; of the others two to four times as much.
+    Cost: one all_gather, (n-1) times the bytes of ``x`` received per rank; in compiled code the bytes of ``x`` in each
+    of log2(n) steps, and in one more if exclusive. Backward of a sum as much; of the others log2(n) steps of two
+    tensors.
 
     Raises:
         MeshError: no such axis or op; sum or product of bool, order of complex; exclusive or reverse that is no bool;

@@ -524,12 +524,26 @@ class _Own(Function):
 
 
 def _scaled(x: Tensor, n: float) -> Tensor:
-    found: Tensor = _Scaled.apply(x, n)  # type: ignore[no-untyped-call]
+    kind = _ScaledForTransforms if functorch_active() or dual_level_open() else _Scaled
+    found: Tensor = kind.apply(x, n)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Scaled(Function):
-    """The same value; its gradient is divided by ``n``."""
+    """The same value; its gradient is divided by ``n``. Without a jvp, which dynamo does not trace."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n: float) -> Tensor:
+        ctx.n = n
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g / ctx.n, None
+
+
+class _ScaledForTransforms(Function):
+    """The same for torch.func."""
 
     generate_vmap_rule = True
 
