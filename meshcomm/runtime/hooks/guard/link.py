@@ -34,7 +34,7 @@ from meshcomm.runtime.words import Words, axis_text, calls_text, place_of, sente
 
 __all__ = ["GuardedLink", "Room"]
 
-_LINGER = 0.2
+_LINGER = 2.0
 """Seconds that a rank which sees a difference gives the others to come too, so that all can be told of."""
 _MOST_WORDS = 4096
 _DRAIN = 2.0
