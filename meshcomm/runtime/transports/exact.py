@@ -84,7 +84,7 @@ def in_units(x: Tensor, top: Tensor) -> Tensor:
 
 
 def value(total: Tensor, top: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-    """The sum of all ranks' units as a number again, divided by ``count``; the whole is rounded once."""
+    """The sum of all ranks' units as a number again, divided by ``count``: no step depends on an order."""
     form, first = _form(dtype), total[..., 0]
     if form.words == 1:
         y = _times(first.float().double(), _units(form, top))
