@@ -26,7 +26,10 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm._torch import default_store
 from meshcomm.runtime.hooks.guard import guard as guards
+from meshcomm.runtime.hooks.guard.boards import Group, StoreBoard, StoreShelf
 from meshcomm.runtime.hooks.guard.link import GuardedLink
+from meshcomm.runtime.hooks.guard.setup import _ended_afar
+from meshcomm.runtime.hooks.guard.store import PatientStore
 from meshcomm.runtime.hooks.wrapped import bare
 
 F64 = torch.float64
@@ -644,6 +647,39 @@ def test_a_variable_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(mc.MeshError, match=r"meshcomm.init: MESHCOMM_GUARD='yes' is not known.\n  fix: 0 or 1"):
         mc.init(rank=0, world_size=1)
     assert not dist.is_initialized()
+
+
+def test_what_is_taken_away_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that goes on takes its keys away: who looks at that moment finds nothing, and does not wait for them."""
+
+    class Fleeting(dist.HashStore):
+        """Once it has said that a key is there, the key is gone."""
+
+        def check(self, keys: list[str]) -> bool:
+            found = super().check(keys)
+            for key in keys:
+                self.delete_key(key)
+            return found
+
+    served, group = Fleeting(), Group(1, (0, 1), "g")
+    patient = PatientStore(served, 2.0)
+    monkeypatch.setattr("meshcomm.runtime.hooks.guard.store._store", [patient])
+    shelf, board = StoreShelf("p", 0), StoreBoard(group, 0)
+    reads: list[Callable[[], object]] = [
+        lambda: shelf.status(1),
+        lambda: board.look(1, 3),
+        lambda: board.counts(5)[1],
+        lambda: _ended_afar("p/ended/1"),
+    ]
+    try:
+        for read in reads:
+            for key in ("p/status/1", "g/3/1", "g/count/1", "p/ended/1"):
+                served.set(key, b"5 7" + 80 * b" ")
+            begin = time.monotonic()
+            read()
+            assert time.monotonic() - begin < 1
+    finally:
+        patient.end()
 
 
 SCRIPT = """

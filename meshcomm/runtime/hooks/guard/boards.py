@@ -254,8 +254,7 @@ class StoreBoard:
 
     def look(self, index: int, number: int) -> Entry | None:
         """If the key is there."""
-        store, key = the_store(), f"{self._prefix}/{number}/{index}"
-        data = store.get(key) if store.check([key]) else b""
+        data = the_store().peek(f"{self._prefix}/{number}/{index}")
         return unpacked(data) if len(data) >= _HEAD.size else None
 
     def forget(self, number: int) -> None:
@@ -272,8 +271,8 @@ class StoreBoard:
     def counts(self, turn: int) -> list[int | None]:
         """If the keys are there."""
         store = the_store()
-        keys = [f"{self._prefix}/count/{i}" for i in range(self._size)]
-        said = [store.get(key).decode().split() if store.check([key]) else ["", "0"] for key in keys]
+        found = [store.peek(f"{self._prefix}/count/{i}") for i in range(self._size)]
+        said = [(data or b"- 0").decode().split() for data in found]
         return [int(count) if other == str(turn) else None for other, count in said]
 
 
@@ -302,8 +301,7 @@ class StoreShelf:
 
     def status(self, rank: int) -> bytes:
         """If it is there."""
-        store, key = the_store(), f"{self._prefix}/status/{rank}"
-        return store.get(key) if store.check([key]) else b""
+        return the_store().peek(f"{self._prefix}/status/{rank}")
 
     def has_posted(self, rank: int, group: Group, number: int) -> bool:
         """A key of this or of a later call."""

@@ -141,8 +141,7 @@ def _ended_near(others: list[memory.Neighbour | None]) -> Callable[[int], str]:
 
 
 def _ended_afar(key: str) -> str:
-    store = the_store()
-    return store.get(key).decode() if store.check([key]) else ""
+    return the_store().peek(key).decode()
 
 
 # ------------------------------------------------------------------------- processes that do not share their memory

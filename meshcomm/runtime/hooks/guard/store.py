@@ -67,12 +67,10 @@ class PatientStore:
         """Write."""
         self._ask(self._inner.set, key, value)
 
-    def get(self, key: str) -> bytes:
-        """What was written; waits for it."""
-        return bytes(self._ask(self._inner.get, key))
-
     def peek(self, key: str) -> bytes:
-        """What was written, or nothing: it does not wait, even for what another one takes away meanwhile."""
+        """What was written, or nothing. There is no ``get``: it waits, and for ever where another one takes away what
+        was there a moment ago.
+        """
         found = bytes(self._ask(self._inner.compare_set, key, _NOTHING, _NOTHING))
         return b"" if found == _NOTHING.encode() else found
 
