@@ -12,8 +12,8 @@ from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, current_mesh, use_mesh
-from meshcomm.runtime.garbage import LaterCollection as _LaterCollection
 from meshcomm.runtime.hooks.dumps import dump_collectives
+from meshcomm.runtime.process.garbage import LaterCollection as _LaterCollection
 from meshcomm.runtime.start.world import init, shutdown
 from meshcomm.work import Work, wait
 

@@ -19,9 +19,9 @@ from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.hooks.recorder import ENDED, failed, noted
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.start import forks
+from meshcomm.runtime.process import forks
+from meshcomm.runtime.recorder import ENDED, failed, noted
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.watch import here

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshcomm as mc
+from meshcomm.runtime.process import memory
 from meshcomm.runtime.transports import process_group
-from meshcomm.runtime.transports.shared import memory, transport
+from meshcomm.runtime.transports.shared import transport
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 LARGE = 200_000

@@ -15,7 +15,7 @@ import torch
 import meshcomm as mc
 from meshcomm.layout import search
 from meshcomm.layout.search import State, Step, cheapest
-from meshcomm.runtime.garbage import LaterCollection
+from meshcomm.runtime.process.garbage import LaterCollection
 
 Cost = tuple[int, int, int]
 Case = tuple[State, State, tuple[int, ...], dict[str, int]]

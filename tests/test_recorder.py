@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import meshcomm as mc
-from meshcomm.runtime.hooks import recorder
+from meshcomm.runtime import recorder
 from meshcomm.runtime.hooks.dumps import FOLDER, dump_collectives
 from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.tools import explain

@@ -32,9 +32,9 @@ from meshcomm.objects import results
 from meshcomm.parallel.checkpoint import load, save
 from meshcomm.parallel.checkpoint.pickles import Name, Record, read_pickle
 from meshcomm.parallel.full_state import full_state_dict
+from meshcomm.runtime.process import memory
 from meshcomm.runtime.start import rendezvous, world
 from meshcomm.runtime.start.workers import run_processes
-from meshcomm.runtime.transports.shared import memory
 
 ROOT = Path(mc.__file__).parents[1]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

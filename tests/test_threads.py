@@ -15,7 +15,7 @@ import torch
 import meshcomm as mc
 from meshcomm.runtime import groups
 from meshcomm.runtime.hooks.wrapped import bare
-from meshcomm.runtime.transports.shared import memory
+from meshcomm.runtime.process import memory
 
 POOLS = ["pool4", "gloo4", "guarded4", "guarded4_at_the_store"]
 

@@ -22,9 +22,10 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
+from meshcomm.runtime.process import memory
 from meshcomm.runtime.transports import post, process_group
 from meshcomm.runtime.transports.protocol import Link
-from meshcomm.runtime.transports.shared import memory, transport
+from meshcomm.runtime.transports.shared import transport
 from meshcomm.runtime.transports.turns import Channel
 
 Run = Callable[..., list[Any]]

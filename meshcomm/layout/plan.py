@@ -14,7 +14,7 @@ from meshcomm.layout.notation import Dim, Layout, Pattern, parse_arrow
 from meshcomm.layout.search import Step, cheapest
 from meshcomm.layout.shapes import checked_shape, cut, fit
 from meshcomm.mesh import Mesh
-from meshcomm.runtime.garbage import LaterCollection
+from meshcomm.runtime.process.garbage import LaterCollection
 
 __all__ = ["Plan", "plan", "plan_of", "sides_of"]
 

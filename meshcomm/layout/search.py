@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshcomm.runtime.garbage import LaterCollection
+from meshcomm.runtime.process.garbage import LaterCollection
 
 __all__ = ["Perm", "State", "Step", "cheapest"]
 

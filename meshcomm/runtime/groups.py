@@ -22,14 +22,15 @@ import torch.distributed as dist
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
+from meshcomm.runtime import recorder
 from meshcomm.runtime.health import attendance, lateness
-from meshcomm.runtime.hooks import dumps, recorder
+from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.hooks.wrapped import WrappedLink
-from meshcomm.runtime.start import exits, forks, world
+from meshcomm.runtime.process import forks, memory
+from meshcomm.runtime.process.memory import HERE, Neighbours
+from meshcomm.runtime.start import exits, world
 from meshcomm.runtime.transports.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
-from meshcomm.runtime.transports.shared import memory
-from meshcomm.runtime.transports.shared.memory import HERE, Neighbours
 from meshcomm.runtime.transports.shared.transport import Mail, OneHostLink, retire, take_leave
 from meshcomm.runtime.transports.turns import Family
 

@@ -15,9 +15,9 @@ import torch
 
 from meshcomm import _versions
 from meshcomm.errors import MeshError
+from meshcomm.runtime.process import memory
 from meshcomm.runtime.start import devices
 from meshcomm.runtime.start.launchers import Launcher, detect
-from meshcomm.runtime.transports.shared import memory
 
 __all__ = ["Facts", "Finding", "differences", "findings", "look"]
 

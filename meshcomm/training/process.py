@@ -14,7 +14,7 @@ from meshcomm import watch
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
-from meshcomm.runtime.start.identity import identity
+from meshcomm.runtime.identity import identity
 
 __all__ = [
     "backend", "device", "get_dist_info", "is_distributed", "is_main", "local_rank", "local_world_size", "node_rank",

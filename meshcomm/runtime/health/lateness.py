@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from meshcomm import _torch
 from meshcomm.errors import text
+from meshcomm.runtime import recorder
 from meshcomm.runtime.call import AxisAt
 from meshcomm.runtime.callsite import hinted, in_backward
-from meshcomm.runtime.hooks import recorder
-from meshcomm.runtime.hooks.recorder import BEGAN, NUMBER, Log, Record, site_of, text_of
+from meshcomm.runtime.recorder import BEGAN, NUMBER, Log, Record, site_of, text_of
 from meshcomm.runtime.start import exits, world
 from meshcomm.runtime.words import axis_text, place_of, sentence
 

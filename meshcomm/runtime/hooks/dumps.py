@@ -24,9 +24,9 @@ from typing import Any
 import torch.distributed as dist
 
 from meshcomm.errors import fail
+from meshcomm.runtime import recorder
 from meshcomm.runtime.callsite import CallSite, called_in, is_ours
-from meshcomm.runtime.hooks import recorder
-from meshcomm.runtime.hooks.recorder import (
+from meshcomm.runtime.recorder import (
     BEGAN,
     DTYPE,
     ENDED,

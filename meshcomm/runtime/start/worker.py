@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from meshcomm.errors import MeshError, fail, text
-from meshcomm.runtime.start import home, rendezvous, world
+from meshcomm.runtime.process import home
+from meshcomm.runtime.start import rendezvous, world
 
 __all__ = ["Answer", "Plan", "serve", "unpack"]
 

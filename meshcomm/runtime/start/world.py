@@ -25,10 +25,11 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, MeshError, fail, held, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.start import devices, exits, forks, rendezvous
+from meshcomm.runtime.process import forks
+from meshcomm.runtime.process.memory import Address, Neighbours
+from meshcomm.runtime.start import devices, exits, rendezvous
 from meshcomm.runtime.start.launchers import Launcher, detect
 from meshcomm.runtime.start.request import GUARD, Request, guard_wanted, host_port
-from meshcomm.runtime.transports.shared.memory import Address, Neighbours
 
 __all__ = [
     "ProcessWorld",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.runtime.hooks.recorder import Marked
 from meshcomm.runtime.pending import then
+from meshcomm.runtime.recorder import Marked
 from meshcomm.runtime.transports.process_group import Later
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.underway import Started

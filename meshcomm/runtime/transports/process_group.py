@@ -23,10 +23,10 @@ from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.health import attendance, peers
 from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.hooks.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, recorded
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then, then_all
-from meshcomm.runtime.start import forks
+from meshcomm.runtime.process import forks
+from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, recorded
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.envelopes import ROOM

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from meshcomm.runtime.call import Said
 from meshcomm.runtime.hooks.guard.store import the_store
-from meshcomm.runtime.transports.shared.memory import NOTE, NOTE_RING, NOTES, Neighbour, arena
+from meshcomm.runtime.process.memory import NOTE, NOTE_RING, NOTES, Neighbour, arena
 from meshcomm.runtime.transports.shared.transport import Mail
 from meshcomm.runtime.words import Words
 

@@ -24,11 +24,11 @@ from meshcomm.runtime.hooks.guard.boards import EXPIRED, GAVE_UP, LEAVING, MADE,
 from meshcomm.runtime.hooks.guard.guard import DEADLOCK, FEW_LOOKS, FIRST_PAUSE, LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Queue, Task
-from meshcomm.runtime.hooks.recorder import Log, recorded
 from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.pending import settled
-from meshcomm.runtime.start import forks
+from meshcomm.runtime.process import forks
+from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.transports.protocol import Link, Primitive
 from meshcomm.runtime.words import Words, axis_text, calls_text, place_of, sentence
 

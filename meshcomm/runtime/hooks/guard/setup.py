@@ -22,10 +22,10 @@ from meshcomm.runtime.hooks.guard.boards import Group, SharedBoard, SharedShelf,
 from meshcomm.runtime.hooks.guard.guard import Guard, Wait
 from meshcomm.runtime.hooks.guard.link import GuardedLink, Room
 from meshcomm.runtime.hooks.guard.store import PatientStore, set_store, the_store
-from meshcomm.runtime.hooks.recorder import Log
-from meshcomm.runtime.start import home, world
+from meshcomm.runtime.process import home, memory
+from meshcomm.runtime.recorder import Log
+from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.process_group import ProcessLink
-from meshcomm.runtime.transports.shared import memory
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 __all__ = ["agree_to_make", "begin", "end", "under_guard"]

@@ -15,8 +15,8 @@ from meshcomm.errors import CommError, text
 from meshcomm.runtime.call import Meant
 from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.lengths import dims_said
+from meshcomm.runtime.process.memory import Box
 from meshcomm.runtime.transports.shared.lexicon import find
-from meshcomm.runtime.transports.shared.memory import Box
 from meshcomm.runtime.transports.shared.words import CODE, COUNT, DIGEST, PLACE, ROOT, entry_of, name_of, named, said
 
 __all__ = ["Boxes", "Given", "compare_given", "differ_in", "runs_differ"]

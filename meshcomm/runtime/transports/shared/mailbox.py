@@ -21,13 +21,9 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.hooks.recorder import DROPPED, ENDED, THREAD, Log, Record, failed
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.shared import memory
-from meshcomm.runtime.transports.shared.differences import Given, compare_given, differ_in, runs_differ
-from meshcomm.runtime.transports.shared.lexicon import Meaning, lexicon
-from meshcomm.runtime.transports.shared.memory import (
+from meshcomm.runtime.process import memory
+from meshcomm.runtime.process.memory import (
     ENTRIES,
     GONE,
     HERE,
@@ -39,6 +35,10 @@ from meshcomm.runtime.transports.shared.memory import (
     Neighbour,
     Segment,
 )
+from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Log, Record, failed
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.shared.differences import Given, compare_given, differ_in, runs_differ
+from meshcomm.runtime.transports.shared.lexicon import Meaning, lexicon
 from meshcomm.runtime.transports.shared.words import (
     CODE,
     COUNT,

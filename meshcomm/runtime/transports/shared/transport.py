@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.runtime.call import Call as Announced
-from meshcomm.runtime.hooks.recorder import CALL, failed
+from meshcomm.runtime.recorder import CALL, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.process_group import Later, ProcessLink
 from meshcomm.runtime.transports.shared.differences import compare_given

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from meshcomm.runtime.call import Call, Meant
+from meshcomm.runtime.process.memory import ENTRIES, Box
 from meshcomm.runtime.transports.protocol import PRIMITIVES, REDUCE_OPS
 from meshcomm.runtime.transports.shared.lexicon import Lexicon, Meaning
-from meshcomm.runtime.transports.shared.memory import ENTRIES, Box
 from meshcomm.runtime.whose import ordinal_of
 from meshcomm.runtime.words import primitive_text
 

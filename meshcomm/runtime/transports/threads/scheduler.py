@@ -21,7 +21,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.start import forks
+from meshcomm.runtime.process import forks
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 

@@ -19,11 +19,11 @@ from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime.call import Call, Post, Want, messages_of
 from meshcomm.runtime.callsite import call_site, hinted
 from meshcomm.runtime.health.attendance import absent_text
-from meshcomm.runtime.hooks.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, log_among
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.numbers import Numbers
 from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, log_among
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.runtime.whose import differ

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from meshcomm.runtime.start import devices, forks, world
+from meshcomm.runtime.process import forks
+from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.start.launchers import detect
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
