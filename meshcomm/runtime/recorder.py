@@ -201,9 +201,9 @@ class Ring:
         self.logs.append(log)
         return log
 
-    def calls(self) -> list[tuple[Log, Record]]:
-        """The last calls in all groups, the oldest first."""
-        every = [(log, record) for log in list(self.logs) for record in log.records.copy()]
+    def calls(self, logs: Sequence[Log] | None = None) -> list[tuple[Log, Record]]:
+        """The last calls in all groups, or in those of these ``logs``, the oldest first."""
+        every = [(log, record) for log in list(self.logs if logs is None else logs) for record in log.records.copy()]
         every.sort(key=lambda call: call[1][BEGAN])
         return every[-MOST:]
 

@@ -51,7 +51,7 @@ class _Meeting(NamedTuple):
 
 
 _met: _Meeting | None = None
-_blamed: set[int] = set()
+_blamed: set[_Peer] = set()
 
 
 # --------------------------------------------------------------------------------------------------------- the meeting
@@ -104,7 +104,8 @@ def _began(pid: int) -> int:
 
 def _here() -> _Meeting | None:
     """The meeting, in the process that was there: not in its forks."""
-    return _met if _met is not None and _met.pid == os.getpid() else None
+    here = _met  # another thread may leave meanwhile
+    return here if here is not None and here.pid == os.getpid() else None
 
 
 # ------------------------------------------------------------------------------------------------------------- leaving
@@ -139,9 +140,9 @@ def let_go_first() -> None:
     """When this process ends because others have failed: they end first, so that a launcher takes one of them for the
     cause.
     """
-    pids, end = set(_blamed), time.monotonic() + _FIRST
-    while isinstance(last_error(), CommError) and pids and time.monotonic() < end:
-        pids = {pid for pid in pids if _stat(pid)[:1] not in ([], ["Z"], ["X"], ["T"])}
+    blamed, end = set(_blamed), time.monotonic() + _FIRST
+    while isinstance(last_error(), CommError) and blamed and time.monotonic() < end:
+        blamed = {peer for peer in blamed if not _seen(peer)}
         time.sleep(0.01)
 
 
@@ -199,7 +200,8 @@ def account(ranks: Iterable[int], *, closed: bool = False) -> str:
 
 
 def _blame(here: _Meeting, ranks: Iterable[int]) -> None:
-    _blamed.update(here.peers[rank].pid for rank in ranks if here.peers[rank].machine == _machine())
+    machine = _machine()
+    _blamed.update(here.peers[rank] for rank in ranks if machine and here.peers[rank].machine == machine)
 
 
 def _look(here: _Meeting, ranks: Sequence[int]) -> dict[int, str]:

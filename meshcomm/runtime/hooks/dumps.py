@@ -133,9 +133,10 @@ def _write(ring: Ring, folder: Path, why: str) -> Path:
 
 
 def _content(ring: Ring, why: str) -> dict[str, Any]:
-    calls = ring.calls()
-    places = {id(log): at for at, log in enumerate(ring.logs)}
-    total = sum(log.begun + log.messages for log in ring.logs)
+    logs = list(ring.logs)  # another thread may make an axis meanwhile, and drop the log of one that is gone
+    calls = ring.calls(logs)
+    places = {id(log): at for at, log in enumerate(logs)}
+    total = sum(log.begun + log.messages for log in logs)
     under_way = _under_way(record for _, record in calls)
     offset = time.time() - time.monotonic()
     first = total - len(calls) + 1
@@ -149,7 +150,7 @@ def _content(ring: Ring, why: str) -> dict[str, Any]:
         "wall": time.time(),
         "monotonic": time.monotonic(),
         "begun": total,
-        "groups": [_group(log) for log in ring.logs],
+        "groups": [_group(log) for log in logs],
         "calls": [
             _call(places[id(log)], record, first + at, offset, under_way.get(id(record)))
             for at, (log, record) in enumerate(calls)

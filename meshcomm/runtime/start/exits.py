@@ -165,8 +165,8 @@ def settle() -> None:
 
 def _others_run() -> bool:
     """Whether another thread of this process has the processor or waits for it."""
-    with contextlib.suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
+    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ():
+        with contextlib.suppress(OSError):  # this one has ended since
             if int(thread) != threading.get_native_id():
                 with open(f"/proc/self/task/{thread}/stat") as file:
                     if file.read().rsplit(")", 1)[1].split()[0] in "RD":

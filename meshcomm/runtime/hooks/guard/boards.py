@@ -192,8 +192,13 @@ def _shortened(data: bytes) -> bytes:
     return words._replace(call=words.call[:400], site=words.site[-200:], send=(), recv=()).write()[: _WHY_AT - _DATA]
 
 
+_SHEET = NOTES // 2
+
+
 class SharedShelf:
-    """A part of each process's memory, with a version that is odd while it is written."""
+    """A part of each process's memory: two sheets, of which one is written while the others read the other one. So who
+    is stopped, or gives way, in the middle of writing still says what it has said before.
+    """
 
     def __init__(self, rank: int, neighbours: Sequence[Neighbour | None]) -> None:
         """``neighbours``: all ranks of the world; None for this one."""
@@ -201,25 +206,25 @@ class SharedShelf:
         self._rank = rank
 
     def tell(self, status: bytes) -> None:
-        """Cells: version, length; then the bytes."""
+        """Cells: the version, of which the parity is the sheet, written last; on a sheet the length, then the bytes."""
         view = self._arenas[self._rank].notes()
         cells = view.cast("q")
-        status = status if len(status) <= NOTES - 16 else b""
-        cells[0] += 1
-        cells[1] = len(status)
-        view[16 : 16 + len(status)] = status
+        status = status if len(status) <= _SHEET - 16 else b""
+        at = (cells[0] + 1) % 2 * _SHEET + 8
+        cells[at // 8] = len(status)
+        view[at + 8 : at + 8 + len(status)] = status
         cells[0] += 1
 
     def status(self, rank: int) -> bytes:
-        """A consistent one; nothing from who is in the middle of it for long, for it was stopped there."""
+        """The last one that is whole. The sheet is written over when the version has moved on."""
         view = self._arenas[rank].notes()
         cells = view.cast("q")
-        for _ in range(100):
+        while True:
             version = cells[0]
-            found = bytes(view[16 : 16 + cells[1]])
-            if version % 2 == 0 and cells[0] == version:
+            at = version % 2 * _SHEET + 8
+            found = bytes(view[at + 8 : at + 8 + cells[at // 8]])
+            if cells[0] == version:
                 return found
-        return b""
 
     def has_posted(self, rank: int, group: Group, number: int) -> bool:
         """In that rank's memory."""

@@ -193,9 +193,9 @@ class Guard:
             if wait.told == (keys,):
                 return
             with self._lock:
-                if not wait.told:
+                wait.told = (keys,)  # first: whoever is interrupted from here on takes it back
+                if wait not in self._status.waits:
                     self._status.waits.append(wait)
-                wait.told = (keys,)
                 if for_program and self.is_alone():
                     self._status.main = (0, 0, wait.id) if wait.keys else (wait.group.key, wait.number, 0)
                 self._tell()
@@ -208,7 +208,7 @@ class Guard:
 
     def _leave(self, wait: Wait, for_program: bool) -> None:
         with self._lock:
-            self._status.waits.remove(wait)
+            self._status.waits[:] = [each for each in self._status.waits if each is not wait]
             if for_program:
                 self._status.main = None
             self._tell()

@@ -9,7 +9,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from meshcomm.runtime.transports.shared.transport import OneHostLink
 __all__ = ["agree_to_make", "begin", "end", "under_guard"]
 
 _PAUSE = 2e-3
+_HERE, _LEAVING = "here", "leaving"
+"""What a rank says that has come to make a group: that it waits for the others; that it gives up, or will see."""
 _LOOK = 0.5
 """Seconds after which the thread that watches other processes sees whether it is still wanted."""
 
@@ -51,7 +53,7 @@ def begin(here: world.ProcessWorld) -> None:
         made = Guard(here.rank, here.size, shelf, _is_there, lambda rank: _ended_afar(f"{prefix}/ended/{rank}"))
     guards.set_current(made)
     if near is None:
-        _watch_neighbours(prefix, here)
+        _watch_neighbours(prefix, here, made)
     made.begin()
     errors.listeners.append(guards.failed)
     home.listeners.append(guards.home)
@@ -62,25 +64,52 @@ def agree_to_make(name: str, ranks: tuple[int, ...], seconds: float) -> None:
     guard = guards.current()
     if guard is None:
         return
-    prefix = f"meshcomm/guard/making/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    here = world.current()
+    assert here is not None
+    prefix = f"{place_of(here, name)}/making"
     store, keys = the_store(), {rank: f"{prefix}/{rank}" for rank in ranks if rank != guard.rank}
+    own = f"{prefix}/{guard.rank}"
     shown = f"{list(ranks[:8])}{' and more' if len(ranks) > 8 else ''}"
     words = f"the set-up of the group of ranks {shown} at {call_site()}"
     wait = Wait(Group(0, ranks, prefix), 1, words, guard.name(guard.rank), keys)
     start = last = time.monotonic()
-    store.set(f"{prefix}/{guard.rank}", "here")
-    with guard.waiting(wait, for_program=True) as long:
-        while left := [rank for rank, key in keys.items() if not store.check([key])]:
-            time.sleep(_PAUSE)
-            if time.monotonic() - last > guards.LONG:
+    store.set(own, _HERE)
+    try:
+        with guard.waiting(wait, for_program=True) as long:
+            while not _all_stay(keys.values()):
+                time.sleep(_PAUSE)
+                if time.monotonic() - last < guards.LONG:
+                    continue
                 last = time.monotonic()
                 long()
-                reason = guard.why_never(wait, left, sure=True) or ("time is up" if last - start > seconds else "")
-                if reason:
-                    store.delete_key(f"{prefix}/{guard.rank}")
+                left = [rank for rank, key in keys.items() if not store.check([key])]
+                reason = left and (guard.why_never(wait, left, sure=True) or (last - start > seconds and "time is up"))
+                if reason and _is_left(own, keys.values()):
                     got = f"{reason}; {guard.where_all_are()}"
                     fix = "an axis, or a tuple of axes in this order, is used for the first time by all of its ranks"
                     raise CommError(text("mesh", "not all ranks come to set up a group.", got=got, fix=fix))
+    except CommError:
+        raise
+    except BaseException:  # Ctrl-C
+        _is_left(own, keys.values())
+        raise
+
+
+def _is_left(own: str, keys: Iterable[str]) -> bool:
+    """Whether this rank can give up, for no other one goes on: who does has seen all, and after that nobody leaving."""
+    store = the_store()
+    store.set(own, _LEAVING)
+    if all(store.check([key]) for key in keys):
+        store.set(own, _HERE)
+        return False
+    store.delete_key(own)
+    return True
+
+
+def _all_stay(keys: Iterable[str]) -> bool:
+    """Whether all have come, and then none of them was about to give up."""
+    store = the_store()
+    return all(store.check([key]) for key in keys) and all(store.peek(key) == _HERE.encode() for key in keys)
 
 
 def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | ProcessLink:
@@ -158,23 +187,23 @@ def _started(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
 
 
-def _watch_neighbours(prefix: str, here: world.ProcessWorld) -> None:
+def _watch_neighbours(prefix: str, here: world.ProcessWorld, guard: Guard) -> None:
     """Tell everybody, at the store, of processes on this machine that end: nobody else would know."""
     if not hasattr(os, "pidfd_open"):
         return
     with contextlib.suppress(OSError):
         store = _torch.default_store()
         store.set(f"{prefix}/process/{here.rank}", json.dumps([_machine(), os.getpid(), _started(os.getpid())]))
-        thread = threading.Thread(target=_watch, args=(store, prefix, here), name="meshcomm watch", daemon=True)
+        thread = threading.Thread(target=_watch, args=(store, prefix, here, guard), name="meshcomm watch", daemon=True)
         thread.start()
 
 
-def _watch(store: dist.Store, prefix: str, here: world.ProcessWorld) -> None:  # type: ignore[name-defined]
+def _watch(store: dist.Store, prefix: str, here: world.ProcessWorld, guard: Guard) -> None:  # type: ignore[name-defined]
     waiting = set(range(here.size)) - {here.rank}
     poll, watched = select.poll(), dict[int, tuple[int, int]]()
     me = os.getpid()
     try:
-        while guards.current() is not None and os.getpid() == me:
+        while guards.current() is guard and os.getpid() == me:
             for rank in [rank for rank in waiting if store.check([f"{prefix}/process/{rank}"])]:
                 waiting.discard(rank)
                 machine, pid, started = json.loads(store.get(f"{prefix}/process/{rank}"))

@@ -48,13 +48,17 @@ class PatientStore:
 
     def __init__(self, inner: Store, seconds: float) -> None:
         self._inner, self._seconds = inner, seconds
-        self._silent = False
+        self._silent = self._over = False
+        self._asking = threading.RLock()
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         threading.Thread(target=_answer, args=(self._questions,), name="meshcomm store", daemon=True).start()
 
     def _ask(self, fn: Callable[..., Any], *args: Any) -> Any:
         question = _Question(fn, args)
-        self._questions.put(question)
+        with self._asking:
+            if self._over:
+                _shut_down()
+            self._questions.put(question)
         seconds = min(_AGAIN, self._seconds) if self._silent else self._seconds
         self._silent = not question.over.wait(seconds)
         if self._silent:
@@ -83,8 +87,10 @@ class PatientStore:
         self._ask(self._inner.delete_key, key)
 
     def end(self) -> None:
-        """After what was asked."""
-        self._questions.put(None)
+        """After what was asked; a thread that asks later is told, for nobody would answer."""
+        with self._asking:
+            self._over = True
+            self._questions.put(None)
 
 
 def _answer(questions: queue.SimpleQueue[_Question | None]) -> None:
@@ -108,7 +114,11 @@ def the_store() -> PatientStore:
     try:
         return _store[-1]
     except IndexError:  # of a thread that outlasts it
-        raise CommError(text("guard", "the process group was shut down meanwhile.")) from None
+        _shut_down()
+
+
+def _shut_down() -> NoReturn:
+    raise CommError(text("guard", "the process group was shut down meanwhile.")) from None
 
 
 def set_store(value: PatientStore | None) -> None:

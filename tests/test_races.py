@@ -1,0 +1,213 @@
+"""What happens at one moment of another process or thread, or never: each forced here, at that moment."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meshcomm.errors import CommError
+from meshcomm.runtime import recorder
+from meshcomm.runtime.health import peers
+from meshcomm.runtime.hooks import dumps
+from meshcomm.runtime.hooks.guard import guard as guards
+from meshcomm.runtime.hooks.guard import setup
+from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
+from meshcomm.runtime.hooks.guard.guard import Guard, Wait
+from meshcomm.runtime.hooks.guard.store import PatientStore
+from meshcomm.runtime.start import exits
+
+SOON = 30.0
+"""Seconds within which something that takes none is over, on a busy machine."""
+
+
+class AtKey(dist.HashStore):  # type: ignore[misc]
+    """A store of which somebody else does something between two questions: ``moments`` has what, by question."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments: dict[tuple[str, str], Callable[[], object]] = {}
+
+    def after(self, name: str, key: str) -> None:
+        """Once."""
+        self.moments.pop((name, key), lambda: None)()
+
+    def check(self, keys: list[str]) -> bool:
+        found = bool(super().check(keys))
+        self.after("check", keys[0])
+        return found
+
+    def set(self, key: str, value: Any) -> None:
+        super().set(key, value)
+        self.after("set", key)
+
+    def delete_key(self, key: str) -> bool:
+        found = bool(super().delete_key(key))
+        self.after("delete", key)
+        return found
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtKey]:
+    """The guard's."""
+    served = AtKey()
+    patient = PatientStore(served, SOON)
+    monkeypatch.setattr("meshcomm.runtime.hooks.guard.store._store", [patient])
+    yield served
+    patient.end()
+
+
+# --------------------------------------------------------------------------------------------- all or none make a group
+
+
+@pytest.fixture
+def making(monkeypatch: pytest.MonkeyPatch, store: AtKey) -> Callable[[int, int], str]:
+    """``agree_to_make`` as one of two ranks, with a time-out: what comes of it."""
+    monkeypatch.setattr(setup, "place_of", lambda here, name: "made")
+    monkeypatch.setattr(setup.world, "current", lambda: "a world")
+    monkeypatch.setattr(guards, "LONG", 0.01)
+
+    def make(rank: int, size: int, seconds: float = 0.0) -> str:
+        guard = Guard(rank, size, StoreShelf("shelf", rank), setup._is_there, lambda _: "")
+        monkeypatch.setattr(guards, "_current", [guard])
+        try:
+            setup.agree_to_make("a group", tuple(range(size)), seconds)
+        except CommError as error:
+            return str(error)
+        return "made"
+
+    return make
+
+
+def test_who_gives_up_a_group_looks_whether_all_have_come_since(
+    making: Any, store: AtKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 comes, and goes on, when rank 0 has looked for it for the last time: so rank 0 goes on, too."""
+
+    def why_never(*_: object, **__: object) -> str:
+        store.set("made/making/1", "here")
+        return "it is late"
+
+    monkeypatch.setattr(Guard, "why_never", why_never)
+    assert making(0, 2) == "made"
+    assert store.check(["made/making/0"])
+
+
+def test_who_sees_all_come_waits_for_one_that_gives_up(making: Any, store: AtKey) -> None:
+    """Rank 0 has given up for rank 2 had not come, which comes now: rank 1 has seen both, one after the other."""
+    store.set("made/making/0", "here")
+    store.moments["check", "made/making/0"] = lambda: (
+        store.delete_key("made/making/0"),
+        dist.HashStore.set(store, "made/making/2", "here"),
+    )
+    assert "time is up" in making(1, 3, 0.2)
+
+
+# ----------------------------------------------------------------------------------------------------- the guard's words
+
+
+def test_who_is_stopped_while_it_says_something_has_said_what_it_said_before() -> None:
+    """Nobody takes the rank for one that has raised no error, or waits for nothing."""
+
+    class Half(bytes):
+        """It has a length, and then the process is stopped."""
+
+        def __len__(self) -> int:
+            return 7
+
+    shelf = SharedShelf(0, [None])
+    shelf.tell(b"before")
+    assert shelf.status(0) == b"before"
+    with pytest.raises(ValueError, match="lvalue and rvalue"):
+        shelf.tell(Half(b"other than its length"))
+    assert shelf.status(0) == b"before"
+    for said in (b"", b"after", 1000 * b"long", b"short", b""):
+        shelf.tell(said)
+        assert shelf.status(0) == said
+
+
+def test_a_thread_that_outlasts_the_guard_does_not_wait_for_its_store() -> None:
+    patient = PatientStore(dist.HashStore(), SOON)
+    patient.set("key", "value")
+    patient.end()
+    begin = time.monotonic()
+    with pytest.raises(CommError, match="the process group was shut down meanwhile"):
+        patient.peek("key")
+    assert time.monotonic() - begin < SOON / 2
+
+
+def test_a_wait_that_is_interrupted_while_it_is_told_is_told_no_more(store: AtKey) -> None:
+    """Ctrl-C: else the others would take this rank for waiting in it."""
+
+    class Waits(list[Any]):
+        def append(self, wait: Any) -> None:
+            super().append(wait)
+            raise KeyboardInterrupt
+
+    guard = Guard(0, 2, StoreShelf("shelf", 0), lambda _: False, lambda _: "")
+    guard._status.waits = waits = Waits()
+    with pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+        with guard.waiting(Wait(Group(1, (0, 1), "g"), 1, "waited in", "here"), for_program=True) as long:
+            long()
+    assert not waits
+    assert not store.check(["shelf/status/0"])
+
+
+def test_the_watch_of_a_guard_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although there is another one already, which a program gets that calls shutdown and init."""
+    served, mine, next_one = dist.HashStore(), object(), object()
+    here: Any = type("World", (), {"rank": 0, "size": 2})
+    monkeypatch.setattr(guards, "_current", [mine])
+    watching = threading.Thread(target=setup._watch, args=(served, "p", here, mine), daemon=True)
+    watching.start()
+    time.sleep(0.1)
+    assert watching.is_alive()
+    monkeypatch.setattr(guards, "_current", [next_one])
+    watching.join(SOON)
+    assert not watching.is_alive()
+
+
+# --------------------------------------------------------------------------------------------------------- other threads
+
+
+def test_a_dump_while_another_thread_makes_a_mesh(tmp_path: Any) -> None:
+    """The log of a mesh that is gone is dropped between two looks at the logs."""
+
+    class Dropping(recorder.Ring):
+        def calls(self, *logs: Any) -> Any:
+            found = super().calls(*logs)
+            self.logs.pop(0)
+            return found
+
+    ring = Dropping(recorder.Owner(0, 2))
+    for _ in range(2):
+        ring.log((0, 1), 0).begin("barrier", "", None, ())
+    path = dumps._write(ring, tmp_path, "asked for")
+    assert path.read_text().count('"barrier"') >= 2
+
+
+def test_threads_that_end_while_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one runs all the same."""
+    me = threading.get_native_id()
+    monkeypatch.setattr(os, "listdir", lambda _: ["0", str(me)])
+    monkeypatch.setattr(threading, "get_native_id", lambda: -1)  # so that this thread is another one
+    assert exits._others_run()
+
+
+def test_who_is_to_blame_is_not_the_next_process_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has the number of one that has ended: nobody waits for it."""
+    machine = peers._machine()
+    if not machine:
+        pytest.skip("no table of processes")
+    another = peers._Peer(machine, os.getpid(), peers._began(os.getpid()) - 1)
+    monkeypatch.setattr(peers, "_blamed", {another})
+    monkeypatch.setattr(peers, "last_error", lambda: CommError("of another rank"))
+    monkeypatch.setattr(peers, "_FIRST", SOON)
+    begin = time.monotonic()
+    peers.let_go_first()
+    assert time.monotonic() - begin < SOON / 2
