@@ -7,11 +7,14 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 
 # Before torch is imported: ranks outnumber cores, and each process would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ import torch
 
 import meshcomm as mc
 from meshcomm.runtime import groups
+from meshcomm.runtime.start import workers
 from meshcomm.runtime.start.workers import WorkerPool
 
 POOLS = {"pool4", "guarded4", "guarded4_at_the_store", "gloo4", "bare4"}
@@ -95,14 +99,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    settle()
-
-
-def settle() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is there to stay, torch's modules and all tests, is no longer looked at by each collection of garbage."""
     gc.collect()
     gc.freeze()
+    programs = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function) and pool_of(item)}
+    if programs and not session.config.option.collectonly:
+        serve([*sorted(programs), "warm"])
+
+
+def serve(modules: list[str]) -> None:
+    """Start the server that forks the ranks of pools with what their programs need: imported once, and not by each."""
+    context = workers._context()
+    if not isinstance(context, ForkServerContext):
+        return
+    context.set_forkserver_preload(["torch", "torch.distributed", "meshcomm.runtime.start.worker", *modules])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server itself does not look at the path it is given
+        forkserver.ensure_running()
 
 
 def meshes_made() -> list[tuple[str, int]]:
@@ -129,7 +143,6 @@ class Pool(WorkerPool):
 def pool4() -> Iterator[WorkerPool]:
     """Four gloo ranks in processes of their own, started by the first test that asks and kept to the end of the run."""
     with Pool(4) as pool:
-        pool.run(settle)
         yield pool
 
 
@@ -165,7 +178,6 @@ def guarded4_at_the_store() -> Iterator[WorkerPool]:
 def gloo4() -> Iterator[WorkerPool]:
     """Four ranks that share no memory."""
     with PoolWith(4, MESHCOMM_SHARED_MEMORY="0") as pool:
-        pool.run(settle)
         yield pool
 
 
