@@ -26,7 +26,7 @@ from meshcomm._torch import default_store
 from meshcomm.parallel import checkpoint, data_parallel, fully_shard, tensor_parallel
 from meshcomm.runtime import groups
 from meshcomm.runtime.pending import Pending
-from meshcomm.runtime.start import exits
+from meshcomm.runtime.process import exits
 
 __all__ = ["LEAKS", "ROUNDS", "allocated", "leak", "measured", "on_rank", "train", "warm_up", "with_error"]
 

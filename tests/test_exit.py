@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from meshcomm.runtime.start import exits
+from meshcomm.runtime.process import exits
 
 ROOT = Path(__file__).parent.parent
 

@@ -304,17 +304,13 @@ ARROWS = {"start": {"health"}, "transports": {"health"}, "hooks": {"health"}, "h
 """Which room of runtime/ knows which. All know process/, what lies beside the rooms, and the protocol of transports."""
 NOT_YET = {
     "health.attendance -> start.world",
-    "health.lateness -> start.exits",
     "health.lateness -> start.world",
     "hooks.dumps -> transports.threads.scheduler",
     "hooks.guard.boards -> transports.shared.transport",
     "hooks.guard.setup -> start.world",
     "hooks.guard.setup -> transports.process_group",
     "hooks.guard.setup -> transports.shared.transport",
-    "hooks.guard.store -> start.exits",
-    "hooks.guard.tasks -> start.exits",
     "transports.detour -> start.world",
-    "transports.underway -> start.exits",
 }  # fmt: skip
 """Arrows that are still to go."""
 
@@ -353,6 +349,7 @@ def privately_in(room: str) -> set[str]:
     return {name for name in found if hidden(name)}
 
 
+@cache
 def room_of(module: str) -> str:
     """The room that a module lies in: runtime/hooks, with the guard that is a part of it, or tracing."""
     folder = module if ROOT.joinpath(*module.split(".")[1:]).is_dir() else module.rpartition(".")[0]

@@ -26,9 +26,9 @@ from meshcomm.runtime import recorder
 from meshcomm.runtime.health import attendance, lateness
 from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.hooks.wrapped import WrappedLink
-from meshcomm.runtime.process import forks, memory
+from meshcomm.runtime.process import exits, forks, memory
 from meshcomm.runtime.process.memory import HERE, Neighbours
-from meshcomm.runtime.start import exits, world
+from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
 from meshcomm.runtime.transports.shared.transport import Mail, OneHostLink, retire, take_leave

@@ -20,8 +20,9 @@ from meshcomm.errors import text
 from meshcomm.runtime import recorder
 from meshcomm.runtime.call import AxisAt
 from meshcomm.runtime.callsite import hinted, in_backward
+from meshcomm.runtime.process import exits
 from meshcomm.runtime.recorder import BEGAN, NUMBER, Log, Record, site_of, text_of
-from meshcomm.runtime.start import exits, world
+from meshcomm.runtime.start import world
 from meshcomm.runtime.words import axis_text, place_of, sentence
 
 __all__ = ["Late", "keep_by", "late_text"]

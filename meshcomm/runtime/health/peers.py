@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -18,9 +17,10 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm.errors import CommError, described
+from meshcomm.runtime.process.exits import last_error
 
 __all__ = [
-    "LEFT", "account", "distance", "ended", "forget", "is_stopped", "last_error", "leave", "let_go_first", "met",
+    "LEFT", "account", "distance", "ended", "forget", "is_stopped", "leave", "let_go_first", "met",
     "reason", "sign",
 ]  # fmt: skip
 
@@ -122,11 +122,6 @@ def leave(why: str = "") -> None:
         why = described(error)[:300].removesuffix(": ")
     with contextlib.suppress(RuntimeError):
         here.store.set(f"left/{here.rank}", why or "its program is over")
-
-
-def last_error() -> BaseException | None:
-    """What the interpreter ends of."""
-    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def distance(reason: str) -> int:

@@ -25,7 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from meshcomm.errors import CommError, fail
 from meshcomm.runtime.health import peers
-from meshcomm.runtime.start import exits
+from meshcomm.runtime.process import exits
 
 __all__ = [
     "file_store",

@@ -25,9 +25,9 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, MeshError, fail, held, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.process import forks
+from meshcomm.runtime.process import exits, forks
 from meshcomm.runtime.process.memory import Address, Neighbours
-from meshcomm.runtime.start import devices, exits, rendezvous
+from meshcomm.runtime.start import devices, rendezvous
 from meshcomm.runtime.start.launchers import Launcher, detect
 from meshcomm.runtime.start.request import GUARD, Request, guard_wanted, host_port
 
@@ -411,7 +411,7 @@ def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, 
     state.group = weakref.ref(_whole_group())
     # torch marks each traceback with the rank, once more for each group it makes: put the hook back at the end.
     state.excepthook = (before, sys.excepthook)
-    exits.watch(_run_callbacks, _end_group)
+    exits.watch(peers.leave, _run_callbacks, _end_group, peers.let_go_first)
 
 
 def _whole_group() -> dist.ProcessGroup:
@@ -460,7 +460,7 @@ def _adopt(request: Request) -> _State:
     )  # fmt: skip
     if gloo_on_cpu(config) or here.guard:
         _publish(rank, here.guard)
-    exits.watch(_run_callbacks, _end_group)
+    exits.watch(peers.leave, _run_callbacks, _end_group, peers.let_go_first)
     state = _State(request, None, here, weakref.ref(_whole_group()))
     _use_loopback(state, found.one_node)  # for the groups that are made of it here
     return state

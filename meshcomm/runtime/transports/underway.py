@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.start import exits
+from meshcomm.runtime.process import exits
 
 __all__ = ["Messages", "Started", "Steps", "Walker", "apart"]
 

@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.health import peers
-from meshcomm.runtime.start import exits
+from meshcomm.runtime.process import exits
 
 __all__ = ["PatientStore", "set_store", "the_store"]
 

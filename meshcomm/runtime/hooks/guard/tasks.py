@@ -11,7 +11,7 @@ from typing import Any
 
 from meshcomm.runtime.hooks.guard.guard import LONG
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.start import exits
+from meshcomm.runtime.process import exits
 
 __all__ = ["Begun", "Limit", "Queue", "Task"]
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from meshcomm.errors import CommError
-from meshcomm.runtime.health import peers
 
-__all__ = ["blocked", "leaving", "loose", "never_abort", "settle", "watch"]
+__all__ = ["blocked", "last_error", "leaving", "loose", "never_abort", "settle", "watch"]
 
 # A process that has used next to no time for so long has threads that wait, and none that lets go of tensors.
 _QUIET = 0.03
@@ -27,7 +26,8 @@ _PATIENCE = 2.0
 
 
 class _Exit(threading.Thread):
-    """Runs ``prepare`` on the interpreter's thread and then ``end`` on its own, when the interpreter ends.
+    """When the interpreter ends, runs ``leave`` on a thread of its own, ``prepare`` on the interpreter's, ``end`` on
+    its own, and ``last`` on the interpreter's.
 
     Why at all: a backend's thread that is about to let go of a tensor needs the interpreter; when that is gone, C++
     calls std::terminate (SIGABRT). Ending the group joins those threads. Why on a thread: the join waits for
@@ -35,9 +35,9 @@ class _Exit(threading.Thread):
     interpreter that ends starts no new threads.
     """
 
-    def __init__(self, prepare: Callable[[], object], end: Callable[[], object]) -> None:
+    def __init__(self, *steps: Callable[[], object]) -> None:
         super().__init__(name="meshcomm-exit", daemon=True)
-        self._prepare, self._end = prepare, end
+        self._leave, self._prepare, self._end, self._last = steps
         self._pid = os.getpid()
         self._asked, self._settled, self._prepared, self._done = (threading.Event() for _ in range(4))
 
@@ -45,7 +45,7 @@ class _Exit(threading.Thread):
         """Wait to be asked."""
         self._asked.wait()
         with contextlib.suppress(Exception):
-            peers.leave()
+            self._leave()
         with blocked():
             for each in list(loose):
                 with contextlib.suppress(Exception):
@@ -69,7 +69,7 @@ class _Exit(threading.Thread):
             self._prepare()
         self._prepared.set()
         self._done.wait(_PATIENCE if self._settled.is_set() else 0)
-        peers.let_go_first()
+        self._last()
         _leave_if_blocked()
 
 
@@ -122,13 +122,18 @@ def _leave_if_blocked() -> None:
         os._exit(1)
 
 
+def last_error() -> BaseException | None:
+    """What the interpreter ends of."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
 def _tell_launcher() -> None:
     """Leave for torchrun's summary what this rank fails of, as ``torch.distributed.elastic``'s ``record`` would.
 
     It takes the earliest failure for the cause and counts whole seconds: one that follows from another rank's comes
     later.
     """
-    path, error = os.environ.get("TORCHELASTIC_ERROR_FILE"), peers.last_error()
+    path, error = os.environ.get("TORCHELASTIC_ERROR_FILE"), last_error()
     if not path or error is None or os.path.exists(path):
         return
     when = math.ceil(time.time()) + 1 if isinstance(error, CommError) else int(time.time())
@@ -142,12 +147,14 @@ _watched: list[int] = []
 _registered: list[int] = []
 
 
-def watch(prepare: Callable[[], object], end: Callable[[], object]) -> None:
-    """Call ``prepare`` and ``end`` when this process's interpreter ends; asking again changes nothing."""
+def watch(
+    leave: Callable[[], object], prepare: Callable[[], object], end: Callable[[], object], last: Callable[[], object]
+) -> None:
+    """Call these, in this order, when this process's interpreter ends; asking again changes nothing."""
     if os.getpid() in _watched:
         return
     _watched.append(os.getpid())
-    waiting = _Exit(prepare, end)
+    waiting = _Exit(leave, prepare, end, last)
     waiting.start()
     atexit.register(waiting.finish)
 
