@@ -24,8 +24,6 @@ from meshcomm.runtime.groups import identity
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.start import world
 from meshcomm.runtime.start.request import duration
-from meshcomm.runtime.transports.compiled import TracedLink
-from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads.scheduler import current_rank
@@ -60,10 +58,6 @@ class _Processes:
         of them together.
         """
         return cast(Link, groups.link_of(ranks, timeout, mesh, axis))
-
-    def traced(self, link: Link) -> Link:
-        """As functional operations; what goes to or from one rank is not traced."""
-        return cast(Link, TracedLink(link)) if isinstance(link, ProcessLink) else link
 
     def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
         """The one that these ranks have; they make it together, once."""
@@ -105,10 +99,6 @@ class _InProcess:
         inprocess: Any = importlib.import_module("meshcomm.runtime.transports.threads.transport")
         return cast(Link, inprocess.InProcessLink(current_rank(), ranks, f"{mesh}: {','.join(axis)}"))
 
-    def traced(self, link: Link) -> Link:
-        """Nothing of it compiles, which is said where it is tried."""
-        return link
-
     def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
         """Not among threads: the mesh says so."""
         raise NotImplementedError
@@ -138,10 +128,6 @@ class _Solo:
     def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         """A link to nobody."""
         return SoloLink()
-
-    def traced(self, link: Link) -> Link:
-        """The same: nothing moves."""
-        return link
 
     def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
         """One of one, which torch wants."""

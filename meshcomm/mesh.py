@@ -55,9 +55,6 @@ class Place(Protocol):
     def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         """A link of who asks to these ranks, for an axis of the mesh of this name."""
 
-    def traced(self, link: Link) -> Link:
-        """The link in a form that compiles."""
-
     def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
         """torch's group of these ranks."""
 
@@ -116,7 +113,7 @@ class Axis:
         """
         if self.is_traced:
             return self
-        link = self.mesh.place.traced(bare(self.link))
+        link = bare(self.link).traced()
         return Axis(self.mesh, self.name, self.ranks, self.index, link, index_tensor)
 
     def places(self) -> dict[int, str]:

@@ -76,7 +76,9 @@ def seen_by_the_link(mesh: mc.Mesh, axis: Any, log: list[Any]) -> Iterator[None]
 
     try:
         for form, kind in zip(forms, kinds, strict=True):
-            form.__class__ = type(kind.__name__, (kind,), {name: seen(kind, name) for name in PRIMITIVES})
+            form.__class__ = type(
+                kind.__name__, (kind,), {name: seen(kind, name) for name in (*PRIMITIVES, "sum_parts")}
+            )
         yield
     finally:
         for form, kind in zip(forms, kinds, strict=True):

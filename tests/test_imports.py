@@ -309,7 +309,6 @@ NOT_YET = {
     "hooks.guard.boards -> transports.shared.transport",
     "hooks.guard.setup -> start.world",
     "hooks.guard.setup -> transports.process_group",
-    "hooks.guard.setup -> transports.shared.transport",
     "transports.detour -> start.world",
 }  # fmt: skip
 """Arrows that are still to go."""

@@ -72,9 +72,6 @@ class Plain:
     def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         return cast(Link, PlainLink())
 
-    def traced(self, link: Link) -> Link:
-        return link
-
     def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
         return cast(dist.ProcessGroup, dist.group.WORLD)
 

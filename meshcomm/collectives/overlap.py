@@ -23,8 +23,8 @@ from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.hooks.ranges import in_range
-from meshcomm.runtime.pending import settled
-from meshcomm.runtime.transports.shared.transport import FLOATS, OneHostLink, Parts, Reading
+from meshcomm.runtime.pending import Pending, settled
+from meshcomm.runtime.transports.protocol import Parts
 
 __all__ = ["How", "sums_alone", "vary_tree"]
 
@@ -169,13 +169,13 @@ class _Sums:
         link, shape = axis.link, torch.Size((sum(part.numel() for part in parts),))
         if self.how.whose and (link.watched or (link.hears and device.type == "cpu")):
             link.tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", dtype, tuple(shape)),)
-        if isinstance(link, OneHostLink) and link.is_later and device.type == "cpu" and dtype in FLOATS:
+        if link.takes_parts(device, dtype):
             share = 1 / axis.size if self.how.op == "mean" else 1.0
             if link.hears:
                 call = rule_named("all_reduce").noted((self.how.op,), dtype, shape)
                 link.announce(call._replace(needs_grad=False, axis=axis))
             with in_range("all_reduce", axis, dtype, shape):
-                now.totals.append(link.all_reduce(Parts(parts, dtype, share), "sum"))
+                now.totals.append(link.sum_parts(Parts(parts, dtype, share)))
         else:
             whole = torch.cat([part.to(dtype) for part in parts])
             now.totals.append(apply(rule_named("all_reduce"), whole, axis, (self.how.op,)))
@@ -190,7 +190,7 @@ class _Sums:
             else:
                 now.totals.append(None)
         for total in now.totals:  # all that others may wait for comes before all that this rank waits for
-            if isinstance(total, Reading):
+            if isinstance(total, Pending):
                 total.meet()
         sums: list[Tensor | None] = [None] * len(self.kinds)
         for bucket, total in zip(self.buckets, now.totals, strict=True):
@@ -247,8 +247,7 @@ class _Pass:
         """Add up what all ranks have written, while it is fresh in the processor's caches."""
         while self._read < len(self.totals):
             total = self.totals[self._read]
-            # The other kinds would let other ranks go on, or cost more to ask.
-            if isinstance(total, Reading) and not total.read_early():
+            if isinstance(total, Pending) and not total.read_early():
                 return
             self._read += 1
 

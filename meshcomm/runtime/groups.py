@@ -96,7 +96,7 @@ def _keep(here: world.ProcessWorld, link: ProcessLink, family: Family, name: str
             gone.forget(channel, alone)
             attendance.forget(met, len(gone.ranks))
     if not here.adopted and here.backend != "fake":
-        apart = not isinstance(link, OneHostLink)
+        apart = not link.shares_memory
         # No more than a reference: a group that outlives the end of the interpreter waits for what is under way.
         weakref.finalize(link.hold, _let_go.append, (weakref.ref(family), name, barrier, apart)).atexit = False
 

@@ -50,6 +50,13 @@ class Pending:
         """Whether :meth:`wait` would return (or raise) at once."""
         raise NotImplementedError
 
+    def meet(self) -> None:
+        """Wait until all ranks have come, where they may wait for more of this one than what it has brought."""
+
+    def read_early(self) -> bool:
+        """Read what all have brought, where that costs little to ask: False if it is to be asked again later."""
+        return True
+
     def record(self) -> Any:
         """What is noted of the call that is waited for, where that is known."""
         return None

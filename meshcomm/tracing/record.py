@@ -22,8 +22,7 @@ from meshcomm.runtime.call import Call, messages_of
 from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.transports.protocol import Link, Primitive
-from meshcomm.runtime.transports.shared.transport import Parts
+from meshcomm.runtime.transports.protocol import Link, Parts, Primitive
 from meshcomm.tracing.event import TraceEvent, bytes_of
 
 __all__ = ["Record", "attach", "detach"]
@@ -130,12 +129,14 @@ class _Recorder(WrappedLink):
         key = ("permute", x.dtype, tuple(x.shape), source, destination)
         return self.run(Primitive("permute", x, key, lambda: self.inner.permute(x, source, destination)))
 
-    def all_reduce(self, x: Tensor | Parts, op: str) -> Any:
-        """Of parts that lie apart, too."""
-        if not isinstance(x, Parts):
-            return super().all_reduce(x, op)
+    def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """As the link inside."""
+        return self.inner.takes_parts(device, dtype)
+
+    def sum_parts(self, x: Parts) -> Any:
+        """As an all_reduce."""
         whole = torch.empty(sum(part.numel() for part in x.parts), dtype=x.dtype, device="meta")
-        return self.run(Primitive("all_reduce", whole, (), lambda: self.inner.all_reduce(cast(Tensor, x), op)))
+        return self.run(Primitive("all_reduce", whole, (), lambda: self.inner.sum_parts(x)))
 
     def run(self, what: Primitive) -> Any:
         """Run it, and record it for all who listen."""

@@ -30,7 +30,6 @@ from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import Pending, settled
-from meshcomm.runtime.transports.flat import gather_flat, scatter_flat
 
 __all__ = ["Counts", "Door", "Flow", "Group", "Policy", "Slot", "Use", "connect"]
 
@@ -277,7 +276,7 @@ class Group:
         if _is_told(axis, shard) or axis.size == 1:
             return self._told(_GATHER, shard, axis, (0, None))
         with in_range("all_gather", axis, shard.dtype, shard.shape):
-            return gather_flat(axis.link, shard)
+            return axis.link.gather_flat(shard)
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
@@ -317,7 +316,7 @@ class Group:
         if _is_told(axis, packed) or axis.size == 1 or packed.requires_grad:
             return self._told(_SCATTER, packed, axis, (0, self.owner.policy.op, None))
         with in_range("reduce_scatter", axis, packed.dtype, packed.shape):
-            return scatter_flat(axis.link, packed, self.owner.policy.op)
+            return axis.link.scatter_flat(packed, self.owner.policy.op)
 
     def spread(self, total: Tensor, replica: Axis) -> Any:
         """Start the sum over the replicas."""

@@ -15,8 +15,7 @@ from typing_extensions import Self
 
 from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
-from meshcomm.runtime.numbers import Numbers
-from meshcomm.runtime.transports.protocol import Link, Primitive
+from meshcomm.runtime.transports.protocol import Defaults, Link, Primitive
 
 __all__ = ["WrappedLink", "bare"]
 
@@ -30,11 +29,10 @@ class _Said(threading.local):
     tree: tuple[Any, ...] = ()
 
 
-class WrappedLink(Numbers):
+class WrappedLink(Defaults):
     """All primitives of ``inner``, each by way of :meth:`run`; both forms of the link share one state."""
 
     watched = hears = True
-    called: tuple[Any, ...] = ()
 
     def __init__(self, inner: Link) -> None:
         self.inner = inner

@@ -6,46 +6,31 @@ n = number of ranks in the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshcomm.runtime.call import Call
-from meshcomm.runtime.numbers import Numbers
 from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.transports import dtypes, exact
+from meshcomm.runtime.transports.protocol import Defaults
 
-__all__ = ["PacketLink"]
+__all__ = ["LARGE", "PacketLink"]
+
+LARGE = 2**20
+"""Bytes that a rank would receive, from which on sums are made in two steps."""
 
 _BITWISE = ("band", "bor", "bxor")
 
 
-class PacketLink(Numbers):
+class PacketLink(Defaults):
     """The primitives of a link in terms of five raw ones, which work on dense tensors of dtypes that every backend
     knows.
     """
 
     size: int
     index: int
-    watched = hears = False
-    tree: tuple[Any, ...] = ()
     nccl: frozenset[str]
     """The kinds of device whose backend is NCCL: it has a mean, and no and, or, xor; the others the other way round."""
-
-    def announce(self, call: Call) -> None:
-        """Nobody listens; a rank that calls something else is a matter for the guard."""
-
-    def copies(self, name: str, x: Tensor) -> bool:
-        """The caller does."""
-        return False
-
-    def refuse(self, where: str, why: str, axis: object) -> None:
-        """Nobody is told; those who wait find out when their time is up."""
-
-    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
-        """Traced tensors were checked before."""
-        return None
 
     def _reduce(self, x: Tensor, op: str) -> Tensor:
         raise NotImplementedError

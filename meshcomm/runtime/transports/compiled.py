@@ -10,9 +10,8 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.algorithms import PacketLink
+from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.exact import EXACT
-from meshcomm.runtime.transports.process_group import LARGE, ProcessLink
 
 __all__ = ["TracedLink"]
 
@@ -36,12 +35,9 @@ class TracedLink(PacketLink):
             return reduce(dtypes.plain(x).float(), op).to(x.dtype)
         return super()._dressed(x, op, reduce)
 
-    def __init__(self, link: ProcessLink) -> None:
-        self.size = link.size
-        self.index = link.index
-        self.nccl = link.nccl
-        self._on_gloo = link._on_gloo
-        self._name: Any = link.group.group_name
+    def __init__(self, size: int, index: int, nccl: frozenset[str], on_gloo: bool, name: Any) -> None:
+        """``name``: of the group of torch's."""
+        self.size, self.index, self.nccl, self._on_gloo, self._name = size, index, nccl, on_gloo, name
 
     def _folds(self, x: Tensor, op: str) -> bool:
         # The backend's order of addends is another than ours, if there are more than two.

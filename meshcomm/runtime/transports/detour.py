@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -58,10 +58,8 @@ class _Detours(ProcessLink):
         """A tensor that is moved is copied."""
         return self._way(x.device) != x.device or super().copies(name, x)
 
-    def all_reduce(self, x: Any, op: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """By way of."""
-        if not isinstance(x, Tensor):  # parts that lie on the CPU
-            return super().all_reduce(x, op)
         return self._back(super().all_reduce(self._there(x), op), x)
 
     def all_gather(self, x: Tensor) -> Tensor:

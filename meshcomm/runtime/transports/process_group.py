@@ -28,13 +28,14 @@ from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, recorded
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.algorithms import PacketLink
+from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
+from meshcomm.runtime.transports.compiled import TracedLink
 from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.post import CALLS, Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Messages, Started, Walker, apart
 
-__all__ = ["FEW", "LARGE", "Later", "ProcessLink"]
+__all__ = ["FEW", "Later", "ProcessLink"]
 
 T = TypeVar("T")
 
@@ -50,14 +51,12 @@ _OPS = {
 }
 _DIRECT = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
 """Dtypes whose sum every backend knows."""
-
+_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 FEW = 32
 """Up to so many ranks every one exchanges with every other one at once; more might flood a switch."""
 _SMALL = 2**19
 """Bytes up to which one step with more bytes beats two with fewer, and one wake-up beats several."""
-LARGE = 2**20
-"""Bytes that a rank would receive, from which on sums are made in two steps."""
 _KEEP = 2**26
 """The most bytes of memory that stay for the next sum: fresh pages cost as much as a tenth of moving it."""
 _ROUND = 1024
@@ -81,6 +80,8 @@ class ProcessLink(PacketLink):
     """
 
     is_later = False
+    shares_memory = False
+    """Whether the ranks read one another's memory, by way of ``mail``."""
     later_form: type[ProcessLink]
 
     group: dist.ProcessGroup
@@ -153,6 +154,10 @@ class ProcessLink(PacketLink):
             self.walker.end()
         self.walker = None
 
+    def traced(self) -> Any:
+        """As functional operations; what goes to or from one rank is not traced."""
+        return TracedLink(self.size, self.index, self.nccl, self._on_gloo, self.group.group_name)
+
     def copies(self, name: str, x: Tensor) -> bool:
         """A broadcast begins with a copy; so does what the backend reduces in place."""
         return name == "broadcast" or (name == "all_reduce" and not self._on_gloo)
@@ -202,6 +207,33 @@ class ProcessLink(PacketLink):
     reduce_scatter = recorded(PacketLink.reduce_scatter)
     all_to_all = recorded(PacketLink.all_to_all)
     broadcast = recorded(PacketLink.broadcast)
+
+    # One dense buffer, with as little of Python around the backend's call as can be.
+
+    def gather_flat(self, x: Tensor) -> Any:
+        """At once as the backend does it, where it does it well and somebody waits later."""
+        if not self._is_direct(x):
+            return super().gather_flat(x)
+        out = x.new_empty(self.size * x.numel())
+        record = self._note("all_gather", "", x.dtype, x.shape)
+        work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x))
+        return cast(Tensor, Marked(Started(work, out, partial(self._error, "all_gather"), gloo=False, keep=x), record))
+
+    def scatter_flat(self, x: Tensor, op: str) -> Any:
+        """The same. A sum of half precision may be too large where the mean is not: the base knows."""
+        native = op == "sum" or x.device.type in self.nccl
+        if not self._is_direct(x) or not (native or x.dtype in (torch.float32, torch.float64)):
+            return super().scatter_flat(x, op)
+        where, each = "reduce_scatter", x.numel() // self.size
+        out, options = x.new_empty(each), self._scatter_options[op if native else "sum"]
+        record = self._note(where, op, x.dtype, (self.size, each))
+        work = self._start(where, lambda: _torch.reduce_scatter_base(self.group, out, x, options))
+        got = cast(Tensor, Marked(Started(work, out, partial(self._error, where), gloo=False, keep=x), record))
+        return got if native else then(got, lambda total: total.div_(self.size))
+
+    def _is_direct(self, x: Tensor) -> bool:
+        on_backend = self.is_later and not (x.is_cpu and self._on_gloo)
+        return on_backend and x.dtype in _FLOATS and x.is_contiguous() and x.numel() > 0
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
         """Both send all they have, and reduce it."""

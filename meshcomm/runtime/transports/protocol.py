@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from meshcomm import _torch
 from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.pending import then
 
-__all__ = ["PRIMITIVES", "REDUCE_OPS", "Link", "Primitive"]
+__all__ = ["PRIMITIVES", "REDUCE_OPS", "Defaults", "Link", "Parts", "Primitive"]
 
 REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor", "exact sum", "exact mean")
 
@@ -35,6 +37,15 @@ class Primitive(NamedTuple):
     posts: Sequence[Post] = ()
     """The messages of an exchange."""
     wants: Sequence[Want] = ()
+
+
+class Parts(NamedTuple):
+    """1-d CPU tensors that stand one behind the other in what is reduced, as one of ``dtype``."""
+
+    parts: Sequence[Tensor]
+    dtype: torch.dtype
+    factor: float = 1.0
+    """What they are multiplied by on the way."""
 
 
 class Primitives(Protocol):
@@ -121,3 +132,79 @@ class Link(Primitives, Protocol):
 
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Why tensors on ``device`` cannot be moved (``strict``: without a detour over another one), or None."""
+
+    def traced(self) -> Link:
+        """The same link in a form that compiles."""
+
+    def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether it has ``sum_parts`` of such tensors."""
+
+    def sum_parts(self, x: Parts) -> Tensor:
+        """all_reduce (sum) of what nobody has put together."""
+
+    def gather_flat(self, x: Tensor) -> Tensor:
+        """``[k] -> [n * k]``: all_gather of a dense buffer."""
+
+    def scatter_flat(self, x: Tensor, op: str) -> Tensor:
+        """``[n * k] -> [k]``: reduce_scatter of a dense buffer; ``op`` is sum or mean."""
+
+
+class Defaults:
+    """What a transport says of itself unless it says something else, and what it does by its own primitives, so that
+    whoever wants to know of those sees it.
+    """
+
+    watched = hears = False
+    tree: tuple[Any, ...] = ()
+    called: tuple[Any, ...] = ()
+
+    def announce(self, call: Call) -> None:
+        """Nobody listens; a rank that calls something else is a matter for the guard."""
+
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """Nobody is told; those who wait find out when their time is up."""
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """The caller does."""
+        return False
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """Every device will do."""
+        return None
+
+    def traced(self: Any) -> Any:
+        """Itself: nothing of it compiles, or there is nothing to trace."""
+        return self
+
+    def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """No."""
+        return False
+
+    def sum_parts(self, x: Parts) -> Tensor:
+        """Nobody calls it."""
+        raise NotImplementedError
+
+    def agree(self: Any, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
+        """As a tensor of the CPU, whichever device the ranks compute on: where the group has a backend of the CPU's
+        nobody waits for an accelerator.
+        """
+        with _torch.outside_transforms():
+            mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+            if src is not None:
+                return then(self.broadcast(mine, src), lambda told: [_read(told)])
+            if op:
+                return then(self.all_reduce(mine, op), lambda told: [_read(told)])
+            return then(self.all_gather(mine), _read)
+
+    def gather_flat(self: Any, x: Tensor) -> Any:
+        """As any tensor."""
+        return then(self.all_gather(x), lambda rows: rows.view(-1))
+
+    def scatter_flat(self: Any, x: Tensor, op: str) -> Any:
+        """As any tensor."""
+        return self.reduce_scatter(x.view(self.size, x.numel() // self.size), op)
+
+
+def _read(told: Tensor) -> Any:
+    with _torch.outside_transforms():
+        return told.tolist()

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshcomm.runtime.call import Call, Post, Want
+from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.transports.exact import EXACT
+from meshcomm.runtime.transports.protocol import Defaults
 
 __all__ = ["SoloLink"]
 
@@ -19,14 +20,11 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class SoloLink:
+class SoloLink(Defaults):
     """The link of an axis of size 1."""
 
     size = 1
     index = 0
-    watched = hears = False
-    tree: tuple[Any, ...] = ()
-    called: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
         self.orders: dict[Any, list[int]] = {}
@@ -35,20 +33,6 @@ class SoloLink:
     def later(self) -> SoloLink:
         """Nothing to wait for."""
         return self
-
-    def announce(self, call: Call) -> None:
-        """Nobody listens."""
-
-    def refuse(self, where: str, why: str, axis: object) -> None:
-        """Nobody waits."""
-
-    def copies(self, name: str, x: Tensor) -> bool:
-        """The caller does."""
-        return False
-
-    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
-        """Nothing moves, so every device will do."""
-        return None
 
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
         """The own ones."""

@@ -26,7 +26,6 @@ from meshcomm.runtime.process import home, memory
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.process_group import ProcessLink
-from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 __all__ = ["agree_to_make", "begin", "end", "under_guard"]
 
@@ -117,7 +116,7 @@ def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | P
     guard, here = guards.current(), world.current()
     if guard is None or here is None:
         return link
-    shared = isinstance(link, OneHostLink) and isinstance(guard.shelf, SharedShelf)
+    shared = link.shares_memory and isinstance(guard.shelf, SharedShelf)
     digest, at = hashlib.sha256(name.encode()).digest(), place_of(here, name)
     log, inner = link.log, Log(link.ranks, link.index)
     inner.title, inner.axes = log.title, log.axes

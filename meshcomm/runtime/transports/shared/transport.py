@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,13 +23,14 @@ from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.recorder import CALL, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.process_group import Later, ProcessLink
+from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.mailbox import Call, Fill, Mail, Reading, retire, take_leave
 from meshcomm.runtime.transports.shared.words import meaning_of
 
 T = TypeVar("T")
 
-__all__ = ["FLOATS", "LaterOneHostLink", "Mail", "OneHostLink", "Parts", "Reading", "retire", "take_leave"]
+__all__ = ["LaterOneHostLink", "Mail", "OneHostLink", "Reading", "retire", "take_leave"]
 
 _ONE_STEP = 2**18
 """Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
@@ -37,23 +38,14 @@ _APART = 2**14
 """Bytes of a tensor, in the mean, from which on one pass over it beats one call for many."""
 
 
-class Parts(NamedTuple):
-    """1-d CPU tensors that stand one behind the other in what is reduced, as a dtype of ``FLOATS``."""
-
-    parts: Sequence[Tensor]
-    dtype: torch.dtype
-    factor: float = 1.0
-    """What they are multiplied by on the way."""
-
-
-FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 class OneHostLink(ProcessLink):
     """A group of processes on one machine."""
 
     mail: Mail
-    hears = True
+    hears = shares_memory = True
     called: tuple[Any, ...] = ()
     _whose = 0
     """The word of the leaf whose gradient the next all_reduce sums, or 0."""
@@ -77,12 +69,14 @@ class OneHostLink(ProcessLink):
         """What is lent is a copy."""
         return x.is_cpu or super().copies(name, x)
 
+    def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Those that are written to where the others read them, by who waits later."""
+        return self.is_later and device.type == "cpu" and dtype in _FLOATS
+
     # ------------------------------------------------------------------------------------------- the primitives
 
-    def all_reduce(self, x: Tensor | Parts, op: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """All read all; where that is much, each reduces a part and reads the others' parts."""
-        if isinstance(x, Parts):
-            return self._all_reduce_parts(x, op)
         if not x.is_cpu:
             return super().all_reduce(x, op)
         x = dtypes.plain(x)
@@ -117,13 +111,13 @@ class OneHostLink(ProcessLink):
 
         return self._done(call, self._others, rest, result, first)
 
-    def _all_reduce_parts(self, x: Parts, op: str) -> Tensor:
+    def sum_parts(self, x: Parts) -> Tensor:
         """They are written straight to where the others read them."""
         out = torch.empty(sum(part.numel() for part in x.parts), dtype=x.dtype, device="cpu")
-        call = self._call("all_reduce", op, out)
+        call = self._call("all_reduce", "sum", out)
         in_parts = self._in_parts(out)
         call.post(out, self._others, spare=self._spare(out) if in_parts else 0, write=lambda own: _write(own, x))
-        return self._reduced(call, in_parts, op, out, out)
+        return self._reduced(call, in_parts, "sum", out, out)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All read all."""

@@ -21,10 +21,10 @@ from meshcomm.runtime.callsite import call_site, hinted
 from meshcomm.runtime.health.attendance import absent_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.lengths import dims_said
-from meshcomm.runtime.numbers import Numbers
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, log_among
 from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.protocol import Defaults
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.runtime.whose import differ
 from meshcomm.runtime.words import axis_text, sentence
@@ -148,11 +148,10 @@ class _Circle:
         self.meetings.clear()
 
 
-class InProcessLink(Numbers):
+class InProcessLink(Defaults):
     """One rank's link to the other ranks of its group in this process."""
 
     watched = hears = True
-    called: tuple[Any, ...] = ()
 
     def __init__(self, rank: Rank, ranks: tuple[int, ...], name: str) -> None:
         """``name``: of the sequence of calls: two axes have two of them, were they between the same ranks."""
@@ -179,10 +178,6 @@ class InProcessLink(Numbers):
         """Name the next call, for reports and to compare it with the other ranks'."""
         self._announced = call._replace(tree=self.tree) if self.tree else call
         self.tree = ()
-
-    def copies(self, name: str, x: Tensor) -> bool:
-        """The caller does."""
-        return False
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """Take this rank's place at the meeting, and tell those who have come and those who will. A message that is
