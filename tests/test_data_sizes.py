@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm.spmd.types.sizes import ragged
-from meshcomm.spmd.types.sizes.numbers import COUNTS, varying
 from meshcomm.spmd.types.sizes.shape_rules import quick_rule
+from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, varying
 from meshcomm.spmd.types.vma import Origin, Type
 
 F64 = torch.float64

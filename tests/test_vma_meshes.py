@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
-from meshcomm.spmd.types.homes import home_of
+from meshcomm.spmd.types.grids import grid_of
 
 F64 = torch.float64
 
@@ -333,8 +333,8 @@ def moved(shape: dict[str, int], axes: str, to: dict[str, int], ranks: list[int]
     size = 1
     for n in shape.values():
         size *= n
-    found = home_of(mc.make_mesh(shape)).moved(
-        frozenset(axes.split()), home_of(mc.make_mesh(to, ranks=ranks if ranks is not None else range(size)))
+    found = grid_of(mc.make_mesh(shape)).moved(
+        frozenset(axes.split()), grid_of(mc.make_mesh(to, ranks=ranks if ranks is not None else range(size)))
     )
     return None if found is None else (" ".join(sorted(found.axes)), found.closed)
 
@@ -355,7 +355,7 @@ def test_along_which_axes_of_another_mesh() -> None:
     assert moved({"a": 2}, "a", {"a": 4}, [0, 1, 2, 3]) is None
 
 
-def test_equal_meshes_are_one_home() -> None:
-    assert home_of(mc.make_mesh({"a": 2, "b": 1})) is home_of(mc.make_mesh({"a": 2, "b": 1}))
-    assert home_of(mc.make_mesh({"a": 2, "b": 1})) is not home_of(mc.make_mesh({"b": 1, "a": 2}))
-    assert home_of(mc.make_mesh({"a": 2}, ranks=[0, 1])) is not home_of(mc.make_mesh({"a": 2}, ranks=[1, 0]))
+def test_equal_meshes_are_one_grid() -> None:
+    assert grid_of(mc.make_mesh({"a": 2, "b": 1})) is grid_of(mc.make_mesh({"a": 2, "b": 1}))
+    assert grid_of(mc.make_mesh({"a": 2, "b": 1})) is not grid_of(mc.make_mesh({"b": 1, "a": 2}))
+    assert grid_of(mc.make_mesh({"a": 2}, ranks=[0, 1])) is not grid_of(mc.make_mesh({"a": 2}, ranks=[1, 0]))

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from vma_twins import F64, LINE, Program, check, data, refused, zeros
 
 import meshcomm as mc
-from meshcomm.spmd.types import lent
+from meshcomm.spmd.types import foreign_memory
 
 Write = Callable[[Tensor, Tensor], Any]
 
@@ -297,13 +297,13 @@ def test_of_what_numpy_has_made(part: slice, declared: int) -> None:
 
 def test_what_others_have_is_forgotten() -> None:
     gc.collect()
-    before = len(lent._lent)
+    before = len(foreign_memory._lent)
     z = torch.zeros(2)
-    lent.lend(z)
-    assert len(lent._lent) == before + 1
+    foreign_memory.lend(z)
+    assert len(foreign_memory._lent) == before + 1
     del z
     gc.collect()
-    assert len(lent._lent) == before
+    assert len(foreign_memory._lent) == before
 
 
 def test_a_storage_is_copied_into() -> None:

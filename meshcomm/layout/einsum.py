@@ -139,11 +139,11 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
     gathered = _gathered_once(recipe) if ring else None
     scattered = recipe.scattered
     if gathered is not None:
-        y = _around(operands, recipe, gathered, here)
+        y = _gathered_in_a_ring(operands, recipe, gathered, here)
     else:
         parts = [_moved(x, move, here) for x, move in zip(operands, recipe.moves, strict=True)]
         if ring and len(scattered) == 1:
-            y, scattered = _back_around(parts, recipe, here), ()
+            y, scattered = _scattered_in_a_ring(parts, recipe, here), ()
         else:
             y = _product(parts, [move.names for move in recipe.moves], recipe.product)
     for dim, axes in scattered:
@@ -277,7 +277,7 @@ def _gathered_once(recipe: Recipe) -> int | None:
     return found[0] if not more and _varies(step.axes, move, 0) and step.op == "all_gather_invariant" else None
 
 
-def _around(operands: Sequence[Tensor], recipe: Recipe, number: int, mesh: Mesh) -> Tensor:
+def _gathered_in_a_ring(operands: Sequence[Tensor], recipe: Recipe, number: int, mesh: Mesh) -> Tensor:
     """The product with an operand of which each rank has a piece: the pieces go round."""
     step = recipe.moves[number].steps[0]
     axis = mesh.axis(_axis(step.axes), "einsum")
@@ -304,7 +304,7 @@ def _around(operands: Sequence[Tensor], recipe: Recipe, number: int, mesh: Mesh)
     return torch.cat([piece for piece in pieces if piece is not None], recipe.product.index(index))
 
 
-def _back_around(parts: Sequence[Tensor], recipe: Recipe, mesh: Mesh) -> Tensor:
+def _scattered_in_a_ring(parts: Sequence[Tensor], recipe: Recipe, mesh: Mesh) -> Tensor:
     """The sums of all ranks' products, each rank's own piece of them: sums go round and grow."""
     ((dim, axes),) = recipe.scattered
     axis = mesh.axis(_axis(axes), "einsum")

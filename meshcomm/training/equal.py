@@ -22,7 +22,7 @@ from meshcomm.objects.objects import all_gather_object
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports import dtypes
 from meshcomm.spmd.types.check_vma import checked_axes
-from meshcomm.spmd.types.homes import home_of
+from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.rules.operands import text_of
 from meshcomm.spmd.types.vma import Type, behind, marked
 from meshcomm.watch import here
@@ -131,10 +131,10 @@ def _noted(x: Tensor) -> Type | None:
     if kind is None:
         return None if other is None else _noted(other)
     mesh = current_mesh()
-    if mesh is None or kind.home is None or not kind.axes or kind.home is home_of(mesh):
+    if mesh is None or kind.grid is None or not kind.axes or kind.grid is grid_of(mesh):
         return kind
-    found = kind.home.moved(kind.axes, home_of(mesh))
-    return None if found is None else kind.moved(home_of(mesh), found.axes)
+    found = kind.grid.moved(kind.axes, grid_of(mesh))
+    return None if found is None else kind.moved(grid_of(mesh), found.axes)
 
 
 def _leaves(x: Any) -> list[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from meshcomm.layout.shapes import fit
 from meshcomm.spmd.random.philox import Part, Stream
 from meshcomm.watch import here
 
-__all__ = ["WHERE", "Cut", "Draws", "Handler", "called", "told"]
+__all__ = ["WHERE", "Cut", "Draws", "Handler", "called", "noted_as_drawn"]
 
 WHERE = "rng"
 
@@ -152,7 +152,7 @@ def _checkpoints(frame: FrameType | None) -> int:
     return count
 
 
-def told(x: Tensor) -> Tensor:
+def noted_as_drawn(x: Tensor) -> Tensor:
     """Tell the checker of varying types that ``x`` was drawn."""
     if here.watcher is not None:
         here.watcher.drawn(x)

@@ -17,7 +17,7 @@ from meshcomm import _torch
 from meshcomm.collectives.check import whole_number
 from meshcomm.errors import fail, shape_text
 from meshcomm.spmd.random import philox
-from meshcomm.spmd.random.draws import WHERE, Draws, Handler, called, told
+from meshcomm.spmd.random.draws import WHERE, Draws, Handler, called, noted_as_drawn
 from meshcomm.spmd.random.philox import Part, Stream
 
 __all__ = ["handler_of"]
@@ -109,7 +109,7 @@ def _refuses_unless(quiet: Callable[..., bool], *funcs: Any) -> None:
 
 
 def _evaluates(func: Any, probability: str = "p") -> Callable[..., bool]:
-    """Whether a function of Python's is told that this is no training, or to drop nothing."""
+    """Whether a function of Python's is noted_as_drawn that this is no training, or to drop nothing."""
     signature = inspect.signature(func)
 
     def quiet(*args: Any, **kwargs: Any) -> bool:
@@ -186,7 +186,7 @@ def _new(
         if out is None:
             out = torch.empty_like(form, device=given, pin_memory=pinned)
         y = out.resize_(form.shape).copy_(y)
-    return told(y.requires_grad_(requires_grad) if requires_grad else y)
+    return noted_as_drawn(y.requires_grad_(requires_grad) if requires_grad else y)
 
 
 @_handles(torch.rand, torch.rand_like)
@@ -244,7 +244,7 @@ def _bernoulli(
     with _torch.without_modes(), torch.no_grad():
         out = torch.empty_like(input) if out is None else out.resize_(input.shape)
         y: Tensor = out.copy_(chosen)
-    return told(y)
+    return noted_as_drawn(y)
 
 
 def _below(draws: Draws, func: Any, x: Tensor, p: Any) -> Tensor:
@@ -286,7 +286,7 @@ def _normal(draws: Draws, func: Any, /, mean: Any, std: Any = 1.0, size: Any = N
         y = z.mul_(_widened(std, z)).add_(_widened(mean, z)).to(form.dtype)
         if out is not None:
             y = out.resize_(form.shape).copy_(y)
-    return told(y)
+    return noted_as_drawn(y)
 
 
 def _widened(x: Any, z: Tensor) -> Any:
@@ -305,7 +305,7 @@ def _into(draws: Draws, func: Any, x: Tensor, make: Callable[[Stream, Part], Ten
     values = draws.draw(func, x.shape, x.device, make)
     with _torch.without_modes():
         x.copy_(values)
-    return told(x)
+    return noted_as_drawn(x)
 
 
 @_handles(Tensor.uniform_)
@@ -351,7 +351,7 @@ def _bernoulli_(draws: Draws, func: Any, /, x: Tensor, p: Any = 0.5) -> Tensor:
     chosen = _below(draws, func, x, p)
     with _torch.without_modes():
         x.copy_(chosen)
-    return told(x)
+    return noted_as_drawn(x)
 
 
 @_handles(Tensor.random_)
@@ -384,7 +384,7 @@ def _dropout(
         fail(WHERE, f"{called(func)} with p={p!r}.", fix="a probability from 0 to 1")
     if not training or not train or p == 0:
         return input
-    kept = told(_below(draws, func, input, 1 - p))
+    kept = noted_as_drawn(_below(draws, func, input, 1 - p))
     scale = 0.0 if p == 1 else 1 / (1 - p)
     # From here on an ordinary product, for autograd and for whoever watches.
     if inplace or func is torch.dropout_:

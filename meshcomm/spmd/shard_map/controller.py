@@ -19,10 +19,10 @@ from meshcomm.errors import fail
 from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.transports.threads.scheduler import World, current_rank
-from meshcomm.spmd.shard_map.around import Modes, OwnState, body_of, leaves_behind, no_tangents
 from meshcomm.spmd.shard_map.assemble import Outputs, assembled, differentiable
+from meshcomm.spmd.shard_map.rank_context import Modes, OwnState, body_of, leaves_behind, no_tangents
 from meshcomm.spmd.shard_map.specs import WHERE, own_part
-from meshcomm.spmd.types.reach import Reach, in_place_of
+from meshcomm.spmd.types.reachable import Reachable, in_place_of
 
 __all__ = ["Program", "run_global"]
 
@@ -47,7 +47,7 @@ class Program:
     local: Local
     layouts: list[Layout]
     labels: list[str]
-    reach: Reach
+    reach: Reachable
     shared: list[int]
     """The ids of the tensors for which the shared ones stand while it runs."""
     modes: Modes

@@ -17,14 +17,23 @@ from meshcomm.errors import fail, names
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import current_rank
-from meshcomm.spmd.shard_map.around import Modes, body_of, closed_over, not_in_a_body
 from meshcomm.spmd.shard_map.assemble import Outputs
 from meshcomm.spmd.shard_map.controller import Program, run_global
 from meshcomm.spmd.shard_map.dtensors import as_dtensor, is_dtensor, part_of
-from meshcomm.spmd.shard_map.specs import WHERE, Laid, checked, divisible, joined, laid_out, local_part, spread
+from meshcomm.spmd.shard_map.rank_context import Modes, body_of, closed_over, not_in_a_body
+from meshcomm.spmd.shard_map.specs import (
+    WHERE,
+    Laid,
+    checked,
+    divisible,
+    joined,
+    laid_out,
+    local_part,
+    spec_of_each_leaf,
+)
 from meshcomm.spmd.types.check_vma import checked_mode
 from meshcomm.spmd.types.checker import Checker
-from meshcomm.spmd.types.reach import Reach
+from meshcomm.spmd.types.reachable import Reachable
 from meshcomm.spmd.types.vma import marked
 from meshcomm.watch import here
 
@@ -279,7 +288,7 @@ class _Run:
         self.form = tree_flatten((bound.args, bound.kwargs))[1]
         self.leaves: list[Laid] = []
         for name, spec, value in arguments:
-            specs = spread(spec, value, name, f"the spec of {name}")
+            specs = spec_of_each_leaf(spec, value, name, f"the spec of {name}")
             self.leaves += laid_out(specs, value, name, mesh)
         self.cut = [laid for laid in self.leaves if laid.layout is not None]
         for laid in self.cut:
@@ -314,7 +323,7 @@ class _Run:
     def _outputs(self, result: Any) -> tuple[list[Laid], Any]:
         """What the function has returned, compared with its specs."""
         form = tree_flatten(result)[1]
-        specs = spread(self.out_specs, result, "output", "out_specs")
+        specs = spec_of_each_leaf(self.out_specs, result, "output", "out_specs")
         return laid_out(specs, result, "output", self.mesh), form
 
     def result(self) -> Any:
@@ -337,7 +346,7 @@ class _Run:
         mesh = self.mesh
         mesh.own_index()  # a rank of another world: say so
         values = [laid.value for laid in self.leaves if laid.layout is None]
-        closed = () if self.mode is False else Reach(self.fn, *values).tensors.values()
+        closed = () if self.mode is False else Reachable(self.fn, *values).tensors.values()
         with body_of(mesh):
             with_dtensors = any(is_dtensor(x) for x, _, _ in self.cut)
             parts = [
@@ -355,7 +364,7 @@ class _Run:
             if is_dtensor(x):
                 fail(WHERE, f"{label} is a DTensor, and the mesh is in-process.", fix="pass x.full_tensor()")
         values = [laid.value for laid in self.leaves if laid.layout is None]
-        reach = Reach(self.fn, *values)
+        reach = Reachable(self.fn, *values)
         inputs = closed_over(reach)
         names, replaced = [name for name, _ in inputs], {id(x) for _, x in inputs}
         others = [(name, x) for name, x in reach.tensors.values() if id(x) not in replaced]

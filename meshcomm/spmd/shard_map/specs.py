@@ -15,7 +15,7 @@ from meshcomm.layout.notation import Dim, Layout, parse
 from meshcomm.layout.shapes import cut, fit
 from meshcomm.mesh import Mesh, mesh_with_key
 
-__all__ = ["WHERE", "Laid", "checked", "divisible", "joined", "laid_out", "local_part", "own_part", "spread"]
+__all__ = ["WHERE", "Laid", "checked", "divisible", "joined", "laid_out", "local_part", "own_part", "spec_of_each_leaf"]
 
 WHERE = "shard_map"
 
@@ -39,7 +39,7 @@ def checked(specs: Any, label: str, mesh: Mesh | None) -> None:
             parse(WHERE, spec, mesh.shape)
 
 
-def spread(specs: Any, tree: Any, label: str, spec_label: str) -> list[Any]:
+def spec_of_each_leaf(specs: Any, tree: Any, label: str, spec_label: str) -> list[Any]:
     """The spec of each leaf of ``tree``, of which ``specs`` is a prefix."""
     leaves, whole = tree_flatten(tree)
     entries, prefix = tree_flatten(specs)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from meshcomm.spmd.types.reach import Reach
+from meshcomm.spmd.types.reachable import Reachable
 
 __all__ = ["beside", "inside_of"]
 
@@ -19,14 +19,14 @@ _LIBRARIES = ("torch", "meshcomm")
 
 def inside_of(args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Tensor]) -> list[Tensor]:
     """The tensors inside of its arguments that are none themselves."""
-    return _others(Reach(list(args), dict(kwargs)), operands)
+    return _others(Reachable(list(args), dict(kwargs)), operands)
 
 
 def beside(cls: Any, operands: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that its methods reach by closures, defaults, globals and attributes of the class."""
     if str(cls.__module__).split(".")[0] in _LIBRARIES:
         return []
-    return _others(Reach(*_parts(cls)), operands)
+    return _others(Reachable(*_parts(cls)), operands)
 
 
 def _parts(cls: Any) -> Iterator[Any]:
@@ -39,6 +39,6 @@ def _parts(cls: Any) -> Iterator[Any]:
                 yield value
 
 
-def _others(reach: Reach, operands: Sequence[Tensor]) -> list[Tensor]:
+def _others(reach: Reachable, operands: Sequence[Tensor]) -> list[Tensor]:
     known = {id(x) for x in operands}
     return [x for _, x in reach.tensors.values() if id(x) not in known]

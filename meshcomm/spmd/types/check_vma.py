@@ -14,10 +14,10 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.runtime.callsite import call_site
-from meshcomm.spmd.types.changes import moment
 from meshcomm.spmd.types.checker import Checker
-from meshcomm.spmd.types.homes import home_of
-from meshcomm.spmd.types.ordinals import next_time, numbered
+from meshcomm.spmd.types.grids import grid_of
+from meshcomm.spmd.types.leaf_numbers import next_time, numbered
+from meshcomm.spmd.types.seen_changes import moment
 from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here
 
@@ -144,8 +144,8 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
     given = checked_axes("mark_varying", axes, where)
     site = str(call_site())
     origin = Origin("mark_varying", site, leaf=True)
-    home = None if where is None else home_of(where)
-    kind = Type(dict.fromkeys(given, origin), home=home) if given else INVARIANT
+    grid = None if where is None else grid_of(where)
+    kind = Type(dict.fromkeys(given, origin), grid=grid) if given else INVARIANT
     tree: Any = [*x.parameters(), *x.buffers()] if isinstance(x, Module) else x
     name = next_time(f"mark_varying at {site}")
     for path, leaf in tree_leaves_with_path(tree):

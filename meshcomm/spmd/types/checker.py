@@ -21,8 +21,8 @@ from meshcomm.spmd.types.rules.operands import (
     differentiated,
     text_of,
 )
-from meshcomm.spmd.types.sizes.numbers import Varying
 from meshcomm.spmd.types.sizes.operations import Sizes
+from meshcomm.spmd.types.sizes.varying_numbers import Varying
 
 __all__ = ["Checker"]
 

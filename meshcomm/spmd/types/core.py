@@ -25,18 +25,8 @@ from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
-from meshcomm.spmd.types.changes import (
-    NOTED_AT,
-    accounted,
-    by_hand,
-    declared_at,
-    moment,
-    noted_at,
-    saw,
-    stamp,
-)
-from meshcomm.spmd.types.homes import ANYWHERE, home_of
-from meshcomm.spmd.types.ordinals import whose
+from meshcomm.spmd.types.grids import ANYWHERE, grid_of
+from meshcomm.spmd.types.leaf_numbers import whose
 from meshcomm.spmd.types.rules.operands import (
     along_of,
     differentiated,
@@ -46,6 +36,16 @@ from meshcomm.spmd.types.rules.operands import (
     version,
 )
 from meshcomm.spmd.types.rules.torch_rules import Kind
+from meshcomm.spmd.types.seen_changes import (
+    NOTED_AT,
+    accounted,
+    by_hand,
+    declared_at,
+    moment,
+    noted_at,
+    saw,
+    stamp,
+)
 from meshcomm.spmd.types.sizes.ragged import carried
 from meshcomm.spmd.types.vma import (
     INVARIANT,
@@ -82,7 +82,7 @@ class Core(TorchFunctionMode):
         super().__init__()
         self.mesh, self.insert = mesh, insert
         self._all = frozenset(mesh.axis_names)
-        self.home = home_of(mesh)
+        self.grid = grid_of(mesh)
         self._known: dict[int, tuple[Tensor, Type, int]] = {}
         self._given_as: dict[int, tuple[Tensor, int, str]] = {}
         self._always: dict[int, _Varied] = {}
@@ -126,7 +126,7 @@ class Core(TorchFunctionMode):
 
     def know(self, x: Tensor, axes: Iterable[str], what: str) -> None:
         """``x``, which is others' too, varies along these axes here."""
-        kind = Type(dict.fromkeys(axes, Origin(what, leaf=True)), home=self.home) if axes else INVARIANT
+        kind = Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=self.grid) if axes else INVARIANT
         self._known[id(x)] = x, kind.seen(x.requires_grad), version(x)
         in_spite(x)
         self._given_as[id(x)] = x, len(self._given_as), what
@@ -145,13 +145,13 @@ class Core(TorchFunctionMode):
                 at = 0
             if at and at != getattr(x, NOTED_AT, 0) and self._changed_unseen(x):
                 return None
-        if kind.home is not self.home and kind.home is not ANYWHERE:
+        if kind.grid is not self.grid and kind.grid is not ANYWHERE:
             kind = self._moved(x, kind)
             if kind is None:
                 return None
         if not writes.any or (written := written_in(x)) is None:
             return kind
-        if type(written) is Type and written.home is self.home and written.axes <= kind.axes:
+        if type(written) is Type and written.grid is self.grid and written.axes <= kind.axes:
             return kind
         return self._with_writes(x, kind)
 
@@ -165,12 +165,12 @@ class Core(TorchFunctionMode):
 
     def _moved(self, x: Tensor, kind: Type) -> Type | None:
         """The type, on this mesh, of what was typed on another one, or by names alone; None if it has none here."""
-        if kind.home is None:
-            return kind.at_home(self.home) if kind.axes <= self._all else None
-        found = kind.home.moved(kind.axes, self.home)
+        if kind.grid is None:
+            return kind.placed_on(self.grid) if kind.axes <= self._all else None
+        found = kind.grid.moved(kind.axes, self.grid)
         if found is None or not (found.closed or not differentiated(x)):
             return None
-        return kind.moved(self.home, found.axes)
+        return kind.moved(self.grid, found.axes)
 
     def _changed_unseen(self, x: Tensor) -> bool:
         """Whether ``x``, changed in place since its type was noted, was changed out of sight."""
@@ -190,7 +190,7 @@ class Core(TorchFunctionMode):
 
     def _with_writes(self, x: Tensor, kind: Type) -> Type | None:
         """Its type, noted as ``kind``, with what was written into its storage through other tensors."""
-        whole = also_written(x, kind, self.home)
+        whole = also_written(x, kind, self.grid)
         if isinstance(whole, Origin):
             return None
         if whole is not kind and tracked(x) and torch.is_grad_enabled():
@@ -232,8 +232,8 @@ class Core(TorchFunctionMode):
         """Note a type; ``of``: what was there before, of which ``x`` may be a view."""
         if self._known:
             self._known.pop(id(x), None)
-        if kind.home is None and (kind.since or kind.ended):
-            kind.at_home(self.home)
+        if kind.grid is None and (kind.since or kind.ended):
+            kind.placed_on(self.grid)
         note(x, kind, self._known, of)
 
     def _note_all(self, result: Any, kind: Type, but: Sequence[Tensor] = ()) -> None:
@@ -260,9 +260,9 @@ class Core(TorchFunctionMode):
     def _drawn_along(self) -> frozenset[str]:
         if here.draws_along is None:
             return self._all
-        if here.draws_over is None or (home := home_of(here.draws_over)) is self.home:
+        if here.draws_over is None or (grid := grid_of(here.draws_over)) is self.grid:
             return here.draws_along & self._all
-        found = home.moved(here.draws_along, self.home)
+        found = grid.moved(here.draws_along, self.grid)
         return self._all if found is None else found.axes
 
     def whole(self, where: str, x: Any, label: str, mesh: Mesh) -> None:
@@ -284,7 +284,7 @@ class Core(TorchFunctionMode):
         """Note that ``x`` is invariant along all axes of ``mesh``."""
         with without_modes():
             ended = dict.fromkeys(mesh.axis_names, Origin(what, str(call_site())))
-            self._note(x, Type({}, ended, home=home_of(mesh)))
+            self._note(x, Type({}, ended, grid=grid_of(mesh)))
 
     def _sized(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that may have to do with sizes that depend on data."""
@@ -402,11 +402,11 @@ class Core(TorchFunctionMode):
         if self._changed_since(place_of_change):
             what = "a tensor that was changed out of sight"
         elif (kind := marked(x)) is not None:
-            if isinstance(written := also_written(x, kind, self.home), Origin):
+            if isinstance(written := also_written(x, kind, self.grid), Origin):
                 what = f"a tensor into which {written} wrote one that was made out of sight"
-            elif kind.home is not None and kind.home is not self.home:
+            elif kind.grid is not None and kind.grid is not self.grid:
                 along = f"varies along {names(sorted(kind.axes))}" if kind.axes else "is invariant"
-                what = f"a tensor that {along} on another mesh, {kind.home.shape} of ranks {list(kind.home.ranks)}"
+                what = f"a tensor that {along} on another mesh, {kind.grid.shape} of ranks {list(kind.grid.ranks)}"
             elif foreign := sorted(kind.axes - self._all):
                 what = f"a tensor that varies along {names(foreign)} of another mesh"
         self._refuse(name, f"takes {what}: along which axes it varies is unknown.", got, fix)

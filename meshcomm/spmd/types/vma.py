@@ -16,9 +16,9 @@ from torch import Tensor
 
 from meshcomm._torch import functorch_active, unwrapped, version_of
 from meshcomm.runtime.callsite import call_site
-from meshcomm.spmd.types.changes import NOTED_AT, by_hand, inside, stamp, storage_of
-from meshcomm.spmd.types.homes import ANYWHERE, Home
-from meshcomm.spmd.types.lent import any_lent, lend_foreign, with_the_same_memory
+from meshcomm.spmd.types.foreign_memory import any_lent, lend_foreign, with_the_same_memory
+from meshcomm.spmd.types.grids import ANYWHERE, Grid
+from meshcomm.spmd.types.seen_changes import NOTED_AT, by_hand, inside, stamp, storage_of
 
 __all__ = [
     "INVARIANT",
@@ -41,7 +41,7 @@ __all__ = [
     "says_all",
     "shared",
     "sharing_with",
-    "swap",
+    "swap_notes",
     "unknown_in",
     "unmark",
     "unseen_write",
@@ -66,7 +66,7 @@ class Origin(NamedTuple):
 class Type:
     """The axes along which a value varies, with the origin of each; all others it is invariant along."""
 
-    __slots__ = ("_twin", "axes", "ended", "home", "leaf", "plain", "since", "sort")
+    __slots__ = ("_twin", "axes", "ended", "grid", "leaf", "plain", "since", "sort")
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Type:
         ended: dict[str, Origin] | None = None,
         *,
         plain: bool = False,
-        home: Home | None = None,
+        grid: Grid | None = None,
     ) -> None:
         self.since = since
         self.ended = ended or {}
@@ -89,25 +89,25 @@ class Type:
                 self.leaf = True
         self.plain = plain
         """It was noted on a tensor that did not require grad."""
-        self.home = home
+        self.grid = grid
         """Of whose axes it speaks; None until it is noted for a mesh."""
         self._twin: Type | None = None
 
-    def at_home(self, home: Home) -> Type:
+    def placed_on(self, grid: Grid) -> Type:
         """From now on it speaks of the axes of this one, unless it speaks of others already."""
-        if self.home is None:
-            self.home = home
+        if self.grid is None:
+            self.grid = grid
             if self._twin is not None:
-                self._twin.home = home
+                self._twin.grid = grid
         return self
 
-    def moved(self, home: Home, axes: frozenset[str]) -> Type:
+    def moved(self, grid: Grid, axes: frozenset[str]) -> Type:
         """The same value elsewhere, where it varies along these axes."""
         first = next(iter(self.since.values()), None)
         since = {axis: self.since.get(axis, first) for axis in axes} if first is not None else {}
         end = next(iter(self.ended.values()), None)
-        ended = None if end is None else dict.fromkeys(home.shape.keys() - axes, end)
-        return Type(since, ended, plain=self.plain, home=home)
+        ended = None if end is None else dict.fromkeys(grid.shape.keys() - axes, end)
+        return Type(since, ended, plain=self.plain, grid=grid)
 
     def seen(self, requires_grad: bool) -> Type:
         """The same for a tensor of either kind."""
@@ -117,22 +117,22 @@ class Type:
         if twin is None:
             twin = self._twin = Type.__new__(Type)
             twin.since, twin.ended, twin.axes, twin.sort = self.since, self.ended, self.axes, self.sort
-            twin.leaf, twin.home, twin.plain, twin._twin = self.leaf, self.home, not self.plain, self
+            twin.leaf, twin.grid, twin.plain, twin._twin = self.leaf, self.grid, not self.plain, self
         return twin
 
     def ends(self, axes: Iterable[str], origin: Origin) -> Type:
         """Made invariant along these axes."""
         since = {axis: origin for axis, origin in self.since.items() if axis not in axes}
-        return Type(since, self.ended | dict.fromkeys(axes, origin), home=self._kept_home)
+        return Type(since, self.ended | dict.fromkeys(axes, origin), grid=self._kept_grid)
 
     def begins(self, axes: Iterable[str], origin: Origin) -> Type:
         """Made varying along these axes too."""
         ended = {axis: origin for axis, origin in self.ended.items() if axis not in axes}
-        return Type(dict.fromkeys(axes, origin) | self.since, ended, home=self._kept_home)
+        return Type(dict.fromkeys(axes, origin) | self.since, ended, grid=self._kept_grid)
 
     @property
-    def _kept_home(self) -> Home | None:
-        return None if self.home is ANYWHERE else self.home
+    def _kept_grid(self) -> Grid | None:
+        return None if self.grid is ANYWHERE else self.grid
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Nothing of it: a tensor that is saved with this on it must load where only plain data may.
@@ -148,7 +148,7 @@ class Type:
 _Sort = tuple[frozenset[str], frozenset[str]]
 _sorts: dict[_Sort, _Sort] = {}
 
-INVARIANT = Type({}, plain=True, home=ANYWHERE)
+INVARIANT = Type({}, plain=True, grid=ANYWHERE)
 
 
 def join(types: Sequence[Type], name: str) -> Type:
@@ -275,7 +275,7 @@ def _hold(base: Tensor, kind: Type) -> None:
     if kind.axes:
         before = held(base)
         if before is None or not kind.axes <= before.axes:
-            setattr(base, _HELD, kind if before is None else Type(kind.since | before.since, home=kind.home))
+            setattr(base, _HELD, kind if before is None else Type(kind.since | before.since, grid=kind.grid))
 
 
 def held(x: Tensor) -> Type | None:
@@ -333,32 +333,32 @@ def written_in(x: Tensor) -> Type | Origin | None:
     return found
 
 
-def says_all(x: Tensor, kind: Type, home: Home) -> bool:
+def says_all(x: Tensor, kind: Type, grid: Grid) -> bool:
     """Whether, once all of ``x`` is of this type, what was written into its storage says no more and no less."""
     before = written_in(x) if writes.any else None
     if before is None:
         return not kind.axes
-    return type(before) is Type and before.axes == kind.axes and before.home is home and not any_lent()
+    return type(before) is Type and before.axes == kind.axes and before.grid is grid and not any_lent()
 
 
-def is_written(x: Tensor, kind: Type, home: Home) -> bool:
+def is_written(x: Tensor, kind: Type, grid: Grid) -> bool:
     """Whether :func:`write` of that on a mesh would find it noted already."""
     before = written_in(x)
     if before is None or any_lent():
         return False
-    return type(before) is not Type or (kind.axes <= before.axes and before.home is home)
+    return type(before) is not Type or (kind.axes <= before.axes and before.grid is grid)
 
 
 def _write(storage: torch.UntypedStorage, kind: Type) -> None:
     before = getattr(storage, _WRITTEN, None)
     if isinstance(before, Origin):
         return
-    if before is None or before.home is not kind.home or not kind.axes <= before.axes:
+    if before is None or before.grid is not kind.grid or not kind.axes <= before.axes:
         writes.any = True
-        if before is not None and before.home is not kind.home:  # what it is now can be said on neither
+        if before is not None and before.grid is not kind.grid:  # what it is now can be said on neither
             setattr(storage, _WRITTEN, next(iter(kind.since.values())))
             return
-        setattr(storage, _WRITTEN, kind if before is None else Type(kind.since | before.since, home=kind.home))
+        setattr(storage, _WRITTEN, kind if before is None else Type(kind.since | before.since, grid=kind.grid))
 
 
 def unseen_write(x: Tensor, origin: Origin) -> None:
@@ -390,16 +390,16 @@ def forget(x: Tensor) -> None:
         setattr(storage, _WRITTEN, None)
 
 
-def also_written(x: Tensor, kind: Type, home: Home) -> Type | Origin:
+def also_written(x: Tensor, kind: Type, grid: Grid) -> Type | Origin:
     """The type of ``x``, noted as ``kind``, with what was written into its storage; or where unknown values were."""
     written = written_in(x)
     if written is None or isinstance(written, Origin):
         return kind if written is None or written is getattr(x, _IN_SPITE, None) else written
-    if written.home is not home:
-        there = None if written.home is None else written.home.moved(written.axes, home)
+    if written.grid is not grid:
+        there = None if written.grid is None else written.grid.moved(written.axes, grid)
         if there is None:
             return next(iter(written.since.values()))
-        written = written.moved(home, there.axes)
+        written = written.moved(grid, there.axes)
     if written.axes <= kind.axes:
         return kind
     return kind.begins(written.axes - kind.axes, next(iter(written.since.values()))).seen(x.requires_grad)
@@ -431,7 +431,7 @@ def sharing_with(x: Tensor) -> Tensor:
     return other if isinstance(other, Tensor) else x
 
 
-def swap(run: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> None:
+def swap_notes(run: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> None:
     """Let ``run`` make of each what the other one is. What is noted on a tensor goes with it, but for its memory's note
     of whose it is.
     """

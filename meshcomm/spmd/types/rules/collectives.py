@@ -21,14 +21,14 @@ from meshcomm.mesh import AxisName, Mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.ops import Op, ops
 from meshcomm.spmd.types.core import Core
-from meshcomm.spmd.types.homes import home_of
+from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.rules.operands import (
     along_of,
     differentiated,
     text_of,
 )
-from meshcomm.spmd.types.sizes.numbers import made, plain
 from meshcomm.spmd.types.sizes.ragged import collected, differing, fresh, note_ragged, ragged_of
+from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
     INVARIANT,
     Origin,
@@ -84,7 +84,7 @@ class Collectives(Core):
         return frozenset([along.name] if isinstance(along.name, str) else along.name)
 
     def _same_mesh(self, name: str, mesh: Mesh) -> None:
-        if mesh is not self.mesh and home_of(mesh) is not self.home:
+        if mesh is not self.mesh and grid_of(mesh) is not self.grid:
             fail(
                 name,
                 "a collective over another mesh than the one that is checked.",

@@ -25,8 +25,7 @@ from meshcomm.errors import names
 from meshcomm.mesh import current_mesh, use_mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.beside import beside, inside_of
-from meshcomm.spmd.types.changes import moment, noted_at, saw
-from meshcomm.spmd.types.lent import lend
+from meshcomm.spmd.types.foreign_memory import lend
 from meshcomm.spmd.types.rules.operands import (
     along_of,
     replaced,
@@ -38,6 +37,7 @@ from meshcomm.spmd.types.rules.operands import (
 )
 from meshcomm.spmd.types.rules.operations import Operations
 from meshcomm.spmd.types.rules.torch_rules import Kind
+from meshcomm.spmd.types.seen_changes import moment, noted_at, saw
 from meshcomm.spmd.types.sizes.ragged import carried, guessed, without_numbers
 from meshcomm.spmd.types.vma import (
     INVARIANT,
@@ -45,7 +45,7 @@ from meshcomm.spmd.types.vma import (
     Type,
     join,
     marked,
-    swap,
+    swap_notes,
     unknown_in,
 )
 from meshcomm.watch import Watcher, here
@@ -239,7 +239,7 @@ def _on_parameter(made: Tensor, data: Any) -> None:
 def _on_swap(own: Any, x: Tensor, y: Tensor) -> None:
     if isinstance(here.watcher, Functions):
         here.watcher.forget_varied((x, y))
-    swap(own, x, y)
+    swap_notes(own, x, y)
 
 
 def _on_function(cls: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from meshcomm._torch import functorch_active, without_modes
 from meshcomm.errors import names
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.core import Core
-from meshcomm.spmd.types.ordinals import is_declared, next_time, numbered
+from meshcomm.spmd.types.leaf_numbers import is_declared, next_time, numbered
 from meshcomm.spmd.types.rules.operands import along_of, text_of, version
 from meshcomm.spmd.types.vma import Type, join, made_like, marked, shared, sharing_with
 
@@ -92,7 +92,7 @@ class Leaves(Core):
         varies is each rank's own.
         """
         like = made_like(x)
-        return kind if like is None or like.home is not self.home else join([like, kind], name)
+        return kind if like is None or like.grid is not self.grid else join([like, kind], name)
 
     def _shares(self, x: Tensor) -> None:
         """What has the memory of ``x`` and is no view of it has been made."""

@@ -18,10 +18,9 @@ from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import asked_in, call_site
-from meshcomm.spmd.types.changes import NOTED_AT, saw, stamp
 from meshcomm.spmd.types.core import WHERE
-from meshcomm.spmd.types.homes import ANYWHERE
-from meshcomm.spmd.types.lent import lend
+from meshcomm.spmd.types.foreign_memory import lend
+from meshcomm.spmd.types.grids import ANYWHERE
 from meshcomm.spmd.types.rules.leaves import Leaves, is_new, of_leaf
 from meshcomm.spmd.types.rules.operands import (
     SIMPLE,
@@ -38,9 +37,10 @@ from meshcomm.spmd.types.rules.operands import (
     versions_of,
 )
 from meshcomm.spmd.types.rules.torch_rules import Kind, kind_of
-from meshcomm.spmd.types.sizes.numbers import made, plain
+from meshcomm.spmd.types.seen_changes import NOTED_AT, saw, stamp
 from meshcomm.spmd.types.sizes.ragged import untouched
 from meshcomm.spmd.types.sizes.size_rules import may_size
+from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
     INVARIANT,
     NAME,
@@ -168,7 +168,7 @@ class Operations(Leaves):
                 args, kwargs = self._evened(operands, found, whole, kind.name, args, kwargs)
                 break
         result = func(*args, **kwargs) if args is given else self._run(func, args, kwargs, kind.name, True)
-        if type(result) is Tensor and whole.home is not None and not self._known:
+        if type(result) is Tensor and whole.grid is not None and not self._known:
             for x in operands:  # as _note_all does it, for what is asked most often
                 if result is x:
                     break
@@ -226,7 +226,7 @@ class Operations(Leaves):
         versions: a list to which theirs are added, as they are before the operation.
         """
         found: list[Type] = []
-        home, slow = self.home, writes.any
+        grid, slow = self.grid, writes.any
         for x in operands:
             try:
                 at = version_of(x)
@@ -239,7 +239,7 @@ class Operations(Leaves):
                 type(kind) is not Type
                 or slow
                 or (at and at != getattr(x, NOTED_AT, 0))
-                or (kind.home is not home and kind.home is not ANYWHERE)
+                or (kind.grid is not grid and kind.grid is not ANYWHERE)
             ):
                 kind = self.type_of(x)
             if kind is None:
@@ -522,9 +522,9 @@ class Operations(Leaves):
 
     def _spread(self, x: Tensor, kind: Type) -> None:
         """All that shares the memory of ``x`` varies, too."""
-        if kind.axes and not is_written(x, kind, self.home):
+        if kind.axes and not is_written(x, kind, self.grid):
             origin = Origin("a write in place", str(call_site()))
-            write(x, Type(dict.fromkeys(kind.axes, origin), home=self.home))
+            write(x, Type(dict.fromkeys(kind.axes, origin), grid=self.grid))
 
     def _overwritten(self, x: Tensor, kind: Type) -> None:
         """All values of ``x`` are now of a type, whatever they were."""
@@ -535,7 +535,7 @@ class Operations(Leaves):
             return
         kind = self._as_declared(x, kind)
         self._note(x, kind)
-        if not says_all(x, kind, self.home):
+        if not says_all(x, kind, self.grid):
             forget(x)
             self._spread(x, kind)
 
@@ -552,7 +552,7 @@ class Operations(Leaves):
             return []
         base = target._base
         found = [held(target), None if base is None else self.type_of(base)]
-        return [kind for kind in found if kind is not None and kind.axes and kind.home is self.home]
+        return [kind for kind in found if kind is not None and kind.axes and kind.grid is self.grid]
 
     def _make_room(self, target: Tensor, whole: Type, name: str, operands: Sequence[Tensor]) -> None:
         """Before something that varies is written into what requires grad and is invariant: pvary of that, in place."""

@@ -19,7 +19,6 @@ from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.rules.operands import gather, is_among, text_of
 from meshcomm.spmd.types.rules.operations import Operations
 from meshcomm.spmd.types.rules.torch_rules import Kind
-from meshcomm.spmd.types.sizes.numbers import COUNTS, Varying, plain, varying
 from meshcomm.spmd.types.sizes.ragged import (
     Ragged,
     Rows,
@@ -34,6 +33,7 @@ from meshcomm.spmd.types.sizes.ragged import (
     tensors_of,
 )
 from meshcomm.spmd.types.sizes.size_rules import ASKS, INDEXED, LIKE, counts_parts, source_of, takes_ints
+from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, Varying, plain, varying
 from meshcomm.spmd.types.vma import Origin, Type, join
 
 __all__ = ["Sizes"]
@@ -165,7 +165,7 @@ class Sizes(Operations):
         mine = self.type_of(x)
         if mine is None:
             unknown = Origin("a tensor that was made out of sight", str(call_site()))
-            return Type(dict.fromkeys(self._all, unknown), home=self.home)
+            return Type(dict.fromkeys(self._all, unknown), grid=self.grid)
         return mine if mine.axes else None
 
     def _index(self, index: Any, deciding: list[Type]) -> Any:

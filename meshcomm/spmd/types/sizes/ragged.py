@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from meshcomm._torch import functorch_active, unwrapped
 from meshcomm.runtime.ops import Op
 from meshcomm.spmd.types.rules.operands import SIMPLE, gather
-from meshcomm.spmd.types.sizes.numbers import COUNTS, Varying, made, plain, varying
 from meshcomm.spmd.types.sizes.shape_rules import Part, Rule, quick_rule
+from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, Varying, made, plain, varying
 from meshcomm.spmd.types.vma import Origin, Type, join, note
 
 __all__ = [

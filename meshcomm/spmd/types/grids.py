@@ -1,6 +1,6 @@
 """Which mesh the axes of a type are axes of: equal names say nothing where the meshes differ.
 
-Two meshes that are equal in names, sizes, order and ranks are one home. On another mesh over the same ranks a value
+Two meshes that are equal in names, sizes, order and ranks are one grid. On another mesh over the same ranks a value
 varies along other axes, if it can be said by axes at all: then the same ranks have the same value.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple, Protocol
 
-__all__ = ["ANYWHERE", "Grid", "Home", "Moved", "home_of"]
+__all__ = ["ANYWHERE", "Grid", "HasGrid", "Moved", "grid_of"]
 
 
-class Grid(Protocol):
+class HasGrid(Protocol):
     """What is known of a mesh here: the names and sizes of its axes, and its ranks in order."""
 
     @property
@@ -30,21 +30,21 @@ class Moved(NamedTuple):
     """Whether all ranks that have the same value are ranks of that mesh: otherwise its gradient there is a part."""
 
 
-class Home:
+class Grid:
     """The names, sizes and ranks of a mesh."""
 
     def __init__(self, shape: dict[str, int], ranks: tuple[int, ...]) -> None:
         self.shape, self.ranks = shape, ranks
-        self._moved: dict[tuple[Home, frozenset[str]], Moved | None] = {}
+        self._moved: dict[tuple[Grid, frozenset[str]], Moved | None] = {}
 
-    def moved(self, axes: frozenset[str], to: Home) -> Moved | None:
+    def moved(self, axes: frozenset[str], to: Grid) -> Moved | None:
         """Along which axes of another mesh varies what varies along these of this one; None if that cannot be said."""
         key = to, axes
         if key not in self._moved:
             self._moved[key] = self._find(axes, to) if set(to.ranks) <= set(self.ranks) else None
         return self._moved[key]
 
-    def _find(self, axes: frozenset[str], to: Home) -> Moved | None:
+    def _find(self, axes: frozenset[str], to: Grid) -> Moved | None:
         values, places = self._places(axes), to._places(frozenset(to.shape))
         single = {axis for axis, size in to.shape.items() if size == 1 and axis in axes}
         found = frozenset(axis for i, axis in enumerate(to.shape) if _matters(i, values, places))
@@ -58,10 +58,10 @@ class Home:
 
     def _places(self, axes: frozenset[str]) -> dict[int, tuple[int, ...]]:
         """Rank to its indices along these axes."""
-        grid = itertools.product(*(range(size) for size in self.shape.values()))
+        indices = itertools.product(*(range(size) for size in self.shape.values()))
         wanted = [i for i, axis in enumerate(self.shape) if axis in axes]
         return {
-            rank: tuple(place[i] for i in wanted) for rank, place in zip(self.ranks, grid, strict=True)
+            rank: tuple(place[i] for i in wanted) for rank, place in zip(self.ranks, indices, strict=True)
         }  # fmt: skip
 
 
@@ -74,14 +74,14 @@ def _matters(axis: int, values: dict[int, tuple[int, ...]], places: dict[int, tu
     )
 
 
-ANYWHERE = Home({}, ())
+ANYWHERE = Grid({}, ())
 """Of what is the same on every rank there is."""
 
-_homes: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Home] = {}
+_grids: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Grid] = {}
 
 
-def home_of(mesh: Grid) -> Home:
+def grid_of(mesh: HasGrid) -> Grid:
     """That of a mesh; the same one for equal meshes."""
     key = tuple(mesh.shape.items()), mesh.ranks
-    found = _homes.get(key)
-    return _homes.setdefault(key, Home(mesh.shape, mesh.ranks)) if found is None else found
+    found = _grids.get(key)
+    return _grids.setdefault(key, Grid(mesh.shape, mesh.ranks)) if found is None else found

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshcomm.spmd.types.changes import storage_of
+from meshcomm.spmd.types.seen_changes import storage_of
 
 __all__ = ["any_lent", "lend", "lend_foreign", "with_the_same_memory"]
 

@@ -21,7 +21,7 @@ from meshcomm.mesh import Mesh, current_mesh, use_mesh
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.spmd.shard_map.assemble import differentiable
 from meshcomm.spmd.shard_map.specs import WHERE
-from meshcomm.spmd.types.reach import Reach
+from meshcomm.spmd.types.reachable import Reachable
 
 __all__ = ["Modes", "OwnState", "body_of", "closed_over", "leaves_behind", "no_tangents", "not_in_a_body"]
 
@@ -61,7 +61,7 @@ class OwnState(RandomState):
     while one rank is in the midst of that another one goes on.
     """
 
-    def __init__(self, seed: int, rank: int, reach: Reach) -> None:
+    def __init__(self, seed: int, rank: int, reach: Reachable) -> None:
         super().__init__(seed, rank)
         self._slots = [slot for slot in reach.slots if slot.of_module]
         self._values = [slot.read() for slot in self._slots]
@@ -104,7 +104,7 @@ class Modes:
             yield
 
 
-def closed_over(reach: Reach) -> list[tuple[str, Tensor]]:
+def closed_over(reach: Reachable) -> list[tuple[str, Tensor]]:
     """The tensors in reach that are inputs: those that have a gradient, a batch or a tangent."""
     dual = dual_level_open()
     return [

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from meshcomm.mesh import Mesh
 
-__all__ = ["Reach", "in_place_of"]
+__all__ = ["Reachable", "in_place_of"]
 
 _MANY = 10_000
 """Containers with more entries are data, and looking through them at each call would take long."""
@@ -37,7 +37,7 @@ class _Slot(NamedTuple):
     """It is a module's, and functional_call may put something else there for a while."""
 
 
-class Reach:
+class Reachable:
     """All tensors that a function reaches, each once, with a name for errors."""
 
     def __init__(self, *roots: Any) -> None:
