@@ -359,7 +359,6 @@ TORCHS = {"_base", "_version"}
 """Attributes of tensors that torch documents."""
 NOT_YET_OWN = {
     "meshcomm.layout.reshard: _claimed", "meshcomm.layout.reshard: _over", "meshcomm.layout.reshard: _source",
-    "meshcomm.tracing.record: _later",
 }  # fmt: skip
 """Private names of other rooms that are still to go."""
 

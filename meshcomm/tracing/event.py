@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from meshcomm.mesh import AxisName
 from meshcomm.runtime.callsite import CallSite
-from meshcomm.runtime.transports.protocol import Primitive
+from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.words import sentence
 
 __all__ = [
@@ -121,18 +120,17 @@ def bytes_text(count: float) -> str:
 # ---------------------------------------------------------------------------------------------------------- bytes
 
 
-def bytes_of(what: Primitive, size: int, index: int) -> tuple[int, int]:
+def bytes_of(what: Running, size: int, index: int) -> tuple[int, int]:
     """What this rank gives, and what moves between it and the others."""
     if what.name == "exchange":
-        sent = sum(x.nbytes for x, _, _ in what.posts)
-        return sent, max(sent, sum(_length(shape) * dtype.itemsize for _, shape, dtype, _, _ in what.wants))
+        posts, wants = what.messages
+        sent = sum(x.nbytes for x, _, _ in posts)
+        return sent, max(sent, sum(_length(shape) * dtype.itemsize for _, shape, dtype, _, _ in wants))
     if what.name == "scatter":
         return _of_scatter(what, size)
-    b = 0 if what.x is None else _nbytes(what.x)
+    b = 0 if what.x is None else what.x.nbytes
     if what.name == "all_to_all":
-        assert what.x is not None
-        width = what.x.dtype.itemsize
-        return b, width * max(sum(runs) - runs[index] for runs in (what.send, what.recv))
+        return b, what.x.dtype.itemsize * max(sum(runs) - runs[index] for runs in what.runs)
     if what.name in ("broadcast", "permute", "gather"):
         return _to_or_from_one(what, b, size, index)
     return b, _WIRE[what.name](b, size) if what.name in _WIRE else 0
@@ -146,25 +144,20 @@ _WIRE: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def _to_or_from_one(what: Primitive, b: int, size: int, index: int) -> tuple[int, int]:
+def _to_or_from_one(what: Running, b: int, size: int, index: int) -> tuple[int, int]:
     if what.name == "permute":
-        source, destination = what.key[-2:]
+        _, source, destination = what.args
         sends, receives = destination not in (None, index), source not in (None, index)
         return 0 if destination is None else b, b if sends or receives else 0
-    root = what.key[-1]
+    root = what.args[-1]
     if what.name == "gather":
         return b, (size - 1) * b if root == index else b
     return b if root == index else 0, b
 
 
-def _of_scatter(what: Primitive, size: int) -> tuple[int, int]:
-    dtype, shape = what.key[1:3]
-    row = _length(shape) * dtype.itemsize
+def _of_scatter(what: Running, size: int) -> tuple[int, int]:
+    row = what.like.nbytes
     return (0, row) if what.x is None else (size * row, (size - 1) * row)
-
-
-def _nbytes(x: Any) -> int:
-    return x.nbytes if isinstance(x, Tensor) else 0
 
 
 def _length(shape: Iterable[int]) -> int:

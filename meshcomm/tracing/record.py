@@ -1,37 +1,30 @@
-"""Recorders: links around those of axes, while somebody wants to know of every primitive.
-
-An axis has its own link back when the last one who listens has left: nothing is in the path then.
-"""
+"""Recorders: hooks on the links of axes, while somebody wants to know of every primitive."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshcomm._torch import backward_pass
 from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, messages_of
 from meshcomm.runtime.callsite import CallSite, call_site
-from meshcomm.runtime.hooks.wrapped import WrappedLink
+from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.transports.protocol import Link, Parts, Primitive
 from meshcomm.tracing.event import TraceEvent, bytes_of
 
-__all__ = ["Record", "attach", "detach"]
+__all__ = ["Record", "Recorder", "attach", "detach"]
 
 _clock = time.perf_counter_ns
 _SECOND = 1e9
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
-_lock = threading.RLock()
 
 
 class Record:
@@ -42,16 +35,16 @@ class Record:
         "error", "returned", "site", "waited",
     )  # fmt: skip
 
-    def __init__(self, axis: _Place, what: Primitive, call: Call, asynchronous: bool) -> None:
-        x = what.x
-        self._axis, self._call, self._primitive = axis, call._replace(axis=None), what.name
-        if what.posts or what.wants or what.send:
-            messages = messages_of(what.posts, what.wants)
-            self._call = self._call._replace(messages=messages, send=tuple(what.send), recv=tuple(what.recv))
+    def __init__(self, axis: _Place, what: Running) -> None:
+        x, (send, recv) = what.x, map(tuple, what.runs)
+        self._axis, self._primitive = axis, what.name
+        self._call = what.call._replace(axis=None)
+        if send or what.name == "exchange":
+            self._call = self._call._replace(messages=messages_of(*what.messages), send=send, recv=recv)
         self._dtype = None if x is None else x.dtype
         self._shape: tuple[int, ...] = () if x is None else tuple(x.shape)
         self._bytes = bytes_of(what, axis.size, axis.index)
-        self.asynchronous = asynchronous
+        self.asynchronous = what.asynchronous
         self.backward = backward_pass() != -1
         self.site = _site()
         self.waited = 0
@@ -91,61 +84,24 @@ class _Place:
         self.place = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
 
 
-class _Recorder(WrappedLink):
-    """Records every primitive, for all who listen (each has a list); otherwise it passes for the link inside."""
+class Recorder(Hook):
+    """Records every primitive over an axis, for one who listens."""
 
-    def __init__(self, inner: Link, axis: Axis) -> None:
-        super().__init__(inner)
-        self.place = _Place(axis)
-        self.heard_by: list[tuple[list[Record], ...]] = [()]  # shared by both forms
-
-    # Some take another way for a kind of link that they know, and all ranks must take the same one, traced or not.
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """That of the link inside, for ``isinstance``."""
-        return type(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+    def __init__(self, axis: Axis, records: list[Record]) -> None:
+        self.records = records
+        self._place = _Place(axis)
 
     def announce(self, call: Call) -> None:
-        """Keep it, and leave the user's line at the node of autograd that is being made, if one is."""
-        super().announce(call)
+        """Leave the user's line at the node of autograd that is being made, if one is."""
         if call.needs_grad:
-            node = sys._getframe(2).f_locals.get("ctx")
+            node = sys._getframe(3).f_locals.get("ctx")
             if isinstance(node, torch.autograd.function.FunctionCtx):
                 node.call_site = _site()  # type: ignore[attr-defined]
 
-    def forget(self) -> None:
-        """Leave no cycle: it would keep a group of processes, or of ranks, until the next collection."""
-        if self._twin is not None:
-            self._twin._twin = None
-            self._twin = None
-
-    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Any:
-        """With both ends in the key, to count what is sent."""
-        key = ("permute", x.dtype, tuple(x.shape), source, destination)
-        return self.run(Primitive("permute", x, key, lambda: self.inner.permute(x, source, destination)))
-
-    def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """As the link inside."""
-        return self.inner.takes_parts(device, dtype)
-
-    def sum_parts(self, x: Parts) -> Any:
-        """As an all_reduce."""
-        whole = torch.empty(sum(part.numel() for part in x.parts), dtype=x.dtype, device="meta")
-        return self.run(Primitive("all_reduce", whole, (), lambda: self.inner.sum_parts(x)))
-
-    def run(self, what: Primitive) -> Any:
-        """Run it, and record it for all who listen."""
-        listeners = self.heard_by[0]
-        if not listeners:  # somebody has kept this link beyond the trace
-            return what.go()
-        record = Record(self.place, what, self.call, self.is_later)
-        for records in listeners:
-            records.append(record)
+    def run(self, what: Running) -> Any:
+        """Record it, and when it has ended."""
+        record = Record(self._place, what)
+        self.records.append(record)
         try:
             result = what.go()
         except BaseException as error:
@@ -215,35 +171,15 @@ def attach(axis: Axis, records: list[Record]) -> None:
     """Put every primitive over ``axis`` into ``records``: not of a graph that is compiled, nor of one rank alone."""
     if axis.is_traced or axis.size == 1:
         return
-    with _lock:
-        link: Any = axis.link
-        recorder = link if type(link) is _Recorder else _Recorder(link, axis)
-        recorder.heard_by[0] = (*_without(recorder.heard_by[0], records), records)
-        _install(axis, cast(Link, recorder))
+    detach(axis, records)
+    put_on(axis.link, Recorder(axis, records))
 
 
 def detach(axis: Axis, records: list[Record]) -> None:
-    """No more; the last one to go leaves the axis as it was."""
-    with _lock:
-        recorder: Any = axis.link
-        if type(recorder) is not _Recorder:
-            return
-        recorder.heard_by[0] = _without(recorder.heard_by[0], records)
-        if not recorder.heard_by[0]:
-            _install(axis, recorder.inner)
-            recorder.forget()
-
-
-def _without(heard_by: tuple[list[Record], ...], records: list[Record]) -> tuple[list[Record], ...]:
-    return tuple(other for other in heard_by if other is not records)
-
-
-def _install(axis: Axis, link: Link) -> None:
-    if axis.link is link:
-        return
-    axis.link = link
-    if axis._later is not None and axis._later is not axis:
-        axis._later.link = link.later()
+    """No more."""
+    for hook in axis.link.hooks:
+        if isinstance(hook, Recorder) and hook.records is records:
+            take_off(axis.link, hook)
 
 
 # ---------------------------------------------------------------------------------------------------- call sites

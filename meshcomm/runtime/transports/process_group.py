@@ -79,7 +79,6 @@ class ProcessLink(PacketLink):
     bucketed, and those of half precision are accumulated in float32. NCCL does all of it itself.
     """
 
-    is_later = False
     shares_memory = False
     """Whether the ranks read one another's memory, by way of ``mail``."""
     later_form: type[ProcessLink]

@@ -47,6 +47,16 @@ class Parts(NamedTuple):
     factor: float = 1.0
     """What they are multiplied by on the way."""
 
+    @property
+    def shape(self) -> tuple[int]:
+        """Of all together."""
+        return (sum(part.numel() for part in self.parts),)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all together."""
+        return self.shape[0] * self.dtype.itemsize
+
 
 class Primitives(Protocol):
     """The few that every collective is made of."""
@@ -100,6 +110,10 @@ class Link(Primitives, Protocol):
 
     size: int
     index: int
+    is_later: bool
+    """Whether it is the form for later."""
+    hooks: Sequence[Any]
+    """Who is asked before each primitive; empty, and not looked at, while there are none: see hooks/stack.py."""
     tree: tuple[Any, ...]
     """Set by who takes a pytree apart: belongs to the next call."""
     watched: bool
@@ -154,7 +168,8 @@ class Defaults:
     whoever wants to know of those sees it.
     """
 
-    watched = hears = False
+    watched = hears = is_later = False
+    hooks: Sequence[Any] = ()
     tree: tuple[Any, ...] = ()
     called: tuple[Any, ...] = ()
 

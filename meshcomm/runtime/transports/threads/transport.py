@@ -481,6 +481,8 @@ class InProcessLink(Defaults):
 class LaterInProcessLink(InProcessLink):
     """The same link, whose primitives come to a meeting and leave; waiting is another matter."""
 
+    is_later = True
+
     def _meet(self, call: Call, given: Any, compute: Compute) -> Any:
         mine = self._arrive(call)
         mine.record[THREAD] = 0

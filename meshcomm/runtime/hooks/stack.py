@@ -1,0 +1,218 @@
+"""Hooks around the primitives of a link: they stack, and where there are none nothing of them is in the path.
+
+::
+
+    no hook     link.all_reduce(x, "sum") ─────────────────────────────────────────────► the transport
+    put_on(a)   link.all_reduce(x, "sum") ──► a.run(what) ── what.go() ────────────────► the transport
+    put_on(b)   link.all_reduce(x, "sum") ──► b.run(what) ── what.go() ──► a.run(what) ─► the transport
+
+The last one that was put on is asked first. The guard comes with the link, so it stands next to the transport, and a
+trace around it. A link with hooks is the same object, in both of its forms: it has another class, made of its own by
+overriding the primitives and what is said of them; when the last hook is taken off, it has its own class again. A
+transport knows nothing of it. Primitives that a transport makes of others of its own are one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from meshcomm.runtime.call import Call, Post, Want
+from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
+
+__all__ = ["Hook", "Running", "put_on", "take_off"]
+
+
+class Running(NamedTuple):
+    """One primitive that is about to run."""
+
+    name: str
+    args: tuple[Any, ...]
+    """Its own, as the protocol has them."""
+    call: Call
+    """What it belongs to, as was announced on this thread."""
+    link: Any
+    """The link, in the form that was asked."""
+    go: Callable[[], Any]
+    """Goes on: to the next hook, in the end to the transport. In the form for later it may give a Pending."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the link may give a Pending."""
+        return bool(self.link.is_later)
+
+    @property
+    def x(self) -> Any:
+        """What this rank gives, if it is one tensor."""
+        return None if self.name in ("exchange", "barrier", "barrier_within") else self.args[0]
+
+    @property
+    def like(self) -> Any:
+        """The tensor that says dtype and shape, on a rank that may give none."""
+        return self.args[1] if self.name == "scatter" else self.x
+
+    @property
+    def runs(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The lengths to and from each index, of an all_to_all."""
+        return self.args[1:] if self.name == "all_to_all" else ((), ())
+
+    @property
+    def messages(self) -> tuple[Sequence[Post], Sequence[Want]]:
+        """Those that an exchange sends and expects."""
+        return self.args if self.name == "exchange" else ((), ())
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks, beside what the call says."""
+        x = self.like
+        if x is None:
+            return (self.name,) if self.name != "barrier_within" else (self.name, *self.args)
+        if self.name == "all_to_all":
+            return self.name, x.dtype
+        more = {"permute": (), "scatter": self.args[2:]}.get(self.name, self.args[1:])
+        return self.name, x.dtype, tuple(x.shape), *more
+
+
+class Hook:
+    """Who wants to know of every primitive of a link, and may hold it back. What is not overridden lets all pass."""
+
+    compares = False
+    """Whether it finds out if the ranks call the same: then the transport need not be told of calls."""
+
+    def announce(self, call: Call) -> None:
+        """What the next primitives on this thread belong to."""
+
+    def run(self, what: Running) -> Any:
+        """Give what ``what.go()`` gives, or, in the form for later, a Pending of it."""
+        return what.go()
+
+    def defers(self, name: str, x: Any) -> bool:
+        """Whether the primitive may read ``x`` after the call, in the form for later."""
+        return False
+
+    def refuse(self, where: str, why: str, axis: object) -> None:
+        """This rank does not make the call ``where`` that the others may make, for it was wrong."""
+
+    def end(self) -> None:
+        """The group is about to end: no more calls."""
+
+
+def put_on(link: Any, hook: Hook) -> None:
+    """Ask ``hook`` first from now on, on this link and on its form for later."""
+    _change(link, lambda hooks: (*hooks, hook))
+
+
+def take_off(link: Any, hook: Hook) -> None:
+    """Ask it no more; the last one leaves the link as it was."""
+    _change(link, lambda hooks: tuple(each for each in hooks if each is not hook))
+
+
+# ------------------------------------------------------------------------------------------------------ how it is done
+
+
+class _Here(threading.local):
+    """What belongs to a link's next primitive on this thread."""
+
+    call = Call("a collective")
+    tree: tuple[Any, ...] = ()
+    inside = False  # the transport is at it
+
+
+class _Stack(tuple[Hook, ...]):
+    """The hooks of a link, and what they are to be told."""
+
+    here: _Here
+
+
+_lock = threading.RLock()
+
+
+def _change(link: Any, change: Callable[[tuple[Hook, ...]], tuple[Hook, ...]]) -> None:
+    with _lock:
+        before, stack = link.hooks, _Stack(change(link.hooks))
+        stack.here = before.here if before else _Here()
+        for form in dict.fromkeys((link, link.later())):
+            own = _own_class(type(form))
+            if stack:
+                form.hooks, form.__class__ = stack, _with_hooks(own)
+            else:
+                form.__class__ = own
+                vars(form).pop("hooks", None)
+
+
+def _own_class(kind: type) -> type:
+    return getattr(kind, "without_hooks", kind)
+
+
+@cache
+def _with_hooks(kind: Any) -> type:
+    """``kind``, whose primitives run the hooks. A thread may be in one of them when the last hook is taken off."""
+
+    def announce(self: Any, call: Call) -> None:
+        stack = self.hooks
+        if stack:
+            here = stack.here
+            call = here.call = call._replace(tree=here.tree) if here.tree else call
+            here.tree = ()
+            for hook in stack:
+                hook.announce(call)
+        if kind.hears and not any(hook.compares for hook in stack):
+            kind.announce(self, call)
+
+    def refuse(self: Any, where: str, why: str, axis: object) -> None:
+        for hook in self.hooks:
+            hook.refuse(where, why, axis)
+        kind.refuse(self, where, why, axis)
+
+    def copies(self: Any, name: str, x: torch.Tensor) -> bool:
+        return not any(hook.defers(name, x) for hook in self.hooks) and kind.copies(self, name, x)
+
+    def tree(self: Any) -> tuple[Any, ...]:
+        return self.hooks.here.tree if self.hooks else ()
+
+    def set_tree(self: Any, tree: tuple[Any, ...]) -> None:
+        if self.hooks:
+            self.hooks.here.tree = tree
+
+    def takes_parts(self: Any, device: torch.device, dtype: torch.dtype) -> bool:
+        late = any(hook.defers("all_reduce", torch.empty(0, dtype=dtype, device=device)) for hook in self.hooks)
+        return not late and kind.takes_parts(self, device, dtype)
+
+    sums = _hooked("all_reduce", lambda self, x, _: kind.sum_parts(self, x))
+
+    def sum_parts(self: Any, x: Parts) -> Any:
+        return sums(self, x, "sum")
+
+    more = {"announce": announce, "refuse": refuse, "copies": copies, "tree": property(tree, set_tree)}
+    more |= {"takes_parts": takes_parts, "sum_parts": sum_parts}
+    more |= {"gather_flat": Defaults.gather_flat, "scatter_flat": Defaults.scatter_flat}  # by the primitives
+    own = {name: _hooked(name, getattr(kind, name)) for name in PRIMITIVES if name != "agree"}  # it is made of others
+    more |= {"watched": True, "hears": True, "without_hooks": kind, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**own, **more})
+
+
+def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def primitive(self: Any, *args: Any) -> Any:
+        stack = self.hooks
+        if not stack or stack.here.inside:
+            return own(self, *args)
+        here = stack.here
+
+        def go() -> Any:
+            here.inside = True
+            try:
+                return own(self, *args)
+            finally:
+                here.inside = False
+
+        what = Running(name, args, here.call, self, go)
+        for hook in stack:
+            what = what._replace(go=partial(hook.run, what))
+        return what.go()
+
+    primitive.__name__, primitive.__doc__ = name, own.__doc__
+    return primitive
