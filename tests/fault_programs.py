@@ -361,6 +361,7 @@ def main() -> tuple[Rank, bool] | None:
             waiting.remove(case := ready.pop(0))
             if case["program"] == "train":
                 importlib.import_module("meshcomm.parallel.checkpoint")
+                importlib.import_module("torch._dynamo")  # by the first step of an optimizer, in each rank
                 gc.freeze()
             new = Running(case)
             if new.rank is not None:

@@ -68,15 +68,30 @@ def on_rank(program: Program) -> tuple[list[Tensor], list[Tensor]]:
     return [value.detach() for value in values], run_backward(program, xs, values, mesh)
 
 
-@examples(100)
+@examples(50)
 @given(program=programs(MESHES))
 def test_valid(program: Program) -> None:
     right(program, mc.launch(on_rank, ranks=program.size, args=(program,)))
 
 
-@examples(100)
+@pytest.mark.thorough
+@examples(50)
+@given(program=programs(MESHES))
+def test_more_that_are_valid(program: Program) -> None:
+    right(program, mc.launch(on_rank, ranks=program.size, args=(program,)))
+
+
+@examples(50)
 @given(example=broken_programs(BROKEN_MESHES))
 def test_broken(example: tuple[Program, Break]) -> None:
+    program, broken = example
+    judged(program, broken, mc.launch(run_broken, ranks=program.size, args=(program, broken)))
+
+
+@pytest.mark.thorough
+@examples(50)
+@given(example=broken_programs(BROKEN_MESHES))
+def test_more_that_are_broken(example: tuple[Program, Break]) -> None:
     program, broken = example
     judged(program, broken, mc.launch(run_broken, ranks=program.size, args=(program, broken)))
 

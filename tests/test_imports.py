@@ -67,9 +67,14 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 
 
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    return list(ast.walk(tree_of(module)))
+
+
 def imports_of(module: str) -> Iterator[tuple[str, int]]:
     """Every module that this one imports, with the line; ``from package import module`` counts as the module."""
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -162,7 +167,7 @@ def test_type_checkers_see_what_is_imported_when_asked_for() -> None:
 
 
 def hidden_imports(module: str) -> Iterator[str]:
-    for function in ast.walk(tree_of(module)):
+    for function in nodes_of(module):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             for node in ast.walk(function):
                 if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -201,8 +206,8 @@ LATE = {
 
 
 def named_imports(module: str) -> Iterator[str]:
-    names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree_of(module))}
-    texts = {node.value for node in ast.walk(tree_of(module)) if isinstance(node, ast.Constant)}
+    names = {getattr(node, "id", getattr(node, "attr", "")) for node in nodes_of(module)}
+    texts = {node.value for node in nodes_of(module) if isinstance(node, ast.Constant)}
     late = LATE.get(module, set())
     if names & {"__import__", "import_module"}:
         if texts & set(MODULES) != late or not late:
@@ -230,7 +235,7 @@ def own_private_names() -> set[str]:
     """What meshcomm itself defines with an underscore: functions, classes, variables, attributes."""
     found = set()
     for module in MODULES:
-        for node in ast.walk(tree_of(module)):
+        for node in nodes_of(module):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -247,7 +252,7 @@ NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # documented, the un
 def private_names(module: str) -> Iterator[str]:
     """Those of others, that it uses."""
     ours = own_private_names() | NAMED_TUPLES
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         place = f"{module}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -270,7 +275,7 @@ def test_private_names_of_others_stand_in_one_file() -> None:
 def test_the_check_finds_private_names() -> None:
     """What it lets through elsewhere it finds in the one file."""
     assert "_allgather_base" in offenders(private_names, PRIVATE)
-    nodes = [node for module in PRIVATE for node in ast.walk(tree_of(module))]
+    nodes = [node for module in PRIVATE for node in nodes_of(module)]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert {"_allgather_base", "_current_level"} <= used
     assert "_allgather_base" not in own_private_names()
@@ -338,13 +343,13 @@ def privately_in(room: str) -> set[str]:
     """The private names that a room defines: of its modules, of its classes, and of their objects."""
     found = set()
     for module in MODULES:
-        for node in ast.walk(tree_of(module)) if room_of(module) == room else ():
+        for node in nodes_of(module) if room_of(module) == room else ():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+                found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else set()
     return {name for name in found if hidden(name)}
 
 
@@ -363,14 +368,20 @@ NOT_YET_OWN = {
 """Private names of other rooms that are still to go."""
 
 
+@cache
+def private_elsewhere(room: str) -> set[str]:
+    everywhere = set().union(*(privately_in(other) for other in {room_of(module) for module in MODULES}))
+    return everywhere - privately_in(room) - TORCHS - NAMED_TUPLES
+
+
 def names_of_other_rooms(module: str) -> Iterator[str]:
     mine = room_of(module)
-    others = set().union(*(privately_in(room_of(other)) for other in MODULES)) - privately_in(mine)
-    for node in ast.walk(tree_of(module)):
+    others = private_elsewhere(mine)
+    for node in nodes_of(module):
         used = {node.attr} if isinstance(node, ast.Attribute) else set()
         if isinstance(node, ast.ImportFrom) and room_of(str(node.module)) != mine:
             used = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in MODULES}
-        for name in sorted(used & others - TORCHS - NAMED_TUPLES):
+        for name in sorted(used & others):
             if f"{module}: {name}" not in NOT_YET_OWN:
                 yield f"{module}: {name}"
 
@@ -426,7 +437,7 @@ def names_taken() -> dict[str, list[tuple[str, str]]]:
     """Module to (who imports from it, what)."""
     found: dict[str, list[tuple[str, str]]] = {}
     for user in MODULES:
-        for node in ast.walk(tree_of(user)):
+        for node in nodes_of(user):
             if isinstance(node, ast.ImportFrom):
                 found.setdefault(str(node.module), []).extend((user, alias.name) for alias in node.names)
     return found

@@ -169,14 +169,16 @@ def test_a_rank_far_ahead(pool4: Any) -> None:
 
 
 def many_under_way() -> None:
-    mesh = here()
+    mesh = mc.make_mesh({"a": 2}, ranks=[0, 1])
+    if dist.get_rank() > 1:
+        return
     count = memory.ENTRIES + 200
     works = [
         mc.all_reduce(torch.tensor([float(number), mesh.rank]), "a", mesh=mesh, async_op=True)
         for number in range(count)
     ]
     for number in reversed(range(count)) if mesh.rank % 2 else range(count):
-        assert works[number].wait().tolist() == [4.0 * number, 6.0]
+        assert works[number].wait().tolist() == [2.0 * number, 1.0]
 
 
 def test_more_works_under_way_than_a_mailbox_has_entries(pool4: Any) -> None:

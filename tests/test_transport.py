@@ -249,17 +249,17 @@ LENGTH = 67
 SUMMED = {"sum": (*FLOATS, *COMPLEX), "mean": (*FLOATS, *COMPLEX), "product": FLOATS}
 
 
-def every_bit(ways: Sequence[str], n: int) -> None:
-    """All ways and forms of a reduction give the same bits, those of the tree by index."""
+def every_bit(ways: Sequence[str], n: int, turns: int) -> None:
+    """All ways and forms of a reduction give the same bits, those of the tree by index; ways take turns over dtypes."""
     mesh = mesh_of(n) if ways else mc.make_mesh({"a": n})
     if mesh is None:
         return
-    for op, dtypes in SUMMED.items():
-        for dtype in dtypes if n == 4 else dtypes[:2]:
+    for i, (op, dtypes) in enumerate(SUMMED.items()):
+        for j, dtype in enumerate(dtypes if n == 4 else dtypes[:2]):
             xs = [drawn(n * LENGTH, dtype, index) for index in range(n)]
             expected, x = tree(xs, op), xs[mesh.rank]
             forms: list[Any] = []
-            for way in ways or ["shared"]:
+            for way in ways[(i + j) % turns :: turns] or ["shared"]:
                 with limits(way):
                     for _ in range(2):
                         forms.append(mc.all_reduce(x, "a", op, mesh=mesh))
@@ -279,11 +279,14 @@ def every_bit(ways: Sequence[str], n: int) -> None:
                 assert bits(form) == bits(expected), f"{op} of {dtype}, form {i} on index {mesh.rank}"
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.thorough), 4])
-def test_sums_have_the_same_bits_by_every_way(pool4: Any, n: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "turns"),
+    [(2, 1), (4, 3), *(pytest.param(n, 1, marks=pytest.mark.thorough) for n in (3, 4))],
+)
+def test_sums_have_the_same_bits_by_every_way(pool4: Any, n: int, turns: int) -> None:
     """Repeated, in buckets, at once, later and in-process: those of the tree by index."""
-    pool4.run(every_bit, list(WAYS), n)
-    mc.launch(every_bit, ranks=n, args=([], n))
+    pool4.run(every_bit, list(WAYS), n, turns)
+    mc.launch(every_bit, ranks=n, args=([], n, 1))
 
 
 def large_sums(way: str) -> None:
