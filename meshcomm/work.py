@@ -151,11 +151,8 @@ class Work(Generic[T]):
         link: Any = axis.link
         log = link.log
         absent = range(len(log.ranks)) if late.missing is None else late.missing
-        real = self._rank is None
-        found = peers.account([log.ranks[i] for i in absent]) if real else ""
-        return late_text(
-            Late(call.what, log, record, waited, late.missing, late.came, late.known, found, real, call.axis)
-        )
+        found = peers.account([log.ranks[i] for i in absent]) if self._rank is None else ""
+        return late_text(Late(call.what, log, record, waited, late.missing, late.came, late.known, found, call.axis))
 
     @contextlib.contextmanager
     def _locked(self, timeout: float | None) -> Iterator[None]:

@@ -308,11 +308,8 @@ def test_no_chain_of_imports_is_long() -> None:
 ARROWS = {"start": {"health"}, "transports": {"health"}, "hooks": {"health"}, "health": set(), "process": set()}
 """Which room of runtime/ knows which. All know process/, what lies beside the rooms, and the protocol of transports."""
 NOT_YET = {
-    "health.attendance -> start.world",
-    "health.lateness -> start.world",
     "hooks.dumps -> transports.threads.scheduler",
     "hooks.guard.boards -> transports.shared.transport",
-    "hooks.guard.setup -> start.world",
     "hooks.guard.setup -> transports.process_group",
     "transports.detour -> start.world",
 }  # fmt: skip

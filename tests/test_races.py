@@ -20,7 +20,7 @@ from meshcomm.runtime.hooks.guard import setup
 from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
 from meshcomm.runtime.hooks.guard.guard import Guard, Wait
 from meshcomm.runtime.hooks.guard.store import PatientStore
-from meshcomm.runtime.start import exits
+from meshcomm.runtime.process import exits
 
 SOON = 30.0
 """Seconds within which something that takes none is over, on a busy machine."""
@@ -68,8 +68,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtKey]:
 @pytest.fixture
 def making(monkeypatch: pytest.MonkeyPatch, store: AtKey) -> Callable[[int, int], str]:
     """``agree_to_make`` as one of two ranks, with a time-out: what comes of it."""
-    monkeypatch.setattr(setup, "place_of", lambda here, name: "made")
-    monkeypatch.setattr(setup.world, "current", lambda: "a world")
+    monkeypatch.setattr(setup, "place_of", lambda name: "made")
     monkeypatch.setattr(guards, "LONG", 0.01)
 
     def make(rank: int, size: int, seconds: float = 0.0) -> str:

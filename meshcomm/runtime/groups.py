@@ -76,12 +76,12 @@ def link_of(
     made = _made(here, family, name)
     _links.add(made)
     if guard is None:
-        _keep(here, made, family, name, name)
+        _keep(here, made, family, name, made.place)
         return made
     wrapped: ProcessLink | WrappedLink = guard.under_guard(made, name, limit.total_seconds())
     if isinstance(wrapped, WrappedLink):
         _wrapped.add(wrapped)
-    _keep(here, made, family, name, guard.place_of(here, name))
+    _keep(here, made, family, name, guard.place_of(name))
     return wrapped
 
 
@@ -121,7 +121,8 @@ def _new_family(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedel
     else:
         group = _torch.new_group(ranks, f"meshcomm_{digest}", limit)
     assert group is not None
-    at = "" if "fake" in here.backend else f"meshcomm/turns/{world.meeting_number(here)}/{digest}"
+    meeting = world.meeting_number(here)
+    at = "" if meeting is None else f"meshcomm/turns/{meeting}/{digest}"
     return Family(ranks, ranks.index(here.rank), limit, group, at)
 
 
@@ -135,8 +136,11 @@ def _guard_of(here: world.ProcessWorld) -> Any:
         return None
     if not _guards:
         _guards.append(importlib.import_module("meshcomm.runtime.hooks.guard.setup"))
-    _guards[0].begin(here)
-    return _guards[0]
+    guard = _guards[0]
+    if not guard.is_on():
+        at, near = f"meshcomm/guard/{world.meeting_number(here)}", world.neighbours_of(here, range(here.size))
+        guard.begin(recorder.Owner(here.rank, here.size), here.timeout.total_seconds(), at, near)
+    return guard
 
 
 _guards: list[Any] = []
@@ -145,7 +149,8 @@ _guards: list[Any] = []
 def _made(here: world.ProcessWorld, family: Family, name: str) -> ProcessLink:
     group, ranks, index, limit = family.base, family.ranks, family.index, family.limit
     ring = recorder.own_ring(recorder.Owner(here.rank, here.size))
-    log = ring.log(ranks, index, name, None if limit == here.timeout else limit.total_seconds())
+    seconds = None if limit == here.timeout else limit.total_seconds()
+    log = ring.log(ranks, index, name, seconds, world.meeting_number(here))
     near = world.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
     detours = lacks_a_way(dist.get_backend_config(group))
     if near is None:

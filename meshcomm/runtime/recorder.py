@@ -49,14 +49,16 @@ class Log:
     """The last calls of this rank in one group."""
 
     __slots__ = (
-        "_count", "axes", "begin", "call", "index", "inside", "messages", "number", "over", "ranks", "records",
-        "seconds", "title",
+        "_count", "axes", "begin", "call", "index", "inside", "meeting", "messages", "number", "over", "ranks",
+        "records", "seconds", "title",
     )  # fmt: skip
 
     def __init__(self, ranks: tuple[int, ...], index: int, seconds: float | None = None) -> None:
         self.ranks, self.index, self.seconds = ranks, index, seconds
         self.title = ""
         """Of the group, the same on all of its ranks."""
+        self.meeting: int | None = None
+        """Which meeting of its ranks at the store this is; None where they have no store."""
         self.axes: list[AxisAt] = []
         self.records: deque[Record] = deque(maxlen=MOST)
         self.messages = 0
@@ -189,9 +191,17 @@ class Ring:
         self.retired = False
         self.by_name: dict[Any, Log] = {}
 
-    def log(self, ranks: tuple[int, ...], index: int, name: str = "", seconds: float | None = None) -> Log:
+    def log(
+        self,
+        ranks: tuple[int, ...],
+        index: int,
+        name: str = "",
+        seconds: float | None = None,
+        meeting: int | None = None,
+    ) -> Log:
         """A log for the calls over an axis; ``name`` tells it, on all of its ranks, from others of the same ranks."""
         log = Log(ranks, index, seconds)
+        log.meeting = meeting
         log.title = ",".join(map(str, ranks))
         log.title += "" if seconds is None else f" within {seconds:g} s"
         log.title += f" of {name}" if name else ""

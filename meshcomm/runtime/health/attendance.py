@@ -12,13 +12,12 @@ from typing import NoReturn
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
-from meshcomm.runtime.start import world
 
 __all__ = ["Hope", "absent_text", "all_here", "forget"]
 
 _LONGEST_PAUSE = 0.02
-_met: dict[str, str] = {}
-"""Where at the store the axes of these names have met."""
+_met: set[str] = set()
+"""The axes that have met at the store."""
 
 
 def absent_text(absent: Sequence[str], seconds: float) -> str:
@@ -37,18 +36,13 @@ Hope = Callable[[dict[int, str]], str]
 
 
 def all_here(name: str, ranks: tuple[int, ...], index: int, seconds: float, hope: Hope | None = None) -> None:
-    """Return when all of these ranks of the world have called it for the axis of this name; the first one whose time
-    is up (or who has no ``hope``), and the last one to come, decide for all of them: CommError with the absent, or
-    none.
+    """Return when all of these ranks of the world have called it for the axis of this name, which no other meeting at
+    this store has had; the first one whose time is up (or who has no ``hope``), and the last one to come, decide for
+    all of them: CommError with the absent, or none.
     """
-    here = world.current()
-    if here is None or here.backend == "fake":
-        return
-    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-    # Anew each time: a group that is adopted again has meshes of the same names, and meets elsewhere.
-    prefix = _met[name] = f"meshcomm/barrier/{world.meeting_number(here)}/{digest}"
+    _met.add(name)
     try:
-        verdict = _meet(prefix, ranks, index, seconds, hope)
+        verdict = _meet(_place_of(name), ranks, index, seconds, hope)
     except RuntimeError as error:
         _lost(error)
     if verdict:
@@ -57,10 +51,10 @@ def all_here(name: str, ranks: tuple[int, ...], index: int, seconds: float, hope
 
 def forget(name: str, size: int) -> None:
     """This rank has let go of the axis of this name: the last one that does takes away what is at the store."""
-    prefix = _met.pop(name, "")
-    if not prefix:
+    if name not in _met:
         return
-    store = _torch.default_store()
+    _met.discard(name)
+    store, prefix = _torch.default_store(), _place_of(name)
     if store.add(f"{prefix}/gone", 1) < size:
         return
     calls = {store.add(f"{prefix}/calls/{i}", 0) for i in range(size)}
@@ -69,6 +63,10 @@ def forget(name: str, size: int) -> None:
             store.delete_key(f"{prefix}/{call}/{key}")
     for key in (*(f"calls/{i}" for i in range(size)), "gone"):
         store.delete_key(f"{prefix}/{key}")
+
+
+def _place_of(name: str) -> str:
+    return f"meshcomm/barrier/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def _lost(error: RuntimeError) -> NoReturn:

@@ -22,7 +22,6 @@ from meshcomm.runtime.call import AxisAt
 from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.process import exits
 from meshcomm.runtime.recorder import BEGAN, NUMBER, Log, Record, site_of, text_of
-from meshcomm.runtime.start import world
 from meshcomm.runtime.words import axis_text, place_of, sentence
 
 __all__ = ["Late", "keep_by", "late_text"]
@@ -53,7 +52,6 @@ class Late(NamedTuple):
     """What is known of them."""
     found: str = ""
     """What has become of their processes."""
-    among_processes: bool = True
     axis: AxisAt | None = None
     """Which of the names of the group was used, where that is known."""
 
@@ -84,12 +82,12 @@ def keep_by(keep: Callable[[], Path | None]) -> None:
 def late_text(late: Late, *, again: bool = False) -> str:
     """All of it. ``again``: the call can still be waited for."""
     lines = [_itself(late)]
-    found, asked = _ask(late) if late.among_processes else ({}, False)
+    found = _ask(late)
     came, elsewhere, silent = _sorted(late, found)
     absent = sorted([*elsewhere, *silent]) if late.missing is None else list(late.missing)
-    lines += _who(late, came, elsewhere, silent, asked=asked)
+    lines += _who(late, came, elsewhere, silent, asked=late.log.meeting is not None)
     lines += [f"  last completed: {line}" for line in _completed(late, found)]
-    for dumped in (path for keep in _keepers if late.among_processes and (path := keep()) is not None):
+    for dumped in (path for keep in _keepers if late.log.meeting is not None and (path := keep()) is not None):
         lines.append(
             f"  the last calls of this rank are in {dumped}; python -m meshcomm explain {os.path.dirname(dumped)}"
         )
@@ -169,32 +167,31 @@ def _completed(late: Late, found: Mapping[int, Any]) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------- at the store
 
 
-def _ask(late: Late) -> tuple[dict[int, Any], bool]:
-    """What others say, by index, and whether they were asked."""
-    here = world.current()
-    if here is None or here.backend == "fake":
-        return {}, False
+def _ask(late: Late) -> dict[int, Any]:
+    """What others say, by index."""
+    if late.log.meeting is None:
+        return {}
     grace = min(_GRACE, 0.25 + late.seconds / 4)
     found: dict[int, Any] = {}
     asking = threading.Thread(
-        target=_meet, args=(here, late, grace, found), name="meshcomm late", daemon=True
+        target=_meet, args=(late, grace, found), name="meshcomm late", daemon=True
     )  # the store may not answer, if the process that serves it has stopped
     asking.start()
     asking.join(grace + 1.0)
-    return dict(found), True
+    return dict(found)
 
 
-def _meet(here: world.ProcessWorld, late: Late, grace: float, found: dict[int, Any]) -> None:
+def _meet(late: Late, grace: float, found: dict[int, Any]) -> None:
     try:
         with exits.blocked():
-            _write_and_read(here, late, grace, found)
+            _write_and_read(late, grace, found)
     except (RuntimeError, ValueError):  # without the store there is nothing more to say
         return
 
 
-def _write_and_read(here: world.ProcessWorld, late: Late, grace: float, found: dict[int, Any]) -> None:
-    store, prefix = _torch.default_store(), f"meshcomm/late/{world.meeting_number(here)}"
-    store.set(f"{prefix}/{here.rank}", json.dumps(_status(late)))
+def _write_and_read(late: Late, grace: float, found: dict[int, Any]) -> None:
+    store, prefix = _torch.default_store(), f"meshcomm/late/{late.log.meeting}"
+    store.set(f"{prefix}/{late.log.ranks[late.log.index]}", json.dumps(_status(late)))
     left, end = set(late.suspects), time.monotonic() + grace
     since = recorder.wall(late.record[BEGAN])
     while left:

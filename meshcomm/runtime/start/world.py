@@ -492,8 +492,12 @@ def agree_on_guard(here: ProcessWorld) -> None:
         _all_under_guard([store.get(f"meshcomm/{meeting}/guard/{rank}").decode() for rank in range(here.size)])
 
 
-def meeting_number(here: ProcessWorld) -> int:
-    """Tells the groups apart that have met in one store, one after the other; one that ``init`` made has its own."""
+def meeting_number(here: ProcessWorld) -> int | None:
+    """Tells the groups apart that have met in one store, one after the other; one that ``init`` made has its own, and
+    fake ranks have none.
+    """
+    if "fake" in here.backend:
+        return None
     return _publish(here.rank) if here.adopted else 0
 
 

@@ -115,6 +115,11 @@ class ProcessLink(PacketLink):
         self._room: Tensor | None = None
         self._later: Any = None
 
+    @property
+    def place(self) -> str:
+        """Where its ranks meet at the store: a group that is adopted again has axes of the same names."""
+        return f"{self.log.meeting}: {self.name}"
+
     def note_in(self, log: Log) -> None:
         """Where calls are noted."""
         self.log, self._note, self._next, self._keep = log, log.begin, log.number, log.records.append
@@ -540,7 +545,8 @@ class ProcessLink(PacketLink):
     def barrier_within(self, seconds: float) -> None:
         """At the store, which knows who has come."""
         forks.refuse_if_forked("barrier")
-        attendance.all_here(self.name, self.ranks, self.index, seconds)
+        if self.log.meeting is not None:
+            attendance.all_here(self.place, self.ranks, self.index, seconds)
 
 
 class Later(ProcessLink):

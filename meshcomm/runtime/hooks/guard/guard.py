@@ -149,6 +149,8 @@ class Guard:
         self.issued: dict[int, int] = {}
         self.rooms: weakref.WeakSet[Any] = weakref.WeakSet()
         """Of all groups."""
+        self.at = ""
+        """Where it writes at the store."""
         self.places: dict[int, str] = {}
         """Where the ranks of the world are on the mesh that was used last: ``dp=1,tp=0``."""
 

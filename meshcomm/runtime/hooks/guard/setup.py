@@ -23,11 +23,10 @@ from meshcomm.runtime.hooks.guard.guard import Guard, Wait
 from meshcomm.runtime.hooks.guard.link import GuardedLink, Room
 from meshcomm.runtime.hooks.guard.store import PatientStore, set_store, the_store
 from meshcomm.runtime.process import home, memory
-from meshcomm.runtime.recorder import Log
-from meshcomm.runtime.start import world
+from meshcomm.runtime.recorder import Log, Owner
 from meshcomm.runtime.transports.process_group import ProcessLink
 
-__all__ = ["agree_to_make", "begin", "end", "under_guard"]
+__all__ = ["agree_to_make", "begin", "end", "is_on", "place_of", "under_guard"]
 
 _PAUSE = 2e-3
 _HERE, _LEAVING = "here", "leaving"
@@ -36,13 +35,16 @@ _LOOK = 0.5
 """Seconds after which the thread that watches other processes sees whether it is still wanted."""
 
 
-def begin(here: world.ProcessWorld) -> None:
-    """The guard of this process; asking again changes nothing."""
-    if guards.current() is not None:
-        return
-    set_store(PatientStore(_torch.default_store(), here.timeout.total_seconds()))
-    near = world.neighbours_of(here, range(here.size))
-    prefix = f"meshcomm/guard/{world.meeting_number(here)}"
+def is_on() -> bool:
+    """Whether this process has a guard."""
+    return guards.current() is not None
+
+
+def begin(here: Owner, seconds: float, prefix: str, near: memory.Neighbours | None) -> None:
+    """The guard of this process, which writes at the store under this prefix, or into memory that it shares with those
+    who are ``near``. ``seconds``: for which it waits for the store.
+    """
+    set_store(PatientStore(_torch.default_store(), seconds))
     if near is not None:
         leases = [address.lease for address in near.addresses]
         others = [None if i == here.rank else memory.neighbour(lease) for i, lease in enumerate(leases)]
@@ -50,6 +52,7 @@ def begin(here: world.ProcessWorld) -> None:
     else:
         shelf = StoreShelf(prefix, here.rank)
         made = Guard(here.rank, here.size, shelf, _is_there, lambda rank: _ended_afar(f"{prefix}/ended/{rank}"))
+    made.at = prefix
     guards.set_current(made)
     if near is None:
         _watch_neighbours(prefix, here, made)
@@ -63,9 +66,7 @@ def agree_to_make(name: str, ranks: tuple[int, ...], seconds: float) -> None:
     guard = guards.current()
     if guard is None:
         return
-    here = world.current()
-    assert here is not None
-    prefix = f"{place_of(here, name)}/making"
+    prefix = f"{place_of(name)}/making"
     store, keys = the_store(), {rank: f"{prefix}/{rank}" for rank in ranks if rank != guard.rank}
     own = f"{prefix}/{guard.rank}"
     shown = f"{list(ranks[:8])}{' and more' if len(ranks) > 8 else ''}"
@@ -113,13 +114,13 @@ def _all_stay(keys: Iterable[str]) -> bool:
 
 def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | ProcessLink:
     """The link of the sequence of calls of this name, guarded if the guard is on."""
-    guard, here = guards.current(), world.current()
-    if guard is None or here is None:
+    guard = guards.current()
+    if guard is None:
         return link
     shared = link.shares_memory and isinstance(guard.shelf, SharedShelf)
-    digest, at = hashlib.sha256(name.encode()).digest(), place_of(here, name)
+    digest, at = hashlib.sha256(name.encode()).digest(), place_of(name)
     log, inner = link.log, Log(link.ranks, link.index)
-    inner.title, inner.axes = log.title, log.axes
+    inner.title, inner.axes, inner.meeting = log.title, log.axes, log.meeting
     link.note_in(inner)
     link.hears = False  # what comes there was compared
     group = Group(link.mail.key if shared else int.from_bytes(digest[:7], "little"), link.ranks, at)
@@ -127,9 +128,11 @@ def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | P
     return GuardedLink(link, Room(link.index, guard, group, board, timeout), log)
 
 
-def place_of(here: world.ProcessWorld, name: str) -> str:
+def place_of(name: str) -> str:
     """Of the sequence of this name, at the store."""
-    return f"meshcomm/guard/{world.meeting_number(here)}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    guard = guards.current()
+    assert guard is not None
+    return f"{guard.at}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def end() -> None:
@@ -186,7 +189,7 @@ def _started(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
 
 
-def _watch_neighbours(prefix: str, here: world.ProcessWorld, guard: Guard) -> None:
+def _watch_neighbours(prefix: str, here: Owner, guard: Guard) -> None:
     """Tell everybody, at the store, of processes on this machine that end: nobody else would know."""
     if not hasattr(os, "pidfd_open"):
         return
@@ -197,7 +200,7 @@ def _watch_neighbours(prefix: str, here: world.ProcessWorld, guard: Guard) -> No
         thread.start()
 
 
-def _watch(store: dist.Store, prefix: str, here: world.ProcessWorld, guard: Guard) -> None:  # type: ignore[name-defined]
+def _watch(store: dist.Store, prefix: str, here: Owner, guard: Guard) -> None:  # type: ignore[name-defined]
     waiting = set(range(here.size)) - {here.rank}
     poll, watched = select.poll(), dict[int, tuple[int, int]]()
     me = os.getpid()
