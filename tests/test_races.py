@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import meshcomm as mc
 from meshcomm.errors import CommError
 from meshcomm.runtime import recorder
 from meshcomm.runtime.health import peers
@@ -20,7 +25,12 @@ from meshcomm.runtime.hooks.guard import setup
 from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
 from meshcomm.runtime.hooks.guard.guard import Guard, Wait
 from meshcomm.runtime.hooks.guard.store import PatientStore
-from meshcomm.runtime.process import exits
+from meshcomm.runtime.process import exits, memory
+from meshcomm.runtime.start import workers
+from meshcomm.runtime.start.worker import Answer
+from meshcomm.runtime.transports.shared.mailbox import Call
+from meshcomm.runtime.transports.shared.words import ENTRY_CELLS
+from meshcomm.runtime.transports.threads import scheduler
 
 SOON = 30.0
 """Seconds within which something that takes none is over, on a busy machine."""
@@ -210,3 +220,169 @@ def test_who_is_to_blame_is_not_the_next_process_of_its_number(monkeypatch: pyte
     begin = time.monotonic()
     peers.let_go_first()
     assert time.monotonic() - begin < SOON / 2
+
+
+# ------------------------------------------------------------------------------------------------------------- the end
+
+
+def met(monkeypatch: pytest.MonkeyPatch, store: AtKey, pids: list[int], *, serves: bool) -> None:
+    """This process is rank 0 of those, and leaves."""
+    for name in ("_met", "_last"):
+        monkeypatch.setattr(peers, name, None)
+    machine = peers._machine()
+    peers.met(store, 0, [f"{machine}\t{pid}\t{peers._began(pid)}" for pid in pids], serves=serves)
+    peers.leave("its program is over")
+
+
+def test_who_serves_the_store_stays_until_the_others_have_left(monkeypatch: pytest.MonkeyPatch, store: AtKey) -> None:
+    """What all have agreed on there, such as the end of a barrier, one of them may not have read yet."""
+    monkeypatch.setattr(peers, "_STAYING", SOON)
+    met(monkeypatch, store, [os.getpid(), os.getppid()], serves=True)
+    looked = []
+
+    def leave() -> None:
+        looked.append(1)
+        if len(looked) == 3:
+            store.set("left/1", "its program is over")
+        else:
+            store.moments["check", "left/1"] = leave
+
+    store.moments["check", "left/1"] = leave
+    begin = time.monotonic()
+    peers.stay()
+    assert len(looked) == 3
+    assert time.monotonic() - begin < SOON / 2
+
+
+def test_who_has_ended_is_not_stayed_for(monkeypatch: pytest.MonkeyPatch, store: AtKey) -> None:
+    if not peers._machine():
+        pytest.skip("no table of processes")
+    monkeypatch.setattr(peers, "_STAYING", SOON)
+    begin = time.monotonic()
+    met(monkeypatch, store, [os.getpid(), 2**22 + 1], serves=True)
+    peers.stay()
+    met(monkeypatch, store, [os.getpid(), os.getppid()], serves=False)
+    peers.stay()
+    assert time.monotonic() - begin < SOON / 2
+
+
+LEAVES_FIRST = """
+import time
+import meshcomm as mc
+from meshcomm.runtime.health import attendance, peers
+
+peers._STAYING = 100.0
+mesh = mc.make_mesh({"a": 2})
+if mesh.rank == 1:
+    real = time.sleep
+    attendance.time = type("", (), {"sleep": lambda _: real(4), "monotonic": time.monotonic})
+else:
+    time.sleep(1)  # the last one to come: it says that all have
+mc.barrier("a", mesh=mesh, timeout=200)
+"""
+
+
+@pytest.mark.thorough
+def test_a_program_may_end_with_a_barrier(tmp_path: Any) -> None:
+    """Rank 0 serves the store, and ends before rank 1 has looked again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES_FIRST], env={**os.environ, **places, "RANK": str(rank)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ends = [(rank.communicate(timeout=300)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0, 0], ends
+
+
+def answers_of(*given: tuple[float, str, BaseException]) -> list[Answer]:
+    return [Answer("error", rank, error, text, when=when) for rank, (when, text, error) in enumerate(given)]
+
+
+def test_the_rank_that_others_fail_because_of_is_named_although_it_says_so_later() -> None:
+    """It had to clean up first."""
+    answers = answers_of((1.0, "CommError: rank 1", CommError("rank 1")), (2.0, "ValueError: boom", ValueError("boom")))
+    with pytest.raises(CommError, match="rank 1 failed in train: ValueError: boom"):
+        workers._results("train", answers, None)
+
+
+def test_who_follows_from_a_failure_does_not_end_the_launch_before_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer of the rank that has failed first comes after that of one that failed because of it."""
+    crew: Any = workers._Crew(2, None, None, False)
+    given = answers_of((1.0, "CommError: rank 1", CommError("rank 1")), (0.5, "ValueError: boom", ValueError("boom")))
+    crew._pipes, crew._workers = [0, 1], [type("", (), {"sentinel": 0, "pid": None})] * 2
+    monkeypatch.setattr(workers, "_FOLLOWS", SOON)
+    looks: list[float] = []
+
+    def wait(waiting: Any, left: float | None) -> bool:
+        looks.append(SOON if left is None else left)
+        return looks[-1] > 1.0  # the second one comes a second later
+
+    monkeypatch.setattr(workers, "wait", wait)
+    crew._answer = lambda rank: given[rank] if rank < len(looks) else None
+    assert [answer.kind for answer in crew._collect(None, 0.1)] == ["error", "error"]
+
+
+# ------------------------------------------------------------------------------------------------------- shared memory
+
+
+def test_who_helps_a_slow_rank_does_not_tell_of_a_time_that_is_up() -> None:
+    """It reduces the other's part itself: nobody has to be asked, and no dump is written, which takes seconds."""
+
+    class Slow(Call):
+        def __init__(self) -> None:
+            self.mail: Any = type("Mail", (), {"box": lambda *_: None, "neighbours": [None, Alive()]})
+            self.link: Any = type("Link", (), {"ranks": (0, 1)})
+            self._segments: Any = {1: type("Segment", (), {"cells": {memory.STATE: 1}})}  # it has begun to reduce
+            self._entries = {1: ENTRY_CELLS * [0]}
+
+        def late(self, missing: list[int]) -> str:
+            raise AssertionError("its time is not up")
+
+    class Alive:
+        pid = 1
+
+        def is_gone(self) -> bool:
+            return False
+
+    begin = time.monotonic()
+    assert not Slow()._take(1, torch.empty(0), wait=True)
+    assert time.monotonic() - begin < SOON / 2
+
+
+def test_two_threads_that_meet_the_same_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find that one has gone, and forget it."""
+
+    class Gone:
+        def is_gone(self) -> bool:
+            known.clear()
+            return True
+
+    known: dict[Any, Any] = {memory.Lease(pid, 0, 0, 0, 0, 0): Gone() for pid in (1, 2)}
+    monkeypatch.setattr(memory, "_neighbours", known)
+    monkeypatch.setattr(memory, "Neighbour", lambda lease: lease)
+    lease = memory.Lease(3, 0, 0, 0, 0, 0)
+    assert memory.neighbour(lease) == lease
+
+
+def test_a_launch_that_is_interrupted_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C: the next one finds that none is running."""
+
+    real = scheduler.RandomState
+
+    def interrupt(*of_a_rank: int) -> scheduler.RandomState:
+        if not of_a_rank:
+            raise KeyboardInterrupt
+        return real(*of_a_rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "RandomState", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mc.launch(lambda: 1, ranks=2)
+    assert mc.launch(lambda: 1, ranks=2) == [1, 1]

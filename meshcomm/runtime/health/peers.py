@@ -21,7 +21,7 @@ from meshcomm.runtime.process.exits import last_error
 
 __all__ = [
     "LEFT", "account", "distance", "ended", "forget", "is_stopped", "leave", "let_go_first", "met",
-    "reason", "sign",
+    "reason", "sign", "stay",
 ]  # fmt: skip
 
 _ANSWER = 1.0
@@ -30,6 +30,8 @@ _SETTLING = 0.5
 """Seconds after which it is known of a process that has closed its connections whether it has ended."""
 _FIRST = 2.0
 """Seconds that a rank that fails because of another one gives that one to end first."""
+_STAYING = 3.0
+"""Seconds that the rank that serves the store gives the others to leave before it ends, and the store with it."""
 _SHOWN = 4
 _FAILED = "CommError: "
 LEFT = "has left the group"
@@ -48,9 +50,13 @@ class _Meeting(NamedTuple):
     rank: int
     pid: int
     peers: tuple[_Peer, ...]
+    serves: bool
+    """Whether the store ends with this process."""
 
 
 _met: _Meeting | None = None
+_last: _Meeting | None = None
+"""The one that was left last."""
 _blamed: set[_Peer] = set()
 
 
@@ -62,11 +68,11 @@ def sign() -> str:
     return f"{_machine()}\t{os.getpid()}\t{_began(os.getpid())}"
 
 
-def met(store: Store, rank: int, signs: Sequence[str]) -> None:
-    """These are the ranks, in their order; ``store`` is of this meeting alone."""
+def met(store: Store, rank: int, signs: Sequence[str], *, serves: bool = False) -> None:
+    """These are the ranks in order. ``store`` is of this meeting alone; ``serves``: it ends with this process."""
     global _met
     _blamed.clear()
-    _met = _Meeting(store, rank, os.getpid(), tuple(map(_read, signs)))
+    _met = _Meeting(store, rank, os.getpid(), tuple(map(_read, signs)), serves)
 
 
 def forget() -> None:
@@ -113,10 +119,12 @@ def _here() -> _Meeting | None:
 
 def leave(why: str = "") -> None:
     """Tell the others that this process makes no more calls, and why."""
+    global _last
     here = _here()
     if here is None:
         return
     forget()
+    _last = here
     error = last_error()
     if not why and error is not None:
         why = described(error)[:300].removesuffix(": ")
@@ -132,13 +140,28 @@ def distance(reason: str) -> int:
 
 
 def let_go_first() -> None:
-    """When this process ends because others have failed: they end first, so that a launcher takes one of them for the
-    cause.
+    """The last that this process does. When it ends because others have failed, they end first, so that a launcher takes
+    one of them for the cause; then :func:`stay`.
     """
     blamed, end = set(_blamed), time.monotonic() + _FIRST
     while isinstance(last_error(), CommError) and blamed and time.monotonic() < end:
         blamed = {peer for peer in blamed if not _seen(peer)}
         time.sleep(0.01)
+    stay()
+
+
+def stay() -> None:
+    """At the end of a process that serves the store: what all have agreed on there, and only this rank has read yet,
+    the others shall read, too. They have a moment, until they have left or ended.
+    """
+    here, end = _last, time.monotonic() + _STAYING
+    if here is None or not here.serves or here.pid != os.getpid():
+        return
+    others = {rank for rank in range(len(here.peers)) if rank != here.rank}
+    with contextlib.suppress(RuntimeError):
+        while others and not here.store.check([f"left/{rank}" for rank in others]) and time.monotonic() < end:
+            time.sleep(0.01)
+            others = {rank for rank in others if not _seen(here.peers[rank])}
 
 
 # -------------------------------------------------------------------------------------------------------------- asking

@@ -543,8 +543,9 @@ _neighbours: dict[Lease, Neighbour] = {}
 
 def neighbour(lease: Lease) -> Neighbour:
     """The process with these mailboxes. Raises OSError if it cannot be seen."""
-    if lease not in _neighbours:
-        for gone in [lease for lease, each in _neighbours.items() if each.is_gone()]:
-            del _neighbours[gone]
-        _neighbours[lease] = Neighbour(lease)
-    return _neighbours[lease]
+    found = _neighbours.get(lease)
+    if found is None:
+        for gone in [lease for lease, each in list(_neighbours.items()) if each.is_gone()]:
+            _neighbours.pop(gone, None)  # another thread may be here, too
+        found = _neighbours[lease] = Neighbour(lease)
+    return found

@@ -57,6 +57,8 @@ _FIRST_ONE = "look at the messages of that process: it failed first"
 
 # A store outlives shutdown(), so that an init() that follows cannot reach the dying server of the one before.
 _stores: dict[str, Store] = {}
+_served_here: list[Store] = []
+"""Those that end with this process."""
 
 
 def this_host() -> str:
@@ -76,6 +78,7 @@ def tcp_store(host: str, port: int, *, serve: bool, timeout: timedelta, one_mach
     key = f"tcp://{host}:{port}"
     if key not in _stores:
         _stores[key] = _served(host, port, timeout, one_machine) if serve else _reached(host, port, timeout)
+        _served_here.extend([_stores[key]] if serve else [])
     return _stores[key]
 
 
@@ -229,6 +232,7 @@ def local_store(key: str, *, serve: bool, timeout: timedelta) -> Iterator[Store]
     draft.write_text(f"{store.port} {secret}")
     draft.replace(path)
     _stores[key] = store
+    _served_here.append(store)
     try:
         yield store
     finally:
@@ -311,7 +315,7 @@ def join(store: Store, rank: int, size: int, card: str, timeout: timedelta) -> t
     _await(here, "go", rank, size, timeout)
     told = [card.decode() for card in here.multi_get([f"card/{r}" for r in range(size)])]
     signs, cards = zip(*(each.split("\n", 1) for each in told), strict=True)
-    peers.met(here, rank, signs)
+    peers.met(here, rank, signs, serves=any(each is store for each in _served_here))
     return here, list(cards)
 
 

@@ -41,6 +41,7 @@ T = TypeVar("T")
 # How long after the first failure the others may still answer: they may fail alike, or be the failure's cause.
 _PROMPT = 0.1
 _POOL_PROMPT = 1.0
+_FOLLOWS = 1.0  # The same after a CommError: it may follow from the failure of a rank that is slower to say so.
 _GOODBYE = 10.0
 
 
@@ -181,8 +182,8 @@ def _results(what: str, answers: Sequence[Answer], limit: timedelta | None) -> l
     """The results, or the first failure as an error; ``what`` was done."""
     failed = [a for a in answers if a.kind in ("died", "error")]
     if failed:
-        # A rank that dies makes its peers fail: it comes first.
-        first = min(failed, key=lambda a: (a.kind == "error", a.when))
+        # A rank that dies, or raises, makes its peers fail: it comes first.
+        first = min(failed, key=lambda a: (a.kind == "error", isinstance(a.value, CommError), a.when))
         _raise_failure(what, first, [a for a in answers if a is not first])
     late = [a for a in answers if a.kind == "late"]
     if late and limit is not None:
@@ -289,7 +290,8 @@ class _Crew:
                 if answer is not None:
                     answers[rank] = answer
                     if answer.kind != "result":
-                        soon = time.monotonic() + prompt
+                        follows = isinstance(answer.value, CommError)
+                        soon = time.monotonic() + (max(prompt, _FOLLOWS) if follows else prompt)
                         deadline = soon if deadline is None else min(deadline, soon)
         return [answers.get(rank) or Answer("late", rank, summary=self._state(rank)) for rank in range(self._ranks)]
 

@@ -494,13 +494,13 @@ class Call:
         """Copy what index i has reduced, if it has or is about to."""
         segment = self._segments[i]
         if wait:
-            waiting = _Wait(self, time.monotonic() + _HELPFUL)
+            waiting, end = _Wait(self, None), time.monotonic() + _HELPFUL
             while (state := segment.cells[STATE]) != _REDUCED:
-                if state != _REDUCING and self._entries[i][LATER]:
+                if (state != _REDUCING and self._entries[i][LATER]) or time.monotonic() > end:
                     return False
                 try:
                     waiting.more([i])
-                except CommError:  # it is slow or gone: everything to do its part is here
+                except CommError:  # it is gone: everything to do its part is here
                     return False
         elif segment.cells[STATE] != _REDUCED:
             return False

@@ -145,6 +145,7 @@ class World:
             )
             for rank in self.ranks
         ]
+        outside, anomaly = RandomState(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         if not _running.acquire(blocking=False):
             fail(
                 "launch",
@@ -152,10 +153,9 @@ class World:
                 got="a call from another thread",
                 fix="one launch at a time: random states and others are global to the process",
             )
-        if self.limit is not None:
-            self._end = time.monotonic() + self.limit.total_seconds()
-        outside, anomaly = RandomState(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        try:
+        try:  # at once: who is interrupted before would leave it locked
+            if self.limit is not None:
+                self._end = time.monotonic() + self.limit.total_seconds()
             with _torch.forward_ad_shared(), self._watched():
                 for thread in threads:
                     thread.start()
