@@ -421,7 +421,7 @@ def run_broken(program: Program, broken: Break, *, caught: bool = True) -> Outco
     go_on(mesh, axes)
     for work, _ in mine.works.values():  # begun before the error: they end too
         with contextlib.suppress(mc.CommError):
-            mc.wait(work, timeout=20)
+            mc.wait(work, timeout=150)
     outcome.again = works_again(mesh, axes)
     return outcome
 
@@ -467,7 +467,7 @@ def axes_of(program: Program, broken: Break | None = None) -> list[Any]:
 def go_on(mesh: mc.Mesh, axes: list[Any]) -> None:
     """What a program does that has caught an error and wants to go on: meet along each axis, and each tuple, in use."""
     for axis in axes:
-        mc.barrier(axis, timeout=20, mesh=mesh)
+        mc.barrier(axis, timeout=150, mesh=mesh)
 
 
 def works_again(mesh: mc.Mesh, axes: list[Any]) -> str:

@@ -36,7 +36,7 @@ def everything(mesh: mc.Mesh, where: Any) -> dict[str, Any]:
         }  # fmt: skip
         (found["message"],) = mc.exchange([(x.cpu(), other)], [(other, (4,), torch.float32)], "a")
         mc.barrier("a")
-        mc.barrier("a", timeout=30)
+        mc.barrier("a", timeout=200)
         objects = all_gather_object({"x": x}, "a")
     out = {name: None if y is None else (y.device.type, y.cpu().tolist()) for name, y in found.items()}
     out["object"] = (objects[0]["x"].device.type, objects[1]["x"].cpu().tolist())
@@ -50,7 +50,7 @@ def rejoined(folder: str, name: str, **options: Any) -> int:
     assert here is not None
     rank = here.rank
     world.shutdown()
-    mc.init(init_method=f"file://{folder}/{name}", rank=rank, world_size=2, timeout=30, **options)
+    mc.init(init_method=f"file://{folder}/{name}", rank=rank, world_size=2, timeout=200, **options)
     return rank
 
 
@@ -64,7 +64,7 @@ def around(folder: str) -> list[Any]:
     plain, odd = everything(mesh, "cpu"), everything(mesh, "toy")
     world.shutdown()
     os.environ["MESHCOMM_SHARED_MEMORY"] = "0"
-    mc.init(init_method=f"file://{folder}/messages", rank=rank, world_size=2, timeout=30, backend="gloo")
+    mc.init(init_method=f"file://{folder}/messages", rank=rank, world_size=2, timeout=200, backend="gloo")
     mesh = mc.make_mesh({"a": 2}, strict=True)
     assert type(mesh.axis("a").link) is detour.DetouredLink
     with pytest.raises(
@@ -78,7 +78,7 @@ def around(folder: str) -> list[Any]:
 
 @needs_toy
 def test_around_what_the_backend_cannot_move(tmp_path: Any) -> None:
-    for plain, odd, again in mc.launch(around, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=100):
+    for plain, odd, again in mc.launch(around, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=280):
         assert odd == again
         for name, value in plain.items():
             if value is None:
@@ -99,7 +99,7 @@ def found_by_torch(folder: str) -> list[Any]:
     assert devices.accelerator() == ("toy", "toyccl")
     assert "toyccl" in devices.backends()
     rank = here.rank
-    mc.init(init_method=f"file://{folder}/toy", rank=rank, world_size=2, timeout=30)
+    mc.init(init_method=f"file://{folder}/toy", rank=rank, world_size=2, timeout=200)
     now = world.current()
     assert now is not None
     assert (now.backend, now.device.type) == ("cpu:gloo,toy:toyccl", "toy")
@@ -114,7 +114,7 @@ def found_by_torch(folder: str) -> list[Any]:
 
 @needs_toy
 def test_an_accelerator_and_its_backend_are_found_by_torch(tmp_path: Any) -> None:
-    for odd, plain in mc.launch(found_by_torch, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=100):
+    for odd, plain in mc.launch(found_by_torch, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=280):
         for name, value in plain.items():
             if value is not None:
                 home = {"message": "toy", "object": "toy"}.get(name, "toy")

@@ -457,11 +457,11 @@ LAUNCHED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("what", LAUNCHED)
 def test_launch_shows_the_rank_that_failed(what: str, tmp_path: Path) -> None:
     program, args, fault, words = LAUNCHED[what]
-    case = {"program": program, "args": args, "fault": fault, "victim": 1, "mesh timeout": 3}
+    case = {"program": program, "args": args, "fault": fault, "victim": 1, "mesh timeout": 3 if "3 s" in words else 200}
     begun = time.monotonic()
     with pytest.raises(mc.CommError) as caught:
-        mc.launch(fault_programs.launched, ranks=2, args=(case, str(tmp_path)), runtime="processes", timeout=100)
-    assert time.monotonic() - begun < 80
+        mc.launch(fault_programs.launched, ranks=2, args=(case, str(tmp_path)), runtime="processes", timeout=280)
+    assert time.monotonic() - begun < 200
     first = str(caught.value).split("\n", 1)[0]
     assert words in first
     if fault in ("raise", "SIGKILL"):

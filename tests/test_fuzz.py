@@ -123,7 +123,7 @@ def test_broken_and_not_caught(example: tuple[Program, Break]) -> None:
 @pytest.fixture(scope="module")
 def guarded4() -> Iterator[WorkerPool]:
     """Four processes under guard. A run that takes as long as the time-out is an error."""
-    with pytest.MonkeyPatch.context() as patch, WorkerPool(4, timeout=40) as pool:
+    with pytest.MonkeyPatch.context() as patch, WorkerPool(4, timeout=200) as pool:
         patch.setenv(GUARD, "1")
         pool.run(mc.rank)
         yield pool

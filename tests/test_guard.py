@@ -34,7 +34,7 @@ from meshcomm.runtime.hooks.wrapped import bare
 
 F64 = torch.float64
 BOTH = ("dp", "tp")
-SOON = 20.0
+SOON = 60.0
 """Seconds: far below the time-out of five minutes, and far above a second, for the machine may be busy."""
 
 GUARDED = ["guarded4", "guarded4_at_the_store"]
@@ -662,7 +662,7 @@ def test_what_is_taken_away_while_it_is_read(monkeypatch: pytest.MonkeyPatch) ->
             return found
 
     served, group = Fleeting(), Group(1, (0, 1), "g")
-    patient = PatientStore(served, 2.0)
+    patient = PatientStore(served, SOON)
     monkeypatch.setattr("meshcomm.runtime.hooks.guard.store._store", [patient])
     shelf, board = StoreShelf("p", 0), StoreBoard(group, 0)
     reads: list[Callable[[], object]] = [
@@ -677,7 +677,7 @@ def test_what_is_taken_away_while_it_is_read(monkeypatch: pytest.MonkeyPatch) ->
                 served.set(key, b"5 7" + 80 * b" ")
             begin = time.monotonic()
             read()
-            assert time.monotonic() - begin < 1
+            assert time.monotonic() - begin < SOON / 2
     finally:
         patient.end()
 

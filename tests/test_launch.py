@@ -124,7 +124,7 @@ if __name__ == "__main__":
         )
     except mc.CommError as error:
         print(error)
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 150  # the time-out is 300 s
 """
 
 

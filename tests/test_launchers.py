@@ -436,7 +436,7 @@ def test_nobody_at_the_port(plain: pytest.MonkeyPatch) -> None:
 
 def meet(callers: list[tuple[int, int]]) -> list[str]:
     """What comes of (rank, size) callers that meet in one store at a time."""
-    limit = timedelta(seconds=5)
+    limit = timedelta(seconds=100)
     server = rendezvous.loopback_server(limit)
     outcomes = [""] * len(callers)
 
@@ -513,7 +513,7 @@ def every_way(folder: str, port: int) -> list[tuple[str, float]]:
         for _ in range(2):
             world.shutdown()
             assert not dist.is_initialized()
-            world.init(**way, rank=rank, world_size=2, timeout=20)
+            world.init(**way, rank=rank, world_size=2, timeout=200)
             seen.append((name, total()))
     return seen
 

@@ -158,7 +158,7 @@ def every_way(folder: str, ports: list[int], parent: int) -> dict[str, list[str]
     for name, (variables, arguments) in ways.items():
         with set_to(variables):
             if name != "launch":
-                world.init(**arguments, timeout=20)
+                world.init(**arguments, timeout=200)
             talk(2)
             seen[name] = listening(tree(parent) if name == "launch" else [os.getpid()])
             mc.barrier("all", mesh=mc.make_mesh({"all": 2}))
@@ -213,7 +213,7 @@ def adopted(folder: str, rank: int) -> list[str]:
     before = len(listening([os.getpid()]))
     local = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     with set_to(local):
-        mesh = mc.make_mesh({"a": 2}, timeout=20)
+        mesh = mc.make_mesh({"a": 2}, timeout=200)
         mc.barrier("a", mesh=mesh)
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         found = listening([os.getpid()])
@@ -231,7 +231,7 @@ sys.path.insert(0, sys.argv[2])
 import test_security
 import meshcomm as mc
 inherited = test_security.sockets([os.getpid()])  # from the launcher
-mc.init(timeout=30)
+mc.init(timeout=200)
 test_security.talk(2)
 pathlib.Path(sys.argv[1], f"rank{mc.make_mesh({'a': -1}).rank}").write_text(json.dumps(
     test_security.listening(test_security.tree(os.getpid()), inherited)))
@@ -307,7 +307,7 @@ def as_nobody(script: str) -> int:
     """Exit status of a shell script of another user."""
     nobody = 65534
     return subprocess.run(["/bin/sh", "-c", script], user=nobody, group=nobody, extra_groups=(), capture_output=True,
-                          timeout=20, check=False, cwd="/").returncode  # fmt: skip
+                          timeout=280, check=False, cwd="/").returncode  # fmt: skip
 
 
 @LINUX

@@ -163,10 +163,10 @@ def groups_of_torch() -> tuple[bool, bool, list[int]]:
         mesh = mc.make_mesh({"s": 4})
         group = bare(mesh.axis("s").link).group
         numbers.append(id(group))
-        mc.barrier("s", timeout=30, mesh=mesh)
+        mc.barrier("s", timeout=200, mesh=mesh)
         del mesh, group
         gc.collect()
-        mc.barrier("q", timeout=30, mesh=first)
+        mc.barrier("q", timeout=200, mesh=first)
     return own[0] is own[1], links[0].base is links[1].base, [numbers.count(each) for each in numbers]
 
 

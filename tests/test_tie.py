@@ -218,6 +218,7 @@ def waited_for() -> str:
     """Rank 1 comes only when the others have given up."""
     usual, short = mc.make_mesh({"a": 4}), mc.make_mesh({"a": 4}, timeout=2)
     w = torch.ones(4, requires_grad=True)
+    mc.barrier("a", mesh=usual)  # however late one of them begins
     y, text = mc.all_gather(w * 2, "a", mesh=short), ""
     if usual.rank != 1:
         with pytest.raises(mc.CommError) as caught:

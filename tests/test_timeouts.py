@@ -119,7 +119,7 @@ def test_calls_that_are_given_up(pool4: Any) -> None:
     assert told.keys() == CALLS.keys()
     for name, text in told.items():
         seconds, _, text = text.partition(" ")
-        assert float(seconds) < 10
+        assert float(seconds) < LONG / 2
         where = "recv" if name == "send and recv" else name.split()[0]
         assert re.match(rf"meshcomm\.{where}: ind(ex|ices) [\d, ]+ did not come within 0\.0\d+ s\.", text), text
         assert re.search(r"over 'a' at test_timeouts.py:\d+, here a=0, ", text)
@@ -221,6 +221,7 @@ def meshes() -> tuple[str, int]:
     assert usual.timeout is None
     assert short.timeout == timedelta(seconds=0.5)
     text = ""
+    mc.barrier("a", mesh=usual)  # however late one of them begins
     mc.all_gather(X, "a", mesh=short)
     if usual.rank == 3:
         with pytest.raises(mc.CommError) as caught:

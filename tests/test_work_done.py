@@ -329,7 +329,7 @@ def fork(programs, ranks):
         for rank in range(ranks):
             child = os.fork()
             if child == 0:
-                signal.alarm(60)  # one that hangs ends with -14
+                signal.alarm(250)  # one that hangs ends with -14
                 out = os.open(folder + "/" + str(rank), os.O_WRONLY | os.O_CREAT)
                 os.dup2(out, 1)
                 os.dup2(out, 2)

@@ -22,7 +22,7 @@ from meshcomm.runtime.start.worker import Answer
 from meshcomm.runtime.start.workers import WorkerPool, run_processes
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 60.0
+LIMIT = 280.0
 
 
 def my_rank() -> int:
@@ -39,7 +39,7 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 def gone(pids: list[int]) -> bool:
     """All of these processes end within a few seconds."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + LIMIT
     while time.monotonic() < until:
         alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and state(pid) != "Z"]
         if not alive:
@@ -164,7 +164,7 @@ def test_a_rank_that_raises() -> None:
     assert 'raise ValueError(f"boom on {rank}")' in message
     assert "worker.py" not in message  # The traceback starts with the user's function.
     assert isinstance(caught.value.__cause__, ValueError)
-    assert time.monotonic() - begin < 20  # The others were waiting in a collective, and were not waited for.
+    assert time.monotonic() - begin < LIMIT / 2  # The others were waiting in a collective, and were not waited for.
 
 
 def test_an_exception_that_pickle_cannot_build_again() -> None:
@@ -188,10 +188,17 @@ def test_sys_exit_is_a_failure_too() -> None:
 
 
 @pytest.mark.thorough
-def test_time_out(tmp_path: Path) -> None:
-    words = "(?s)hangs did not end within 4 s on rank 1; all ranks were ended.*got: done: 2 of 3 ranks.*longer timeout="
+def test_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up soon after the ranks stand, however long their start takes."""
+    work = workers._Crew.work
+    monkeypatch.setattr(
+        workers._Crew, "work", lambda self, task, _, prompt: work(self, task, time.monotonic() + 8, prompt)
+    )
+    words = (
+        "(?s)hangs did not end within 280 s on rank 1; all ranks were ended.*got: done: 2 of 3 ranks.*longer timeout="
+    )
     with pytest.raises(CommError, match=words):
-        run_processes(hangs, 3, (str(tmp_path), 1), timeout=4)
+        run_processes(hangs, 3, (str(tmp_path), 1), timeout=LIMIT)
     pids = noted_pids(tmp_path)
     assert len(pids) == 3
     assert gone(pids)
@@ -235,14 +242,14 @@ def test_a_backend_that_is_not_there_is_the_users_error() -> None:
 
 
 @pytest.mark.thorough
-def test_a_pool_keeps_its_processes_and_replaces_broken_ones(tmp_path: Path) -> None:
-    with WorkerPool(2, timeout=20) as pool:
+def test_a_pool_keeps_its_processes_and_replaces_broken_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkerPool(2, timeout=LIMIT) as pool:
         first = pool.run(own_pid)
         assert pool.run(own_pid) == first
         # Refused on every rank before any communication: nothing is broken.
-        with pytest.raises(
-            CommError, match="(?s)failed in refuses: MeshError: meshcomm.test: refused.*also failed: rank"
-        ):
+        words = "(?s)failed in refuses: MeshError: meshcomm.test: refused.*also failed: rank"
+        with monkeypatch.context() as patch, pytest.raises(CommError, match=words):
+            patch.setattr(workers, "_POOL_PROMPT", LIMIT)  # however much later the other one says so
             pool.run(refuses)
         assert pool.run(own_pid) == first
         # One rank failed while the other waited for it.
@@ -286,9 +293,9 @@ def main(folder):
         time.sleep(1000)
     return float(x)
 """
-GUARDED = "\nif __name__ == '__main__':\n    print(run_processes(main, 2, (sys.argv[1],), timeout=60))\n"
-UNGUARDED = "\nprint(run_processes(main, 2, (sys.argv[1],), timeout=60))\n"
-LEFT_OPEN = GUARDED + "    pool = WorkerPool(2, timeout=60)\n    print(pool.run(main, sys.argv[1] + '/pool'))\n"
+GUARDED = "\nif __name__ == '__main__':\n    print(run_processes(main, 2, (sys.argv[1],), timeout=280))\n"
+UNGUARDED = "\nprint(run_processes(main, 2, (sys.argv[1],), timeout=280))\n"
+LEFT_OPEN = GUARDED + "    pool = WorkerPool(2, timeout=280)\n    print(pool.run(main, sys.argv[1] + '/pool'))\n"
 
 
 def start(tmp_path: Path, body: str, *more: str, interrupts: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen[str]:
@@ -304,7 +311,7 @@ def start(tmp_path: Path, body: str, *more: str, interrupts: signal.Handlers = s
 
 
 def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
-    until = time.monotonic() + 60
+    until = time.monotonic() + LIMIT
     while time.monotonic() < until and process.poll() is None:
         pids = [path.read_text() for path in folder.glob("pid*")]
         if len(pids) == 2 and all(pids):
@@ -357,7 +364,7 @@ def test_no_orphans_when_the_parent_is_ended(tmp_path: Path) -> None:
             os.killpg(process.pid, number)  # As a terminal does: to the whole group.
         else:
             process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=LIMIT)
         assert process.returncode != 0, number
         assert gone(pids), number
         assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT), err
@@ -374,6 +381,6 @@ def test_who_was_started_to_ignore_interrupts_does(tmp_path: Path) -> None:
         process.wait(timeout=1)
     assert {state(pid) for pid in pids}.isdisjoint("ZX")
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT)
     assert process.returncode == -signal.SIGTERM
     assert gone(pids)
