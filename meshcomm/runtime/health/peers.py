@@ -140,7 +140,7 @@ def distance(reason: str) -> int:
 
 
 def let_go_first() -> None:
-    """The last that this process does. When it ends because others have failed, they end first, so that a launcher takes
+    """The last that a process does. When it ends because others have failed, they end first, so that a launcher takes
     one of them for the cause; then :func:`stay`.
     """
     blamed, end = set(_blamed), time.monotonic() + _FIRST
