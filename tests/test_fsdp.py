@@ -1085,7 +1085,7 @@ def test_other_dtypes_and_loads_afterwards() -> None:
 def test_what_is_wrong_is_said_on_every_rank() -> None:
     mesh = mc.make_mesh({"fsdp": 2})
     cases: list[tuple[str, Callable[[], Any]]] = [
-        ("expected an nn.Module", lambda: fully_shard("net", "fsdp", grads="sum", mesh=mesh)),  # type: ignore[type-var]
+        ("not a torch.nn.Module but str", lambda: fully_shard("net", "fsdp", grads="sum", mesh=mesh)),  # type: ignore[type-var]
         ("no axis 'tp'", lambda: fully_shard(model(), "tp", grads="sum", mesh=mesh)),
         ("grads='avg'", lambda: fully_shard(model(), "fsdp", grads="avg", mesh=mesh)),
         ("prefetch=-1", lambda: fully_shard(model(), "fsdp", grads="sum", prefetch=-1, mesh=mesh)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import settled
-from meshcomm.watch import here
+from meshcomm.watch import paused
 
 __all__ = ["agree", "begin_to_agree"]
 
@@ -26,8 +25,7 @@ def agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "
 
 def begin_to_agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "") -> Any:
     """The same; over ``axis.later`` a Pending of it."""
-    watched = contextlib.nullcontext() if here.watcher is None else here.watcher.paused()
-    with watched, torch.no_grad():
+    with paused(), torch.no_grad():
         what = "broadcast" if src is not None else "all_reduce" if op else "all_gather"
         if axis.link.hears:
             given = {"src": src} if src is not None else {"op": op} if op else {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from meshcomm.errors import MeshError, fail, is_held, names, shape_text, text
-from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.transports.exact import MOST_RANKS
 
@@ -283,8 +283,7 @@ def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tup
 
 def apart(where: str, axis: Axis, other: AxisName, name: str) -> None:
     """Two axes have no part in common; said before there are links along the other one."""
-    theirs = other if isinstance(other, tuple) else (other,)
-    both = [part for part in (axis.name if isinstance(axis.name, tuple) else (axis.name,)) if part in theirs]
+    both = [part for part in axes_in(axis.name) if part in axes_in(other)]
     if both:
         what = f"axis {axis.name!r} and {name} {other!r} have {names(both)} in common."
         explain(where, what, axis, fix="each axis of the mesh in one of them")

@@ -66,13 +66,15 @@ class LaterOfLocal(TypedDict, total=False):
     bucket_mb: float
 
 
-def aside(fn: Callable[..., Any], x: Any, axis: Any, /, *args: Any, timeout: Any, async_op: bool, **how: Any) -> Any:
-    """A call of ``fn``, a public collective, that is watched or has a time-out: by who watches, or begun, waited for so
-    long, and given up then. Each of the two calls ``fn`` again without itself.
+def aside(fn: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """A call of ``fn``, a public collective, with these arguments, that is watched or has a time-out: by who watches,
+    or begun, waited for so long, and given up then. Each of the two calls ``fn`` again without itself.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(fn, x, axis, *args, timeout=timeout, async_op=async_op, **how)
-    return limited(fn, timeout, async_op, x, axis, *args, **how)
+    if here.watcher is None:
+        return limited(fn, given.pop("timeout"), given.pop("async_op"), **given)
+    if "x" not in given:
+        return here.watcher.made(fn, given["axis"], given["mesh"], **given)
+    return here.watcher.collective(fn, given.pop("x"), given.pop("axis"), **given)
 
 
 def carried(

@@ -28,7 +28,7 @@ from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
-from meshcomm.work import Work, begun, checked_limit, limited
+from meshcomm.work import Work, begun, checked_limit
 
 __all__ = ["barrier", "exchange", "gather", "recv", "reduce", "scatter", "send"]
 
@@ -129,7 +129,7 @@ def reduce(
     Source: MPI_Reduce.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(reduce, x, axis, dst, op, mesh=mesh, async_op=async_op, timeout=timeout)
+        return aside(reduce, locals())
     ax = check.axis_of("reduce", axis, mesh)
     check.tensor("reduce", x, ax)
     check.reducible("reduce", x, op, ax)
@@ -194,7 +194,7 @@ def gather(
     Source: MPI_Gather.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(gather, x, axis, dst, dim, mesh=mesh, async_op=async_op, timeout=timeout)
+        return aside(gather, locals())
     ax = check.axis_of("gather", axis, mesh)
     check.tensor("gather", x, ax)
     dst = check.checked_index("gather", dst, ax, "dst")
@@ -270,10 +270,8 @@ def scatter(
 
     Source: MPI_Scatter.
     """
-    if here.watcher is not None:
-        return here.watcher.collective(scatter, x, axis, src, dim, like, mesh=mesh, async_op=async_op, timeout=timeout)
-    if timeout is not None and like is not None:
-        return limited(scatter, timeout, async_op, x, axis, src, dim, like, mesh=mesh)
+    if here.watcher is not None or (timeout is not None and like is not None):
+        return aside(scatter, locals())
     end = None if timeout is None else time.monotonic() + checked_limit("scatter", timeout, async_op)
     ax = check.axis_of("scatter", axis, mesh)
     src = check.checked_index("scatter", src, ax, "src")
@@ -412,7 +410,7 @@ def send(
     Source: MPI_Send.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(send, x, axis, dst, tag, mesh=mesh, async_op=async_op, timeout=timeout)
+        return aside(send, locals())
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
@@ -472,22 +470,8 @@ def recv(
 
     Source: MPI_Recv.
     """
-    if here.watcher is not None:
-        return here.watcher.made(
-            recv,
-            axis,
-            mesh,
-            axis,
-            src,
-            shape=shape,
-            dtype=dtype,
-            tag=tag,
-            mesh=mesh,
-            async_op=async_op,
-            timeout=timeout,
-        )
-    if timeout is not None:
-        return limited(recv, timeout, async_op, axis, src, shape=shape, dtype=dtype, tag=tag, mesh=mesh)
+    if here.watcher is not None or timeout is not None:
+        return aside(recv, locals())
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
@@ -550,12 +534,8 @@ def exchange(
 
     Source: MPI_Sendrecv; ``torch.distributed.batch_isend_irecv``.
     """
-    if here.watcher is not None:
-        return here.watcher.made(
-            exchange, axis, mesh, sends, recvs, axis, mesh=mesh, async_op=async_op, timeout=timeout
-        )
-    if timeout is not None:
-        return limited(exchange, timeout, async_op, sends, recvs, axis, mesh=mesh)
+    if here.watcher is not None or timeout is not None:
+        return aside(exchange, locals())
     ax = check.axis_of("exchange", axis, mesh)
     posts = [_checked_post("exchange", entry, ax) for entry in _entries(sends, "sends", ax)]
     wants = [_checked_want("exchange", entry, ax) for entry in _entries(recvs, "recvs", ax)]

@@ -235,7 +235,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     Source: ``jax.lax.pvary``; Megatron's copy to the tensor parallel region.
     """
     if here.watcher is not None:
-        return here.watcher.collective(pvary, x, axis, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op)
+        return aside(pvary, locals())
     ax = check.axis_of("pvary", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("pvary", x, ax)
@@ -319,9 +319,7 @@ def all_reduce(
     Source: MPI_Allreduce; ``jax.lax.psum``; Megatron's reduce from the tensor parallel region.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(
-            all_reduce, x, axis, op, exact=exact, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout
-        )
+        return aside(all_reduce, locals())
     ax = check.axis_of("all_reduce", axis, mesh)
     rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
     if isinstance(x, Tensor):  # the one that is called most, at no call more than needed
@@ -422,19 +420,7 @@ def reduce_scatter(
     Source: MPI_Reduce_scatter; ``jax.lax.psum_scatter(tiled=True)``; sequence parallelism in Megatron.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(
-            reduce_scatter,
-            x,
-            axis,
-            dim,
-            op,
-            sizes,
-            exact=exact,
-            mesh=mesh,
-            bucket_mb=bucket_mb,
-            async_op=async_op,
-            timeout=timeout,
-        )
+        return aside(reduce_scatter, locals())
     where = "reduce_scatter"
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
@@ -508,7 +494,7 @@ def broadcast(
     Source: MPI_Bcast; ``jax.lax.pbroadcast``.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(broadcast, x, axis, src, mesh=mesh, bucket_mb=bucket_mb, async_op=async_op, timeout=timeout)
+        return aside(broadcast, locals())
     ax = check.axis_of("broadcast", axis, mesh)
     params = (check.checked_index("broadcast", src, ax, "src"),)
     return carried(_BROADCAST, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))

@@ -12,10 +12,10 @@ from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import AxisName, Mesh, axes_in
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.random_state import RandomState, mixed
-from meshcomm.watch import here
+from meshcomm.watch import here, paused
 
 __all__ = ["fork_rng", "forks_open", "sync_seed"]
 
@@ -59,8 +59,7 @@ def sync_seed(axis: AxisName, *, mesh: Mesh | None = None) -> int:
 
 def _agreed(where: str, axis: AxisName, mesh: Mesh | None) -> int:
     ax = check.axis_of(where, axis, mesh)
-    watched = contextlib.nullcontext() if here.watcher is None else here.watcher.paused()
-    with watched, _torch.outside_transforms(), _torch.without_modes():
+    with paused(), _torch.outside_transforms(), _torch.without_modes():
         seed = int(torch.empty(1, dtype=torch.int64, device="cpu").random_().item())
     return agree([seed], ax, 0)[0][0]
 
@@ -132,7 +131,7 @@ def fork_rng(axis: AxisName | tuple[()], *, seed: int | None = None, mesh: Mesh 
     """
     where = "fork_rng"
     over = check.mesh_of(where, axis, mesh)
-    parts = axis if isinstance(axis, tuple) else (axis,)
+    parts = axes_in(axis)
     sizes = over.shape
     if parts:
         over.size_of(axis, where)

@@ -15,6 +15,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.runtime.ops import Op
 
 __all__ = ["SyncBatchNorm", "convert_batch_norm", "sync_batch_norm"]
@@ -216,9 +217,7 @@ def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -
 
     Source: ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``.
     """
-    if not isinstance(module, nn.Module):
-        what = f"module is not a torch.nn.Module but {type(module).__name__}."
-        fail("convert_batch_norm", what, fix="pass a module")
+    checked_module("convert_batch_norm", module)
     ax = check.axis_of("convert_batch_norm", axis, mesh)
     made: dict[nn.Module, nn.Module] = {}
 

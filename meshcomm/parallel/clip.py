@@ -5,7 +5,6 @@ n = number of ranks of the mesh, a = number of its axes.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName, Mesh, current_mesh
-from meshcomm.parallel.cut_parameters import meshes_of, parts_of
+from meshcomm.mesh import Mesh, axes_in
+from meshcomm.parallel.cut_parameters import checked_module, parts_of, widest_mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.spmd.types.vma import declared
-from meshcomm.watch import here
+from meshcomm.watch import here, paused
 
-__all__ = ["clip_grad_norm", "whole_mesh"]
+__all__ = ["clip_grad_norm"]
 
 _WHERE = "clip_grad_norm"
 
@@ -69,16 +68,15 @@ def clip_grad_norm(
 
     Source: ``torch.nn.utils.clip_grad_norm_``, which would take a norm of each rank's own, and is refused.
     """
-    if not isinstance(module, nn.Module):
-        fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
+    checked_module(_WHERE, module)
     if not isinstance(norm_type, (int, float)) or not norm_type > 0:
         fail(_WHERE, f"norm_type={norm_type!r} is not positive.", fix="2.0, or math.inf")
     if not isinstance(max_norm, Tensor) and (not isinstance(max_norm, (int, float)) or not max_norm >= 0):
         fail(_WHERE, f"max_norm={max_norm!r} is not a norm.", fix="a number from 0 on")
-    over = whole_mesh(_WHERE, module, mesh)
+    over = check.mesh_of(_WHERE, "", widest_mesh(module) if mesh is None else mesh)
     watcher = here.watcher
     with torch.no_grad():
-        with contextlib.nullcontext() if watcher is None else watcher.paused():
+        with paused():
             sums = _Sums(module, over, float(norm_type))
             total = sums.total()
             factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -89,15 +87,6 @@ def clip_grad_norm(
             if p.grad is not None:
                 p.grad.mul_(factor.to(p.grad.device, p.grad.real.dtype if p.grad.is_complex() else p.grad.dtype))
     return total
-
-
-def whole_mesh(where: str, module: nn.Module, mesh: Mesh | None) -> Mesh:
-    """``mesh``, or the largest of the current one and those over which the module is spread."""
-    if mesh is not None:
-        return check.mesh_of(where, "", mesh)
-    current = current_mesh()
-    known = [*([] if current is None else [current]), *meshes_of(module)]
-    return max(known, key=lambda each: each.size) if known else check.mesh_of(where, "", None)
 
 
 class _Sums:
@@ -139,7 +128,7 @@ class _Sums:
         ranks, elsewhere = self.mesh.size, 1
         for part in self.parts.get(id(p), ()):
             if _same(part.mesh, self.mesh):
-                cut |= set(_flat_names(part.axis))
+                cut |= set(axes_in(part.axis))
             else:
                 elsewhere *= part.mesh.size_of(part.axis)
         if elsewhere == 1:
@@ -198,10 +187,6 @@ class _Sums:
             got=f"norms from {low.item() ** power:.6g} to {high.item() ** power:.6g}; mesh {self.mesh.shape}",
             fix=f"mc.mark_varying(module, {axis!r}) if each rank has other weights there; else reduce gradients before",
         )
-
-
-def _flat_names(axis: AxisName) -> tuple[str, ...]:
-    return axis if isinstance(axis, tuple) else (axis,)
 
 
 def _same(one: Mesh, other: Mesh) -> bool:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from meshcomm._torch import watch_total_norms
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.parallel.global_places import Place
 
 __all__ = [
-    "Dim", "Flat", "Part", "know", "meshes_of", "parts_inside", "parts_of", "place_of", "places_of",
-    "refuse_copies", "refuse_overlap",
+    "Dim", "Flat", "Part", "checked_module", "know", "parts_inside", "parts_of", "place_of", "places_of",
+    "refuse_copies", "refuse_overlap", "widest_mesh",
 ]  # fmt: skip
 
 
@@ -81,9 +81,16 @@ def _told(part: nn.Module) -> Iterator[tuple[Mesh, Iterable[Part]]]:
             yield told
 
 
-def meshes_of(module: nn.Module) -> list[Mesh]:
-    """Those over which adaptors have spread the module or parts of it."""
-    return list(dict.fromkeys(mesh for part in module.modules() for mesh, _ in _told(part)))
+def checked_module(where: str, module: object) -> None:
+    """It is a module."""
+    if not isinstance(module, nn.Module):
+        fail(where, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
+
+
+def widest_mesh(module: nn.Module) -> Mesh | None:
+    """The largest of the current mesh and those over which adaptors have spread the module or parts of it, if any."""
+    known = [current_mesh(), *(mesh for part in module.modules() for mesh, _ in _told(part))]
+    return max(filter(None, known), key=lambda mesh: mesh.size, default=None)
 
 
 def parts_of(where: str, module: nn.Module) -> dict[int, list[Part]]:

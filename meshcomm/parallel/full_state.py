@@ -17,8 +17,9 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, Mesh
 from meshcomm.objects.objects import all_gather_object, gather_object
 from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, dotted, named, state_names
-from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks, checked_module
+from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks
 from meshcomm.parallel.checkpoint.whole import load
+from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.global_places import Place
 from meshcomm.runtime.ops import Op
 
@@ -71,7 +72,7 @@ def full_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` with ``full_state_dict=True``.
     """
     where = "full_state_dict"
-    checked_module(where, module, None)
+    checked_module(where, module)
     if shared not in ("copy", "drop"):
         fail(where, f"shared={shared!r} is neither 'copy' nor 'drop'.", fix="one of them")
     axis = all_ranks(where, module, mesh)
@@ -172,7 +173,7 @@ def load_full_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.set_model_state_dict`` with ``full_state_dict=True``.
     """
     where = "load_full_state_dict"
-    checked_module(where, module, None)
+    checked_module(where, module)
     axis = all_ranks(where, module, mesh)
     if isinstance(state_or_path, (str, os.PathLike)) and os.path.isdir(state_or_path):
         load(state_or_path, module, random=False, mesh=axis.mesh)

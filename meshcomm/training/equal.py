@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import struct
 from collections import Counter
@@ -25,7 +24,7 @@ from meshcomm.spmd.types.check_vma import checked_axes
 from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.rules.operands import text_of
 from meshcomm.spmd.types.vma import Type, behind, marked
-from meshcomm.watch import here
+from meshcomm.watch import here, paused
 
 __all__ = ["assert_invariant", "assert_varying", "varying_axes"]
 
@@ -177,8 +176,7 @@ def assert_invariant(tree: Any, axes: AxisName, *, mesh: Mesh | None = None) -> 
         [None, None, None]
     """
     where = "assert_invariant"
-    watched = contextlib.nullcontext() if here.watcher is None else here.watcher.paused()
-    with watched, torch.no_grad():
+    with paused(), torch.no_grad():
         ax = check.axis_of(where, axes, mesh)
         with outside_transforms():
             found = {path: _digest(where, leaf, path, ax) for path, leaf in _values(tree)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import NoReturn
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from meshcomm._torch import without_modes
 from meshcomm.errors import fail, shape_text
-from meshcomm.watch import here
+from meshcomm.watch import here, paused
 
 __all__ = ["split_rows"]
 
@@ -56,7 +55,7 @@ def split_rows(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     Source: the splitting by ``tokens_per_expert.tolist()`` in dropless mixtures of experts.
     """
     _checked(rows, counts)
-    with contextlib.nullcontext() if here.watcher is None else here.watcher.paused(), without_modes():
+    with paused(), without_modes():
         values, total = counts.tolist(), rows.shape[0]
     parts = values if here.watcher is None else here.watcher.numbers(counts, values, _WHERE)
     if any(value < 0 for value in values):

@@ -11,15 +11,15 @@ from torch import nn
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail
 from meshcomm.make_mesh import make_mesh
-from meshcomm.mesh import Axis, Mesh, current_mesh
+from meshcomm.mesh import Axis, Mesh
 from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.parallel.checkpoint.files import Metadata, SavePlan, global_plan, local_plan
 from meshcomm.parallel.checkpoint.parts import Entries, Path
-from meshcomm.parallel.cut_parameters import meshes_of
+from meshcomm.parallel.cut_parameters import checked_module, widest_mesh
 from meshcomm.parallel.fingerprints import Fingerprint, differ
 
-__all__ = ["Shares", "Team", "Together", "all_ranks", "checked_module", "merged"]
+__all__ = ["Shares", "Team", "Together", "all_ranks", "checked_both", "merged"]
 
 T = TypeVar("T")
 
@@ -160,18 +160,13 @@ def _refuse_others(where: str, every: Sequence[_Here]) -> None:
 
 def all_ranks(where: str, module: nn.Module, mesh: Mesh | None) -> Axis:
     """All ranks as one axis: of ``mesh``, or of the largest of the current mesh and those of the module."""
-    if mesh is None:
-        current = current_mesh()
-        known = [*([] if current is None else [current]), *meshes_of(module)]
-        mesh = max(known, key=lambda each: each.size) if known else make_mesh({"rank": -1})
-    here = check.mesh_of(where, "", mesh)
+    here = check.mesh_of(where, "", mesh if mesh is not None else widest_mesh(module) or make_mesh({"rank": -1}))
     return here.axis(here.axis_names, where)
 
 
-def checked_module(where: str, module: object, optimizer: object) -> None:
+def checked_both(where: str, module: object, optimizer: object) -> None:
     """They are a module, and an optimiser or None."""
-    if not isinstance(module, nn.Module):
-        fail(where, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
+    checked_module(where, module)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         what = f"optimizer is not a torch.optim.Optimizer but {type(optimizer).__name__}."
         fail(where, what, fix="an optimiser of the module's parameters, or None")

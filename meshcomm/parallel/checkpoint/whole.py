@@ -27,7 +27,7 @@ from meshcomm.parallel.checkpoint.files import (
 from meshcomm.parallel.checkpoint.parts import Entries, Path, collect, plain_problem
 from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, random_states, set_random_states
-from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_module, merged
+from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_both, merged
 from meshcomm.runtime.ops import Op
 
 __all__ = ["Checkpoint", "latest", "load", "save"]
@@ -120,7 +120,7 @@ def save(
     """
     where = "checkpoint.save"
     root = Root(_checked_path(where, path))
-    checked_module(where, module, optimizer)
+    checked_both(where, module, optimizer)
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if value is not None and (not check.whole_number(value) or value < least):
             fail(where, f"{name}={value!r} is not a number from {least} on.", fix=f"an int from {least} on, or None")
@@ -211,7 +211,7 @@ def load(
     """
     where = "checkpoint.load"
     root = Root(_checked_path(where, path))
-    checked_module(where, module, optimizer)
+    checked_both(where, module, optimizer)
     if not isinstance(keys, tuple) or len(keys) != 2 or not all(isinstance(key, str) for key in keys):
         fail(where, f"keys={keys!r} are not two names.", fix='("model", "optim")')
     axis = all_ranks(where, module, mesh)

@@ -26,7 +26,7 @@ from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.cut_parameters import know, refuse_overlap
+from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overlap
 from meshcomm.parallel.data.means import Mean, checked_mean, mean_of
 from meshcomm.parallel.stand_ins import Around, leaves_of, refuse_sliced, seen_as, sites_of
 from meshcomm.runtime.ops import Op
@@ -119,8 +119,7 @@ def data_parallel(
 
     Source: DistributedDataParallel; Goyal et al., 2017.
     """
-    if not isinstance(module, nn.Module):
-        fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
+    checked_module(_WHERE, module)
     ax = check.axis_of(_WHERE, axis, mesh)
     _checked("grads", grads, ("sum", "mean"))
     checked_mean(_WHERE, grads, ax.mesh, mean_over)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 
 __all__ = ["Mean", "checked_mean", "mean_of"]
 
@@ -37,7 +37,7 @@ class Mean:
 
     def __init__(self, mesh: Mesh, reduced: tuple[str, ...], over: AxisName | None) -> None:
         self.mesh, self.reduced, self.told = mesh, reduced, over is not None
-        self.over = reduced if over is None else _flat(over)
+        self.over = reduced if over is None else axes_in(over)
         self.share = self._share()
         """By which the averages are to be multiplied."""
 
@@ -49,7 +49,7 @@ class Mean:
         them: tokens that an all_to_all has just brought. It is right for experts, and doubles the gradients of others.
         """
         for axis in () if self.told else _came_over(given):
-            more = [name for name in _flat(axis.name) if name not in self.over]
+            more = [name for name in axes_in(axis.name) if name not in self.over]
             if more and axis.mesh is self.mesh and axis.size > 1:
                 over, alone = (*self.over, *more), self.over if len(self.over) > 1 else self.over[0]
                 fail(
@@ -81,7 +81,7 @@ def mean_of(
     """What is known of the mean of a module's loss; it is told of modules around it and inside. None for sums."""
     if grads != "mean":
         return None
-    mine = Mean(mesh, tuple(name for axis in reduced for name in _flat(axis)), over)
+    mine = Mean(mesh, tuple(name for axis in reduced for name in axes_in(axis)), over)
     vars(module)[_NAME] = mine
     for part in module.modules():
         inner = vars(part).get(_NAME)
@@ -106,7 +106,3 @@ def _came_over(given: tuple[Any, ...]) -> Iterator[Axis]:
                 yield axis
         elif name in _MOVES and len(nodes) < _FEW:
             nodes += [other for other, _ in node.next_functions if other is not None]
-
-
-def _flat(axis: AxisName) -> tuple[str, ...]:
-    return axis if isinstance(axis, tuple) else (axis,)

@@ -19,7 +19,7 @@ from meshcomm.collectives.one_rank import scatter
 from meshcomm.collectives.reduce import broadcast
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.cut_parameters import refuse_copies, refuse_overlap
+from meshcomm.parallel.cut_parameters import checked_module, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.fsdp import recurrent
@@ -139,8 +139,7 @@ def fully_shard(
     Source: ZeRO stage 3; torch's ``fully_shard``, whose result it is with ``grads="mean"``.
     """
     where = "fully_shard"
-    if not isinstance(module, nn.Module):
-        fail(where, f"expected an nn.Module, got {type(module).__name__}.", fix="pass a module")
+    checked_module(where, module)
     ax = check.axis_of(where, axis, mesh)
     if replica_axis is not None:
         check.apart(where, ax, replica_axis, "replica_axis")

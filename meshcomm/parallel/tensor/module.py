@@ -16,7 +16,7 @@ from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.collectives.reduce import broadcast, pvary
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.cut_parameters import Dim, Part, know, refuse_copies, refuse_overlap
+from meshcomm.parallel.cut_parameters import Dim, Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.stand_ins import PLAIN_TABLES, Around, Site, become, refuse_sliced, seen_as
 from meshcomm.parallel.tensor.functions import enter, heads_of, leave, vocab_embedding
@@ -126,8 +126,7 @@ def tensor_parallel(
 
     Source: Megatron-LM; torch's ``parallelize_module``.
     """
-    if not isinstance(module, nn.Module):
-        fail(_WHERE, f"module is not a torch.nn.Module but {type(module).__name__}.", fix="pass a module")
+    checked_module(_WHERE, module)
     ax = check.axis_of(_WHERE, axis, mesh)
     claim(module, _WHERE)
     if _HERE in vars(module):

@@ -10,7 +10,6 @@ by the module or by anybody else, and how much of it, makes no difference to eit
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from types import CodeType
 from typing import Any
@@ -21,8 +20,8 @@ from torch import nn
 from meshcomm import _torch
 from meshcomm.collectives.reduce import broadcast
 from meshcomm.collectives.seeds import sync_seed
-from meshcomm.mesh import AxisName, Mesh
-from meshcomm.watch import here
+from meshcomm.mesh import AxisName, Mesh, axes_in
+from meshcomm.watch import here, paused
 
 __all__ = ["Streams"]
 
@@ -59,7 +58,7 @@ class Streams:
 
     def __init__(self, module: nn.Module, mesh: Mesh, name: AxisName) -> None:
         self.mesh, self.name = mesh, name
-        self._names = frozenset(name if isinstance(name, tuple) else (name,))
+        self._names = frozenset(axes_in(name))
         self._mark = _MARK << 4 | zlib.crc32(repr((name, mesh.size_of(name))).encode()) & 15
         self._parts = [part for part in module.modules() if _draws(part)]
         self.seen = False
@@ -97,8 +96,7 @@ class Streams:
     def make_equal(self) -> None:
         """The generators of all ranks along the axis go on as that of index 0."""
         axis = self.mesh.axis(self.name)
-        watched = contextlib.nullcontext() if here.watcher is None else here.watcher.paused()
-        with watched, _torch.outside_transforms(), _torch.without_modes(), torch.no_grad():
+        with paused(), _torch.outside_transforms(), _torch.without_modes(), torch.no_grad():
             for generator in self._generators() if axis.size > 1 else ():
                 state = generator.get_state()
                 there = state if axis.link.check_device(state.device) is None else state.to(self.mesh.device)
