@@ -28,7 +28,7 @@ from meshcomm.runtime.whose import Whose
 from meshcomm.watch import here
 from meshcomm.work import Work, begun
 
-__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter"]
+__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter", "with_gradient_over"]
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
@@ -65,6 +65,11 @@ def _local_factor(x: Tensor, y: Tensor, axis: Axis, op: str) -> Tensor:
         return torch.where(mine.view(-1, *[1] * x.ndim), 1, everyone).prod(0)
     attained = ((x == y) | (x.isnan() & y.isnan())).to(x.dtype).detach()
     return attained / _sum_over(attained, axis)
+
+
+def with_gradient_over(x: Tensor, axis: Axis, n: float) -> Tensor:
+    """The same values; their gradients are divided by ``n``."""
+    return apply(_PVARY_OF_A_MEAN, x, axis, (n,))
 
 
 def _run_all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
@@ -135,6 +140,9 @@ REDUCE_SCATTER = Op(
 BROADCAST = Op("broadcast", "V -> I", compared=("src",), primitive="broadcast")
 
 _PVARY = Rule(PVARY, (), lambda x, axis: x.view_as(x), _sum_over)
+_PVARY_OF_A_MEAN = Rule(
+    PVARY, ("n",), lambda x, axis, n: x.view_as(x), lambda g, axis, n: g / n, key="pvary, of a mean"
+)
 _ALL_REDUCE = Rule(
     ALL_REDUCE,
     ("op",),

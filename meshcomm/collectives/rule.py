@@ -57,6 +57,7 @@ class Rule:
         saves: bool = False,
         ragged: str | None = None,
         whose: str | None = None,
+        key: str = "",
     ) -> None:
         """``run(x, axis, *params)``; ``transpose(g, axis, *params)``. Of the params those that are compared stand
         first; those that are dims are moved along when a batch dim comes in front.
@@ -66,10 +67,11 @@ class Rule:
         ragged: the param that names the one dim whose length may differ between ranks, where the transport sees no
             shapes.
         whose: the param, one that is not compared, that says which leaf's gradient it sums; that makes it another rule.
+        key: what it is called among the rules, if not as its Op and those of the two that were named.
         """
         self.op, self.name = op, op.name
         self.local = not op.communicates
-        self.key = f"{self.name}, by value" if saves else self.name if whose is None else f"{self.name}, of a leaf"
+        self.key = key or self.name + (", by value" if saves else "" if whose is None else ", of a leaf")
         self.params = params
         self.run = run
         self.transpose = transpose

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshcomm.collectives.reduce import broadcast
 from meshcomm.errors import fail
+from meshcomm.mesh import Axis
 
-__all__ = ["PLAIN_TABLES", "Around", "Site", "become", "leaves_of", "refuse_sliced", "seen_as", "sites_of"]
+__all__ = [
+    "PLAIN_TABLES", "Around", "Site", "become", "leaves_of", "refuse_sliced", "seen_as", "sites_of", "take_from",
+]  # fmt: skip
 
 
 PLAIN_TABLES = (dict, OrderedDict)
@@ -34,6 +38,17 @@ def become(p: Tensor, values: Tensor) -> None:
         other = torch.float32 if p.dtype == torch.float64 else torch.float64
         p.data = torch.empty(0, dtype=other, device=p.device)
     p.data = values
+
+
+@torch.no_grad()
+def take_from(src: int, tensors: Sequence[Tensor], axis: Axis, bucket_mb: float = 25) -> None:
+    """The values of index ``src``, in place and without a trace for autograd: what it has saved and is equal already
+    stays as it was.
+    """
+    whole = [x.detach() for x in tensors]
+    if whole:
+        for x, y in zip(whole, broadcast(whole, axis.name, src, mesh=axis.mesh, bucket_mb=bucket_mb), strict=True):
+            x.data.copy_(y)
 
 
 class Site(NamedTuple):

@@ -23,16 +23,16 @@ from meshcomm._torch import dual_level_open, functorch_active, version_of
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.overlap import How, sums_alone, vary_tree
-from meshcomm.collectives.reduce import broadcast, pvary
+from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overlap
 from meshcomm.parallel.data.means import Mean, checked_mean, mean_of
-from meshcomm.parallel.stand_ins import Around, leaves_of, refuse_sliced, seen_as, sites_of
+from meshcomm.parallel.stand_ins import Around, Site, leaves_of, refuse_sliced, seen_as, sites_of, take_from
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
-__all__ = ["data_parallel", "is_data_parallel", "join", "no_sync", "reduce_gradients"]
+__all__ = ["Replica", "data_parallel", "join", "replica_of"]
 
 M = TypeVar("M", bound=nn.Module)
 Grads = Literal["sum", "mean"]
@@ -140,7 +140,7 @@ def data_parallel(
     for name in methods:
         if not isinstance(name, str) or not callable(getattr(module, name, None)):
             fail(_WHERE, f"the module has no method {name!r}.", got=type(module).__name__)
-    state = _Replica(module, ax.mesh, ax.name, grads, bucket_mb, reduce_dtype, buffers == "broadcast")
+    state = Replica(module, ax.mesh, ax.name, grads, bucket_mb, reduce_dtype, buffers == "broadcast")
     state.make_equal()
     for name in methods:
         setattr(module, name, Around(state.call, getattr(module, name)))
@@ -152,33 +152,8 @@ def data_parallel(
 
 def _told(module: nn.Module) -> tuple[Mesh, list[Any]] | None:
     """Nothing is cut, but there is a mesh."""
-    state = vars(module).get(_HERE)
-    return (state.mesh, []) if isinstance(state, _Replica) else None
-
-
-@contextlib.contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """As :func:`meshcomm.parallel.no_sync`, of a data parallel module.
-
-    Meanwhile each ``.grad`` is this rank's own; with ``grads="sum"`` what was in it before is divided among the ranks,
-    so that it counts once.
-    """
-    state = _state_of("no_sync", module)
-    if watch.here.watcher is not None:
-        yield  # a gradient that is one rank's own has no type: each micro-step is reduced, to the same sums
-        return
-    before, state.syncs = state.syncs, False
-    if before:
-        state.collect()
-    try:
-        yield
-    finally:
-        state.syncs = before
-
-
-def reduce_gradients(module: nn.Module) -> None:
-    """As :func:`meshcomm.parallel.reduce_gradients`, of a data parallel module."""
-    _state_of("reduce_gradients", module).reduce_collected()
+    state = replica_of(module)
+    return None if state is None else (state.mesh, [])
 
 
 @Op("join", composed=True)
@@ -232,7 +207,9 @@ def join(module: nn.Module, step: Callable[[], object] | None = None) -> Iterato
 
     Source: torch's ``Join``, which leaves the optimisers of those that are done behind.
     """
-    state = _state_of("join", module)
+    state = replica_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        fail("join", "the module is not data parallel.", got=type(module).__name__, fix="the one data_parallel gave")
     if step is not None and not callable(step):
         fail("join", f"step is not callable but {type(step).__name__}.", fix="a function of nothing, or None")
     if state.joined:
@@ -247,16 +224,10 @@ def join(module: nn.Module, step: Callable[[], object] | None = None) -> Iterato
         state.joined = False
 
 
-def is_data_parallel(module: nn.Module) -> bool:
-    """Whether :func:`data_parallel` was given it."""
-    return isinstance(vars(module).get(_HERE), _Replica)
-
-
-def _state_of(where: str, module: nn.Module) -> _Replica:
-    found = vars(module).get(_HERE) if isinstance(module, nn.Module) else None
-    if not isinstance(found, _Replica):
-        fail(where, "the module is not data parallel.", got=type(module).__name__, fix="the one data_parallel gave")
-    return found
+def replica_of(module: nn.Module) -> Replica | None:
+    """What is known of a module that :func:`data_parallel` was given."""
+    found = vars(module).get(_HERE)
+    return found if isinstance(found, Replica) else None
 
 
 def _checked(name: str, value: object, known: Sequence[str]) -> None:
@@ -267,7 +238,7 @@ def _checked(name: str, value: object, known: Sequence[str]) -> None:
 # ----------------------------------------------------------------------------------------------- a replicated module
 
 
-class _Replica:
+class Replica:
     """What is known of a module that is data parallel."""
 
     def __init__(
@@ -321,14 +292,9 @@ class _Replica:
             what = f"{counts} of them on the ranks"
         fail(_WHERE, "parameters or buffers differ between ranks in more than values.", got=what)
 
-    @torch.no_grad()
     def _copy_from(self, src: int, tensors: Sequence[Tensor]) -> None:
-        """In place, without a trace for autograd: what it has saved and is equal already stays as it was."""
-        if tensors and self.axis.size > 1:
-            whole = [x.detach() for x in tensors]
-            values = broadcast(whole, self.name, src, mesh=self.mesh, bucket_mb=self.bucket_mb)
-            for x, y in zip(whole, values, strict=True):
-                x.data.copy_(y)
+        if self.axis.size > 1:
+            take_from(src, tensors, self.axis, self.bucket_mb)
 
     # ---------------------------------------------------------------------------------------------------- a method
 
@@ -350,28 +316,48 @@ class _Replica:
             self._speak(True)
         sites = sites_of(self.module)
         leaves = leaves_of(sites, func)
-        varied = dict(zip(map(id, leaves), self._varied(leaves), strict=True))
-        self.inside = True
-        try:
-            with seen_as(sites, varied):
-                result = method(*args, **kwargs)
-        finally:
-            self.inside = False
+        varied = self._varied(leaves)
+        with self._seen_as(sites, leaves, varied):
+            result = method(*args, **kwargs)
         if self.buffers and self.module.training and not func:
             self._send_buffers()
         return result
+
+    @contextlib.contextmanager
+    def _seen_as(self, sites: Sequence[Site], leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, a method runs, and sees these values of the leaves."""
+        self.inside = True
+        try:
+            with seen_as(sites, dict(zip(map(id, leaves), values, strict=True))):
+                yield
+        finally:
+            self.inside = False
 
     def _alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method whose gradients stay on this rank."""
         sites = sites_of(self.module)
         leaves = [] if functorch_active() or dual_level_open() else leaves_of(sites, transformed=False)
         own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
-        self.inside = True
+        with self._seen_as(sites, leaves, own):
+            return method(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As :func:`meshcomm.parallel.no_sync`.
+
+        Meanwhile each ``.grad`` is this rank's own; with ``grads="sum"`` what was in it before is divided among the
+        ranks, so that it counts once.
+        """
+        if watch.here.watcher is not None:
+            yield  # a gradient that is one rank's own has no type: each micro-step is reduced, to the same sums
+            return
+        before, self.syncs = self.syncs, False
+        if before:
+            self.collect()
         try:
-            with seen_as(sites, dict(zip(map(id, leaves), own, strict=True))):
-                return method(*args, **kwargs)
+            yield
         finally:
-            self.inside = False
+            self.syncs = before
 
     def reduce_collected(self) -> None:
         """What is in ``.grad`` and was not reduced is, by all ranks."""
@@ -402,11 +388,12 @@ class _Replica:
         plain = not (torch.compiler.is_compiling() or functorch_active() or dual_level_open())
         if plain and watch.here.watcher is None:
             varied = vary_tree(leaves, self.axis, self.bucket_mb, self._how(leaves))
-            return varied if self.share == 1 else [_scaled(x, 1 / self.share) for x in varied]
+            return varied if self.share == 1 else [with_gradient_over(x, self.axis, 1 / self.share) for x in varied]
         if plain and self.collected:
             fail("no_sync", "gradients that were collected before cannot be reduced under check_vma.")
         varied = pvary(leaves, self.name, mesh=self.mesh, bucket_mb=self.bucket_mb)
-        return varied if self.grads == "sum" else [_scaled(x, self.axis.size / self.share) for x in varied]
+        n = self.axis.size / self.share
+        return varied if self.grads == "sum" else [with_gradient_over(x, self.axis, n) for x in varied]
 
     @property
     def share(self) -> float:
@@ -461,7 +448,7 @@ class _Replica:
             self._copy_from(self.last[0], [*self.module.parameters(), *self.module.buffers()])
 
 
-def _watched(state: _Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
+def _watched(state: Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
     """Finds a gradient that came to a leaf, during a backward pass, on another way than its own."""
     state.apart(collecting=False)
 
@@ -486,7 +473,7 @@ def _watched(state: _Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]
 class _Collected:
     """Gives what was collected for each leaf, once, to the first backward pass: from then on it is on its way."""
 
-    def __init__(self, state: _Replica, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, state: Replica, leaves: Sequence[Tensor]) -> None:
         self.state, self.leaves = state, leaves
         self.taken: set[int] = set()
 
@@ -506,7 +493,7 @@ class _Own(Function):
     """Leaves whose gradients stay on this rank, and make what is in ``.grad`` its own part when they come."""
 
     @staticmethod
-    def forward(ctx: Any, state: _Replica, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, state: Replica, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.state = state
         ctx.set_materialize_grads(False)
         return tuple(leaf.view_as(leaf) for leaf in leaves)
@@ -517,47 +504,3 @@ class _Own(Function):
         ctx.state.collect()
         share = ctx.state.share
         return None, *(gs if share == 1 else [None if g is None else g * share for g in gs])
-
-
-# ---------------------------------------------------------------------------------------------------- mean gradients
-
-
-def _scaled(x: Tensor, n: float) -> Tensor:
-    kind = _ScaledForTransforms if functorch_active() or dual_level_open() else _Scaled
-    found: Tensor = kind.apply(x, n)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Scaled(Function):
-    """The same value; its gradient is divided by ``n``. Without a jvp, which dynamo does not trace."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, n: float) -> Tensor:
-        ctx.n = n
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g / ctx.n, None
-
-
-class _ScaledForTransforms(Function):
-    """The same for torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, n: float) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-        ctx.n = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g / ctx.n, None
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor, _: None) -> Tensor:
-        return t.view_as(t)

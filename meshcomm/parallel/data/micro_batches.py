@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from meshcomm.errors import fail
-from meshcomm.parallel.data import ddp
-from meshcomm.parallel.data.ddp import is_data_parallel
-from meshcomm.parallel.fsdp import state
-from meshcomm.parallel.fsdp.units import is_sharded_itself
+from meshcomm.parallel.data.ddp import Replica, replica_of
+from meshcomm.parallel.fsdp.units import Sharded, sharded_of
 from meshcomm.runtime.ops import Op
 
 __all__ = ["no_sync", "reduce_gradients"]
@@ -56,11 +54,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Source: ``DistributedDataParallel.no_sync``.
     """
     with contextlib.ExitStack() as stack:
-        for part in _parts("no_sync", module):
-            if is_sharded_itself(part):
-                stack.enter_context(state.no_sync(part))
-            if is_data_parallel(part):
-                stack.enter_context(ddp.no_sync(part))
+        for adaptor in _adaptors("no_sync", module):
+            stack.enter_context(adaptor.no_sync())
         yield
 
 
@@ -102,17 +97,14 @@ def reduce_gradients(module: nn.Module) -> None:
 
     Source: none.
     """
-    for part in _parts("reduce_gradients", module):
-        if is_sharded_itself(part):
-            state.reduce_gradients(part)
-        if is_data_parallel(part):
-            ddp.reduce_gradients(part)
+    for adaptor in _adaptors("reduce_gradients", module):
+        adaptor.reduce_collected()
 
 
-def _parts(where: str, module: nn.Module) -> list[nn.Module]:
-    """What has collected something, in the order of the module."""
+def _adaptors(where: str, module: nn.Module) -> list[Sharded | Replica]:
+    """Who has collected something, in the order of the module."""
     inner = list(module.modules()) if isinstance(module, nn.Module) else []
-    found = [part for part in inner if is_sharded_itself(part) or is_data_parallel(part)]
+    found = [known for part in inner for known in (sharded_of(part), replica_of(part)) if known is not None]
     if not found:
         what = f"{type(module).__name__} is neither data parallel nor sharded."
         fail(where, what, fix="pass the module that data_parallel or fully_shard was given")

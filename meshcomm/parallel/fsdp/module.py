@@ -26,8 +26,8 @@ from meshcomm.parallel.fsdp import recurrent
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
-from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, is_sharded_itself, owner_of, register
-from meshcomm.parallel.stand_ins import Around
+from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, register, sharded_of
+from meshcomm.parallel.stand_ins import Around, take_from
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
@@ -272,7 +272,8 @@ def _sharded_parts(module: nn.Module, axis: AxisName) -> set[nn.Module]:
     """Parts that were sharded over another axis before, and all of theirs: they stay as they are."""
     where, inner = "fully_shard", set[nn.Module]()
     for name, part in module.named_modules():
-        if part is not module and is_sharded_itself(part) and owner_of(where, part).policy.axis.name != axis:
+        owner = sharded_of(part)
+        if part is not module and owner is not None and owner.policy.axis.name != axis:
             inner.update(part.modules())
         elif is_sharded(part) and part not in inner:
             fix = (
@@ -376,10 +377,8 @@ def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> T
 def _share_buffers(module: nn.Module, policy: Policy) -> None:
     buffers = [each for each in module.buffers() if not each.is_meta]
     axes = (policy.axis, *(() if policy.replica is None else (policy.replica,)))
-    with torch.no_grad():
-        for axis in axes if buffers else ():
-            for own, first in zip(buffers, broadcast(buffers, axis.name, src=0, mesh=axis.mesh), strict=True):
-                own.copy_(first)
+    for axis in axes:
+        take_from(0, buffers, axis)
 
 
 # ---------------------------------------------------------------------------------------------- out of nothing

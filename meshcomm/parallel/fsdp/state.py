@@ -5,8 +5,7 @@ n = size of the axis, p = number of elements of all parameters.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -17,14 +16,7 @@ from meshcomm.errors import fail, likely, names
 from meshcomm.parallel.fsdp.groups import Counts
 from meshcomm.parallel.fsdp.units import owner_of
 
-__all__ = [
-    "Piece",
-    "all_matched",
-    "counts",
-    "no_sync",
-    "pieces",
-    "reduce_gradients",
-]
+__all__ = ["Piece", "all_matched", "counts", "pieces"]
 
 
 def all_matched(where: str, name: str, patterns: Collection[str], found: Iterable[str]) -> None:
@@ -35,26 +27,6 @@ def all_matched(where: str, name: str, patterns: Collection[str], found: Iterabl
             got = names(known[:8]) or "there is nothing to match"
             fix = f"a name or a pattern{likely(pattern, known)}"
             fail(where, f"{name}: {pattern!r} matches nothing.", got=got, fix=fix)
-
-
-@contextlib.contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """As :func:`meshcomm.parallel.no_sync`, of a sharded module.
-
-    The unreduced gradients, p elements on each rank, stay in memory until the next backward outside; without it those
-    of micro-batches add up in the shards, p/n elements, at a reduction each.
-    """
-    owner = owner_of("no_sync", module)
-    before, owner.quiet = owner.quiet, True
-    try:
-        yield
-    finally:
-        owner.quiet = before
-
-
-def reduce_gradients(module: nn.Module) -> None:
-    """As :func:`meshcomm.parallel.reduce_gradients`, of a sharded module."""
-    owner_of("reduce_gradients", module).reduce_kept()
 
 
 def counts(module: nn.Module) -> Counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Door, Flow, Group, Slot, Use, connect
 from meshcomm.runtime.pending import Pending, settled
 
-__all__ = ["Sharded", "Unit", "is_sharded", "is_sharded_itself", "owner_of", "register"]
+__all__ = ["Sharded", "Unit", "is_sharded", "owner_of", "register", "sharded_of"]
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -293,7 +294,20 @@ class Sharded(Flow):
             if _torch.backward_pass() == -1:
                 self._shut_opened()
 
-    def reduce_kept(self) -> None:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As :func:`meshcomm.parallel.no_sync`.
+
+        The unreduced gradients, all parameters' on each rank, stay in memory until the next backward outside; without
+        it those of micro-batches add up in the shards, 1/n of that, at a reduction each.
+        """
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    def reduce_collected(self) -> None:
         """Reduce what was collected under no_sync, of each group of which any rank has something."""
         groups = [group for unit in self.units for group in unit.groups if group.needy()]
         found = iter(self.hear([mark for group in groups for mark in group.kept_marks()])())
@@ -341,15 +355,17 @@ def register(module: nn.Module, owner: Sharded) -> None:
     know(module, _told)
 
 
-def _owner(module: nn.Module) -> Sharded | None:
-    """What stands behind it; nothing behind a shallow copy, which shares the attributes of another module."""
+def sharded_of(module: nn.Module) -> Sharded | None:
+    """What stands behind a module that was sharded itself; nothing behind a shallow copy, which has the attributes of
+    another module.
+    """
     owner = vars(module).get(_HERE)
     return owner if isinstance(owner, Sharded) and owner.units[0].module is module else None
 
 
 def _told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
     """What is cut of a module that is sharded."""
-    owner = _owner(module)
+    owner = sharded_of(module)
     if owner is None:
         return None
     axis, found = owner.policy.axis, []
@@ -364,17 +380,12 @@ def _told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether it, or its own parameters as those of a part of another module, are sharded."""
-    return _owner(module) is not None or isinstance(_torch.own_parameters(module), Door)
-
-
-def is_sharded_itself(module: nn.Module) -> bool:
-    """Whether it is what was sharded, and not a part of that."""
-    return _owner(module) is not None
+    return sharded_of(module) is not None or isinstance(_torch.own_parameters(module), Door)
 
 
 def owner_of(where: str, module: nn.Module) -> Sharded:
     """What stands behind a sharded module."""
-    owner = _owner(module) if isinstance(module, nn.Module) else None
+    owner = sharded_of(module) if isinstance(module, nn.Module) else None
     if owner is None:
         fail(where, f"this {type(module).__name__} is not sharded.", fix="pass the module that fully_shard was given")
     return owner

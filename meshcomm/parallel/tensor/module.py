@@ -18,7 +18,7 @@ from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import Dim, Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
-from meshcomm.parallel.stand_ins import PLAIN_TABLES, Around, Site, become, refuse_sliced, seen_as
+from meshcomm.parallel.stand_ins import PLAIN_TABLES, Around, Site, become, refuse_sliced, seen_as, take_from
 from meshcomm.parallel.tensor.functions import enter, heads_of, leave, vocab_embedding
 from meshcomm.parallel.tensor.streams import Streams
 from meshcomm.runtime.ops import Op
@@ -373,10 +373,7 @@ class _Parallel:
             else:
                 p.data = whole
             p.grad = None  # of this rank's own pass, and of what p was
-        buffers = [x.detach() for x in module.buffers()]
-        if buffers:
-            for x, y in zip(buffers, broadcast(buffers, self.name, 0, mesh=self.mesh), strict=True):
-                x.copy_(y)
+        take_from(0, list(module.buffers()), self.axis)
         self.streams.make_equal()
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -474,6 +471,10 @@ class _Layer:
 
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
         """In place of forward."""
+        return self.run(method, *args, **kwargs)
+
+    def run(self, method: Any, input: Any) -> Any:
+        """The same with what torch's own layers call their input."""
         raise NotImplementedError
 
     def _even(self, p: Named, dim: int, lengths: Sequence[int]) -> Dim:
@@ -516,32 +517,23 @@ class _Column(_Layer):
     def varies(self, p: Named) -> bool:
         return self.shared
 
-    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
-        y = self._of_shared_heads(*args, **kwargs) if self.shared else self._run(method, *args, **kwargs)
-        if self.how.gather:
-            self.state.streams.whole()
-        else:
-            self.state.streams.cut()
-        return y
+    def run(self, method: Any, input: Tensor) -> Tensor:
+        state, parts = self.state, self.how.parts
+        y: Tensor = self._of_shared_heads(input) if self.shared else method(state.enter(input))
+        if not self.how.gather:
+            state.streams.cut()
+            return y
+        here, n = y.shape[-1], state.axis.size
+        lengths = [here // parts] * parts if isinstance(parts, int) else [length // n for length in parts]
+        pieces = [all_gather_invariant(piece, state.name, -1, mesh=state.mesh) for piece in y.split(lengths, -1)]
+        state.streams.whole()
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
     def _of_shared_heads(self, input: Tensor) -> Tensor:
         state, heads, layer = self.state, self.how.kv_heads or 1, self.module
         whole = state.vary([layer.weight] if layer.bias is None else [layer.weight, layer.bias])
         mine = [heads_of(p, heads, axis=state.name, mesh=state.mesh) for p in whole]
         return F.linear(state.enter(input), *mine)
-
-    def _run(self, method: Any, input: Tensor) -> Tensor:
-        state = self.state
-        y: Tensor = method(state.enter(input))
-        if not self.how.gather:
-            return y
-        lengths = _local_lengths(self.how.parts, y.shape[-1], state.axis.size)
-        pieces = [all_gather_invariant(piece, state.name, -1, mesh=state.mesh) for piece in y.split(lengths, -1)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-
-
-def _local_lengths(parts: int | tuple[int, ...], here: int, n: int) -> list[int]:
-    return [here // parts] * parts if isinstance(parts, int) else [length // n for length in parts]
 
 
 class _Row(_Layer):
@@ -553,10 +545,7 @@ class _Row(_Layer):
     def varies(self, p: Named) -> bool:
         return p.name == "bias" and self.state.sequence
 
-    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def _run(self, input: Tensor) -> Tensor:
+    def run(self, method: Any, input: Tensor) -> Tensor:
         y, bias = self.state.leave(F.linear(input, self.module.weight)), self.module.bias
         if bias is None:
             return y
@@ -574,10 +563,7 @@ class _Vocab(_Layer):
     def cut(self, p: Named) -> Dim | None:
         return self._even(p, 0, p.value.shape[:1])
 
-    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def _run(self, input: Tensor) -> Tensor:
+    def run(self, method: Any, input: Tensor) -> Tensor:
         state, table = self.state, self.module
         y = vocab_embedding(
             input,
