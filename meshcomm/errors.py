@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ __all__ = [
     "VaryingError",
     "described",
     "fail",
+    "few",
     "held",
     "is_held",
     "likely",
@@ -89,6 +90,11 @@ def fail(where: str, what: str, *, got: str = "", fix: str = "", kind: type[Exce
 def names(items: Iterable[object]) -> str:
     """``'a', 'b', 'c'``: a list of known names for an error."""
     return ", ".join(repr(item) for item in items)
+
+
+def few(items: Sequence[object], most: int = 8) -> str:
+    """``0, 1, 2, ...``: the first ones of a list that may be long."""
+    return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
 
 
 def likely(given: object, known: Iterable[str]) -> str:

@@ -34,6 +34,18 @@ world.on_shutdown(let_go_of_groups)
 _outside = itertools.count()
 
 
+class _OneDevice:
+    """What does not compile or needs not to, and computes on the caller's default device."""
+
+    def traced(self, link: Link) -> Link:
+        """The same: nothing moves; or nothing of it compiles, which is said where it is tried."""
+        return link
+
+    def device(self) -> torch.device:
+        """The caller's default device."""
+        return torch.get_default_device()
+
+
 class _Processes:
     """The ranks are processes."""
 
@@ -69,7 +81,7 @@ class _Processes:
         return torch.get_default_device() if here is None else here.device
 
 
-class _InProcess:
+class _InProcess(_OneDevice):
     """The ranks are threads of this process: who this rank is depends on who asks."""
 
     in_process = True
@@ -103,12 +115,8 @@ class _InProcess:
         """Not among threads: the mesh says so."""
         raise NotImplementedError
 
-    def device(self) -> torch.device:
-        """The caller's default device."""
-        return torch.get_default_device()
 
-
-class _Solo:
+class _Solo(_OneDevice):
     """One rank that is alone, with no process group and no launch."""
 
     in_process = False
@@ -133,10 +141,6 @@ class _Solo:
         """One of one, which torch wants."""
         world.solo_process_group()
         return groups.group_of(ranks, timeout)
-
-    def device(self) -> torch.device:
-        """The default device."""
-        return torch.get_default_device()
 
 
 # -------------------------------------------------------------------------------------------------- making a mesh

@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, cast
 
@@ -394,8 +394,9 @@ class Mesh:
 
     def _ranks_along(self, parts: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that share this rank's place on all other axes, in the order in which the axes are written."""
-        home = self.own_coordinate()
-        strides = dict(zip(self._shape, _strides(list(self._shape.values())), strict=True))
+        home, strides, step = self.own_coordinate(), {}, self.size
+        for name, length in self._shape.items():
+            strides[name] = step = step // length
         base = sum(home[name] * stride for name, stride in strides.items() if name not in parts)
         places = itertools.product(*(range(self._shape[name]) for name in parts))
         return tuple(
@@ -421,10 +422,6 @@ class Mesh:
 
     def __reduce__(self) -> NoReturn:
         fail("Mesh", "a mesh belongs to its process and cannot be pickled.", fix="make it inside the launched function")
-
-
-def _strides(lengths: Sequence[int]) -> list[int]:
-    return [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
 
 
 # ---------------------------------------------------------------------------------------------- the current mesh

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from meshcomm import _torch
 from meshcomm.runtime.transports import dtypes
 
-__all__ = ["UnpicklableError", "byte_view", "pack", "unpack"]
+__all__ = ["UnpicklableError", "byte_view", "bytes_of", "pack", "unpack"]
 
 _SMALL = 1024
 """Bytes up to which a buffer stays in the stream."""
@@ -119,7 +119,7 @@ def pack(obj: Any, root: str = "obj") -> bytearray:
 
 def _laid_out(pickler: _Pickler, file: io.BytesIO) -> bytearray:
     """How many parts and how long they are, the stream, the parts."""
-    parts = [_bytes_of(x) for x in pickler.tensors] + [byte_view(raw) for raw in map(_writable, pickler.buffers)]
+    parts = [bytes_of(x) for x in pickler.tensors] + [byte_view(raw) for raw in map(_writable, pickler.buffers)]
     lengths = [len(pickler.tensors), file.tell(), *(part.numel() for part in parts)]
     starts, total = _starts(lengths)
     data = bytearray(total)
@@ -135,7 +135,8 @@ def _writable(raw: memoryview) -> bytearray | memoryview:
     return bytearray(raw) if raw.readonly else raw  # torch warns of memory that it could write to and must not
 
 
-def _bytes_of(x: Tensor) -> Tensor:
+def bytes_of(x: Tensor) -> Tensor:
+    """Its elements one after the other, on the CPU."""
     if x.device.type == "meta":
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = dtypes.plain(x.cpu()).reshape(-1)

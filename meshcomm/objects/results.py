@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 import torch
 
 from meshcomm.collectives import check
-from meshcomm.errors import MeshError, held
+from meshcomm.errors import MeshError, few, held
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.objects import packed, unpacked
 from meshcomm.objects.parcels import FIX, Courier
@@ -166,20 +166,16 @@ def _places(courier: Courier, parts: Sequence[T], size: int, order: str | None) 
         if fits and (runs is None or [*map(list, runs)] == [*map(list, strided)]):
             return strided, None
         if fits:
-            what = f"the lengths of the ranks' results, {_listed(lengths)}, do not tell in which order they are."
+            what = f"the lengths of the ranks' results, {few(lengths)}, do not tell in which order they are."
             fix = (
                 f"order='stride' if rank i has samples i, i + {n}, ... (DistributedSampler),"
                 " order='contiguous' if it has a run of them"
             )
             check.explain(_WHERE, what, courier.axis, fix=fix)
     if runs is None:
-        what = f"the ranks have {sum(lengths)} results ({_listed(lengths)}), and there are {size} samples."
+        what = f"the ranks have {sum(lengths)} results ({few(lengths)}), and there are {size} samples."
         check.explain(_WHERE, what, courier.axis, fix="one result per sample, and padding at the end alone; or size=")
     return runs, None
-
-
-def _listed(lengths: Sequence[int]) -> str:
-    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
 
 
 def _runs(lengths: Sequence[int], size: int) -> list[range] | None:

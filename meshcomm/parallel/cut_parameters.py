@@ -81,6 +81,11 @@ def _told(part: nn.Module) -> Iterator[tuple[Mesh, Iterable[Part]]]:
             yield told
 
 
+def _parts(modules: Iterable[nn.Module]) -> Iterator[Part]:
+    """What was made of their parameters."""
+    return (part for module in modules for _, parts in _told(module) for part in parts)
+
+
 def checked_module(where: str, module: object) -> None:
     """It is a module."""
     if not isinstance(module, nn.Module):
@@ -106,12 +111,10 @@ def parts_of(where: str, module: nn.Module) -> dict[int, list[Part]]:
 def parts_inside(module: nn.Module) -> dict[int, list[Part]]:
     """The same of what the module and its parts know themselves; asks no mesh who this rank is."""
     found: dict[int, list[Part]] = {}
-    for each in module.modules():
-        for _, parts in _told(each):
-            for part in parts:
-                made = found.setdefault(id(part.param), [])
-                if not any((part.axis, part.how) == (other.axis, other.how) for other in made):
-                    made.append(part)
+    for part in _parts(module.modules()):
+        made = found.setdefault(id(part.param), [])
+        if not any((part.axis, part.how) == (other.axis, other.how) for other in made):
+            made.append(part)
     for made in found.values():
         made.sort(key=lambda part: isinstance(part.how, Dim))
     return found
@@ -162,28 +165,18 @@ def place_of(parts: Sequence[Part]) -> Place:
 def _refuse_inner(where: str, module: nn.Module, inside: set[int], found: dict[int, list[Part]]) -> None:
     """What was cut with a module around this one does not know how."""
     outer = [each for each in list(_known) if id(each) not in inside]
-    if not outer:
-        return
-    names: dict[int, str] = {id(p): name for name, p in module.named_parameters() if id(p) not in found}
-    for each in outer:
-        for _, parts in _told(each):
-            for part in parts:
-                if id(part.param) in names:
-                    what = (
-                        f"{names[id(part.param)]!r} is a part that {part.maker} has made of a module around this one."
-                    )
-                    fail(where, what, fix=f"pass the module that {part.maker} was given, or one around it")
+    names = {id(p): name for name, p in module.named_parameters() if id(p) not in found} if outer else {}
+    for part in _parts(outer):
+        if id(part.param) in names:
+            what = f"{names[id(part.param)]!r} is a part that {part.maker} has made of a module around this one."
+            fail(where, what, fix=f"pass the module that {part.maker} was given, or one around it")
 
 
 def _refuse_norm(gradients: list[Tensor]) -> None:
     """Torch's norm of gradients of which other ranks have the rest is no norm of theirs."""
     given = {id(g) for g in gradients}
-    for each in list(_known):
-        for _, parts in _told(each):
-            for part in parts:
-                if part.param.grad is not None and id(part.param.grad) in given and part.mesh.size_of(part.axis) > 1:
-                    what = (
-                        f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would take the norm"
-                    )
-                    fix = "parallel.clip_grad_norm(module, max_norm), on every rank"
-                    fail("torch.nn.utils.clip_grad_norm_", f"{what} of what it has.", fix=fix)
+    for part in _parts(list(_known)):
+        if part.param.grad is not None and id(part.param.grad) in given and part.mesh.size_of(part.axis) > 1:
+            what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would take the norm"
+            fix = "parallel.clip_grad_norm(module, max_norm), on every rank"
+            fail("torch.nn.utils.clip_grad_norm_", f"{what} of what it has.", fix=fix)

@@ -20,7 +20,7 @@ from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, do
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks
 from meshcomm.parallel.checkpoint.whole import load
 from meshcomm.parallel.cut_parameters import checked_module
-from meshcomm.parallel.global_places import Place
+from meshcomm.parallel.global_places import Place, part_of
 from meshcomm.runtime.ops import Op
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
@@ -88,7 +88,7 @@ def full_state_dict(
             for path, offsets, part in of_rank:
                 shape, dtype = together.tensors[path]
                 whole = full.setdefault(path[1], torch.empty(shape, dtype=dtype, device="cpu"))
-                whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
+                part_of(whole, offsets, part.shape).copy_(part)
     if dst is not None and axis.index != dst:
         return None
     for alias, name in together.aliases.items() if shared == "copy" else ():
@@ -223,6 +223,5 @@ def _part(where: str, name: str, here: Named, p: nn.Parameter, own: Tensor, valu
         fail(where, what, fix="the state_dict of the module on one rank")
     part = torch.empty_like(own, dtype=value.dtype, device=value.device)
     for box in place.of(part).boxes:
-        ends = [at + size for at, size in zip(box.offsets, box.sizes, strict=True)]
-        box.view.copy_(value[tuple(slice(*each) for each in zip(box.offsets, ends, strict=True))])
+        box.view.copy_(part_of(value, box.offsets, box.sizes))
     return part

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshcomm.errors import fail
 
-__all__ = ["Box", "Place", "Spread"]
+__all__ = ["Box", "Place", "Spread", "part_of"]
 
 
 class Box(NamedTuple):
@@ -25,6 +25,13 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     view: Tensor
+
+
+def part_of(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """The elements of a box, without a copy."""
+    for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, offset, length)
+    return whole
 
 
 class Spread(NamedTuple):

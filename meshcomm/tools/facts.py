@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshcomm import _versions
-from meshcomm.errors import MeshError
+from meshcomm.errors import MeshError, few
 from meshcomm.runtime.process import memory
 from meshcomm.runtime.start import devices
 from meshcomm.runtime.start.launchers import Launcher, detect
@@ -241,12 +241,8 @@ def differences(every: Sequence[Facts]) -> list[Finding]:
         for rank, facts in enumerate(every):
             seen.setdefault(str(getattr(facts, name)), []).append(rank)
         if len(seen) > 1:
-            told = "; ".join(f"{value} on rank {_few(ranks)}" for value, ranks in seen.items())
+            told = "; ".join(f"{value} on rank {few(ranks)}" for value, ranks in seen.items())
             found.append(
                 Finding(True, f"the ranks have different {name}: {told}", "start all ranks from one environment")
             )
     return found
-
-
-def _few(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -15,11 +15,11 @@ from torch.nn import Module
 from meshcomm._torch import outside_transforms, tree_leaves_with_path, unwrapped, without_modes
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
-from meshcomm.errors import CommError, VaryingError, fail, names, shape_text, text
+from meshcomm.errors import CommError, VaryingError, fail, few, names, shape_text, text
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.objects.objects import all_gather_object
+from meshcomm.objects.pickles import bytes_of
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.transports import dtypes
 from meshcomm.spmd.types.check_vma import checked_axes
 from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.rules.operands import text_of
@@ -199,9 +199,7 @@ def _digest(where: str, leaf: Any, path: str, axis: Axis) -> bytes:
             return _of_tensor(leaf)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             check.explain(where, f"tree{path} cannot be compared: {str(error).splitlines()[0]}", axis, x=leaf)
-    if leaf is not None and not isinstance(
-        leaf, (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-    ):
+    if leaf is not None and not isinstance(leaf, _PLAIN):
         what = f"tree{path} cannot be compared: it is {type(leaf).__name__}."
         check.explain(where, what, axis, fix="a tensor, a number, a string, or leave it out")
     return _hash(repr(leaf).encode())
@@ -217,9 +215,7 @@ def _of_tensor(x: Tensor) -> bytes:
         x = x.detach().coalesce() if x.layout is torch.sparse_coo else x.detach()
         parts = [x.indices(), x.values()] if x.layout is torch.sparse_coo else [x.to_dense()]
         return _hash(kind + b"".join(_of_tensor(part) for part in parts))
-    flat = dtypes.plain(x.detach().cpu()).reshape(-1)
-    flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
-    return _hash(kind, flat.view(torch.uint8).numpy())
+    return _hash(kind, bytes_of(x.detach()).numpy())
 
 
 def _hash(*parts: Any) -> bytes:
@@ -259,5 +255,4 @@ def _differ(where: str, every: Sequence[dict[str, bytes]], axis: Axis) -> NoRetu
 
 
 def _indices(indices: Sequence[int]) -> str:
-    shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-    return f"{'index' if len(indices) == 1 else 'indices'} {shown}"
+    return f"{'index' if len(indices) == 1 else 'indices'} {few(indices)}"

@@ -12,7 +12,7 @@ import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,9 +30,9 @@ from meshcomm.parallel.checkpoint.files import (
 )
 from meshcomm.parallel.checkpoint.parts import Path
 from meshcomm.parallel.checkpoint.pickles import Name, Record, read_pickle
-from meshcomm.parallel.global_places import Box, Spread
+from meshcomm.parallel.global_places import Box, Spread, part_of
 
-__all__ = ["Reader", "Stored"]
+__all__ = ["Reader"]
 
 T = TypeVar("T")
 
@@ -65,24 +65,8 @@ class Info(NamedTuple):
     transform_descriptors: Sequence[str]
 
 
-class Stored(NamedTuple):
-    """What the table says of a tensor."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: list[ChunkStorageMetadata]
-
-
-class _Piece(NamedTuple):
-    """A part of what is stored, and where it goes."""
-
-    offsets: Sequence[int]
-    lengths: Sequence[int]
-    target: Tensor
-
-
-Files = Mapping[str, Mapping[MetadataIndex, Sequence[_Piece]]]
-"""What to read from which file."""
+Files = dict[str, dict[MetadataIndex, list[Box]]]
+"""What to read from which file: parts of what is stored, and where each goes."""
 
 
 # ------------------------------------------------------------------------------------------------ the table's values
@@ -126,7 +110,7 @@ def _dtype(value: Any) -> torch.dtype:
     return _DTYPES[name] if name in _DTYPES else _odd("a tensor without a dtype")
 
 
-def _stored(value: Any) -> Stored:
+def _stored(value: Any) -> TensorStorageMetadata:
     """A tensor's entry."""
     fields = _fields(value, f"{_METADATA}TensorStorageMetadata")
     size, dtype = _size(fields.get("size"), "its size"), _dtype(fields.get("properties"))
@@ -143,7 +127,7 @@ def _stored(value: Any) -> Stored:
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     if _overlap(chunks):
         _odd("boxes that overlap")
-    return Stored(size, dtype, chunks)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
@@ -187,7 +171,10 @@ class Table:
     """What a checkpoint says that it has."""
 
     def __init__(self, data: bytes) -> None:
-        root = _fields(self._root(read_pickle(data, _KNOWN)), f"{_METADATA}Metadata")
+        value = read_pickle(data, _KNOWN)
+        if type(value) is not Record:
+            _odd(f"a {type(value).__name__} is no table of contents")
+        root = _fields(value, f"{_METADATA}Metadata")
         self._entries = _as(dict, root.get("state_dict_metadata"), "the list of contents")
         paths = root.get("planner_data")
         if paths is not None:
@@ -199,13 +186,9 @@ class Table:
             if place in self.places:
                 _odd("two places for one part")
             self.places[place] = _info(info)
-        self._known: dict[str, Stored | None] = {}
+        self._known: dict[str, TensorStorageMetadata | None] = {}
 
-    @staticmethod
-    def _root(value: Any) -> Any:
-        return value if type(value) is Record else _odd(f"a {type(value).__name__} is no table of contents")
-
-    def tensor(self, key: str) -> Stored | None:
+    def tensor(self, key: str) -> TensorStorageMetadata | None:
         """A tensor's entry; None if it is none."""
         if key not in self._known:
             entry = self._entries.get(key)
@@ -250,24 +233,24 @@ class Reader:
             told = f"{type(error).__name__}: {error}"
             fail(self.where, f"the table of contents of {self.folder!r} cannot be read: {what}{told}.")
 
-    def tensor(self, key: str) -> Stored | None:
+    def tensor(self, key: str) -> TensorStorageMetadata | None:
         """What is known of a tensor; None if it is none."""
         return self._trying(lambda: self._table.tensor(key), f"{key!r}: ")
 
-    def known(self, key: str) -> Stored:
+    def known(self, key: str) -> TensorStorageMetadata:
         """The same of one that is there."""
         found = self.tensor(key)
         if found is None:
             fail(self.where, f"{key!r} is no tensor.", got=self.folder)
         return found
 
-    def backed(self, key: str) -> Stored:
+    def backed(self, key: str) -> TensorStorageMetadata:
         """The same of one for which memory will be made: as many bytes are in the files."""
         stored = self.known(key)
         infos = []
         for chunk in stored.chunks:
             infos.append(self._info(key, chunk.offsets))
-            if infos[-1].length < math.prod(chunk.sizes) * stored.dtype.itemsize:
+            if infos[-1].length < math.prod(chunk.sizes) * stored.properties.dtype.itemsize:
                 self._not_all(key)
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             self._not_all(key)
@@ -280,19 +263,19 @@ class Reader:
         check_files(self.where, self.folder, [info])
         return self._load(info)
 
-    def plan(self, wanted: Iterable[tuple[str, Spread]]) -> dict[str, dict[MetadataIndex, list[_Piece]]]:
+    def plan(self, wanted: Iterable[tuple[str, Spread]]) -> Files:
         """What to read from which file; checks that it is there."""
-        files: dict[str, dict[MetadataIndex, list[_Piece]]] = {}
+        files: Files = {}
         infos = []
         for key, spread in wanted:
             boxes = [box for box in spread.boxes if math.prod(box.sizes)]
             here = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
             count = 0
-            for item in create_read_items_for_chunk_list(key, _as_torch_has_it(self.known(key)), here):
+            for item in create_read_items_for_chunk_list(key, self.known(key), here):
                 info = self._info(key, item.storage_index.offset)
                 infos.append(info)
-                box = boxes[item.dest_index.index]  # type: ignore[index]
-                piece = _Piece(item.storage_offsets, item.lengths, _narrowed(box, item.dest_offsets, item.lengths))
+                target = boxes[item.dest_index.index].view  # type: ignore[index]
+                piece = Box(item.storage_offsets, item.lengths, part_of(target, item.dest_offsets, item.lengths))
                 files.setdefault(info.relative_path, {}).setdefault(item.storage_index, []).append(piece)
                 count += math.prod(item.lengths)
             if count != sum(math.prod(box.sizes) for box in boxes):
@@ -311,12 +294,9 @@ class Reader:
         for info, index, pieces in self._in_order(files):
             stored = self._dense(info, index)
             for piece in pieces:
-                part = stored
-                for dim, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
-                    part = part.narrow(dim, offset, length)
-                piece.target.copy_(part)
+                piece.view.copy_(part_of(stored, piece.offsets, piece.sizes))
 
-    def _in_order(self, files: Files) -> Iterator[tuple[Info, MetadataIndex, Sequence[_Piece]]]:
+    def _in_order(self, files: Files) -> Iterator[tuple[Info, MetadataIndex, list[Box]]]:
         """Of the bytes."""
         for items in files.values():
             order = [(self._info(index.fqn, index.offset), index, pieces) for index, pieces in items.items()]
@@ -327,7 +307,7 @@ class Reader:
         stored, known = self._load(info), self.known(index.fqn)
         sizes = next(chunk.sizes for chunk in known.chunks if chunk.offsets == index.offset)
         dense = type(stored) is Tensor and stored.layout is torch.strided and stored.device.type == "cpu"
-        if not dense or stored.dtype != known.dtype or stored.shape != sizes:
+        if not dense or stored.dtype != known.properties.dtype or stored.shape != sizes:
             what = f"the file is not what the table says it is: a part of {index.fqn!r}."
             fail(self.where, what, got=self.folder)
         return stored  # type: ignore[no-any-return]
@@ -366,14 +346,3 @@ class Reader:
         if bad is not None:
             fail(self.where, f"file {name!r} in {self.folder!r} is damaged.", got=bad, fix="take an earlier checkpoint")
         data.seek(0)
-
-
-def _as_torch_has_it(stored: Stored) -> TensorStorageMetadata:
-    return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.size), stored.chunks)
-
-
-def _narrowed(box: Box, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    target = box.view
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        target = target.narrow(dim, offset, length)
-    return target

@@ -92,8 +92,9 @@ class Restoring:
     def _tensor(self, key: str, target: Spread, wrong: list[str]) -> None:
         stored = self.reader.tensor(key)
         assert stored is not None
-        if stored.size != target.shape or stored.dtype != target.dtype:
-            there = shape_text(stored.dtype, stored.size)
+        dtype = stored.properties.dtype
+        if stored.size != target.shape or dtype != target.dtype:
+            there = shape_text(dtype, stored.size)
             wrong.append(f"{key!r} is {there} in the checkpoint and {shape_text(target.dtype, target.shape)} here")
         else:
             self._wanted.append((key, target))
@@ -127,7 +128,7 @@ class Restoring:
                     found.append(_Leaf(path[len(at) :], self.reader.plain(key)))
                 else:
                     stored = self.reader.backed(key)
-                    room = torch.empty(stored.size, dtype=stored.dtype, device="cpu")
+                    room = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
                     self._wanted.append((key, Spread.whole(room)))
                     found.append(_Leaf(path[len(at) :], room))
         return found
@@ -205,7 +206,8 @@ class Restoring:
         stored = self.reader.tensor(key)
         if stored is None:
             return _Leaf(tail, self.reader.plain(key))
-        size, dtype, _ = self.reader.backed(key)
+        stored = self.reader.backed(key)
+        size, dtype = stored.size, stored.properties.dtype
         if size == place.shape and may_be_cut:
             room = torch.zeros_like(p.detach(), dtype=dtype)
             self._tensor(key, place.of(room), wrong)
