@@ -67,6 +67,19 @@ def test_an_op_that_sends_nothing_says_so() -> None:
     assert not [name for name in quiet if not SILENT.match(label(PUBLIC[name], "Cost"))]
 
 
+def test_what_stands_aside_is_given_all_arguments_in_order() -> None:
+    calls = [
+        node
+        for path in MODULES
+        if path.parent.name == "collectives"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "aside"
+    ]
+    assert len(calls) >= 17
+    for fn, *given in (list(map(ast.unparse, call.args)) for call in calls):
+        assert given == list(inspect.signature(PUBLIC[fn]).parameters), fn
+
+
 def test_every_op_is_a_public_function() -> None:
     """And the one that it is made of."""
     assert not [name for name, op in ops.items() if PUBLIC.get(name) is not op.fn]

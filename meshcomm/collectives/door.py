@@ -66,10 +66,11 @@ class LaterOfLocal(TypedDict, total=False):
     bucket_mb: float
 
 
-def aside(fn: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """A call of ``fn``, a public collective, with these arguments, that is watched or has a time-out: by who watches,
-    or begun, waited for so long, and given up then. Each of the two calls ``fn`` again without itself.
+def aside(fn: Callable[..., Any], /, *args: Any) -> Any:
+    """A call of ``fn``, a public collective, that is watched or has a time-out: by who watches, or begun, waited for so
+    long, and given up then. Each of the two calls ``fn`` again without itself. ``args``: all, as ``fn`` has them.
     """
+    given = dict(zip(fn.__code__.co_varnames, args, strict=False))
     if here.watcher is None:
         return limited(fn, given.pop("timeout"), given.pop("async_op"), **given)
     if "x" not in given:

@@ -210,7 +210,9 @@ def all_to_all(
     Source: MPI_Alltoall(v); ``jax.lax.all_to_all(tiled=True)``; Ulysses; expert parallelism.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(all_to_all, locals())
+        return aside(
+            all_to_all, x, axis, split_dim, concat_dim, send_sizes, recv_sizes, mesh, bucket_mb, async_op, timeout
+        )
     ax = check.axis_of("all_to_all", axis, mesh)
 
     def params_of(leaf: Tensor) -> tuple[int, int, Sizes, Sizes]:
@@ -331,7 +333,7 @@ def permute(
     Source: ``jax.lax.ppermute``.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(permute, locals())
+        return aside(permute, x, axis, perm, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("permute", axis, mesh)
     params = (check.checked_perm("permute", perm, ax),)
     return carried(_PERMUTE, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))
@@ -395,7 +397,7 @@ def shift(
     Source: MPI_Cart_shift; ring attention; pipeline stages.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(shift, locals())
+        return aside(shift, x, axis, offset, wrap, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("shift", axis, mesh)
     if not check.whole_number(offset):
         check.explain("shift", f"offset={offset!r} is not an int.", ax, fix="how far, of either sign")

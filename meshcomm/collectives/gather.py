@@ -170,7 +170,7 @@ def all_gather(
     Source: MPI_Allgather; ``jax.lax.all_gather(tiled=True)``.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(all_gather, locals())
+        return aside(all_gather, x, axis, dim, sizes, mesh, bucket_mb, async_op, timeout)
     return _gather(_ALL_GATHER, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
@@ -238,7 +238,7 @@ def all_gather_invariant(
     Source: ``jax.lax.all_gather_invariant``; the gather of Megatron's output layer.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(all_gather_invariant, locals())
+        return aside(all_gather_invariant, x, axis, dim, sizes, mesh, bucket_mb, async_op, timeout)
     return _gather(_ALL_GATHER_INVARIANT, x, axis, dim, sizes, mesh, bucket_mb, async_op)
 
 
@@ -299,7 +299,7 @@ def shard(
     Source: Megatron's scatter to the tensor parallel region; a slice by ``axis_index`` in JAX.
     """
     if here.watcher is not None:
-        return aside(shard, locals())
+        return aside(shard, x, axis, dim, sizes, mesh, bucket_mb, async_op)
     ax = check.axis_of("shard", axis, mesh)
     lengths = check.checked_sizes("shard", sizes, ax)
 

@@ -129,7 +129,7 @@ def reduce(
     Source: MPI_Reduce.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(reduce, locals())
+        return aside(reduce, x, axis, dst, op, mesh, async_op, timeout)
     ax = check.axis_of("reduce", axis, mesh)
     check.tensor("reduce", x, ax)
     check.reducible("reduce", x, op, ax)
@@ -194,7 +194,7 @@ def gather(
     Source: MPI_Gather.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(gather, locals())
+        return aside(gather, x, axis, dst, dim, mesh, async_op, timeout)
     ax = check.axis_of("gather", axis, mesh)
     check.tensor("gather", x, ax)
     dst = check.checked_index("gather", dst, ax, "dst")
@@ -271,7 +271,7 @@ def scatter(
     Source: MPI_Scatter.
     """
     if here.watcher is not None or (timeout is not None and like is not None):
-        return aside(scatter, locals())
+        return aside(scatter, x, axis, src, dim, like, mesh, async_op, timeout)
     end = None if timeout is None else time.monotonic() + checked_limit("scatter", timeout, async_op)
     ax = check.axis_of("scatter", axis, mesh)
     src = check.checked_index("scatter", src, ax, "src")
@@ -410,7 +410,7 @@ def send(
     Source: MPI_Send.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(send, locals())
+        return aside(send, x, axis, dst, tag, mesh, async_op, timeout)
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
@@ -471,7 +471,7 @@ def recv(
     Source: MPI_Recv.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(recv, locals())
+        return aside(recv, axis, src, shape, dtype, tag, mesh, async_op, timeout)
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
@@ -535,7 +535,7 @@ def exchange(
     Source: MPI_Sendrecv; ``torch.distributed.batch_isend_irecv``.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(exchange, locals())
+        return aside(exchange, sends, recvs, axis, mesh, async_op, timeout)
     ax = check.axis_of("exchange", axis, mesh)
     posts = [_checked_post("exchange", entry, ax) for entry in _entries(sends, "sends", ax)]
     wants = [_checked_want("exchange", entry, ax) for entry in _entries(recvs, "recvs", ax)]

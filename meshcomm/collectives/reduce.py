@@ -243,7 +243,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     Source: ``jax.lax.pvary``; Megatron's copy to the tensor parallel region.
     """
     if here.watcher is not None:
-        return aside(pvary, locals())
+        return aside(pvary, x, axis, mesh, bucket_mb, async_op)
     ax = check.axis_of("pvary", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("pvary", x, ax)
@@ -327,7 +327,7 @@ def all_reduce(
     Source: MPI_Allreduce; ``jax.lax.psum``; Megatron's reduce from the tensor parallel region.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(all_reduce, locals())
+        return aside(all_reduce, x, axis, op, exact, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("all_reduce", axis, mesh)
     rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
     if isinstance(x, Tensor):  # the one that is called most, at no call more than needed
@@ -428,7 +428,7 @@ def reduce_scatter(
     Source: MPI_Reduce_scatter; ``jax.lax.psum_scatter(tiled=True)``; sequence parallelism in Megatron.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(reduce_scatter, locals())
+        return aside(reduce_scatter, x, axis, dim, op, sizes, exact, mesh, bucket_mb, async_op, timeout)
     where = "reduce_scatter"
     ax = check.axis_of(where, axis, mesh)
     lengths = check.checked_sizes(where, sizes, ax)
@@ -502,7 +502,7 @@ def broadcast(
     Source: MPI_Bcast; ``jax.lax.pbroadcast``.
     """
     if here.watcher is not None or timeout is not None:
-        return aside(broadcast, locals())
+        return aside(broadcast, x, axis, src, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("broadcast", axis, mesh)
     params = (check.checked_index("broadcast", src, ax, "src"),)
     return carried(_BROADCAST, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))
