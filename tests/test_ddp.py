@@ -20,7 +20,8 @@ from torch.testing import assert_close
 
 import meshcomm as mc
 from meshcomm.parallel.batch_norm import SyncBatchNorm, convert_batch_norm, sync_batch_norm
-from meshcomm.parallel.data.ddp import data_parallel, join, no_sync
+from meshcomm.parallel.data.ddp import data_parallel, join
+from meshcomm.parallel.data.micro_batches import no_sync
 from meshcomm.spmd.types.check_vma import check_vma, mark_varying
 
 F64 = torch.float64

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import meshcomm as mc
 from meshcomm.parallel import data_parallel
+from meshcomm.parallel.data.micro_batches import no_sync
 from meshcomm.parallel.fsdp.module import fully_shard
-from meshcomm.parallel.fsdp.state import no_sync
 from meshcomm.parallel.fsdp.units import owner_of
 from meshcomm.parallel.full_state import full_state_dict, load_full_state_dict
 from meshcomm.runtime.start.workers import WorkerPool

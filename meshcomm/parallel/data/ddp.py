@@ -146,7 +146,7 @@ def data_parallel(
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, _HERE, state)
     know(module, _told, copies=ax.name)
-    state.mean = mean_of(_WHERE, module, grads, ax.mesh, (ax.name,), mean_over)
+    state.mean = mean_of(module, grads, ax.mesh, (ax.name,), mean_over)
     return module
 
 

@@ -76,7 +76,7 @@ def checked_mean(where: str, grads: str, mesh: Mesh, over: AxisName | None) -> N
 
 
 def mean_of(
-    where: str, module: nn.Module, grads: str, mesh: Mesh, reduced: tuple[AxisName, ...], over: AxisName | None
+    module: nn.Module, grads: str, mesh: Mesh, reduced: tuple[AxisName, ...], over: AxisName | None
 ) -> Mean | None:
     """What is known of the mean of a module's loss; it is told of modules around it and inside. None for sums."""
     if grads != "mean":

@@ -6,7 +6,7 @@ n = number of ranks, k = elements of a chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,10 +176,6 @@ class Layout:
             if length:
                 out[start : start + length].copy_(tensors[at].reshape(-1)[first:last])
         return out
-
-    def key(self) -> tuple[Any, ...]:
-        """Equal on all ranks that agree."""
-        return (*(tuple(entry.shape) for entry in self.entries), self.ranks, self.whole)
 
 
 def _aligned(size: int) -> int:

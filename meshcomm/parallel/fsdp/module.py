@@ -198,7 +198,7 @@ def fully_shard(
     register(module, owner)
     mark_states(module)
     reduced = (ax.name, *(() if replica is None else (replica.name,)))
-    owner.mean = mean_of(where, module, grads, ax.mesh, reduced, mean_over)
+    owner.mean = mean_of(module, grads, ax.mesh, reduced, mean_over)
     return module
 
 

@@ -137,7 +137,7 @@ def tensor_parallel(
     refuse_copies(_WHERE, module, "tensor parallelism over another axis than data_parallel's", ax)
     refuse_overlap(_WHERE, module, ax)
     state = _Parallel(module, ax, sequence)
-    layers = state.layers(module, _styles(module, plan, sequence))
+    layers = state.layers(_styles(module, plan, sequence))
     attributes = list(_attributes(module, divide, ax))
     state.make_parts(module)
     for part, name, value in attributes:
@@ -327,7 +327,7 @@ class _Parallel:
 
     # -------------------------------------------------------------------------------------------------- at the start
 
-    def layers(self, module: nn.Module, found: Sequence[Named]) -> dict[nn.Module, _Layer]:
+    def layers(self, found: Sequence[Named]) -> dict[nn.Module, _Layer]:
         """The layers that do something else than before; says how their parameters are cut."""
         made: dict[nn.Module, _Layer] = {}
         styles: dict[nn.Module, Style] = {}
