@@ -738,7 +738,7 @@ def refused() -> None:
     model = data_parallel(Net(), "dp", **kw)
     with pytest.raises(mc.MeshError, match="data parallel already"):
         data_parallel(model, "dp", **kw)
-    with pytest.raises(mc.MeshError, match="not data parallel"), no_sync(Net()):
+    with pytest.raises(mc.MeshError, match="neither data parallel nor sharded"), no_sync(Net()):
         pass
     with join(model), pytest.raises(mc.MeshError, match="a join inside a join"), join(model):
         pass

@@ -28,7 +28,7 @@ from meshcomm.runtime.whose import Whose
 from meshcomm.watch import here
 from meshcomm.work import Work, begun
 
-__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter", "with_gradient_over"]
+__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter", "take_from", "with_gradient_over"]
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
@@ -69,6 +69,8 @@ def _local_factor(x: Tensor, y: Tensor, axis: Axis, op: str) -> Tensor:
 
 def with_gradient_over(x: Tensor, axis: Axis, n: float) -> Tensor:
     """The same values; their gradients are divided by ``n``."""
+    if here.watcher is not None:
+        return here.watcher.tied(with_gradient_over, x, (axis, n))  # type: ignore[no-any-return]
     return apply(_PVARY_OF_A_MEAN, x, axis, (n,))
 
 
@@ -506,3 +508,14 @@ def broadcast(
     ax = check.axis_of("broadcast", axis, mesh)
     params = (check.checked_index("broadcast", src, ax, "src"),)
     return carried(_BROADCAST, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))
+
+
+@torch.no_grad()
+def take_from(src: int, tensors: Sequence[Tensor], axis: Axis, bucket_mb: float = 25) -> None:
+    """The values of index ``src``, in place and without a trace for autograd: what it has saved and is equal already
+    stays as it was.
+    """
+    whole = [x.detach() for x in tensors]
+    if whole and axis.size > 1:
+        for x, y in zip(whole, broadcast(whole, axis.name, src, mesh=axis.mesh, bucket_mb=bucket_mb), strict=True):
+            x.data.copy_(y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshcomm.collectives.reduce import broadcast
+from meshcomm import _torch
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis
 
 __all__ = [
-    "PLAIN_TABLES", "Around", "Site", "become", "leaves_of", "refuse_sliced", "seen_as", "sites_of", "take_from",
+    "PLAIN_TABLES", "Around", "Site", "become", "follow_recurrent", "leaves_of", "refuse_sliced", "seen_as", "sites_of",
 ]  # fmt: skip
 
 
@@ -38,17 +38,6 @@ def become(p: Tensor, values: Tensor) -> None:
         other = torch.float32 if p.dtype == torch.float64 else torch.float64
         p.data = torch.empty(0, dtype=other, device=p.device)
     p.data = values
-
-
-@torch.no_grad()
-def take_from(src: int, tensors: Sequence[Tensor], axis: Axis, bucket_mb: float = 25) -> None:
-    """The values of index ``src``, in place and without a trace for autograd: what it has saved and is equal already
-    stays as it was.
-    """
-    whole = [x.detach() for x in tensors]
-    if whole:
-        for x, y in zip(whole, broadcast(whole, axis.name, src, mesh=axis.mesh, bucket_mb=bucket_mb), strict=True):
-            x.data.copy_(y)
 
 
 class Site(NamedTuple):
@@ -119,3 +108,22 @@ def _fill_recurrent(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         kept = vars(module)
         kept["_flat_weights"] = [getattr(module, name, None) for name in kept["_flat_weights_names"]]
+
+
+def follow_recurrent(module: nn.RNNBase) -> None:
+    """Of slices, have that list made anew from the whole parameters in each forward, and keep none of them after it."""
+    _forget(module)
+    vars(module)["flatten_parameters"] = _leave_as_it_is
+    module.register_forward_hook(_forget, always_call=True)
+
+
+def _forget(module: nn.Module, *_: Any) -> None:
+    """Put the slices into the list, and mark it as one that the next forward makes again: a hook."""
+    kept, table = vars(module), _torch.own_parameters(module)
+    names = kept["_flat_weights_names"]
+    kept["_flat_weights"] = [dict.get(table, name) for name in names]
+    kept["_flat_weight_refs"] = [weakref.ref(module)] * len(names)
+
+
+def _leave_as_it_is() -> None:
+    """In place of ``flatten_parameters``: neither slices nor views of what was gathered go into a buffer of cuDNN's."""

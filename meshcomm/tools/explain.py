@@ -31,16 +31,10 @@ class Call:
     """One record of a dump."""
 
     facts: Mapping[str, Any]
-
-    @property
-    def number(self) -> int:
-        """In its group; 0 for messages."""
-        return int(self.facts["number"])
-
-    @property
-    def state(self) -> str:
-        """begun, completed, failed or dropped."""
-        return str(self.facts["state"])
+    number: int
+    """In its group; 0 for messages."""
+    state: str
+    """begun, completed, failed or dropped."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -65,12 +59,9 @@ class Group:
     """What one rank says of a group."""
 
     facts: Mapping[str, Any]
+    begun: int
+    """The number of its last call, 0 if there is none."""
     calls: dict[int, Call] = field(default_factory=dict)
-
-    @property
-    def begun(self) -> int:
-        """The number of its last call, 0 if there is none."""
-        return int(self.facts["begun"])
 
     @property
     def first(self) -> int:
@@ -88,37 +79,32 @@ class Dump:
     """One rank's file."""
 
     facts: Mapping[str, Any]
+    rank: int
+    """In the world."""
+    wall: float
+    """When it was written."""
     groups: dict[str, Group] = field(default_factory=dict)
     under_way: list[tuple[str, Call]] = field(default_factory=list)
     """The title of the group, and the call."""
-
-    @property
-    def rank(self) -> int:
-        """In the world."""
-        return int(self.facts["rank"])
-
-    @property
-    def wall(self) -> float:
-        """When it was written."""
-        return float(self.facts["wall"])
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Dump:
         """Sorted by group; KeyError, TypeError or ValueError where it is no dump."""
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']!r}, {FORMAT} is known")
-        dump, titles = Dump(facts), [str(group["title"]) for group in facts["groups"]]
+        dump = Dump(facts, int(facts["rank"]), float(facts["wall"]))
+        titles = [str(group["title"]) for group in facts["groups"]]
         for title, group in zip(titles, facts["groups"], strict=True):
             _ = group["ranks"][group["index"]], [axis["coordinate"].items() for axis in group["axes"]]
-            dump.groups[title] = Group(group)
+            dump.groups[title] = Group(group, int(group["begun"]))
         for each in facts["calls"]:
-            call, title = Call(each), titles[each["group"]]
+            call, title = Call(each, int(each["number"]), str(each["state"])), titles[each["group"]]
             _ = call.over(), call.key, each["began"] + 0.0
             if call.number:
                 dump.groups[title].calls[call.number] = call
             if call.state == "begun":
                 dump.under_way.append((title, call))
-        _ = dump.rank, dump.wall, int(facts["world_size"]), dump.where
+        _ = int(facts["world_size"]), dump.where
         return dump
 
     @property
@@ -162,7 +148,7 @@ class Story:
     def members(self) -> dict[int, Group]:
         """Those that have dumped, by rank; who knows nothing of the group has called nothing in it."""
         return {
-            rank: self.dumps[rank].groups.get(self.title, Group({"axes": [], "begun": 0}))
+            rank: self.dumps[rank].groups.get(self.title, Group({"axes": []}, 0))
             for rank in self.ranks
             if rank in self.dumps
         }

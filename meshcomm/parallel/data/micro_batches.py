@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from meshcomm.errors import fail
-from meshcomm.parallel.data.ddp import Replica, replica_of
+from meshcomm.parallel.data.replica import Replica, replica_of
 from meshcomm.parallel.fsdp.units import Sharded, sharded_of
 from meshcomm.runtime.ops import Op
 

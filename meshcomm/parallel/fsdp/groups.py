@@ -47,7 +47,6 @@ class Policy:
     op: str
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    regather: bool
     prefetch: int
     device: torch.device
     offload: bool

@@ -16,18 +16,17 @@ from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.one_rank import scatter
-from meshcomm.collectives.reduce import broadcast
+from meshcomm.collectives.reduce import broadcast, take_from
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import checked_module, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
-from meshcomm.parallel.fsdp import recurrent
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.groups import Door, Group, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, register, sharded_of
-from meshcomm.parallel.stand_ins import Around, take_from
+from meshcomm.parallel.stand_ins import Around, follow_recurrent
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
@@ -171,7 +170,7 @@ def fully_shard(
     if init is None:
         _can_be_initialised(where, chosen)
     device = ax.mesh.device if offload else _device(module, ax)
-    policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, regather, prefetch, device, offload)
+    policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
     plan = _owned(module, chosen, ignore, apart)
     own = {id(slot.param) for slots in plan.values() for slot in slots}
@@ -194,7 +193,7 @@ def fully_shard(
         _attach(unit, part, methods)
     for part in module.modules():
         if isinstance(part, nn.RNNBase) and part not in apart:
-            recurrent.follow(part)
+            follow_recurrent(part)
     register(module, owner)
     mark_states(module)
     reduced = (ax.name, *(() if replica is None else (replica.name,)))

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from meshcomm._torch import version_of
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant, shard
-from meshcomm.collectives.reduce import broadcast, pvary
+from meshcomm.collectives.reduce import broadcast, pvary, take_from
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import Dim, Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
-from meshcomm.parallel.stand_ins import PLAIN_TABLES, Around, Site, become, refuse_sliced, seen_as, take_from
+from meshcomm.parallel.stand_ins import PLAIN_TABLES, Around, Site, become, refuse_sliced, seen_as
 from meshcomm.parallel.tensor.functions import enter, heads_of, leave, vocab_embedding
 from meshcomm.parallel.tensor.streams import Streams
 from meshcomm.runtime.ops import Op

@@ -1,0 +1,305 @@
+"""What is known of a module that is data parallel: how it sees its parameters, and what its gradients come to.
+
+A method runs with the parameters seen through ``pvary``; under ``no_sync`` through a node that leaves the gradients on
+this rank, where the next backward pass that reduces takes them from; in a ``join`` who is done reduces zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshcomm import _torch, watch
+from meshcomm._torch import dual_level_open, functorch_active, version_of
+from meshcomm.collectives import check
+from meshcomm.collectives.agree import agree
+from meshcomm.collectives.overlap import How, sums_alone, vary_tree
+from meshcomm.collectives.reduce import pvary, take_from, with_gradient_over
+from meshcomm.errors import fail
+from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.data.means import Mean
+from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
+
+__all__ = ["HERE", "WHERE", "Grads", "Replica", "replica_of"]
+
+Grads = Literal["sum", "mean"]
+WHERE = "data_parallel"
+HERE = "_meshcomm_data_parallel"
+"""Where it stands among the attributes of its module."""
+
+
+def replica_of(module: nn.Module) -> Replica | None:
+    """What is known of a module that :func:`data_parallel` was given."""
+    found = vars(module).get(HERE)
+    return found if isinstance(found, Replica) else None
+
+
+class Replica:
+    """What is known of a module that is data parallel."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        axis: AxisName,
+        grads: Grads,
+        bucket_mb: float,
+        dtype: torch.dtype | None,
+        buffers: bool,
+    ) -> None:
+        self.module, self.mesh, self.name, self.grads, self.bucket_mb = module, mesh, axis, grads, bucket_mb
+        self.dtype, self.buffers = dtype, buffers
+        ledger = self.axis.link.ledger
+        ledger.modules += 1
+        self.whose = f"{type(module).__name__}, module {ledger.modules} of the axis"
+        self.inside = self.joined = self.collected = self.seen = False
+        self.syncs = True
+        self.mean: Mean | None = None
+        self.passes = [-2, -2]  # the latest backward pass that reduced, and that collected
+        self.last: list[int] = []  # the indices that were not done when last heard of
+
+    @property
+    def axis(self) -> Axis:
+        """As the rank that asks sees it."""
+        return self.mesh.axis(self.name, WHERE)
+
+    # ------------------------------------------------------------------------------------------------ equal values
+
+    def make_equal(self) -> None:
+        """Parameters and buffers take the values of index 0."""
+        here: dict[str, Tensor] = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        for name, x in here.items():
+            if nn.parameter.is_lazy(x):
+                fail(WHERE, f"{name!r} has no shape yet.", fix="run the module once before")
+            check.tensor(WHERE, x, self.axis, repr(name))
+        self._compare(here)
+        take_from(0, list(here.values()), self.axis, self.bucket_mb)
+
+    def _compare(self, here: Mapping[str, Tensor]) -> None:
+        lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in here.items()]
+        counts = [count for [count] in agree([len(lines)], self.axis)]
+        if counts == [len(lines)] * len(counts):
+            first, *rest = agree([zlib.crc32(line.encode()) for line in lines], self.axis)
+            others = [at for at, mark in enumerate(first) if any(marks[at] != mark for marks in rest)]
+            if not others:
+                return
+            what = f"on one rank, {lines[others[0]]!r} on index {self.axis.index}"
+        else:
+            what = f"{counts} of them on the ranks"
+        fail(WHERE, "parameters or buffers differ between ranks in more than values.", got=what)
+
+    # ---------------------------------------------------------------------------------------------------- a method
+
+    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method with the parameters varied, if it is not called by another one."""
+        func = functorch_active() or dual_level_open()
+        if self.inside or not (torch.is_grad_enabled() or func):
+            return method(*args, **kwargs)
+        if self.mean is not None and not (self.seen or func or torch.compiler.is_compiling()):
+            self.seen = True
+            self.mean.look(WHERE, args)
+        if not self.syncs:
+            if torch.compiler.is_compiling():
+                fail(
+                    "no_sync", "gradients are not collected in compiled code.", fix="compile what is inside the module"
+                )
+            return self._alone(method, args, kwargs)
+        if self.joined:
+            self._speak(True)
+        sites = sites_of(self.module)
+        leaves = leaves_of(sites, func)
+        varied = self._varied(leaves)
+        with self._seen_as(sites, leaves, varied):
+            result = method(*args, **kwargs)
+        if self.buffers and self.module.training and not func:
+            self._send_buffers()
+        return result
+
+    @contextlib.contextmanager
+    def _seen_as(self, sites: Sequence[Site], leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, a method runs, and sees these values of the leaves."""
+        self.inside = True
+        try:
+            with seen_as(sites, dict(zip(map(id, leaves), values, strict=True))):
+                yield
+        finally:
+            self.inside = False
+
+    def _alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method whose gradients stay on this rank."""
+        sites = sites_of(self.module)
+        leaves = [] if functorch_active() or dual_level_open() else leaves_of(sites, transformed=False)
+        own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
+        with self._seen_as(sites, leaves, own):
+            return method(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As :func:`meshcomm.parallel.no_sync`.
+
+        Meanwhile each ``.grad`` is this rank's own; with ``grads="sum"`` what was in it before is divided among the
+        ranks, so that it counts once.
+        """
+        if watch.here.watcher is not None:
+            yield  # a gradient that is one rank's own has no type: each micro-step is reduced, to the same sums
+            return
+        before, self.syncs = self.syncs, False
+        if before:
+            self.collect()
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    def reduce_collected(self) -> None:
+        """What is in ``.grad`` and was not reduced is, by all ranks."""
+        if not self.collected:
+            return
+        leaves = leaves_of(sites_of(self.module), transformed=False)
+        with torch.no_grad():
+            how = How(self.grads, self.dtype, _Collected(self, leaves), whose=self.whose)
+            sums = sums_alone(leaves, self.axis, self.bucket_mb, how, all_do=True)
+        for p, g in zip(leaves, sums, strict=True):
+            if g is not None:
+                p.grad = g
+
+    def apart(self, collecting: bool) -> None:
+        """A gradient that is reduced, and one that is not, cannot be told from each other once they are added up."""
+        mine = _torch.backward_pass()
+        if self.passes[not collecting] == mine:
+            fail(
+                "no_sync",
+                "one backward pass has gradients that were collected under no_sync and others that are reduced.",
+                fix="a backward pass for each, that of no_sync first",
+            )
+        self.passes[collecting] = mine
+
+    def _varied(self, leaves: list[Tensor]) -> list[Tensor]:
+        if not leaves:
+            return []
+        plain = not (torch.compiler.is_compiling() or functorch_active() or dual_level_open())
+        if plain and watch.here.watcher is None:
+            varied = vary_tree(leaves, self.axis, self.bucket_mb, self._how(leaves))
+            return varied if self.share == 1 else [with_gradient_over(x, self.axis, 1 / self.share) for x in varied]
+        if plain and self.collected:
+            fail("no_sync", "gradients that were collected before cannot be reduced under check_vma.")
+        varied = pvary(leaves, self.name, mesh=self.mesh, bucket_mb=self.bucket_mb)
+        n = self.axis.size / self.share
+        return varied if self.grads == "sum" else [with_gradient_over(x, self.axis, n) for x in varied]
+
+    @property
+    def share(self) -> float:
+        """By what averages are multiplied."""
+        return 1.0 if self.mean is None else self.mean.share
+
+    def _how(self, leaves: Sequence[Tensor]) -> How:
+        look = functools.partial(_watched, self, leaves)
+        return How(self.grads, self.dtype, _Collected(self, leaves), look, self.whose)
+
+    def collect(self) -> None:
+        """From now on ``.grad`` is this rank's own part."""
+        if self.grads == "sum" and not self.collected:
+            with torch.no_grad():
+                for p in self.module.parameters():
+                    if p.grad is not None:
+                        p.grad = p.grad / self.axis.size
+        self.collected = True
+
+    def _send_buffers(self) -> None:
+        tensors = list(self.module.buffers())
+        if tensors and self.syncs:
+            take_from(self.last[0] if self.joined else 0, tensors, self.axis, self.bucket_mb)
+
+    # ------------------------------------------------------------------------------------------------- running out
+
+    def _speak(self, goes_on: bool) -> None:
+        """Say whether this rank has data left, and hear who has."""
+        found = [index for index, [has_data] in enumerate(agree([goes_on], self.axis)) if has_data]
+        if found:
+            self.last = found
+        else:
+            self.joined = False
+
+    def shadow(self, step: Callable[[], object] | None) -> None:
+        """Take part in what those do that have data left, until none has."""
+        while True:
+            self._speak(False)
+            if not self.joined:
+                break
+            if self.buffers and self.module.training:
+                self._send_buffers()
+            leaves = leaves_of(sites_of(self.module), transformed=False)
+            with torch.no_grad():
+                sums = sums_alone(leaves, self.axis, self.bucket_mb, self._how(leaves))
+            if step is not None:
+                for p, g in zip(leaves, sums, strict=True):
+                    if g is not None:
+                        p.grad = g if p.grad is None else p.grad + g
+                step()
+        if step is None:
+            take_from(self.last[0], [*self.module.parameters(), *self.module.buffers()], self.axis, self.bucket_mb)
+
+
+def _watched(state: Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
+    """Finds a gradient that came to a leaf, during a backward pass, on another way than its own."""
+    state.apart(collecting=False)
+
+    def seen() -> list[tuple[Tensor | None, int]]:
+        return [(g, 0 if g is None else version_of(g)) for g in (leaf.grad for leaf in leaves)]
+
+    before = seen()
+
+    def look(at: int) -> None:
+        g, (old, version) = leaves[at].grad, before[at]
+        if g is not None and (g is not old or version_of(g) != version):
+            fail(
+                WHERE,
+                "a parameter has got a gradient of this rank's own while the module's backward pass ran.",
+                got=f"parameter of shape {list(leaves[at].shape)}",
+                fix="torch.utils.checkpoint inside of the module needs use_reentrant=False",
+            )
+
+    return look
+
+
+class _Collected:
+    """Gives what was collected for each leaf, once, to the first backward pass: from then on it is on its way."""
+
+    def __init__(self, state: Replica, leaves: Sequence[Tensor]) -> None:
+        self.state, self.leaves = state, leaves
+        self.taken: set[int] = set()
+
+    def __call__(self, at: int) -> Tensor | None:
+        if not self.taken:
+            if not self.state.collected:
+                return None
+            self.state.collected = False
+        if at in self.taken:
+            return None
+        self.taken.add(at)
+        g, self.leaves[at].grad = self.leaves[at].grad, None
+        return g
+
+
+class _Own(Function):
+    """Leaves whose gradients stay on this rank, and make what is in ``.grad`` its own part when they come."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Replica, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.state = state
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.state.apart(collecting=True)
+        ctx.state.collect()
+        share = ctx.state.share
+        return None, *(gs if share == 1 else [None if g is None else g * share for g in gs])
