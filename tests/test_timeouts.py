@@ -132,6 +132,42 @@ def test_calls_that_are_given_up(pool4: Any) -> None:
     assert "index 1 did not come" in told["broadcast"]  # it waits for nobody else
 
 
+def given_up_over_gloo(late: int) -> list[int]:
+    """All but one rank give up every call that waits for it; it makes them later, and the group goes on. Of two axes
+    between the same ranks one has torch's group, and the other sends what it moves as messages.
+    """
+    first, second = mc.make_mesh({"a": 4}), mc.make_mesh({"a": 4})
+    other, counts = mc.make_mesh({"all": 4}), []
+    for mesh in (first, second):
+        mc.all_reduce(X, "a", mesh=mesh)
+        gave_up = []
+        for name, call in CALLS.items():
+            if name == "scatter without like" or (name, late) == ("send and recv", 0):  # of two steps; of nobody's
+                continue
+            if mesh.rank != late:
+                said = ""
+                try:
+                    call(mesh, timeout=SOON)
+                except mc.CommError as error:
+                    said = str(error)
+                assert not said or "did not come within" in said, said
+                gave_up += [name] if said else []
+            mc.barrier("all", timeout=LONG, mesh=other)
+            if mesh.rank == late:
+                call(mesh)
+            assert mc.all_reduce(torch.ones(2), "a", mesh=mesh, timeout=LONG).tolist() == [4, 4], name
+            mc.barrier("a", mesh=mesh)
+        counts.append(len(gave_up))
+    return counts
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_calls_that_are_given_up_over_gloo(gloo4: Any, late: int) -> None:
+    counts = gloo4.run(given_up_over_gloo, late)
+    assert counts.pop(late) == [0, 0]
+    assert all(min(each) >= 8 for each in counts), counts
+
+
 def alone_in_process() -> str:
     mesh = mc.make_mesh({"a": 2})
     text = ""

@@ -398,9 +398,9 @@ class ProcessLink(PacketLink):
     def _all_to_all(self, x: Tensor, send: list[int], recv: list[int]) -> Tensor:
         out = x.new_empty(sum(recv))
         works = self._swap("all_to_all", out, x, recv, send)
-        if len(works) == 1:
-            return self._finish("all_to_all", works[0], out)
-        return self._end(works, out, keep=x, cpu=x.is_cpu)
+        if self._by_messages(x):  # of which there may be one: a wait of one message that runs out ends the group
+            return self._end(works, out, keep=x)
+        return self._finish("all_to_all", works[0], out)
 
     def _swap(self, where: str, out: Tensor, x: Tensor, recv: list[int], send: list[int]) -> Sequence[dist.Work]:
         """Runs of ``x`` to all, runs of ``out`` from all."""
