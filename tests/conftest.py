@@ -25,6 +25,8 @@ from meshcomm.runtime import groups
 from meshcomm.runtime.start import workers
 from meshcomm.runtime.start.workers import WorkerPool
 
+collect_ignore = ["warm.py"]  # it has no doctests, and is imported where processes are forked
+
 POOLS = {"pool4", "guarded4", "guarded4_at_the_store", "gloo4", "bare4"}
 """Fixtures that start processes."""
 
@@ -60,14 +62,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def spared(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases of tests marked ``one_in(n)`` that only `make test-all` runs: those that do not lie on every n-th diagonal of
-    the parameters, as far as each value of each parameter has a case without them.
+    the parameters, as far as each value of each parameter has a case without them; ``alike`` values need none.
     """
     tests: dict[tuple[Any, ...], list[Any]] = {}
     for item in items:
         if item.get_closest_marker("one_in"):
             tests.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
     for cases in tests.values():
-        n = cases[0].get_closest_marker("one_in").args[0]
+        marker = cases[0].get_closest_marker("one_in")
+        n, alike = marker.args[0], marker.kwargs.get("alike", False)
         places: dict[str, dict[int, int]] = {}
         at = []
         for case in cases:
@@ -78,7 +81,7 @@ def spared(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         run = {number for number, each in enumerate(at) if sum(place for _, place in each) % n == 0}
         met = {value for number in run for value in at[number]}
         for number, case in enumerate(cases):
-            if number not in run and at[number] <= met:
+            if number not in run and (alike or at[number] <= met):
                 yield case
             met |= at[number]
 

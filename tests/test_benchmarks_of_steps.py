@@ -86,6 +86,7 @@ def test_a_step_on_processes(results: Any) -> None:
     assert {budget["verdict"] for budget in results["budgets"]} <= {"ok", "over"}
 
 
+@pytest.mark.thorough
 def test_the_checkers_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     assert not dist.is_initialized()

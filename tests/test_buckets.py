@@ -458,6 +458,7 @@ def lying_apart(way: Callable[[Tensor], list[Tensor]]) -> None:
             same_bits(found, expected, f"{name} of {way.__name__}: gradient")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", APART, ids=lambda way: way.__name__)
 def test_leaves_that_do_not_lie_together_are_copied_together(run4: Run, way: Callable[[Tensor], list[Tensor]]) -> None:
     run4(lying_apart, way)
@@ -497,6 +498,7 @@ MOVING = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("bucket_mb", "times"), [(None, 240), (25, 1)], ids=str)
 def test_240_small_tensors_go_in_one_collective(run4: Run, bucket_mb: float | None, times: int) -> None:
     for found in run4(small_tensors, bucket_mb):
@@ -1165,6 +1167,7 @@ def one_uses_it(bucket_mb: float, user: int, early: bool) -> None:
         close(grads(leaves), alone(lambda copies, rank: loss([*paired(copies[:-1]), copies[-1]], rank), leaves))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bucket_mb", PVARY_SIZES)
 @pytest.mark.parametrize("early", [False, True], ids=["last", "first"])
 @pytest.mark.parametrize("user", [0, 2])

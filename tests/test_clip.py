@@ -108,6 +108,7 @@ def named(axes: dict[str, int]) -> str:
     return "x".join(axes)
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("axes", MESHES, ids=named)
 def test_three_steps_are_those_of_one_rank(axes: dict[str, int]) -> None:
     norms, state = alone(2.0)

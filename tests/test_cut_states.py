@@ -87,6 +87,7 @@ def refused(fn: Callable[[], Any]) -> str:
     return ""
 
 
+@pytest.mark.one_in(2, alike=True)
 @every_way
 def test_own_slices_come_back(way: Way, tmp_path: Path) -> None:
     """As they are, copied, without their metadata, and by way of a file."""
@@ -217,6 +218,7 @@ def test_slices_for_a_part_that_is_whole() -> None:
         assert "of 4 along axis ('a', 'b')" in other
 
 
+@pytest.mark.one_in(2, alike=True)
 @every_way
 def test_copies_averages_and_wrappers(way: Way) -> None:
     def main() -> None:

@@ -107,6 +107,7 @@ def _dropped(way: str) -> None:
     mc.barrier(("a", "b"))
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_module_goes(way: str) -> None:
     """While its launch goes on, on threads."""

@@ -309,7 +309,7 @@ PROGRAMS |= {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_fully_sharded(name: str, shape: dict[str, int]) -> None:
@@ -623,6 +623,7 @@ for way in WAYS:
     PROGRAMS[f"recomputed {way}"] = Program(partial(Recomputed, *way), {"units": ["units.*"]})
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_checkpoints_inside_and_around_units(way: tuple[str, str, str]) -> None:
     name = f"recomputed {way}"

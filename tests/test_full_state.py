@@ -81,6 +81,7 @@ def in_stages(way: Callable[[Net], None], mesh: mc.Mesh) -> Net:
     return net
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("way", WAYS)
 def test_stages_and_back(way: Callable[[Net], None], tmp_path: Path) -> None:
     """All that the ranks have between them, and each takes what it has of it."""
@@ -118,6 +119,7 @@ def trained(net: nn.Module) -> torch.optim.Optimizer:
     return adam
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("way", [plain, sharded])
 def test_checkpoints_of_stages(way: Callable[[Net], None], tmp_path: Path) -> None:
     """Back into stages, into other ones, and into one rank."""

@@ -100,7 +100,7 @@ def fresh(program: Program) -> str:
     return works_again(mc.make_mesh(program.axes), axes_of(program))
 
 
-@examples(30)
+@examples(20)
 @given(example=broken_programs(BROKEN_MESHES))
 def test_broken_and_not_caught(example: tuple[Program, Break]) -> None:
     """The launch raises the user's own error, or what a rank was told; the next one works."""
@@ -129,7 +129,7 @@ def guarded4() -> Iterator[WorkerPool]:
         yield pool
 
 
-@examples(30, processes=True)
+@examples(20, processes=True)
 @given(program=programs(FOUR))
 def test_valid_on_processes(pool4: WorkerPool, program: Program) -> None:
     right(program, pool4.run(on_rank, program.light()))

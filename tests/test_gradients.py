@@ -78,7 +78,7 @@ def both_dtypes(name: str, place: tuple[tuple[int, ...], Any]) -> None:
         both_ways(name, place, dtype)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES, ids=place_id)
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
 def test_adjoint_identity(case: Case, place: tuple[tuple[int, ...], Any]) -> None:
@@ -153,7 +153,7 @@ def orders(name: str, place: tuple[tuple[int, ...], Any], dtype: torch.dtype) ->
         value = found[0]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES, ids=place_id)
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
 def test_three_derivatives(case: Case, place: tuple[tuple[int, ...], Any]) -> None:
@@ -339,6 +339,7 @@ def trees(op: str, bucket_mb: float) -> None:
     close(twice(leaves_of(result), leaves_of(whole)), twice(apart, leaves_of(single)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bucket_mb", [25, 1e-5], ids=["one-bucket", "small-buckets"])
 @pytest.mark.parametrize("op", TREE_OPS)
 def test_a_pytree_gives_what_its_leaves_give(run4: Callable[..., list[Any]], op: str, bucket_mb: float) -> None:

@@ -197,6 +197,7 @@ def sent(x: Tensor, how: str) -> Tensor:
 SENT = {"plain": "'ep'", "later": "'ep'", "tree": "'ep'", "moved": "'ep'", "both": r"\('fs', 'ep'\)"}
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("maker", [data_parallel, fully_shard])
 @pytest.mark.parametrize("how", [*SENT, "known", "computed"])
 def test_who_does_not_say_what_the_mean_is_over(maker: Any, how: str) -> None:

@@ -74,7 +74,7 @@ def test_every_reduction_has_a_case() -> None:
     assert reduced == {op for op in REDUCE_OPS if not op.startswith("exact ")}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_values(shape: tuple[int, ...], case: Case) -> None:
@@ -87,6 +87,7 @@ def test_values_on_processes(pool4: Any, shape: tuple[int, ...]) -> None:
     pool4.run(check_dtypes, shape, axis_choices(grid(shape)), [case.name for case in CASES], ())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_every_dtype_moves(run4: Callable[..., list[Any]], dtype: torch.dtype) -> None:
     run4(check_dtypes, (2, 2), ["a", ("b", "a")], [case.name for case in MOVERS], (dtype,))

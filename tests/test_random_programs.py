@@ -303,13 +303,14 @@ def one_tangent(seed: int, shape: tuple[int, ...]) -> None:
     close(pushed, task.pushed[mesh.rank], f"tangent of program {seed}")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "varying"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_program(seed: int, reduced: bool) -> None:
     mc.launch(one_program, ranks=8, args=(seed, (2, 2, 2), reduced))
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tangents_of_program(seed: int) -> None:
     mc.launch(one_tangent, ranks=8, args=(seed, (2, 2, 2)))

@@ -73,7 +73,11 @@ def every_pair(shape: dict[str, int], length: tuple[int, ...], later: bool = Fal
     return count
 
 
-@pytest.mark.parametrize(("shape", "length"), [({"a": 2, "b": 2}, (4, 4, 8)), ({"a": 2, "b": 4}, (8, 8, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [({"a": 2, "b": 2}, (4, 4, 8)), pytest.param({"a": 2, "b": 4}, (8, 8, 8), marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_every_layout_to_every_other_one(shape: dict[str, int], length: tuple[int, ...]) -> None:
     counts = mc.launch(every_pair, ranks=math.prod(shape.values()), args=(shape, length))
     assert counts == [19 * 19] * len(counts)

@@ -373,6 +373,7 @@ def whole() -> dict[str, Tensor]:
 CUTS = [(mesh, layout) for mesh, layouts in zip(MESHES, (ONE, ONE, TWO, THREE), strict=True) for layout in layouts]
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize(("mesh", "layout"), CUTS, ids=str)
 def test_every_mesh_and_layout_draws_the_same(mesh: dict[str, int], layout: str, whole: dict[str, Tensor]) -> None:
     ranks = mc.launch(parts_of, ranks=math.prod(mesh.values()), args=(mesh, layout))

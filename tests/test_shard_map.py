@@ -145,7 +145,7 @@ def test_values_and_derivatives_are_those_of_the_whole(everywhere: Any, name: st
 
 
 def test_complex_against_finite_differences() -> None:
-    z, w = (torch.complex(rand(2, 2, seed=i), rand(2, 2, seed=i + 1)).detach().requires_grad_() for i in (1, 3))
+    z, w = (torch.complex(rand(2, 1, seed=i), rand(2, 1, seed=i + 1)).detach().requires_grad_() for i in (1, 3))
     mapped = mc.shard_map(
         lambda z, w: mc.all_reduce((z * mc.pvary(w, "dp")).exp() / 4, "dp"),
         mesh=grid(),

@@ -86,13 +86,17 @@ def test_mpiexec_equals_one_rank(tmp_path: Path, variable: str) -> None:
     assert_checked(ended.returncode, ended.stdout, ended.stderr, "{'dp': 1, 'tp': 2}")
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "tp=4", "tp=2,dp=2"])
 def test_any_mesh_equals_one_rank(example: ModuleType, tmp_path: Path, mesh: str) -> None:
     flags = ["--mesh", mesh, "--steps", "2", "--check", "--out", str(tmp_path)]
     assert example.run([*TINY, *flags]) == 0
 
 
-@pytest.mark.parametrize(("name", "axis"), [("pvary", "tp"), ("pvary", "dp"), ("all_reduce", "dp"), ("shard", "dp")])
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [("pvary", "tp"), pytest.param("pvary", "dp", marks=pytest.mark.thorough), ("all_reduce", "dp"), ("shard", "dp")],
+)
 def test_check_finds_a_mistake(
     example: ModuleType,
     tmp_path: Path,

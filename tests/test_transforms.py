@@ -287,7 +287,7 @@ def every(check: str) -> None:
         EACH[check](Setting(name, "b"))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("check", EACH)
 def test_transform(check: str, name: str) -> None:
@@ -363,6 +363,7 @@ def hessians(name: str, axis: Any) -> None:
     close(jacrev(jacrev(local))(s.x), expected, f"jacrev of jacrev, {s.what}")
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("name", SMALL)
 def test_hessian(name: str) -> None:
     mc.launch(hessians, ranks=4, args=(name, AXES[1 - SMALL.index(name) % 2]))
@@ -458,6 +459,7 @@ def trees(op: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("op", TREES)
 def test_pytrees(run4: Callable[..., list[Any]], op: str) -> None:
     run4(trees, op)
