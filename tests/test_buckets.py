@@ -1244,7 +1244,7 @@ def warmed_up_ranks() -> None:
 def test_ranks_that_have_recorded_more_than_others() -> None:
     """Nodes between a leaf and pvary communicate in the same order on all ranks. In new threads and new processes."""
     mc.launch(warmed_up_ranks, ranks=4)
-    mc.launch(warmed_up_ranks, ranks=4, runtime="processes", timeout=100)
+    mc.launch(warmed_up_ranks, ranks=4, runtime="processes", timeout=280)
 
 
 def after_an_error(bucket_mb: float) -> None:

@@ -169,7 +169,7 @@ def gpu_around(folder: str) -> list[Any]:
 @pytest.mark.gpu
 def test_around_on_a_real_accelerator(tmp_path: Any) -> None:
     for plain, odd, kind in mc.launch(
-        gpu_around, ranks=2, args=(str(tmp_path),), runtime="processes", backend="gloo", timeout=100
+        gpu_around, ranks=2, args=(str(tmp_path),), runtime="processes", backend="gloo", timeout=280
     ):
         for name, value in plain.items():
             if value is not None:

@@ -387,7 +387,7 @@ def changed_afterwards() -> list[float] | None:
 
 
 def test_an_input_changed_after_a_time_out() -> None:
-    assert mc.launch(changed_afterwards, ranks=3, runtime="processes", timeout=60) == [None, [3.0], [3.0]]
+    assert mc.launch(changed_afterwards, ranks=3, runtime="processes", timeout=280) == [None, [3.0], [3.0]]
 
 
 def with_a_child(what: str) -> list[float]:
@@ -407,7 +407,7 @@ def with_a_child(what: str) -> list[float]:
 
 @pytest.mark.parametrize("what", ["shutdown", "call"])
 def test_a_forked_child(what: str) -> None:
-    assert mc.launch(with_a_child, ranks=2, args=(what,), runtime="processes", timeout=60) == [[1.0, 2.0]] * 2
+    assert mc.launch(with_a_child, ranks=2, args=(what,), runtime="processes", timeout=280) == [[1.0, 2.0]] * 2
 
 
 def read_after_the_end(_: None = None) -> float:
@@ -421,7 +421,7 @@ def read_after_the_end(_: None = None) -> float:
 
 
 def test_what_was_lent_is_read_after_the_lender_has_finished() -> None:
-    assert mc.launch(read_after_the_end, ranks=3, runtime="processes", timeout=60) == [7.0] * 3
+    assert mc.launch(read_after_the_end, ranks=3, runtime="processes", timeout=280) == [7.0] * 3
 
 
 def killed(folder: str, polled: bool) -> None:
@@ -443,14 +443,14 @@ def killed(folder: str, polled: bool) -> None:
 
 @pytest.mark.parametrize("polled", [False, True], ids=["waited-for", "polled"])
 def test_a_killed_rank_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polled: bool) -> None:
-    monkeypatch.setattr("meshcomm.runtime.start.workers._PROMPT", 30.0)  # the launch would end the others at once
+    monkeypatch.setattr("meshcomm.runtime.start.workers._PROMPT", 250.0)  # the launch would end the others at once
     with pytest.raises(mc.CommError):
-        mc.launch(killed, ranks=3, args=(str(tmp_path), polled), runtime="processes", timeout=60)
+        mc.launch(killed, ranks=3, args=(str(tmp_path), polled), runtime="processes", timeout=280)
     found = [file.read_text() for file in tmp_path.glob("*.told")]
     assert len(found) == 2
     for text in found:
         assert "index 2 has ended" in text
-        assert float(text.split()[0]) < 20
+        assert float(text.split()[0]) < 100
 
 
 def too_late() -> str:
@@ -489,7 +489,7 @@ def waited_out(mesh: mc.Mesh) -> float:
 
 
 def test_who_does_not_come_is_named_and_the_group_goes_on() -> None:
-    told, _ = mc.launch(too_late, ranks=2, runtime="processes", timeout=60)
+    told, _ = mc.launch(too_late, ranks=2, runtime="processes", timeout=280)
     assert "all_reduce" in told
     assert "index 1 did not come within 0.3 s" in told
 
@@ -524,7 +524,7 @@ def one_alone() -> str:
     mc.shutdown()
     if rank == 1:
         os.environ[memory.SWITCH] = "0"
-    mc.init(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=60)
+    mc.init(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=200)
     return unseen()
 
 
@@ -555,7 +555,7 @@ def adopted() -> list[str]:
 
 
 def test_an_adopted_group() -> None:
-    assert mc.launch(adopted, ranks=2, runtime="processes", timeout=60) == [["OneHostLink"] * 3] * 2
+    assert mc.launch(adopted, ranks=2, runtime="processes", timeout=280) == [["OneHostLink"] * 3] * 2
 
 
 def test_addresses_are_of_this_machine() -> None:

@@ -406,5 +406,5 @@ def adopted_twice(folder: str) -> list[str]:
 
 
 def test_barriers_of_a_group_of_somebody_else(tmp_path: Path) -> None:
-    found = mc.launch(adopted_twice, ranks=3, args=(str(tmp_path),), runtime="processes", timeout=60)
+    found = mc.launch(adopted_twice, ranks=3, args=(str(tmp_path),), runtime="processes", timeout=280)
     assert found == [["got: absent: index 1 (rank 1)"] * 2] * 3

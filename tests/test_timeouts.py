@@ -16,6 +16,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm.collectives import one_rank
+from meshcomm.runtime.health import lateness
 from meshcomm.runtime.hooks.wrapped import bare
 
 SOON = 0.05
@@ -291,9 +292,10 @@ def test_in_process_meshes_take_one() -> None:
 
 
 def over_sockets() -> list[str]:
-    mesh, short = mc.make_mesh({"a": 2}), mc.make_mesh({"b": 2}, timeout=1.5)
+    mesh, short = mc.make_mesh({"a": 2}), mc.make_mesh({"b": 2}, timeout=4)
     assert not hasattr(type(bare(mesh.axis("a").link)), "mail")
     told = []
+    lateness._GRACE = lateness._LEAST = LONG  # however much later the time of the other one is up
     mc.all_gather(X, "a", mesh=mesh)
     mc.barrier("b", mesh=short)
     wait = mc.broadcast if mesh.rank == 0 else partial(mc.recv, shape=(3,), dtype=torch.float32)
@@ -304,6 +306,7 @@ def over_sockets() -> list[str]:
     mc.send(torch.ones(3), "a", 1, mesh=mesh) if mesh.rank == 0 else mc.broadcast(X, "a", 1, mesh=mesh)
     assert mc.all_reduce(torch.ones(1), "a", mesh=mesh, timeout=LONG).item() == 2
     if mesh.rank == 0:
+        lateness._GRACE = 0.1
         with pytest.raises(mc.CommError) as caught:
             mc.all_reduce(X, "b", mesh=short)
         told.append(str(caught.value))
@@ -313,7 +316,7 @@ def over_sockets() -> list[str]:
 
 def test_over_sockets_ranks_whose_time_is_up_tell_each_other_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHCOMM_SHARED_MEMORY", "0")
-    (first, mesh_time), (second,) = mc.launch(over_sockets, ranks=2, runtime="processes", timeout=100)
+    (first, mesh_time), (second,) = mc.launch(over_sockets, ranks=2, runtime="processes", timeout=280)
     assert "meshcomm.broadcast: index 1 did not come within 2 s." in first
     assert re.search(
         r"not arrived: rank 1: its time was up in recv f32\[3\] .*over 'a' at test_timeouts.py:\d+, since \d\d:", first
@@ -321,6 +324,6 @@ def test_over_sockets_ranks_whose_time_is_up_tell_each_other_where_they_are(monk
     assert re.search(r"last completed: rank 1 barrier.* over 'b', call 1", first)
     assert "meshcomm.recv: index 0 did not come within 2 s." in second
     assert re.search(r"its time was up in broadcast f32\[8\] \(src=1\).* over 'a' at \S+, call 2", second)
-    assert re.search(r"meshcomm\.all_reduce: index 1 did not come within 1\.\d+ s", mesh_time)
+    assert re.search(r"meshcomm\.all_reduce: index 1 did not come within \d+(\.\d+)? s", mesh_time)
     assert re.search(r"all_reduce f32\[8\] \(op='sum'\) over 'b' at \S+, here b=0, call 2 of a group of 2", mesh_time)
     assert "rank 1: it does not answer" in mesh_time

@@ -527,7 +527,7 @@ def left_alone(folder: str) -> dict[str, str]:
 
 
 def test_a_peer_that_is_gone_is_told(tmp_path: Path) -> None:
-    nothing, *told = mc.launch(left_alone, ranks=3, args=(str(tmp_path),), runtime="processes", timeout=100)
+    nothing, *told = mc.launch(left_alone, ranks=3, args=(str(tmp_path),), runtime="processes", timeout=280)
     assert nothing == {}
     for texts in told:
         assert texts.keys() == {"recv begun before", *LOST}

@@ -26,8 +26,8 @@ from meshcomm.runtime.words import axis_text, place_of, sentence
 
 __all__ = ["Late", "keep_by", "late_text"]
 
-_GRACE = 2.0
-"""Seconds for which others are asked, at most."""
+_GRACE, _LEAST, _SHARE = 2.0, 0.25, 0.25
+"""Seconds for which others are asked, at most and at least, and the share of the time that was waited."""
 _SKEW = 5.0
 """Seconds by which the clocks of two machines may differ."""
 _SHOWN = 16
@@ -171,7 +171,7 @@ def _ask(late: Late) -> dict[int, Any]:
     """What others say, by index."""
     if late.log.meeting is None:
         return {}
-    grace = min(_GRACE, 0.25 + late.seconds / 4)
+    grace = min(_GRACE, _LEAST + _SHARE * late.seconds)
     found: dict[int, Any] = {}
     asking = threading.Thread(
         target=_meet, args=(late, grace, found), name="meshcomm late", daemon=True
