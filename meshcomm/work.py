@@ -26,7 +26,7 @@ from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.watch import here
 
-__all__ = ["Work", "begun", "checked_limit", "limited", "wait"]
+__all__ = ["Source", "Work", "begun", "checked_limit", "limited", "wait"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -260,23 +260,23 @@ class Work(Generic[T]):
                 warnings.warn_explicit(message, RuntimeWarning, call.site.file, call.site.line)
 
 
-class _Follow(Pending):
-    """The source of a work made by ``then``."""
+class Source(Pending):
+    """A work that another one waits for, which is the one that warns if nobody waits for it."""
 
-    __slots__ = ("_first", "_fn")
+    __slots__ = ("_first",)
 
-    def __init__(self, first: Work[Any], fn: Callable[[Any], Any]) -> None:
-        self._first, self._fn = first, fn
+    def __init__(self, first: Work[Any]) -> None:
+        self._first = first
+        first._claimed = True
 
     def wait(self, timeout: float | None) -> Any:
-        """Wait for the first work, then call the function."""
+        """Wait for the first work."""
         try:
-            value = self._first.wait(timeout)
-        except CommError:
+            return self._first.wait(timeout)
+        except CommError as error:
             if not self._first._over:
-                raise TimedOutError from None
+                raise TimedOutError(str(error)) from None
             raise
-        return self._fn(value)
 
     def done(self) -> bool:
         """Whether the first is."""
@@ -286,6 +286,24 @@ class _Follow(Pending):
         """Pass it on."""
         if not self._first._over:
             self._first._source.abandon()
+
+
+class _Follow(Source):
+    """The source of a work made by ``then``."""
+
+    __slots__ = ("_fn",)
+
+    def __init__(self, first: Work[Any], fn: Callable[[Any], Any]) -> None:
+        super().__init__(first)
+        self._fn = fn
+
+    def wait(self, timeout: float | None) -> Any:
+        """Wait for the first work, then call the function."""
+        try:
+            value = super().wait(timeout)
+        except TimedOutError:
+            raise TimedOutError from None
+        return self._fn(value)
 
 
 def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[Any]:

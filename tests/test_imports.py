@@ -308,10 +308,8 @@ def test_no_chain_of_imports_is_long() -> None:
 ARROWS = {"start": {"health"}, "transports": {"health"}, "hooks": {"health"}, "health": set(), "process": set()}
 """Which room of runtime/ knows which. All know process/, what lies beside the rooms, and the protocol of transports."""
 NOT_YET = {
-    "hooks.dumps -> transports.threads.scheduler",
     "hooks.guard.boards -> transports.shared.transport",
     "hooks.guard.setup -> transports.process_group",
-    "transports.detour -> start.world",
 }  # fmt: skip
 """Arrows that are still to go."""
 
@@ -359,10 +357,6 @@ def room_of(module: str) -> str:
 
 TORCHS = {"_base", "_version"}
 """Attributes of tensors that torch documents."""
-NOT_YET_OWN = {
-    "meshcomm.layout.reshard: _claimed", "meshcomm.layout.reshard: _over", "meshcomm.layout.reshard: _source",
-}  # fmt: skip
-"""Private names of other rooms that are still to go."""
 
 
 @cache
@@ -379,8 +373,7 @@ def names_of_other_rooms(module: str) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and room_of(str(node.module)) != mine:
             used = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in MODULES}
         for name in sorted(used & others):
-            if f"{module}: {name}" not in NOT_YET_OWN:
-                yield f"{module}: {name}"
+            yield f"{module}: {name}"
 
 
 def test_no_private_name_of_a_room_is_used_in_another() -> None:

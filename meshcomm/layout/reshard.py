@@ -15,14 +15,13 @@ from meshcomm import _torch, watch
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange import all_to_all, permute
 from meshcomm.collectives.gather import all_gather_invariant, shard
-from meshcomm.errors import CommError
 from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.plan import plan_of, sides_of
 from meshcomm.layout.search import Step
 from meshcomm.mesh import Mesh, mesh_with_key
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.work import Work, begun
+from meshcomm.runtime.pending import Pending
+from meshcomm.work import Source, Work, begun
 
 __all__ = ["reshard", "take"]
 
@@ -160,7 +159,7 @@ class _OnTheWay(Pending):
 
     def __init__(self, x: Tensor, steps: Sequence[Step], order: tuple[int, ...], mesh: Mesh) -> None:
         self._order, self._mesh = order, mesh
-        self._under_way: Tensor | Work[Tensor] = x
+        self._under_way: Tensor | Source = x
         self._rest = list(steps)
         self._go_on(x)
 
@@ -169,8 +168,7 @@ class _OnTheWay(Pending):
         while self._rest:
             step = self._rest.pop(0)
             if _communicates(step):
-                self._under_way = work = _taken(x, step, self._mesh, True)
-                work._claimed = True  # the work of the whole plan says it if nobody waits
+                self._under_way = Source(_taken(x, step, self._mesh, True))
                 return
             x = _taken(x, step, self._mesh, False)
         self._under_way = x
@@ -181,21 +179,15 @@ class _OnTheWay(Pending):
             return self._wait(None if timeout is None else time.monotonic() + timeout)
 
     def _wait(self, end: float | None) -> Tensor:
-        while isinstance(work := self._under_way, Work):
-            try:
-                x = work.wait(None if end is None else max(0.0, end - time.monotonic()))
-            except CommError as error:
-                if work._over:
-                    raise
-                raise TimedOutError(str(error)) from None
-            self._go_on(x)
+        while isinstance(work := self._under_way, Source):
+            self._go_on(work.wait(None if end is None else max(0.0, end - time.monotonic())))
         return _ordered(work, self._order)
 
     def done(self) -> bool:
         """Of the step under way: those after it are begun by a wait only, in the same order on every rank."""
-        return not isinstance(self._under_way, Work) or self._under_way.done()
+        return not isinstance(self._under_way, Source) or self._under_way.done()
 
     def abandon(self) -> None:
         """Pass it on."""
-        if isinstance(self._under_way, Work) and not self._under_way._over:
-            self._under_way._source.abandon()
+        if isinstance(self._under_way, Source):
+            self._under_way.abandon()

@@ -152,11 +152,12 @@ def _made(here: world.ProcessWorld, family: Family, name: str) -> ProcessLink:
     seconds = None if limit == here.timeout else limit.total_seconds()
     log = ring.log(ranks, index, name, seconds, world.meeting_number(here))
     near = world.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
-    detours = lacks_a_way(dist.get_backend_config(group))
-    if near is None:
-        link = (DetouredLink if detours else ProcessLink)(group, ranks, index, log, name)
+    args = group, ranks, index, log, name
+    link: ProcessLink
+    if lacks_a_way(dist.get_backend_config(group)):
+        link = (DetouredLink if near is None else DetouredOneHostLink)(*args, own=here.device)
     else:
-        link = (DetouredOneHostLink if detours else OneHostLink)(group, ranks, index, log, name)
+        link = (ProcessLink if near is None else OneHostLink)(*args)
     link.makers |= {"turn": partial(family.turn, name), "channel": partial(family.channel, name)}
     link.numbers = family.numbers
     hold = _Hold(log)

@@ -24,7 +24,7 @@ from meshcomm.runtime.words import call_text, messages_text, primitive_arguments
 __all__ = [
     "BEGAN", "CALL", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SHAPE", "THREAD", "WHAT", "Log",
     "Marked", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "noted", "own_ring", "recorded", "retire",
-    "ring", "rings_inside", "site_of", "state_of", "text_of", "wall",
+    "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of", "wall", "who_runs",
 ]  # fmt: skip
 
 MOST = 1000
@@ -258,6 +258,20 @@ def log_among(shared: dict[Any, Any], owner: Owner, ranks: tuple[int, ...], name
     if (ranks, name) not in mine.by_name:
         mine.by_name[ranks, name] = mine.log(ranks, ranks.index(owner.rank), name)
     return mine.by_name[ranks, name]
+
+
+_runs: list[Callable[[], Owner | None]] = []
+
+
+def who_runs(tell: Callable[[], Owner | None]) -> None:
+    """``tell`` knows which of the ranks of this process runs, if one of them does."""
+    _runs.append(tell)
+
+
+def ring_inside() -> Ring | None:
+    """That of the rank of this process which runs."""
+    owner = next((found for tell in _runs if (found := tell()) is not None), None)
+    return None if owner is None else _inside.get(owner.rank) or Ring(owner)
 
 
 def rings_inside() -> dict[int, Ring]:

@@ -40,7 +40,6 @@ from meshcomm.runtime.recorder import (
     Record,
     Ring,
 )
-from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 __all__ = ["FOLDER", "FORMAT", "dump_collectives", "dump_on_time_out", "listen"]
 
@@ -86,14 +85,12 @@ def dump_collectives(folder: str | os.PathLike[str]) -> list[Path]:
     """
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         fail("dump_collectives", f"folder={folder!r} is not a path.", fix="the name of a folder, or a pathlib.Path")
-    inside = current_rank()
-    rings = recorder.rings_inside()
+    inside, own = recorder.ring_inside(), recorder.ring()
     if inside is not None:
-        chosen = [rings.get(inside.index) or Ring(recorder.Owner(inside.index, inside.world.size))]
+        chosen = [inside]
     else:
-        own = recorder.ring()
         of_process = [own] if own is not None else []
-        of_launch = list(rings.values())
+        of_launch = list(recorder.rings_inside().values())
         ended = own is None or own.retired or not dist.is_initialized()  # its group is no more
         chosen = of_launch or of_process if ended else of_process
     if not chosen:

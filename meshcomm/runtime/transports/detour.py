@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.pending import then
-from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.process_group import Later, ProcessLink
 from meshcomm.runtime.transports.shared.transport import LaterOneHostLink, OneHostLink
 
@@ -31,6 +30,11 @@ def lacks_a_way(config: str) -> bool:
 class _Detours(ProcessLink):
     """Every primitive, with a tensor that is moved and back where it must be."""
 
+    def __init__(self, *args: Any, own: torch.device) -> None:
+        """``own``: this rank's device, by which it goes if no backend moves tensors of the CPU."""
+        super().__init__(*args)
+        self._own = own
+
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """A real device will do, unless detours are refused."""
         return super().check_device(device) if strict or device.type == "meta" else None
@@ -41,9 +45,7 @@ class _Detours(ProcessLink):
             return device
         if "cpu" in self._kinds:
             return torch.device("cpu")
-        here = world.current()
-        own = None if here is None else here.device
-        return own if own is not None and own.type in self._kinds else torch.device(next(iter(self._kinds)))
+        return self._own if self._own.type in self._kinds else torch.device(next(iter(self._kinds)))
 
     def _there(self, x: Tensor) -> Tensor:
         return x.to(self._way(x.device))
