@@ -19,12 +19,13 @@ import torch
 from meshcomm.runtime.call import AxisAt, Call, Post, Want
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.process import inside
 from meshcomm.runtime.words import call_text, messages_text, primitive_arguments, primitive_text
 
 __all__ = [
     "BEGAN", "CALL", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SHAPE", "THREAD", "WHAT", "Log",
     "Marked", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "noted", "own_ring", "recorded", "retire",
-    "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of", "wall", "who_runs",
+    "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of", "wall",
 ]  # fmt: skip
 
 MOST = 1000
@@ -260,18 +261,10 @@ def log_among(shared: dict[Any, Any], owner: Owner, ranks: tuple[int, ...], name
     return mine.by_name[ranks, name]
 
 
-_runs: list[Callable[[], Owner | None]] = []
-
-
-def who_runs(tell: Callable[[], Owner | None]) -> None:
-    """``tell`` knows which of the ranks of this process runs, if one of them does."""
-    _runs.append(tell)
-
-
 def ring_inside() -> Ring | None:
     """That of the rank of this process which runs."""
-    owner = next((found for tell in _runs if (found := tell()) is not None), None)
-    return None if owner is None else _inside.get(owner.rank) or Ring(owner)
+    place = inside.running()
+    return None if place is None else _inside.get(place[0]) or Ring(Owner(*place))
 
 
 def rings_inside() -> dict[int, Ring]:

@@ -19,10 +19,9 @@ import torch
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
-from meshcomm.runtime import recorder
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.process import forks
+from meshcomm.runtime.process import forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 
@@ -360,7 +359,7 @@ def _alone() -> None:
         local.rank.world.cancelled = True
 
 
-recorder.who_runs(lambda: None if local.rank is None else recorder.Owner(local.rank.index, local.rank.world.size))
+inside.told_by(lambda: None if local.rank is None else (local.rank.index, local.rank.world.size))
 forks.on_fork(lambda: None if local.rank is None or local.rank.world.size == 1 else local.rank.index, _alone)
 
 
