@@ -18,6 +18,7 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm import parallel
 from meshcomm.runtime.call import Call
+from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.transports.shared import differences, lexicon
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 
@@ -391,12 +392,12 @@ def test_words_that_are_forgotten(pool4: Any) -> None:
 
 def without_a_hash() -> str:
     mesh = mc.make_mesh({"a": 4})
-    link = mesh.axis("a").link
-    assert isinstance(link, OneHostLink)
+    axis = mesh.axis("a")
+    assert isinstance(axis.link, OneHostLink)
 
     def call(value: int) -> Tensor:
-        link.announce(Call("a call", ([value],), ("rows",), None, None))
-        return link.all_reduce(ones(2), "sum")
+        with calling(axis, Call("a call", ([value],), ("rows",), None, axis)):
+            return axis.link.all_reduce(ones(2), "sum")
 
     for _ in range(2):
         assert call(3).tolist() == [4, 4]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import meshcomm as mc
+from meshcomm.runtime.call import told
 from meshcomm.runtime.transports.threads.transport import InProcessLink
 from meshcomm.training.metrics import Metrics
 from meshcomm.training.reductions import all_reduce_params, weighted_mean
@@ -291,7 +292,7 @@ def test_one_collective_per_line(monkeypatch: pytest.MonkeyPatch) -> None:
     meet = InProcessLink._meet
 
     def counted(self: InProcessLink, *args: Any) -> Any:
-        calls.append(self._announced.what)
+        calls.append(told.call.what)
         return meet(self, *args)
 
     monkeypatch.setattr(InProcessLink, "_meet", counted)
@@ -354,10 +355,10 @@ def different() -> str:
 
 
 def test_ranks_with_other_metrics(run4: Run) -> None:
-    for told in run4(different):
-        assert "different calls" in told
-        assert "metrics='loss'" in told
-        assert "metrics='loss, extra'" in told
+    for text in run4(different):
+        assert "different calls" in text
+        assert "metrics='loss'" in text
+        assert "metrics='loss, extra'" in text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call
-from meshcomm.runtime.hooks.ranges import in_range
+from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.pending import settled
 from meshcomm.watch import paused
 
@@ -27,8 +27,7 @@ def begin_to_agree(values: Sequence[int], axis: Axis, src: int | None = None, op
     """The same; over ``axis.later`` a Pending of it."""
     with paused(), torch.no_grad():
         what = "broadcast" if src is not None else "all_reduce" if op else "all_gather"
-        if axis.link.hears:
-            given = {"src": src} if src is not None else {"op": op} if op else {}
-            axis.link.announce(Call(what, tuple(given.values()), tuple(given), None, axis, torch.int64, (len(values),)))
-        with in_range(what, axis, torch.int64, (len(values),)):
+        given = {"src": src} if src is not None else {"op": op} if op else {}
+        call = Call(what, tuple(given.values()), tuple(given), None, axis, torch.int64, (len(values),))
+        with calling(axis, call):
             return axis.link.agree(values, src, op)

@@ -31,8 +31,9 @@ def leaves_of(
     accept: Check | None = None,
     ragged: int | None = None,
     dims: Mapping[str, int] | None = None,
-) -> tuple[list[Tensor], tuple[Any, list[int]]]:
-    """The leaves of a tree, every one a tensor that ``accept`` lets through, and what :func:`rebuild` needs.
+) -> tuple[list[Tensor], tuple[Any, list[int]], tuple[Any, ...]]:
+    """The leaves of a tree, every one a tensor that ``accept`` lets through; what :func:`rebuild` needs; and what a
+    link is told of them, if it wants to know, with the first call that they are in.
 
     Dicts are taken in order of their keys: two ranks may have filled theirs in different orders. ``ragged``: the dim
     whose length may differ between ranks. ``dims``: those that all ranks must have named alike: what is moved in a
@@ -53,9 +54,8 @@ def leaves_of(
                 raise
             raise MeshError(f"{error}\n  leaf: x{path}") from None
     told = axis.link.watched or (axis.link.hears and bool(leaves) and leaves[0].is_cpu)
-    if told and not torch.compiler.is_compiling():
-        axis.link.tree = form.described(leaves, ragged, dims or {})
-    return leaves, (spec, order)
+    said = form.described(leaves, ragged, dims or {}) if told and not torch.compiler.is_compiling() else ()
+    return leaves, (spec, order), said
 
 
 class _Form:
@@ -180,18 +180,19 @@ def in_buckets(
     leaves: Sequence[Tensor],
     axis: Axis,
     bucket_mb: float,
-    run: Callable[[Tensor], Tensor],
+    run: Callable[[Tensor, tuple[Any, ...]], Tensor],
     rows: Rows = ELEMENTS,
     saves: bool = False,
+    said: tuple[Any, ...] = (),
 ) -> list[Tensor]:
-    """Apply what works on dim 0 to buckets.
+    """Apply what works on dim 0 to buckets. ``said``: of the leaves, handed to ``run`` with the first one.
 
     ``run`` may give a Pending, and the leaves that come of it are one then. ``saves``: the derivative needs the values.
     """
     groups = groups_of(where, leaves, bucket_mb, axis)
     packed = [[rows.of(leaves[at]) for at in bucket] for bucket in groups]
     widths = [[part.shape[1] for part in parts] for parts in packed]
-    begun = [run(joined(parts, saves)) for parts in packed]
+    begun = [run(joined(parts, saves), () if at else said) for at, parts in enumerate(packed)]
     plain = not (torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open())
 
     def unpack(done: list[Tensor]) -> list[Tensor]:

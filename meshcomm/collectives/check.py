@@ -47,7 +47,6 @@ def explain(where: str, what: str, axis: Axis, *, x: Tensor | None = None, got: 
     at = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
     parts += [f"mesh {axis.mesh.shape}", f"at {at}"]
     message = text(where, what, got="; ".join(parts), fix=fix)
-    axis.link.tree = ()  # of this call, and not of the next one
     if talks(where) and not (torch.compiler.is_compiling() or is_held()):
         axis.link.refuse(where, message.split("\n", 1)[0], axis)
     raise MeshError(message) from None

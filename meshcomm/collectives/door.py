@@ -111,14 +111,16 @@ def carried(
         params = params_of(x)
         y = run(rule, x if shaped is None else shaped(x), axis, params)
         return begun(where, axis, x, y) if async_op else y
-    leaves, spec = buckets.leaves_of(where, x, axis, params_of, ragged, dims)
+    leaves, spec, said = buckets.leaves_of(where, x, axis, params_of, ragged, dims)
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
     if in_rows is None:
-        done = then_all([run(rule, leaf, axis, params_of(leaf)) for leaf in leaves], list)
+        done = then_all(
+            [run(rule, leaf, axis, params_of(leaf), () if at else said) for at, leaf in enumerate(leaves)], list
+        )
     else:
         params, rows = in_rows()
         done = buckets.in_buckets(
-            where, leaves, axis, bucket_mb, lambda flat: run(rule, flat, axis, params), rows, rule.saves
+            where, leaves, axis, bucket_mb, lambda flat, of: run(rule, flat, axis, params, of), rows, rule.saves, said
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
     return begun(where, axis, None, tree) if async_op else tree

@@ -22,7 +22,7 @@ from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.call import Call, Post, Want
-from meshcomm.runtime.hooks.ranges import in_range
+from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
@@ -57,9 +57,7 @@ BARRIER = Op("barrier", compared=("timeout",))
 def _called(axis: Axis, op: Op, *given: object, x: Tensor | None = None) -> AbstractContextManager[Any]:
     """What runs inside belongs to this call, with the arguments that are compared."""
     seen = (None, ()) if x is None else (x.dtype, x.shape)
-    if axis.link.hears:
-        axis.link.announce(Call(op.name, given, op.compared[: len(given)], None, axis, *seen))
-    return in_range(op.name, axis, *seen)
+    return calling(axis, Call(op.name, given, op.compared[: len(given)], None, axis, *seen))
 
 
 def _link(axis: Axis, later: bool) -> Link:

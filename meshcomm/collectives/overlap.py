@@ -22,7 +22,7 @@ from meshcomm.collectives import buckets
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
-from meshcomm.runtime.hooks.ranges import in_range
+from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.pending import Pending, settled
 from meshcomm.runtime.transports.protocol import Parts
 
@@ -167,18 +167,18 @@ class _Sums:
         device = parts[0].device
         parts.append(_all_there(len(flags), dtype, device) if all(flags) else torch.tensor(flags, device=device))
         link, shape = axis.link, torch.Size((sum(part.numel() for part in parts),))
+        tree: tuple[Any, ...] = ()
         if self.how.whose and (link.watched or (link.hears and device.type == "cpu")):
-            link.tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", dtype, tuple(shape)),)
+            tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", dtype, tuple(shape)),)
+        rule = rule_named("all_reduce")
         if link.takes_parts(device, dtype):
             share = 1 / axis.size if self.how.op == "mean" else 1.0
-            if link.hears:
-                call = rule_named("all_reduce").noted((self.how.op,), dtype, shape)
-                link.announce(call._replace(needs_grad=False, axis=axis))
-            with in_range("all_reduce", axis, dtype, shape):
+            call = rule.noted((self.how.op,), dtype, shape, tree)._replace(needs_grad=False, axis=axis)
+            with calling(axis, call):
                 now.totals.append(link.sum_parts(Parts(parts, dtype, share)))
         else:
             whole = torch.cat([part.to(dtype) for part in parts])
-            now.totals.append(apply(rule_named("all_reduce"), whole, axis, (self.how.op,)))
+            now.totals.append(apply(rule, whole, axis, (self.how.op,), tree))
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """The sums of the needed leaves, in their order."""
@@ -316,7 +316,7 @@ _one_node: Callable[..., tuple[Tensor, ...]] = _OneNode.apply
 
 def _sum_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
     rule = rule_named("all_reduce")
-    return buckets.in_buckets("pvary", leaves, axis, bucket_mb, lambda flat: apply(rule, flat, axis, ("sum",)))
+    return buckets.in_buckets("pvary", leaves, axis, bucket_mb, lambda flat, _: apply(rule, flat, axis, ("sum",)))
 
 
 @in_graph

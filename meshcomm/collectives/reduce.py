@@ -20,10 +20,8 @@ from meshcomm.collectives.gather import cut_in_rows, gather_over
 from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Rule, apply, start
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
-from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.whose import Whose
 from meshcomm.watch import here
 from meshcomm.work import Work, begun
@@ -120,11 +118,7 @@ def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
 
 
 def _run_sum_of(x: Tensor, axis: Axis, op: str, whose: Whose) -> Tensor:
-    link = bare(axis.link)
-    if not isinstance(link, OneHostLink):
-        return axis.link.all_reduce(x, op)
-    with link.sums_of(whose.word):
-        return axis.link.all_reduce(x, op)
+    return axis.link.all_reduce(x, op)
 
 
 PVARY = Op("pvary", "I -> V", communicates=False)
@@ -250,8 +244,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     if isinstance(x, Tensor):
         check.tensor("pvary", x, ax)
         return begun("pvary", ax, x, start(_PVARY, x, ax)) if async_op else _vary(x, ax)
-    leaves, spec = buckets.leaves_of("pvary", x, ax)
-    ax.link.tree = ()  # nothing is called that it could belong to
+    leaves, spec, _ = buckets.leaves_of("pvary", x, ax)
     buckets.checked_size("pvary", bucket_mb, ax)
     real = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
     for i, varied in zip(real, vary_tree([leaves[i] for i in real], ax, bucket_mb), strict=True):

@@ -32,15 +32,17 @@ from meshcomm._torch import (
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
-from meshcomm.runtime.call import Call
+from meshcomm.runtime.call import Call, told
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
 
-__all__ = ["Params", "Rule", "apply", "refuse_in_process", "rule_named", "start"]
+__all__ = ["Described", "Params", "Rule", "apply", "refuse_in_process", "rule_named", "start"]
 
 Params = tuple[Any, ...]
+Described = tuple[Any, ...]
+"""Path, dtype and shape of each leaf of a pytree, where that is told."""
 
 
 class Rule:
@@ -90,26 +92,28 @@ class Rule:
         """The params for a tensor with one more dim in front."""
         return tuple(param + 1 if i in self.shift else param for i, param in enumerate(params))
 
-    def noted(self, given: Params, dtype: torch.dtype, shape: torch.Size) -> Call:
+    def noted(self, given: Params, dtype: torch.dtype, shape: torch.Size, tree: Described = ()) -> Call:
         """What all ranks say of a call with these params."""
         fixed = () if self.ragged is None else shape[: given[self.ragged]] + shape[given[self.ragged] + 1 :]
-        return Call(self.name, given, self.agreed, None, None, dtype, shape, fixed)
+        return Call(self.name, given, self.agreed, None, None, dtype, shape, fixed, tree)
 
-    def announced(self, x: Tensor, axis: Axis, params: Params, needs_grad: bool | None) -> Tensor:
-        """Run it, telling a link that wants to know what is called."""
-        link = axis.link
-        if link.watched:
-            whose = None if self.whose is None else params[self.whose]
-            call = self.noted(params[: len(self.agreed)], x.dtype, x.shape)
-            link.announce(call._replace(needs_grad=needs_grad, axis=axis, whose=whose))
-        elif self.local:
-            link.tree = ()  # nothing is called that it could belong to
-        elif link.hears:
-            link.called = self.noted, params[: len(self.agreed)], x.dtype, x.shape
-        if self.local or not profiler_on():
-            return self.run(x, axis, *params)
-        with in_range(self.name, axis, x.dtype, x.shape):
-            return self.run(x, axis, *params)
+    def announced(self, x: Tensor, axis: Axis, params: Params, needs_grad: bool | None, tree: Described) -> Tensor:
+        """Run it, and tell a link that wants to know meanwhile what is called."""
+        link, given, before = axis.link, params[: len(self.agreed)], told.call
+        whose = None if self.whose is None else params[self.whose]
+        try:
+            if link.watched:
+                call = self.noted(given, x.dtype, x.shape, tree)
+                told.call = call = call._replace(needs_grad=needs_grad, axis=axis, whose=whose)
+                link.announce(call)
+            elif link.hears:
+                told.call = (self.noted, given, x.dtype, x.shape), tree, whose
+            if self.local or not profiler_on():
+                return self.run(x, axis, *params)
+            with in_range(self.name, axis, x.dtype, x.shape):
+                return self.run(x, axis, *params)
+        finally:
+            told.call = before
 
 
 _rules: dict[str, Rule] = {}
@@ -120,30 +124,30 @@ def rule_named(name: str) -> Rule:
     return _rules[name]
 
 
-def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Tensor:
-    """Run ``rule`` on ``x`` in the way that the moment calls for."""
+def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Described = ()) -> Tensor:
+    """Run ``rule`` on ``x`` in the way that the moment calls for. ``tree``: of which ``x`` is made."""
     if torch.compiler.is_compiling():
         return _compiled(rule, x, axis, params)
     if functorch_active() or dual_level_open():
-        return rule.function(x, axis, params)  # type: ignore[no-any-return]
+        return rule.function(x, axis, params, tree)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
-        return rule.node(unwrap_if_dead(x), axis, params)  # type: ignore[no-any-return]
+        return rule.node(unwrap_if_dead(x), axis, params, tree)  # type: ignore[no-any-return]
     if axis.link.hears or profiler_on():
-        return rule.announced(x, axis, params, False)
+        return rule.announced(x, axis, params, False, tree)
     return rule.run(x, axis, *params)
 
 
-def start(rule: Rule, x: Tensor, axis: Axis, params: Params = ()) -> Any:
+def start(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Described = ()) -> Any:
     """Begin ``rule`` on ``x``: the result, or a Pending of it. ``x`` may change after the call."""
     if torch.compiler.is_compiling() or functorch_active() or dual_level_open():
-        return apply(rule, x, axis, params)
+        return apply(rule, x, axis, params, tree)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     with torch.no_grad():
         own = x.detach()
         one_read = rule.op.primitive
         if not (rule.local or axis.size == 1 or (one_read and axis.link.copies(one_read, x))):
             own = own.clone(memory_format=torch.contiguous_format)
-        raw = rule.announced(own, axis.later, params, needs_grad)
+        raw = rule.announced(own, axis.later, params, needs_grad, tree)
     if not needs_grad:
         return raw
     pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
@@ -284,7 +288,7 @@ def _compiled(rule: Rule, x: Tensor, axis: Axis, params: Params) -> Tensor:
 @in_graph
 def _in_graph(x: Tensor, index: Tensor, rule_key: str, axis_key: str, params: Params) -> Tensor:
     """One node for dynamo; what traces the graph further runs the Function below, transforms and all."""
-    return _rules[rule_key].function(x, axis_with_key(axis_key).traced(index), params)  # type: ignore[no-any-return]
+    return _rules[rule_key].function(x, axis_with_key(axis_key).traced(index), params, ())  # type: ignore[no-any-return]
 
 
 def _title(rule: Rule) -> str:
@@ -294,10 +298,11 @@ def _title(rule: Rule) -> str:
 def _backward_only(rule: Rule) -> type[Function]:
     """The cheapest Function: no torch.func."""
 
-    def forward(ctx: Any, x: Tensor, axis: Axis, params: Params) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, params: Params, tree: Described) -> Tensor:
         ctx.axis, ctx.params = axis, params
         axis.link.ledger.at_once += 1
-        y = rule.announced(x, axis, params, True) if axis.link.hears or profiler_on() else rule.run(x, axis, *params)
+        hears = axis.link.hears or profiler_on()
+        y = rule.announced(x, axis, params, True, tree) if hears else rule.run(x, axis, *params)
         if rule.saves:
             ctx.save_for_backward(x, y)
         return y
@@ -308,11 +313,11 @@ def _backward_only(rule: Rule) -> type[Function]:
 def _for_transforms(rule: Rule) -> type[Function]:
     """A Function with vmap and jvp, for torch.func, forward mode and tracing."""
 
-    def forward(x: Tensor, axis: Axis, params: Params) -> Tensor:
-        return rule.announced(x, axis, params, None)
+    def forward(x: Tensor, axis: Axis, params: Params, tree: Described) -> Tensor:
+        return rule.announced(x, axis, params, None, tree)
 
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, Params], y: Tensor) -> None:
-        x, ctx.axis, ctx.params = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, Params, Described], y: Tensor) -> None:
+        x, ctx.axis, ctx.params, _ = inputs
         if rule.saves:
             ctx.save_for_backward(x, y)
             ctx.save_for_forward(x, y)
@@ -324,9 +329,11 @@ def _for_transforms(rule: Rule) -> type[Function]:
         with forward_mode_on():
             return rule.tangent(t, ctx.axis, *(primal_of(saved) for saved in ctx.saved_tensors), *ctx.params)
 
-    def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, axis: Axis, params: Params) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None, None], x: Tensor, axis: Axis, params: Params, tree: Described
+    ) -> tuple[Tensor, int]:
         # The batch goes in front on every rank, wherever each has it: a transport sees one layout.
-        return apply(rule, x.movedim(in_dims[0], 0), axis, rule.batched(params)), 0
+        return apply(rule, x.movedim(in_dims[0], 0), axis, rule.batched(params), tree), 0
 
     return type(
         _title(rule),
@@ -342,9 +349,9 @@ def _for_transforms(rule: Rule) -> type[Function]:
 
 
 def _backward(rule: Rule) -> Any:
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         if not rule.saves:  # saved tensors are gone after one backward pass, even if there are none
-            return rule.transpose(g, ctx.axis, *ctx.params), None, None
-        return rule.transpose(g, ctx.axis, *ctx.saved_tensors, *ctx.params), None, None
+            return rule.transpose(g, ctx.axis, *ctx.params), None, None, None
+        return rule.transpose(g, ctx.axis, *ctx.saved_tensors, *ctx.params), None, None, None
 
     return staticmethod(backward)

@@ -24,7 +24,7 @@ from meshcomm.errors import MeshError, fail, held
 from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view
 from meshcomm.runtime.call import Call
-from meshcomm.runtime.hooks.ranges import in_range
+from meshcomm.runtime.hooks.ranges import calling
 
 __all__ = ["FIX", "Courier"]
 
@@ -34,6 +34,8 @@ _HEAD = struct.Struct("<4q")
 _ROOM = _ROW - _HEAD.size
 _CHUNK = 2**26
 """Bytes that move at a time, over all ranks: what moves is copied once, by chunks."""
+_BRIEF = (Call, "exchange of objects", (), (), None, None), (), None
+"""What a link is told that is not watched: the rows say the rest, and which rank's arguments are wrong."""
 _FEW = 2**16
 """Bytes up to which padding is not counted."""
 
@@ -122,12 +124,8 @@ class Courier:
 
     def _called(self) -> AbstractContextManager[Any]:
         """What runs inside belongs to this call."""
-        link = self.axis.link
-        if link.hears and not link.watched:  # the rows say the rest, and which rank's arguments are wrong
-            link.called = Call, "exchange of objects", (), (), None, None
-        if link.watched:
-            link.announce(Call(self.where, tuple(self._given.values()), tuple(self._given), None, self.axis))
-        return in_range(self.where, self.axis)
+        call = Call(self.where, tuple(self._given.values()), tuple(self._given), None, self.axis)
+        return calling(self.axis, call, _BRIEF)
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from meshcomm.runtime.words import (
     sentence,
 )
 
-__all__ = ["AxisAt", "Call", "Meant", "Post", "Said", "Want", "messages_of"]
+__all__ = ["AxisAt", "Call", "Meant", "Post", "Said", "Want", "messages_of", "told"]
 
 _RUNS = 250
 """The most runs of an all_to_all that are compared."""
@@ -145,6 +146,20 @@ class Call(NamedTuple):
     def agrees(self, other: Call) -> bool:
         """Whether it is the same call as another rank's."""
         return self.compared == other.compared and gradients_agree(self.gradient, other.gradient)
+
+
+class _Told(threading.local):
+    """What this thread is calling, said by who makes the call while its primitives run, and by nobody else: so nothing
+    of a call is left for the next one.
+    """
+
+    call: Any = None
+    """A :class:`Call`; or, for links that hear and are not watched, what makes one with its arguments, the tree and
+    whose gradient it is.
+    """
+
+
+told = _Told()
 
 
 def gradients_agree(mine: int, theirs: int) -> bool:

@@ -17,7 +17,7 @@ from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.parcels import Courier
 from meshcomm.runtime.call import Call
-from meshcomm.runtime.hooks.ranges import in_range
+from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 
 __all__ = ["Metrics"]
@@ -165,9 +165,7 @@ class Metrics:
         with _torch.outside_transforms(), torch.no_grad():
             mine = self._packed(ax)
             self._agree(ax)
-            if ax.link.hears:
-                ax.link.announce(Call("Metrics.reduce", tuple(self._kinds.items()), tuple(self._kinds), None, ax))
-            with in_range("Metrics.reduce", ax, mine.dtype, mine.shape):
+            with calling(ax, Call("Metrics.reduce", tuple(self._kinds.items()), tuple(self._kinds), None, ax)):
                 rows = ax.link.all_gather(mine)
             total, count = rows.cpu().unbind(-1)  # [n, metrics]
             found = {

@@ -126,8 +126,7 @@ def shard(
     if replica_axis is not None:
         check.apart(where, ax, replica_axis, "replica_axis")
         check.axis_of(where, replica_axis, mesh)
-    leaves, structure = buckets.leaves_of(where, params, ax)
-    ax.link.tree = ()  # nothing is called that it could belong to
+    leaves, structure, _ = buckets.leaves_of(where, params, ax)
     if not leaves:
         fail(where, "there are no parameters.", got=repr(params), fix="a tensor, or a pytree of tensors")
     tree = FlatTree(leaves, structure, axis, replica_axis, ax.mesh)

@@ -283,9 +283,8 @@ class Group:
 
     def _told(self, rule: Rule, x: Tensor, axis: Axis, params: tuple[Any, ...]) -> Any:
         """Run it, and let who compares calls compare units, too: those of equal size are not to be mixed up."""
-        if _is_told(axis, x):
-            axis.link.tree = ((f" of {self.unit}", x.dtype, tuple(x.shape)),)
-        return apply(rule, x, axis, params)
+        tree = ((f" of {self.unit}", x.dtype, tuple(x.shape)),) if _is_told(axis, x) else ()
+        return apply(rule, x, axis, params, tree)
 
     # -------------------------------------------------------------------------------------------- reducing
 

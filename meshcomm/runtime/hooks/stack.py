@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshcomm.runtime.call import Call, Post, Want
+from meshcomm.runtime.call import Call, Post, Want, told
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
 
 __all__ = ["Hook", "Running", "put_on", "take_off"]
@@ -34,7 +34,7 @@ class Running(NamedTuple):
     args: tuple[Any, ...]
     """Its own, as the protocol has them."""
     call: Call
-    """What it belongs to, as was announced on this thread."""
+    """What it belongs to, as this thread was told."""
     link: Any
     """The link, in the form that was asked."""
     go: Callable[[], Any]
@@ -115,15 +115,16 @@ def take_off(link: Any, hook: Hook) -> None:
 
 
 class _Here(threading.local):
-    """What belongs to a link's next primitive on this thread."""
+    """What a link is doing on this thread."""
 
-    call = Call("a collective")
-    tree: tuple[Any, ...] = ()
     inside = False  # the transport is at it
 
 
+_UNKNOWN = Call("a collective")
+
+
 class _Stack(tuple[Hook, ...]):
-    """The hooks of a link, and what they are to be told."""
+    """The hooks of a link."""
 
     here: _Here
 
@@ -153,15 +154,9 @@ def _with_hooks(kind: Any) -> type:
     """``kind``, whose primitives run the hooks. A thread may be in one of them when the last hook is taken off."""
 
     def announce(self: Any, call: Call) -> None:
-        stack = self.hooks
-        if stack:
-            here = stack.here
-            call = here.call = call._replace(tree=here.tree) if here.tree else call
-            here.tree = ()
-            for hook in stack:
-                hook.announce(call)
-        if kind.hears and not any(hook.compares for hook in stack):
-            kind.announce(self, call)
+        for hook in self.hooks:
+            hook.announce(call)
+        kind.announce(self, call)
 
     def refuse(self: Any, where: str, why: str, axis: object) -> None:
         for hook in self.hooks:
@@ -170,13 +165,6 @@ def _with_hooks(kind: Any) -> type:
 
     def copies(self: Any, name: str, x: torch.Tensor) -> bool:
         return not any(hook.defers(name, x) for hook in self.hooks) and kind.copies(self, name, x)
-
-    def tree(self: Any) -> tuple[Any, ...]:
-        return self.hooks.here.tree if self.hooks else ()
-
-    def set_tree(self: Any, tree: tuple[Any, ...]) -> None:
-        if self.hooks:
-            self.hooks.here.tree = tree
 
     def takes_parts(self: Any, device: torch.device, dtype: torch.dtype) -> bool:
         late = any(hook.defers("all_reduce", torch.empty(0, dtype=dtype, device=device)) for hook in self.hooks)
@@ -187,7 +175,7 @@ def _with_hooks(kind: Any) -> type:
     def sum_parts(self: Any, x: Parts) -> Any:
         return sums(self, x, "sum")
 
-    more = {"announce": announce, "refuse": refuse, "copies": copies, "tree": property(tree, set_tree)}
+    more: dict[str, Any] = {"announce": announce, "refuse": refuse, "copies": copies}
     more |= {"takes_parts": takes_parts, "sum_parts": sum_parts}
     more |= {"gather_flat": Defaults.gather_flat, "scatter_flat": Defaults.scatter_flat}  # by the primitives
     own = {name: _hooked(name, getattr(kind, name)) for name in PRIMITIVES if name != "agree"}  # it is made of others
@@ -203,13 +191,16 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         here = stack.here
 
         def go() -> Any:
-            here.inside = True
+            here.inside, before = True, told.call
+            if any(hook.compares for hook in stack):
+                told.call = None
             try:
                 return own(self, *args)
             finally:
-                here.inside = False
+                here.inside, told.call = False, before
 
-        what = Running(name, args, here.call, self, go)
+        call = told.call if isinstance(told.call, Call) else _UNKNOWN
+        what = Running(name, args, call, self, go)
         for hook in stack:
             what = what._replace(go=partial(hook.run, what))
         return what.go()

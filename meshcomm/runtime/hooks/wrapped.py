@@ -26,7 +26,6 @@ class _Said(threading.local):
     """What was announced, by each thread for itself."""
 
     call = Call("a collective")
-    tree: tuple[Any, ...] = ()
 
 
 class WrappedLink(Defaults):
@@ -49,15 +48,6 @@ class WrappedLink(Defaults):
     @call.setter
     def call(self, call: Call) -> None:
         self._said.call = call
-
-    @property
-    def tree(self) -> tuple[Any, ...]:
-        """Of this thread's next call."""
-        return self._said.tree
-
-    @tree.setter
-    def tree(self, tree: tuple[Any, ...]) -> None:
-        self._said.tree = tree
 
     def run(self, what: Primitive) -> Any:
         """Give what ``what.go()`` gives; ``self.call`` says what it belongs to. In the form for later that may be a
@@ -99,10 +89,9 @@ class WrappedLink(Defaults):
 
     def announce(self, call: Call) -> None:
         """Keep it for the primitive that follows."""
-        self.call = call._replace(tree=self.tree) if self.tree else call
-        self.tree = ()
-        if self.inner.hears:
-            self.inner.announce(self.call)
+        self.call = call
+        if self.inner.watched:
+            self.inner.announce(call)
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """As the inner link does."""

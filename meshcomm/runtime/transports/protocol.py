@@ -114,14 +114,10 @@ class Link(Primitives, Protocol):
     """Whether it is the form for later."""
     hooks: Sequence[Any]
     """Who is asked before each primitive; empty, and not looked at, while there are none: see hooks/stack.py."""
-    tree: tuple[Any, ...]
-    """Set by who takes a pytree apart: belongs to the next call."""
     watched: bool
-    """Whether each call is announced in full first."""
+    """Whether each call is announced first, and ``told.call`` of ``runtime/call.py`` is all of it."""
     hears: bool
-    """Whether it is told at all, so that ranks that disagree are told so; if it is not ``watched``, in ``called``."""
-    called: tuple[Any, ...]
-    """What the next primitive belongs to: what makes a Call of it (without ``whose``), and the arguments for that."""
+    """Whether it looks into ``told.call`` at all, so that ranks that disagree are told so."""
 
     def later(self) -> Link:
         """The same link in a form whose primitives give a ``Pending`` where they would have to wait.
@@ -139,7 +135,7 @@ class Link(Primitives, Protocol):
         """Whether the primitive ``name`` copies ``x`` at the call, in the form for later."""
 
     def announce(self, call: Call) -> None:
-        """Say what the next primitive belongs to."""
+        """A call begins, which its primitives belong to."""
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """This rank does not make the call ``where`` that the others may make, for it was wrong: tell who waits."""
@@ -170,8 +166,6 @@ class Defaults:
 
     watched = hears = is_later = False
     hooks: Sequence[Any] = ()
-    tree: tuple[Any, ...] = ()
-    called: tuple[Any, ...] = ()
 
     def announce(self, call: Call) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""

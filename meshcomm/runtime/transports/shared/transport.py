@@ -11,8 +11,7 @@ rest, but if another has begun its own to be waited for later, it reduces that p
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.runtime.call import Call as Announced
+from meshcomm.runtime.call import told
 from meshcomm.runtime.recorder import CALL, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.process_group import Later, ProcessLink
@@ -46,24 +46,6 @@ class OneHostLink(ProcessLink):
 
     mail: Mail
     hears = shares_memory = True
-    called: tuple[Any, ...] = ()
-    _whose = 0
-    """The word of the leaf whose gradient the next all_reduce sums, or 0."""
-
-    def announce(self, call: Announced) -> None:
-        """Keep what all ranks say alike."""
-        what, given, names, _, _, dtype, shape, fixed, tree, *_ = call
-        self.called = (Announced, what, given, tuple(names), None, None, dtype, shape, fixed)
-        self.tree = tree or self.tree
-
-    @contextlib.contextmanager
-    def sums_of(self, whose: int) -> Iterator[None]:
-        """What is reduced inside is the gradient of this leaf."""
-        self._whose = whose
-        try:
-            yield
-        finally:
-            self._whose = 0
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
@@ -82,8 +64,6 @@ class OneHostLink(ProcessLink):
         x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
         call = self._call("all_reduce", op, x)
-        if self._whose:
-            call.of(self._whose)
         out = torch.empty_like(packed)
         flat, result = dtypes.from_bytes(out, x.dtype), dtypes.from_bytes(out, x.dtype).view(x.shape)
         in_parts = self._in_parts(x)
@@ -257,8 +237,12 @@ class OneHostLink(ProcessLink):
         return self.mail.others
 
     def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> Call:
-        mail, dtype, shape, called, tree = self.mail, x.dtype, x.shape, self.called, self.tree
-        self.called = self.tree = ()
+        mail, dtype, shape = self.mail, x.dtype, x.shape
+        said = told.call if self.hears else None
+        if said is None:
+            called, tree, whose = (), (), None
+        else:
+            called, tree, whose = said if type(said) is tuple else _brief(said)
         key = name, op, dtype, shape, root, called, tree
         try:
             meaning = mail.known.get(key)
@@ -268,7 +252,10 @@ class OneHostLink(ProcessLink):
             meaning = meaning_of(mail.lexicon, key, called, tree, name, op, dtype, shape, root)
         record = self._note(name, op, dtype, shape, root)
         record[CALL] = called
-        return Call(self, mail, meaning, shape.numel(), root, record)
+        call = Call(self, mail, meaning, shape.numel(), root, record)
+        if whose is not None:
+            call.of(whose.word)
+        return call
 
     def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
         call.expect(sources, fill, result, first)
@@ -290,6 +277,12 @@ class LaterOneHostLink(Later, OneHostLink):
 
 
 OneHostLink.later_form = LaterOneHostLink
+
+
+def _brief(call: Announced) -> tuple[Any, ...]:
+    """What all ranks say alike, as ``told.call`` has it."""
+    what, given, names, _, _, dtype, shape, fixed, tree, whose, *_ = call
+    return (Announced, what, given, tuple(names), None, None, dtype, shape, fixed), tree, whose
 
 
 def _write(own: Tensor, x: Parts) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshcomm._torch import outside_dispatch_modes
 from meshcomm.errors import CommError, MeshError, shape_text
-from meshcomm.runtime.call import Call, Post, Want, messages_of
+from meshcomm.runtime.call import Call, Post, Want, messages_of, told
 from meshcomm.runtime.callsite import call_site, hinted
 from meshcomm.runtime.health.attendance import absent_text
 from meshcomm.runtime.ledger import Ledger
@@ -33,6 +33,7 @@ __all__ = ["InProcessLink"]
 
 Compute = Callable[[list[Any]], Sequence[Any]]
 
+_UNKNOWN = Call("a collective")
 _SOON = 1.0
 """Seconds within which ranks that wait for one another are told: a barrier that would wait longer outlasts them."""
 _GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-out, which ends what was begun before."
@@ -161,8 +162,6 @@ class InProcessLink(Defaults):
         self._rank = rank
         self.log = log_among(rank.world.shared, Owner(rank.index, rank.world.size), ranks, name)
         self._circle: _Circle = rank.world.shared.setdefault((ranks, name), _Circle(self.size))
-        self._announced = Call("a collective")
-        self.tree: tuple[Any, ...] = ()
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
         self._later: Any = None
@@ -173,11 +172,6 @@ class InProcessLink(Defaults):
             self._later = LaterInProcessLink.__new__(LaterInProcessLink)
             self._later.__dict__ = self.__dict__
         return self._later  # type: ignore[no-any-return]
-
-    def announce(self, call: Call) -> None:
-        """Name the next call, for reports and to compare it with the other ranks'."""
-        self._announced = call._replace(tree=self.tree) if self.tree else call
-        self.tree = ()
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """Take this rank's place at the meeting, and tell those who have come and those who will. A message that is
@@ -215,7 +209,7 @@ class InProcessLink(Defaults):
 
     def _called(self, moved: tuple[Any, ...] = (), **seen: Any) -> Call:
         """The call that is made now."""
-        announced = self._announced
+        announced: Call = told.call or _UNKNOWN
         self.check_rank(announced.what)
         self._rank.world.check()
         self._rank.world.act()
