@@ -23,6 +23,7 @@ import pytest
 
 import meshcomm as mc
 from meshcomm.runtime.health import peers
+from meshcomm.runtime.process import table
 
 PROGRAMS = Path(__file__).with_name("fault_programs.py")
 GLOO = {"MESHCOMM_SHARED_MEMORY": "0"}
@@ -255,7 +256,7 @@ def test_who_ended_of_it_is_not_taken_for_the_cause(outcomes: dict[str, Outcome]
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-Sc", "input()"], stdin=subprocess.PIPE)
-    sign = f"{peers._machine()}\t{child.pid}\t{peers._began(child.pid)}"
+    sign = f"{table.machine()}\t{child.pid}\t{table.began(child.pid)}"
     assert not peers.ended(sign)
     assert child.stdin is not None
     child.stdin.close()

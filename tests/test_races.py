@@ -25,7 +25,7 @@ from meshcomm.runtime.hooks.guard import setup
 from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
 from meshcomm.runtime.hooks.guard.guard import Guard, Wait
 from meshcomm.runtime.hooks.guard.store import PatientStore
-from meshcomm.runtime.process import exits, memory
+from meshcomm.runtime.process import exits, memory, table
 from meshcomm.runtime.start import workers
 from meshcomm.runtime.start.worker import Answer
 from meshcomm.runtime.transports.shared.mailbox import Call
@@ -210,10 +210,10 @@ def test_threads_that_end_while_they_are_listed(monkeypatch: pytest.MonkeyPatch)
 
 def test_who_is_to_blame_is_not_the_next_process_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process has the number of one that has ended: nobody waits for it."""
-    machine = peers._machine()
+    machine = table.machine()
     if not machine:
         pytest.skip("no table of processes")
-    another = peers._Peer(machine, os.getpid(), peers._began(os.getpid()) - 1)
+    another = peers._Peer(machine, os.getpid(), table.began(os.getpid()) - 1)
     monkeypatch.setattr(peers, "_blamed", {another})
     monkeypatch.setattr(peers, "last_error", lambda: CommError("of another rank"))
     monkeypatch.setattr(peers, "_FIRST", SOON)
@@ -229,8 +229,8 @@ def met(monkeypatch: pytest.MonkeyPatch, store: AtKey, pids: list[int], *, serve
     """This process is rank 0 of those, and leaves."""
     for name in ("_met", "_last"):
         monkeypatch.setattr(peers, name, None)
-    machine = peers._machine()
-    peers.met(store, 0, [f"{machine}\t{pid}\t{peers._began(pid)}" for pid in pids], serves=serves)
+    machine = table.machine()
+    peers.met(store, 0, [f"{machine}\t{pid}\t{table.began(pid)}" for pid in pids], serves=serves)
     peers.leave("its program is over")
 
 
@@ -255,7 +255,7 @@ def test_who_serves_the_store_stays_until_the_others_have_left(monkeypatch: pyte
 
 
 def test_who_has_ended_is_not_stayed_for(monkeypatch: pytest.MonkeyPatch, store: AtKey) -> None:
-    if not peers._machine():
+    if not table.machine():
         pytest.skip("no table of processes")
     monkeypatch.setattr(peers, "_STAYING", SOON)
     begin = time.monotonic()

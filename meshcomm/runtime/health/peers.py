@@ -11,12 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm.errors import CommError, described
+from meshcomm.runtime.process import table
 from meshcomm.runtime.process.exits import last_error
 
 __all__ = [
@@ -65,7 +65,7 @@ _blamed: set[_Peer] = set()
 
 def sign() -> str:
     """This process, for the others."""
-    return f"{_machine()}\t{os.getpid()}\t{_began(os.getpid())}"
+    return f"{table.machine()}\t{os.getpid()}\t{table.began(os.getpid())}"
 
 
 def met(store: Store, rank: int, signs: Sequence[str], *, serves: bool = False) -> None:
@@ -84,28 +84,6 @@ def forget() -> None:
 def _read(sign: str) -> _Peer:
     machine, pid, began = sign.split("\t")
     return _Peer(machine, int(pid), int(began))
-
-
-def _machine() -> str:
-    """Equal where numbers of processes mean the same; empty where there is no telling."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of proc(5) from the third on: the state."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return []
-
-
-def _began(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[19]) if len(fields) > 19 else 0
 
 
 def _here() -> _Meeting | None:
@@ -174,9 +152,9 @@ def ended(sign: str) -> bool:
 
 def _seen(peer: _Peer) -> str:
     """ "ended", "stopped", or nothing of the kind."""
-    if not peer.machine or peer.machine != _machine():
+    if not peer.machine or peer.machine != table.machine():
         return ""
-    fields = _stat(peer.pid)
+    fields = table.fields(peer.pid)
     if not fields or fields[0] in "ZX" or int(fields[19]) != peer.began:
         return "ended"
     return "stopped" if fields[0] in "Tt" else ""
@@ -184,7 +162,7 @@ def _seen(peer: _Peer) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process of this machine stands still after SIGSTOP."""
-    return _stat(pid)[:1] in (["T"], ["t"])
+    return table.fields(pid)[:1] in (["T"], ["t"])
 
 
 def reason(rank: int) -> str:
@@ -218,7 +196,7 @@ def account(ranks: Iterable[int], *, closed: bool = False) -> str:
 
 
 def _blame(here: _Meeting, ranks: Iterable[int]) -> None:
-    machine = _machine()
+    machine = table.machine()
     _blamed.update(here.peers[rank] for rank in ranks if machine and here.peers[rank].machine == machine)
 
 

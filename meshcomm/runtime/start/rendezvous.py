@@ -25,7 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from meshcomm.errors import CommError, fail
 from meshcomm.runtime.health import peers
-from meshcomm.runtime.process import exits
+from meshcomm.runtime.process import exits, table
 
 __all__ = [
     "file_store",
@@ -64,7 +64,7 @@ _served_here: list[Store] = []
 def this_host() -> str:
     """What processes on one machine have in common: its name, and where there is one the id of its last boot."""
     with contextlib.suppress(OSError):
-        return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        return f"{socket.gethostname()}/{table.boot()}"
     return socket.gethostname()
 
 
@@ -284,16 +284,8 @@ def _starter(variable: str) -> str:
             break
         if not mine:
             break
-        pid = _field(pid, 4)
-    return f"{pid} {_field(pid, 22)}"
-
-
-def _field(pid: int, number: int) -> int:
-    """A field of /proc/PID/stat by its number in proc(5): 4 is the parent; 22, the start, tells reused pids apart."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[number - 3])
-    except (OSError, IndexError, ValueError):
-        return 0
+        pid = table.parent(pid)
+    return f"{pid} {table.began(pid)}"
 
 
 # -------------------------------------------------------------------------------------------------------------- meeting

@@ -10,7 +10,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -22,7 +21,7 @@ from meshcomm.runtime.hooks.guard.boards import Group, SharedBoard, SharedShelf,
 from meshcomm.runtime.hooks.guard.guard import Guard, Wait
 from meshcomm.runtime.hooks.guard.link import GuardedLink, Room
 from meshcomm.runtime.hooks.guard.store import PatientStore, set_store, the_store
-from meshcomm.runtime.process import home, memory
+from meshcomm.runtime.process import home, memory, table
 from meshcomm.runtime.recorder import Log, Owner
 from meshcomm.runtime.transports.process_group import ProcessLink
 
@@ -178,24 +177,14 @@ def _ended_afar(key: str) -> str:
 # ------------------------------------------------------------------------- processes that do not share their memory
 
 
-def _machine() -> str:
-    """Where a process number means the same."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _started(pid: int) -> str:
-    """Tells a process from a later one with its number."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-
-
 def _watch_neighbours(prefix: str, here: Owner, guard: Guard) -> None:
     """Tell everybody, at the store, of processes on this machine that end: nobody else would know."""
-    if not hasattr(os, "pidfd_open"):
+    machine = table.machine()
+    if not machine or not hasattr(os, "pidfd_open"):
         return
     with contextlib.suppress(OSError):
         store = _torch.default_store()
-        store.set(f"{prefix}/process/{here.rank}", json.dumps([_machine(), os.getpid(), _started(os.getpid())]))
+        store.set(f"{prefix}/process/{here.rank}", json.dumps([machine, os.getpid(), table.began(os.getpid())]))
         thread = threading.Thread(target=_watch, args=(store, prefix, here, guard), name="meshcomm watch", daemon=True)
         thread.start()
 
@@ -209,7 +198,7 @@ def _watch(store: dist.Store, prefix: str, here: Owner, guard: Guard) -> None:  
             for rank in [rank for rank in waiting if store.check([f"{prefix}/process/{rank}"])]:
                 waiting.discard(rank)
                 machine, pid, started = json.loads(store.get(f"{prefix}/process/{rank}"))
-                if machine == _machine():
+                if machine == table.machine():
                     fd = _opened(pid, started)
                     if fd is None:
                         _tell(store, prefix, rank, pid)
@@ -226,10 +215,10 @@ def _watch(store: dist.Store, prefix: str, here: Owner, guard: Guard) -> None:  
         os.close(fd)
 
 
-def _opened(pid: int, started: str) -> int | None:
+def _opened(pid: int, started: int) -> int | None:
     try:
         fd = os.pidfd_open(pid)
-        if _started(pid) == started:
+        if table.began(pid) == started:
             return fd
         os.close(fd)
     except OSError:
