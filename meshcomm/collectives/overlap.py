@@ -97,9 +97,7 @@ class _First(threading.local):
     def __init__(self) -> None:
         with torch.enable_grad():
             torch.zeros(1, requires_grad=True).view(1)
-
-    def number(self) -> int:
-        return _AT_LAST
+        self.number = _AT_LAST
 
 
 _last = _First()
@@ -108,7 +106,7 @@ _last = _First()
 def _vary(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How) -> list[Tensor]:
     sums = _Sums(leaves, axis, bucket_mb, how)
     token: Tensor = _Wait.apply(sums, *leaves)  # type: ignore[no-untyped-call]
-    _torch.set_sequence_number(token.grad_fn, _last.number())
+    _torch.set_sequence_number(token.grad_fn, _last.number)
     varied = list(leaves)
     nodes = [[at] for at in range(len(leaves))] if sums.learning else sums.buckets
     for node in nodes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import pickle
 import reprlib
 import struct
@@ -223,20 +224,13 @@ def unpack(data: bytearray, device: torch.device) -> Any:
 # ------------------------------------------------------------------------------------------------------- the complaint
 
 
-class _Nowhere:
-    """A file that forgets."""
-
-    def write(self, data: Any) -> int:
-        """Forget it."""
-        return len(data)
-
-
 def _trial(obj: Any, grad: bool) -> Exception | None:
     """Why the object cannot be pickled."""
-    try:
-        _Pickler(_Nowhere(), grad).dump(obj)
-    except Exception as error:
-        return error
+    with open(os.devnull, "wb") as nowhere:
+        try:
+            _Pickler(nowhere, grad).dump(obj)
+        except Exception as error:
+            return error
     return None
 
 

@@ -127,7 +127,7 @@ class _Sums:
             fail(_WHERE, what, got=f"mesh {self.mesh.shape}", fix="pass mesh=, the mesh that has all axes")
         ranks, elsewhere = self.mesh.size, 1
         for part in self.parts.get(id(p), ()):
-            if _same(part.mesh, self.mesh):
+            if (part.mesh.shape, part.mesh.ranks) == (self.mesh.shape, self.mesh.ranks):
                 cut |= set(axes_in(part.axis))
             else:
                 elsewhere *= part.mesh.size_of(part.axis)
@@ -187,14 +187,6 @@ class _Sums:
             got=f"norms from {low.item() ** power:.6g} to {high.item() ** power:.6g}; mesh {self.mesh.shape}",
             fix=f"mc.mark_varying(module, {axis!r}) if each rank has other weights there; else reduce gradients before",
         )
-
-
-def _same(one: Mesh, other: Mesh) -> bool:
-    if one is other:
-        return True
-    if one.shape != other.shape:
-        return False
-    return one.axis(one.axis_names, _WHERE).ranks == other.axis(other.axis_names, _WHERE).ranks
 
 
 def _wide(g: Any) -> torch.dtype | None:

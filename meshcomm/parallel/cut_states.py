@@ -6,6 +6,7 @@ for a slice, its metadata, which ``torch.save`` writes and ``load_state_dict`` h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ def _watch(module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(_check)
     own = getattr(module, _WRITE, None)
     if callable(own):
-        setattr(module, _WRITE, Around(_Pretrained(module).call, own))
+        setattr(module, _WRITE, Around(functools.partial(_write, module), own))
 
 
 def _cuts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Cut | None]]:
@@ -116,21 +117,17 @@ def _refuse(what: str) -> None:
     fail(_LOAD, f"{what}.", fix=f"{fix}; or checkpoint.save and load")
 
 
-class _Pretrained:
-    """In place of a module's ``save_pretrained``, as models have it that a hub knows: its files are for others."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def call(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Write what is whole."""
-        given = next((x for x in (*kwargs.values(), *args) if _is_state(x)), None)
-        for name, p, cut in _cuts(self.module):
-            x = p if given is None else given.get(name)
-            if cut is not None and isinstance(x, Tensor) and tuple(x.shape) != cut.place.shape:
-                what = f"{name!r} would be written as a slice ({cut.said}), which no other model can read."
-                fail(_WRITE, what, fix="save_pretrained(folder, state_dict=full_state_dict(module))")
-        return own(*args, **kwargs)
+def _write(module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """In place of a module's ``save_pretrained``, as models have it that a hub knows: its files are for others, and so
+    have what is whole.
+    """
+    given = next((x for x in (*kwargs.values(), *args) if _is_state(x)), None)
+    for name, p, cut in _cuts(module):
+        x = p if given is None else given.get(name)
+        if cut is not None and isinstance(x, Tensor) and tuple(x.shape) != cut.place.shape:
+            what = f"{name!r} would be written as a slice ({cut.said}), which no other model can read."
+            fail(_WRITE, what, fix="save_pretrained(folder, state_dict=full_state_dict(module))")
+    return own(*args, **kwargs)
 
 
 def _is_state(x: Any) -> bool:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, Mesh
-from meshcomm.objects.objects import all_gather_object, gather_object
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, dotted, named, state_names
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks
 from meshcomm.parallel.checkpoint.whole import load
@@ -84,7 +83,8 @@ def full_state_dict(
     mine = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
     full: dict[str, Tensor] = {}
     for batch in _batches(together):
-        for of_rank in _gathered(_boxes(found, batch, mine), axis, dst):
+        boxes = _boxes(found, batch, mine)
+        for of_rank in team.everyone(boxes) if dst is None else team.gather(boxes, dst):
             for path, offsets, part in of_rank:
                 shape, dtype = together.tensors[path]
                 whole = full.setdefault(path[1], torch.empty(shape, dtype=dtype, device="cpu"))
@@ -122,12 +122,6 @@ def _boxes(found: Entries, batch: list[Path], mine: set[tuple[str, tuple[int, ..
         for box in found.tensors[path].boxes
         if (dotted(path), box.offsets) in mine
     ]
-
-
-def _gathered(boxes: list[Any], axis: Axis, dst: int | None) -> list[list[Any]]:
-    if dst is None:
-        return all_gather_object(boxes, axis.name, mesh=axis.mesh)
-    return gather_object(boxes, axis.name, dst, mesh=axis.mesh) or []
 
 
 @Op("load_full_state_dict", "all ranks of the mesh call")

@@ -74,6 +74,11 @@ class Root:
         """The finished ones, in order."""
         return sorted(step for step in self._named() if os.path.isfile(os.path.join(self.folder(step), TABLE)))
 
+    def latest(self) -> str | None:
+        """The folder of the last one, if there is one."""
+        steps = self.steps()
+        return self.folder(steps[-1]) if steps else None
+
     def _named(self) -> list[int]:
         """What is called as finished ones are."""
         try:

@@ -77,9 +77,9 @@ class Team:
         found: Any = broadcast_object(self.first(do), self._axis.name, mesh=self._axis.mesh)
         return found  # type: ignore[no-any-return]
 
-    def gather(self, mine: T) -> list[T]:
-        """To the first rank; nothing elsewhere."""
-        return gather_object(mine, self._axis.name, mesh=self._axis.mesh) or []
+    def gather(self, mine: T, dst: int = 0) -> list[T]:
+        """What each rank has, to one of them; nothing elsewhere."""
+        return gather_object(mine, self._axis.name, dst, mesh=self._axis.mesh) or []
 
     def everyone(self, mine: T) -> list[T]:
         """What each rank has, to all of them."""

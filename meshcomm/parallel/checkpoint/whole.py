@@ -272,13 +272,8 @@ def latest(path: str | os.PathLike[str], axis: AxisName | None = None, *, mesh: 
     where = "checkpoint.latest"
     root = Root(_checked_path(where, path))
     if axis is None:
-        return _latest(root)
-    return Team(where, check.axis_of(where, axis, mesh), path=root.path).tell(lambda: _latest(root))
-
-
-def _latest(root: Root) -> str | None:
-    steps = root.steps()
-    return root.folder(steps[-1]) if steps else None
+        return root.latest()
+    return Team(where, check.axis_of(where, axis, mesh), path=root.path).tell(root.latest)
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -308,7 +303,7 @@ def _checked_room(where: str, root: Root, step: int | None) -> None:
 def _existing(where: str, root: Root) -> str:
     if os.path.isfile(os.path.join(root.path, TABLE)):
         return root.path
-    found = _latest(root)
+    found = root.latest()
     if found is None:
         fail(
             where,
