@@ -39,7 +39,8 @@ from meshcomm.parallel.fsdp.module import fully_shard
 from meshcomm.parallel.fsdp.state import pieces
 from meshcomm.parallel.full_state import full_state_dict
 from meshcomm.parallel.global_places import Place
-from meshcomm.parallel.tensor.module import Column, tensor_parallel
+from meshcomm.parallel.tensor.module import tensor_parallel
+from meshcomm.parallel.tensor.plan import Column
 from meshcomm.runtime.start.workers import WorkerPool
 
 # Torch says so where it reads and writes on one rank.

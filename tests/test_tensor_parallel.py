@@ -32,7 +32,8 @@ from meshcomm.parallel.tensor.functions import (
     vocab_cross_entropy,
     vocab_embedding,
 )
-from meshcomm.parallel.tensor.module import Column, tensor_parallel, whole_parameters
+from meshcomm.parallel.tensor.module import tensor_parallel, whole_parameters
+from meshcomm.parallel.tensor.plan import Column
 from meshcomm.spmd.types.check_vma import check_vma, mark_varying
 
 F64 = torch.float64

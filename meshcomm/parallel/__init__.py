@@ -27,7 +27,8 @@ if typing.TYPE_CHECKING:
         vocab_cross_entropy,
         vocab_embedding,
     )
-    from meshcomm.parallel.tensor.module import Column, tensor_parallel, whole_parameters
+    from meshcomm.parallel.tensor.module import tensor_parallel, whole_parameters
+    from meshcomm.parallel.tensor.plan import Column
 
 __all__ = [
     "Column",
@@ -77,7 +78,8 @@ _LATER = {
             "column_linear enter heads_of leave parallel_attention row_linear sequence_layer_norm sequence_rms_norm "
             "vocab_cross_entropy vocab_embedding"
         ),
-        "meshcomm.parallel.tensor.module": "Column tensor_parallel whole_parameters",
+        "meshcomm.parallel.tensor.module": "tensor_parallel whole_parameters",
+        "meshcomm.parallel.tensor.plan": "Column",
     }.items()
     for name in names.split()
 }
