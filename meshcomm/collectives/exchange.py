@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from meshcomm.collectives import check
 from meshcomm.collectives.buckets import ELEMENTS, Rows
 from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, carried
-from meshcomm.collectives.gather import cut_rows
+from meshcomm.collectives.gather import cut_in_rows, cut_rows, join_rows, slice_shape
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
@@ -46,7 +46,8 @@ def _run_all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send
     if send == send[:1] * axis.size and recv == recv[:1] * axis.size:
         runs = (x.numel() // axis.size,) * axis.size
         got = axis.link.all_to_all(cut_rows(x, split_dim, axis.size).reshape(-1), runs, runs)
-        return then(got, lambda got: _joined(got, x, split_dim, concat_dim, axis.size))
+        shape = slice_shape(x, split_dim, axis.size)
+        return then(got, lambda got: join_rows(got, shape, concat_dim, axis.size))
     pieces = x.split(list(send), split_dim)
     shapes = [_piece(x, axis, split_dim, concat_dim, send, recv, source) for source in range(axis.size)]
     counts = [torch.Size(shape).numel() for shape in shapes]
@@ -108,15 +109,14 @@ SHIFT = Op("shift", "V -> V", compared=("offset", "wrap"), primitive="permute")
 
 _ALL_TO_ALL: Rule = Rule(
     ALL_TO_ALL,
-    ("split_dim", "concat_dim", "send_sizes", "recv_sizes"),
     _run_all_to_all,
     lambda g, axis, split_dim, concat_dim, send, recv: apply(_ALL_TO_ALL, g, axis, (concat_dim, split_dim, recv, send)),
+    params=("split_dim", "concat_dim", "send_sizes", "recv_sizes"),
     ragged="concat_dim",
 )
-_PERMUTE = Rule(PERMUTE, ("perm",), _run_permute, _transpose_permute)
+_PERMUTE = Rule(PERMUTE, _run_permute, _transpose_permute)
 _SHIFT: Rule = Rule(
     SHIFT,
-    ("offset", "wrap"),
     _run_shift,
     lambda g, axis, offset, wrap: apply(_SHIFT, g, axis, (-offset, wrap)),
 )
@@ -219,11 +219,11 @@ def all_to_all(
         return _exchange_params("all_to_all", leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
 
     def in_rows() -> tuple[Params, Rows]:
-        even = (1,) * ax.size
-        return (0, 0, even, even), Rows(
-            lambda leaf: cut_rows(leaf, split_dim % leaf.ndim, ax.size),
-            lambda part, leaf: _joined(part, leaf, split_dim % leaf.ndim, concat_dim % leaf.ndim, ax.size),
-        )
+        even, cut = (1,) * ax.size, cut_in_rows(split_dim, ax.size)
+        return (0, 0, even, even), Rows(cut.of, joined)
+
+    def joined(part: Tensor, leaf: Tensor) -> Tensor:
+        return join_rows(part, slice_shape(leaf, split_dim % leaf.ndim, ax.size), concat_dim % leaf.ndim, ax.size)
 
     own = send_sizes is not None or recv_sizes is not None
     dims = {"split_dim": split_dim, "concat_dim": concat_dim}
@@ -231,12 +231,6 @@ def all_to_all(
     return carried(
         _ALL_TO_ALL, x, ax, params_of, bucket_mb, async_op, None if own else in_rows, ragged=ragged, dims=dims
     )
-
-
-def _joined(part: Tensor, leaf: Tensor, split_dim: int, concat_dim: int, size: int) -> Tensor:
-    shape = list(leaf.shape)
-    shape[split_dim] //= size
-    return part.reshape(size, *shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
 
 
 def _exchange_params(

@@ -24,7 +24,8 @@ from meshcomm.watch import here
 from meshcomm.work import Work
 
 __all__ = [
-    "all_gather", "all_gather_invariant", "cut_in_rows", "cut_rows", "gather_over", "shard", "slice_shape",
+    "all_gather", "all_gather_invariant", "cut_in_rows", "cut_rows", "gather_over", "join_rows", "shard",
+    "slice_shape",
 ]  # fmt: skip
 
 Tree = TypeVar("Tree")
@@ -87,19 +88,16 @@ SHARD = Op("shard", "I -> V", communicates=False, compared=("dim", "sizes"), dim
 
 _ALL_GATHER = Rule(
     ALL_GATHER,
-    ("dim", "sizes"),
     _run_gather,
     lambda g, axis, dim, sizes: apply(rule_named("reduce_scatter"), g, axis, (dim, "sum", sizes)),
 )
 _ALL_GATHER_INVARIANT = Rule(
     ALL_GATHER_INVARIANT,
-    ("dim", "sizes"),
     _run_gather,
     lambda g, axis, dim, sizes: apply(_SHARD, g, axis, (dim, sizes)),
 )
 _SHARD: Rule = Rule(
     SHARD,
-    ("dim", "sizes"),
     _run_shard,
     lambda g, axis, dim, sizes: apply(_ALL_GATHER_INVARIANT, g, axis, (dim, sizes)),
 )
@@ -354,7 +352,7 @@ def _gather(
         return place, lengths
 
     def in_rows() -> tuple[Params, Rows]:
-        return (0, None), Rows(back=lambda part, leaf: join_rows(part, leaf, dim % leaf.ndim, ax.size))
+        return (0, None), Rows(back=lambda part, leaf: join_rows(part, leaf.shape, dim % leaf.ndim, ax.size))
 
     return carried(
         rule, x, ax, params_of, bucket_mb, async_op, in_rows if lengths is None else None,
@@ -366,6 +364,6 @@ def _with_dims(x: Tensor) -> Tensor:
     return x.reshape(1) if x.ndim == 0 else x
 
 
-def join_rows(part: Tensor, leaf: Tensor, dim: int, size: int) -> Tensor:
-    """Concatenate along ``dim`` the rows of ``[n, k]``, each of which holds one rank's ``leaf``."""
-    return part.reshape(size, *leaf.shape).movedim(0, dim).flatten(dim, dim + 1)
+def join_rows(part: Tensor, shape: tuple[int, ...], dim: int, size: int) -> Tensor:
+    """Concatenate along ``dim`` the rows of ``[n, k]``, each of which holds one rank's tensor of this shape."""
+    return part.reshape(size, *shape).movedim(0, dim).flatten(dim, dim + 1)

@@ -135,33 +135,31 @@ REDUCE_SCATTER = Op(
 )
 BROADCAST = Op("broadcast", "V -> I", compared=("src",), primitive="broadcast")
 
-_PVARY = Rule(PVARY, (), lambda x, axis: x.view_as(x), _sum_over)
+_PVARY = Rule(PVARY, lambda x, axis: x.view_as(x), _sum_over)
 _PVARY_OF_A_MEAN = Rule(
-    PVARY, ("n",), lambda x, axis, n: x.view_as(x), lambda g, axis, n: g / n, key="pvary, of a mean"
+    PVARY, lambda x, axis, n: x.view_as(x), lambda g, axis, n: g / n, params=("n",), key="pvary, of a mean"
 )
 _ALL_REDUCE = Rule(
     ALL_REDUCE,
-    ("op",),
     _run_all_reduce,
     lambda g, axis, op: _scaled(_vary(g, axis), axis, op),
 )
 _PVARY_OF: Rule = Rule(
     PVARY,
-    ("whose",),
     lambda x, axis, whose: x.view_as(x),
     lambda g, axis, whose: apply(_SUM_OF, g, axis, ("sum", whose)),
+    params=("whose",),
     whose="whose",
 )
 _SUM_OF: Rule = Rule(
     ALL_REDUCE,
-    ("op", "whose"),
     _run_sum_of,
     lambda g, axis, op, whose: apply(_PVARY_OF, g, axis, (whose,)),
+    params=("op", "whose"),
     whose="whose",
 )
 _ALL_REDUCE_CURVED = Rule(
     ALL_REDUCE,
-    ("op",),
     _run_all_reduce,
     _scale_all_reduce,
     tangent=_push_all_reduce,
@@ -169,19 +167,17 @@ _ALL_REDUCE_CURVED = Rule(
 )
 _REDUCE_SCATTER = Rule(
     REDUCE_SCATTER,
-    ("dim", "op", "sizes"),
     _run_reduce_scatter,
     lambda g, axis, dim, op, sizes: then(gather_over(g, axis, dim, sizes), lambda whole: _scaled(whole, axis, op)),
 )
 _REDUCE_SCATTER_CURVED = Rule(
     REDUCE_SCATTER,
-    ("dim", "op", "sizes"),
     _run_reduce_scatter,
     _scale_reduce_scatter,
     tangent=_push_reduce_scatter,
     saves=True,
 )
-_BROADCAST = Rule(BROADCAST, ("src",), lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
+_BROADCAST = Rule(BROADCAST, lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
 
 
 # ------------------------------------------------------------------------------------------- the public functions

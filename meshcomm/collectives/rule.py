@@ -51,19 +51,20 @@ class Rule:
     def __init__(
         self,
         op: Op,
-        params: tuple[str, ...],
         run: Callable[..., Tensor],
         transpose: Callable[..., Tensor],
         *,
+        params: tuple[str, ...] | None = None,
         tangent: Callable[..., Tensor] | None = None,
         saves: bool = False,
         ragged: str | None = None,
         whose: str | None = None,
         key: str = "",
     ) -> None:
-        """``run(x, axis, *params)``; ``transpose(g, axis, *params)``. Of the params those that are compared stand
-        first; those that are dims are moved along when a batch dim comes in front.
+        """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
 
+        params: their names, by default those of the Op's arguments that are compared, which stand first in any case;
+            those that are dims are moved along when a batch dim comes in front.
         tangent: ``tangent(t, axis, *params)``, by default the rule itself, which is right for what is linear.
         saves: whether the derivative depends on the value; transpose and tangent then get ``x, y`` before the params.
         ragged: the param that names the one dim whose length may differ between ranks, where the transport sees no
@@ -74,7 +75,7 @@ class Rule:
         self.op, self.name = op, op.name
         self.local = not op.communicates
         self.key = key or self.name + (", by value" if saves else "" if whose is None else ", of a leaf")
-        self.params = params
+        self.params = params = op.compared if params is None else params
         self.run = run
         self.transpose = transpose
         self.tangent = tangent

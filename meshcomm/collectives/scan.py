@@ -149,11 +149,10 @@ SCAN = Op("scan", "V -> V", compared=("op", "exclusive", "reverse"))
 
 _SCAN: Rule = Rule(
     SCAN,
-    ("op", "exclusive", "reverse"),
     _run_scan,
     lambda g, axis, op, exclusive, reverse: apply(_SCAN, g, axis, (op, exclusive, not reverse)),
 )
-_SCAN_CURVED = Rule(SCAN, ("op", "exclusive", "reverse"), _run_scan, _pull_scan, tangent=_push_scan, saves=True)
+_SCAN_CURVED = Rule(SCAN, _run_scan, _pull_scan, tangent=_push_scan, saves=True)
 
 
 # -------------------------------------------------------------------------------------------- the public function
