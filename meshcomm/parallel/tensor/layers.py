@@ -1,4 +1,4 @@
-"""What is known of a tensor parallel module, how its parameters are cut and what runs beside its layers; and its layers,
+"""What is known of a tensor parallel module: how its parameters are cut, what runs beside its layers, and these layers,
 one class per style of the plan.
 """
 
