@@ -71,6 +71,7 @@ def given_up_by_one(folder: str) -> list[str]:
     return told
 
 
+@pytest.mark.one_in(2, alike=True)
 def test_one_that_gives_up_is_heard_by_all(guarded: Any, tmp_path: Path) -> None:
     first, *others = guarded.run(given_up_by_one, str(tmp_path))
     for name, text in zip(COLLECTIVES, first, strict=True):
