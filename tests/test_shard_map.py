@@ -898,6 +898,19 @@ def test_copies_that_differ() -> None:
     assert nan.isnan().all()
 
 
+def test_a_value_that_may_differ_is_refused_though_it_does_not() -> None:
+    with pytest.raises(mc.VaryingError, match=r"output varies along 'dp', which its spec 'd' does not name"):
+        mc.shard_map(lambda x: (x * 0).sum(0), mesh=grid(), in_specs="(dp b) d", out_specs="d")(rand(4, 3))
+
+
+def test_an_invariant_value_that_is_moved_has_the_gradients_of_all_ranks() -> None:
+    x, w = rand(4, 3), rand(3)
+    moved = mc.shard_map(
+        lambda x, w: x * mc.shift(w, "dp"), mesh=grid(), in_specs=("(dp b) d", "d"), out_specs="(dp b) d"
+    )
+    assert_close(torch.autograd.grad(moved(x, w).sum(), w), torch.autograd.grad((x * w).sum(), w))
+
+
 def test_backward_on_a_rank_of_what_was_computed_outside() -> None:
     y, mesh = rows(lambda x: x * 2)(rand(4, 3)), mc.make_mesh({"a": 2})
 
