@@ -190,7 +190,7 @@ def _moved(x: Tensor, move: Move, mesh: Mesh) -> Tensor:
         if move.alone_axes:
             x = all_reduce(x, _axis(move.alone_axes), mesh=mesh)
     varied = tuple(
-        axis for axis in move.varied if not any(_gathers(step, axis, move, at) for at, step in _numbered(move))
+        axis for axis in move.varied if not any(_gathers(step, axis, move, at) for at, step in enumerate(move.steps))
     )
     due = _smallest(move, mesh) if not any(axis in step.axes for step in move.steps for axis in varied) else None
     for at, step in enumerate(move.steps):
@@ -216,10 +216,6 @@ def _smallest(move: Move, mesh: Mesh) -> int:
         if size < smallest:
             smallest, found = size, at + 1
     return found
-
-
-def _numbered(move: Move) -> list[tuple[int, Step]]:
-    return list(enumerate(move.steps))
 
 
 def _varies(axes: tuple[str, ...], move: Move, at: int) -> bool:
@@ -281,8 +277,9 @@ def _gathered_in_a_ring(operands: Sequence[Tensor], recipe: Recipe, number: int,
     """The product with an operand of which each rank has a piece: the pieces go round."""
     step = recipe.moves[number].steps[0]
     axis = mesh.axis(_axis(step.axes), "einsum")
-    waiting = recipe.moves[number]._replace(steps=(), varied=_without(recipe.moves[number].varied, step.axes))
-    moves = [waiting if i == number else move for i, move in enumerate(recipe.moves)]
+    moves = list(recipe.moves)
+    varied = tuple(each for each in moves[number].varied if each not in step.axes)
+    moves[number] = moves[number]._replace(steps=(), varied=varied)
     parts = [_moved(x, move, mesh) for x, move in zip(operands, moves, strict=True)]
     inputs = [move.names for move in moves]
     index = inputs[number][step.dim]
@@ -325,10 +322,6 @@ def _scattered_in_a_ring(parts: Sequence[Tensor], recipe: Recipe, mesh: Mesh) ->
 def _cut(part: Tensor, dims: tuple[str, ...], index: str, at: int, length: int) -> Tensor:
     """The piece of an operand that goes with a piece of an index."""
     return part.narrow(dims.index(index), at * length, length) if index in dims else part
-
-
-def _without(axes: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if axis not in others)
 
 
 # -------------------------------------------------------------------------------------------------------- the recipe
@@ -474,10 +467,10 @@ class _Cook:
         varied = tuple(axis for axis, index in by.items() if index is not None and axis not in cut | partial)
         move = Move(alone, alone_axes, tuple(dim.name for dim in kept), steps, varied)
         local = self._local(shape, target)
-        gathered = {axis for at, step in _numbered(move) for axis in step.axes if _gathers(step, axis, move, at)}
+        gathered = {axis for at, step in enumerate(steps) for axis in step.axes if _gathers(step, axis, move, at)}
         n = math.prod(self.sizes[axis] for axis in varied if axis not in gathered)
         back = 2 * (n - 1) * local // n
-        for at, step in _numbered(move):
+        for at, step in enumerate(steps):
             back += self._backwards(step, shape, summed=_varies(step.axes, move, at))
         first = self._local(shape, tuple(dim.axes for dim in kept))
         m = math.prod(self.sizes[axis] for axis in alone_axes)

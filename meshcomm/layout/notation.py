@@ -5,6 +5,7 @@ einops parses; here is what the parts mean, and where in the string something is
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 import warnings
@@ -52,13 +53,7 @@ class Layout(tuple[Dim, ...]):
 
     def parts(self, shape: Mapping[str, int]) -> tuple[int, ...]:
         """Into how many pieces each dim is cut; ``shape`` is that of the mesh."""
-        counts = []
-        for dim in self:
-            count = 1
-            for axis in dim.axes:
-                count *= shape[axis]
-            counts.append(count)
-        return tuple(counts)
+        return tuple([math.prod([shape[axis] for axis in dim.axes]) for dim in self])
 
     def __str__(self) -> str:
         return " ".join(map(str, self))

@@ -5,6 +5,7 @@ n = size of the axis, b = bytes of the tensor given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ def bytes_of(what: Running, size: int, index: int) -> tuple[int, int]:
     if what.name == "exchange":
         posts, wants = what.messages
         sent = sum(x.nbytes for x, _, _ in posts)
-        return sent, max(sent, sum(_length(shape) * dtype.itemsize for _, shape, dtype, _, _ in wants))
+        return sent, max(sent, sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _, _ in wants))
     if what.name == "scatter":
         return _of_scatter(what, size)
     b = 0 if what.x is None else what.x.nbytes
@@ -158,13 +159,6 @@ def _to_or_from_one(what: Running, b: int, size: int, index: int) -> tuple[int, 
 def _of_scatter(what: Running, size: int) -> tuple[int, int]:
     row = what.like.nbytes
     return (0, row) if what.x is None else (size * row, (size - 1) * row)
-
-
-def _length(shape: Iterable[int]) -> int:
-    length = 1
-    for each in shape:
-        length *= each
-    return length
 
 
 # --------------------------------------------------------------------------------------------------------- tables

@@ -4,7 +4,6 @@ error.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +18,7 @@ from meshcomm.errors import fail, shape_text
 from meshcomm.spmd.random import philox
 from meshcomm.spmd.random.draws import WHERE, Draws, Handler, called, noted_as_drawn
 from meshcomm.spmd.random.philox import Part, Stream
+from meshcomm.spmd.types.rules.torch_rules import kind_of
 
 __all__ = ["handler_of"]
 
@@ -30,7 +30,8 @@ def handler_of(func: Any) -> Handler | None:
     try:
         return _handlers[func]
     except KeyError:
-        return _handlers.setdefault(func, _refuse if _is_random(func) else None)
+        draws = _refuse_if_it_draws if kind_of(func).drops is not None or _is_random(func) else None
+        return _handlers.setdefault(func, draws)
 
 
 def _is_random(func: Any) -> bool:
@@ -98,55 +99,9 @@ _INSTEAD = {
 }
 
 
-def _refuses_unless(quiet: Callable[..., bool], *funcs: Any) -> None:
-    """These draw only if ``quiet(*args, **kwargs)`` is false."""
-
-    def handler(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs) if quiet(*args, **kwargs) else _refuse(draws, func, args, kwargs)
-
-    for func in funcs:
-        _handlers[func] = handler
-
-
-def _evaluates(func: Any, probability: str = "p") -> Callable[..., bool]:
-    """Whether a function of Python's is noted_as_drawn that this is no training, or to drop nothing."""
-    signature = inspect.signature(func)
-
-    def quiet(*args: Any, **kwargs: Any) -> bool:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return not given.arguments["training"] or given.arguments.get(probability) == 0
-
-    return quiet
-
-
-def _no_dropout_in_lstm(*args: Any, **kwargs: Any) -> bool:
-    """Among the arguments of torch.lstm and its like are has_biases, num_layers, dropout, train, in this order."""
-    at = next((i for i, arg in enumerate(args) if isinstance(arg, bool)), None)
-    return at is not None and len(args) > at + 3 and (args[at + 2] == 0 or not args[at + 3])
-
-
-for _each in (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d):
-    _refuses_unless(_evaluates(_each), _each)
-_refuses_unless(_evaluates(F.rrelu), F.rrelu)
-_refuses_unless(_evaluates(F.multi_head_attention_forward, "dropout_p"), F.multi_head_attention_forward)
-_refuses_unless(
-    lambda q, k, v, mask=None, dropout_p=0.0, *_, **__: dropout_p == 0,
-    F.scaled_dot_product_attention,
-)
-_refuses_unless(
-    lambda input, p, train: p == 0 or not train,
-    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout, torch.feature_dropout_,
-    torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
-)  # fmt: skip
-_refuses_unless(lambda input, lower=0, upper=0, training=False, generator=None: not training, torch.rrelu, torch.rrelu_)
-_refuses_unless(_no_dropout_in_lstm, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-_refuses_unless(
-    lambda *_, _random_samples=None, **__: _random_samples is not None,
-    F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices,
-    F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices,
-)  # fmt: skip
-_refuses_unless(lambda *_, **__: False, F.gumbel_softmax)
+def _refuse_if_it_draws(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drops = kind_of(func).drops
+    return _refuse(draws, func, args, kwargs) if drops is None or drops(args, kwargs) else func(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------- new tensors

@@ -25,7 +25,6 @@ from meshcomm.spmd.shard_map.specs import (
     WHERE,
     Laid,
     checked,
-    divisible,
     joined,
     laid_out,
     local_part,
@@ -289,10 +288,8 @@ class _Run:
         self.leaves: list[Laid] = []
         for name, spec, value in arguments:
             specs = spec_of_each_leaf(spec, value, name, f"the spec of {name}")
-            self.leaves += laid_out(specs, value, name, mesh)
+            self.leaves += laid_out(specs, value, name, mesh, whole=True)
         self.cut = [laid for laid in self.leaves if laid.layout is not None]
-        for laid in self.cut:
-            divisible(laid, mesh)
 
     def on_parts(self, parts: Sequence[Tensor], closed: Iterable[tuple[str, Tensor]]) -> tuple[list[Laid], Any]:
         """Call the function with these in place of the global tensors: what it returns, laid out, and its form."""
@@ -324,7 +321,7 @@ class _Run:
         """What the function has returned, compared with its specs."""
         form = tree_flatten(result)[1]
         specs = spec_of_each_leaf(self.out_specs, result, "output", "out_specs")
-        return laid_out(specs, result, "output", self.mesh), form
+        return laid_out(specs, result, "output", self.mesh, whole=False), form
 
     def result(self) -> Any:
         """The global outputs."""

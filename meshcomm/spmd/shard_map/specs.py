@@ -15,7 +15,7 @@ from meshcomm.layout.notation import Dim, Layout, parse
 from meshcomm.layout.shapes import cut, fit
 from meshcomm.mesh import Mesh, mesh_with_key
 
-__all__ = ["WHERE", "Laid", "checked", "divisible", "joined", "laid_out", "local_part", "own_part", "spec_of_each_leaf"]
+__all__ = ["WHERE", "Laid", "checked", "joined", "laid_out", "local_part", "own_part", "spec_of_each_leaf"]
 
 WHERE = "shard_map"
 
@@ -86,13 +86,13 @@ def _form(value: Any) -> str:
     return repr(value) if isinstance(value, str) else type(value).__name__
 
 
-def laid_out(specs: Sequence[Any], tree: Any, label: str, mesh: Mesh) -> list[Laid]:
-    """Each leaf of ``tree`` with its spec read and fitted."""
+def laid_out(specs: Sequence[Any], tree: Any, label: str, mesh: Mesh, *, whole: bool) -> list[Laid]:
+    """Each leaf of ``tree`` with its spec read and fitted. ``whole``: its axes must divide the dims, too."""
     pairs = zip(specs, tree_leaves_with_path(tree), strict=True)
-    return [Laid(leaf, label + path, of_leaf(spec, leaf, label + path, mesh)) for spec, (path, leaf) in pairs]
+    return [Laid(leaf, label + path, of_leaf(spec, leaf, label + path, mesh, whole)) for spec, (path, leaf) in pairs]
 
 
-def of_leaf(spec: str | None, leaf: Any, label: str, mesh: Mesh) -> Layout | None:
+def of_leaf(spec: str | None, leaf: Any, label: str, mesh: Mesh, whole: bool) -> Layout | None:
     """The layout of a leaf: None where it is no tensor, which the spec must know."""
     if isinstance(leaf, Tensor):
         if spec is None:
@@ -100,44 +100,31 @@ def of_leaf(spec: str | None, leaf: Any, label: str, mesh: Mesh) -> Layout | Non
             fail(
                 WHERE, f"the spec of {label} is None, but it is a tensor.", got=got, fix='"..." for one that is not cut'
             )
-        return of_tensor(spec, leaf.shape, label, mesh)
+        return of_tensor(spec, leaf.shape, label, mesh, whole)
     if spec is not None and leaf is not None:
         what = f"{label} is no tensor but {type(leaf).__name__}, and its spec is {spec!r}."
         fail(WHERE, what, fix="the spec None, or pass a tensor")
     return None
 
 
-def of_tensor(spec: str, shape: Sequence[int], label: str, mesh: Mesh) -> Layout:
+def of_tensor(spec: str, shape: Sequence[int], label: str, mesh: Mesh, whole: bool) -> Layout:
     """The layout with a name for every dim; an error of it says whose it is."""
     fitted = _fitted_at_trace_time if torch.compiler.is_compiling() else _fitted
-    found = fitted(spec, tuple(shape), label, mesh.key)
+    found = fitted(spec, tuple(shape), label, mesh.key, whole)
     return found if isinstance(found, Layout) else Layout(Dim(name, axes) for name, axes in found)
 
 
-def _fitted(spec: str, shape: tuple[int, ...], label: str, mesh: int) -> Layout:
-    sizes = mesh_with_key(mesh).shape
-    return fit(f"{WHERE}, {label}", parse(WHERE, spec, sizes), shape, sizes, spec)
+def _fitted(spec: str, shape: tuple[int, ...], label: str, mesh: int, whole: bool) -> Layout:
+    sizes, where = mesh_with_key(mesh).shape, f"{WHERE}, {label}"
+    found = fit(where, parse(WHERE, spec, sizes), shape, sizes, spec)
+    if whole:
+        cut(where, found, shape, sizes, str(found))
+    return found
 
 
 @at_trace_time
-def _fitted_at_trace_time(spec: str, shape: tuple[int, ...], label: str, mesh: int) -> Any:
-    return tuple(tuple(dim) for dim in _fitted(spec, shape, label, mesh))  # of types that a graph may hold
-
-
-def divisible(laid: Laid, mesh: Mesh) -> None:
-    """The axes divide the dims."""
-    assert laid.layout is not None
-    if torch.compiler.is_compiling():
-        _divisible_at_trace_time(tuple(map(tuple, laid.layout)), tuple(laid.value.shape), laid.label, mesh.key)
-    else:
-        cut(f"{WHERE}, {laid.label}", laid.layout, laid.value.shape, mesh.shape, str(laid.layout))
-
-
-@at_trace_time
-def _divisible_at_trace_time(dims: tuple[Any, ...], shape: tuple[int, ...], label: str, mesh: int) -> bool:
-    layout = Layout(Dim(name, axes) for name, axes in dims)
-    cut(f"{WHERE}, {label}", layout, shape, mesh_with_key(mesh).shape, str(layout))
-    return True
+def _fitted_at_trace_time(spec: str, shape: tuple[int, ...], label: str, mesh: int, whole: bool) -> Any:
+    return tuple(tuple(dim) for dim in _fitted(spec, shape, label, mesh, whole))  # of types that a graph may hold
 
 
 def local_part(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:

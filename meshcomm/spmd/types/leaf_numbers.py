@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, OrderedDict
-from typing import Any
+from collections import Counter
 
 from torch import Tensor
 
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.runtime.whose import Whose
+from meshcomm.spmd.types.notes import Note
 
 __all__ = ["Number", "is_declared", "next_time", "number", "numbered", "whose"]
 
@@ -18,7 +18,7 @@ _GIVEN = 1 << 18
 """Leaves that are given to a function count by themselves, from here on."""
 
 
-class Number:
+class Number(Note):
     """What was noted of a leaf."""
 
     __slots__ = ("before", "declared", "name")
@@ -27,13 +27,6 @@ class Number:
         self.before = before
         """How many leaves had got a type before, by the axes along which they vary."""
         self.name, self.declared = name, declared
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Nothing of it: a tensor that is saved with this on it must load where only plain data may.
-        return OrderedDict, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Number:
-        return self
 
 
 class _Typed:

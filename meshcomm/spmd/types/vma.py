@@ -7,7 +7,6 @@ written into a storage in place, all of its views have.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from meshcomm._torch import functorch_active, unwrapped, version_of
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.foreign_memory import any_lent, lend_foreign, with_the_same_memory
 from meshcomm.spmd.types.grids import ANYWHERE, Grid
+from meshcomm.spmd.types.notes import Ever, Note
 from meshcomm.spmd.types.seen_changes import NOTED_AT, by_hand, inside, stamp, storage_of
 
 __all__ = [
@@ -63,7 +63,7 @@ class Origin(NamedTuple):
         return f"{self.what} at {self.site}" if self.site else self.what
 
 
-class Type:
+class Type(Note):
     """The axes along which a value varies, with the origin of each; all others it is invariant along."""
 
     __slots__ = ("_twin", "axes", "ended", "grid", "leaf", "plain", "since", "sort")
@@ -133,13 +133,6 @@ class Type:
     @property
     def _kept_grid(self) -> Grid | None:
         return None if self.grid is ANYWHERE else self.grid
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Nothing of it: a tensor that is saved with this on it must load where only plain data may.
-        return OrderedDict, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Type:
-        return self
 
     def __repr__(self) -> str:
         return f"Type({', '.join(sorted(self.axes)) or 'invariant'})"
@@ -309,13 +302,8 @@ def declared(x: Tensor) -> tuple[str, ...]:
     return found if type(found) is tuple else ()
 
 
-class _Writes:
-    """Whether anything was ever written that the types of views do not tell. Until then nobody looks for it."""
-
-    any = False
-
-
-writes = _Writes()
+writes = Ever()
+"""Of what was written and the types of views do not tell."""
 
 
 def write(x: Tensor, kind: Type) -> None:
@@ -410,23 +398,21 @@ def also_written(x: Tensor, kind: Type, grid: Grid) -> Type | Origin:
 _LEAF = "_meshcomm_leaf"
 
 
-class _Shared:
-    """Whether a leaf ever came to have another name. Until then nobody looks for it."""
-
-    any = False
+_shared = Ever()
+"""Of a leaf that has another name."""
 
 
 def shared(x: Tensor) -> None:
     """Note that the memory of ``x`` can be written under another name: ``x.data``, ``x.detach()``."""
     storage = storage_of(x)
     if storage is not None:
-        _Shared.any = True
+        _shared.any = True
         setattr(storage, _LEAF, weakref.ref(x))
 
 
 def sharing_with(x: Tensor) -> Tensor:
     """The tensor for which that was noted; ``x`` if there is none."""
-    found = getattr(storage_of(x), _LEAF, None) if _Shared.any else None
+    found = getattr(storage_of(x), _LEAF, None) if _shared.any else None
     other = found() if isinstance(found, weakref.ref) else None
     return other if isinstance(other, Tensor) else x
 

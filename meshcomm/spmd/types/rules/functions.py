@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -24,8 +25,8 @@ from meshcomm._torch import (
 from meshcomm.errors import names
 from meshcomm.mesh import current_mesh, use_mesh
 from meshcomm.runtime.callsite import call_site
-from meshcomm.spmd.types.beside import beside, inside_of
 from meshcomm.spmd.types.foreign_memory import lend
+from meshcomm.spmd.types.reachable import Reachable
 from meshcomm.spmd.types.rules.operands import (
     along_of,
     replaced,
@@ -151,16 +152,18 @@ class Functions(Operations):
     def _beside(
         self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
     ) -> list[Type]:
-        """The types of what a custom function takes and autograd does not see: no gradient goes there, and what comes
-        back to the others varies with it.
+        """The types of what a custom function takes and autograd does not see, inside of its arguments, in closures,
+        defaults, globals and attributes of the class: no gradient goes there, and what comes back to the others varies
+        with it.
         """
-        found = []
-        for x in inside_of(args, kwargs, operands):
+        known, found = {id(x) for x in operands}, []
+        for x in _others(Reachable(list(args), dict(kwargs)), known):
             kind = self.type_of(x)
             if kind is None and torch.is_grad_enabled() and any(y.requires_grad for y in operands):
                 self._unknown(x, [x], cls.__name__)
             found.append(kind)
-        found += [self.type_of(x) for x in beside(cls, operands)]
+        if str(cls.__module__).split(".")[0] not in _LIBRARIES:
+            found += [self.type_of(x) for x in _others(Reachable(*_parts(cls)), known)]
         return [kind for kind in found if kind is not None and kind.axes]
 
     def _checkpoint(self, own: Any, args: tuple[Any, ...]) -> Any:
@@ -209,6 +212,25 @@ class Functions(Operations):
             yield
         finally:
             here.watcher = None
+
+
+_LIBRARIES = ("torch", "meshcomm")
+"""Custom functions of these say themselves what they do."""
+
+
+def _parts(cls: Any) -> Iterator[Any]:
+    """The methods of a custom function, and what stands beside them in the class."""
+    for base in cls.__mro__:
+        if base is Function:
+            return
+        for name in vars(base):
+            value = getattr(cls, name, None)
+            if isinstance(value, types.FunctionType) or not name.startswith("__"):
+                yield value
+
+
+def _others(reachable: Reachable, known: set[int]) -> list[Tensor]:
+    return [x for _, x in reachable.tensors.values() if id(x) not in known]
 
 
 _watching: list[bool] = []

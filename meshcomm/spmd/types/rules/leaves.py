@@ -11,6 +11,7 @@ from meshcomm.errors import names
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.leaf_numbers import is_declared, next_time, numbered
+from meshcomm.spmd.types.notes import Ever
 from meshcomm.spmd.types.rules.operands import along_of, text_of, version
 from meshcomm.spmd.types.vma import Type, join, made_like, marked, shared, sharing_with
 
@@ -23,26 +24,24 @@ _MADE_AT = "_meshcomm_made_at"
 """How often the memory of a parameter had been changed when it was made."""
 
 
-class _Gradients:
-    """Whether one was ever looked at. Until then nobody asks: to find nothing noted takes long."""
-
-    any = False
+_gradients = Ever()
+"""Of the gradient of a leaf."""
 
 
 def of_leaf(x: Tensor) -> None:
     """Note that ``x`` is the gradient that a leaf has."""
-    _Gradients.any = True
+    _gradients.any = True
     setattr(x, _GRADIENT, True)
 
 
 def is_gradient(x: Tensor) -> bool:
     """Whether that was noted."""
-    return _Gradients.any and getattr(x, _GRADIENT, False) is True
+    return _gradients.any and getattr(x, _GRADIENT, False) is True
 
 
 def is_trained(x: Tensor) -> bool:
     """Whether it is a leaf that requires grad, or the gradient of one."""
-    return (x.requires_grad and x.is_leaf) or (_Gradients.any and is_gradient(x))
+    return (x.requires_grad and x.is_leaf) or is_gradient(x)
 
 
 def is_new(x: Tensor) -> bool:

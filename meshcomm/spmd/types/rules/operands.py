@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +13,8 @@ from meshcomm.errors import shape_text
 from meshcomm.spmd.types.vma import Type
 
 __all__ = [
-    "SIMPLE", "along_of", "differentiated", "gather", "is_among", "is_array", "of_tracked", "replaced", "same_place",
-    "several", "text_of", "tracked", "version", "versions_of",
+    "SIMPLE", "along_of", "differentiated", "gather", "is_among", "is_array", "mapped", "of_tracked", "replaced",
+    "same_place", "several", "text_of", "tracked", "version", "versions_of",
 ]  # fmt: skip
 
 
@@ -40,14 +40,24 @@ def gather(values: Iterable[Any], wanted: type[T], into: list[T]) -> None:
             gather(value.values(), wanted, into)
 
 
+def mapped(fn: Callable[[Any], Any], value: Any) -> Any:
+    """An argument with ``fn`` of all that is in it, where :func:`gather` looks."""
+    kind = type(value)  # not isinstance: what stands for a size says of its class what it likes
+    if kind is Tensor or kind in SIMPLE:
+        return fn(value)
+    if issubclass(kind, (tuple, list)):
+        parts = [mapped(fn, part) for part in value]
+        return parts if issubclass(kind, list) else tuple(parts)  # a NamedTuple is a tuple for torch
+    if kind is slice:
+        return slice(mapped(fn, value.start), mapped(fn, value.stop), mapped(fn, value.step))
+    if issubclass(kind, dict):
+        return {key: mapped(fn, part) for key, part in value.items()}
+    return fn(value)
+
+
 def replaced(value: Any, others: dict[int, Tensor]) -> Any:
     """The same, with others, by id, in place of tensors."""
-    if isinstance(value, Tensor):
-        return others.get(id(value), value)
-    if isinstance(value, (tuple, list)):
-        parts = [replaced(part, others) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)  # a NamedTuple is a tuple for torch
-    return value
+    return mapped(lambda leaf: others.get(id(leaf), leaf), value)
 
 
 def is_among(x: Tensor, target: Any) -> bool:

@@ -13,16 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm.spmd.types.sizes.size_rules import SIZED
+from meshcomm.spmd.types.sizes.size_rules import SIZED, words
 
 __all__ = ["RANDOM", "Kind", "kind_of"]
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-HOST = _words(
+HOST = words(
     """
     item tolist numpy equal allclose is_nonzero __bool__ __int__ __float__ __complex__ __index__ __array__
     __contains__ __dlpack__ _local_scalar_dense _nnz
@@ -33,7 +29,7 @@ HOST = _words(
 LENDS = frozenset(["numpy", "__array__", "__dlpack__"])
 """Hand out the memory of a tensor, which may be written into from elsewhere."""
 
-FRESH = _words(
+FRESH = words(
     """
     zeros_like ones_like empty_like new_zeros new_ones new_empty new_empty_strided new_full full_like
     """
@@ -46,7 +42,7 @@ ALIKE = frozenset(["view_as", "reshape_as", "expand_as", "type_as", "to", "sum_t
 EACH = frozenset(["broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"])
 """Give one output per operand; so do all that begin with ``_foreach_`` or ``_fused_``."""
 
-SETTLES = _words(
+SETTLES = words(
     """
     requires_grad_ detach_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ share_memory_
     _coalesced_ data_ptr retain_grad register_hook register_post_accumulate_grad_hook dim ndimension size stride numel
@@ -56,13 +52,13 @@ SETTLES = _words(
 )
 """Ask, or change, how a tensor is seen, and no values."""
 
-PLAIN = _words("shape dtype device ndim layout requires_grad is_leaf is_cpu is_cuda grad_fn nbytes itemsize names")
+PLAIN = words("shape dtype device ndim layout requires_grad is_leaf is_cpu is_cuda grad_fn nbytes itemsize names")
 """Attributes that are no tensors."""
 
 HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook"])
 """Take a function that is called with a gradient."""
 
-OVERWRITES = _words(
+OVERWRITES = words(
     """
     copy_ zero_ fill_ uniform_ normal_ bernoulli_ exponential_ random_ log_normal_ geometric_ cauchy_ trunc_normal_
     constant_ ones_ zeros_ eye_ dirac_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_
@@ -71,7 +67,7 @@ OVERWRITES = _words(
 )
 """Leave nothing of what was in their first operand."""
 
-RANDOM = _words(
+RANDOM = words(
     """
     rand randn randint randperm normal bernoulli multinomial poisson binomial _standard_gamma _sample_dirichlet
     rand_like randn_like randint_like uniform_ normal_ bernoulli_ exponential_ random_ log_normal_ geometric_
@@ -91,6 +87,7 @@ class _Dropout(NamedTuple):
     training_default: bool
 
 
+_NOWHERE = 99
 _DROPOUT = {
     "dropout": _Dropout(1, "p", 2, True),
     "dropout_": _Dropout(1, "p", 2, True),
@@ -104,8 +101,8 @@ _DROPOUT = {
     "alpha_dropout_": _Dropout(1, "p", 2, False),
     "feature_alpha_dropout": _Dropout(1, "p", 2, False),
     "feature_alpha_dropout_": _Dropout(1, "p", 2, False),
-    "rrelu": _Dropout(2, "upper", 3, False),
-    "rrelu_": _Dropout(2, "upper", 3, False),
+    "rrelu": _Dropout(_NOWHERE, "", 3, False),
+    "rrelu_": _Dropout(_NOWHERE, "", 3, False),
     "scaled_dot_product_attention": _Dropout(4, "dropout_p", -1, True),
     "multi_head_attention_forward": _Dropout(10, "dropout_p", 13, True),
     "_scaled_dot_product_flash_attention": _Dropout(3, "dropout_p", -1, True),
@@ -122,13 +119,18 @@ _DROPOUT = {
     "miopen_rnn": _Dropout(10, "dropout", 11, True),
 }
 _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
-_NOISY = _words(
+_NOISY = words(
     """
-    gumbel_softmax fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional _fused_dropout
+    gumbel_softmax rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional _fused_dropout
     """
 )
 """Random functions of a value, as dropout is."""
+_POOLS = words(
+    """
+    fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
+    """
+)
+"""Draw where to pool, unless they are given the numbers."""
 
 
 @dataclass(frozen=True, slots=True)  # asked of each operation: a NamedTuple takes twice as long
@@ -215,7 +217,7 @@ def kind_of(func: Any) -> Kind:
     return replace(kind, ordinary=replace(kind, name="", from_data=False, sized=0) == Kind(""))
 
 
-_IN_PLACE = _words(
+_IN_PLACE = words(
     """
     __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
     __ilshift__ __irshift__
@@ -228,6 +230,8 @@ def _drops(name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | Non
         return _always
     if name in _RECURRENT:
         return _recurrent
+    if name in _POOLS:
+        return _without_samples
     where = _DROPOUT.get(name)
     if where is None:
         return None
@@ -248,7 +252,7 @@ def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-_STATISTICS = _words(
+_STATISTICS = words(
     """
     native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update
     cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts
@@ -287,6 +291,13 @@ def _of_torch_distributed(func: Any) -> bool:
 
 
 def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The dropout of a recurrent layer is its only float, and behind it stands whether it trains."""
-    at = next((i for i, arg in enumerate(args) if isinstance(arg, float)), None)
-    return at is not None and args[at] > 0 and bool(args[at + 1])
+    """The first bool of a recurrent layer says whether it has biases; behind it stand how many layers it has, its
+    dropout and whether it trains.
+    """
+    at = next((i for i, arg in enumerate(args) if isinstance(arg, bool)), len(args))
+    return len(args) <= at + 3 or (args[at + 2] != 0 and bool(args[at + 3]))
+
+
+def _without_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A pool at places of its own choice."""
+    return kwargs.get("_random_samples") is None

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshcomm._torch import functorch_active
 from meshcomm.errors import names
 from meshcomm.runtime.callsite import call_site
-from meshcomm.spmd.types.rules.operands import gather, is_among, text_of
+from meshcomm.spmd.types.rules.operands import gather, is_among, mapped, text_of
 from meshcomm.spmd.types.rules.operations import Operations
 from meshcomm.spmd.types.rules.torch_rules import Kind
 from meshcomm.spmd.types.sizes.ragged import (
@@ -155,7 +155,7 @@ class Sizes(Operations):
             each = _Numbers(self, deciding)
             if kind.name in ("narrow", "narrow_copy") and len(args) == 4:  # from where on is no size
                 return [args[0], args[1], 0, each(args[3])], kwargs, source
-            return [*args[:first], *map(each, args[first:])], {key: each(arg) for key, arg in kwargs.items()}, source
+            return [*args[:first], *mapped(each, args[first:])], mapped(each, kwargs), source
         if kind.name in INDEXED and len(args) > 1:
             return [args[0], self._index(args[1], deciding), *args[2:]], kwargs, source
         return args, kwargs, source
@@ -273,7 +273,7 @@ _SPLITS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes
 
 
 class _Numbers:
-    """Puts numbers in place of tensors that stand for sizes."""
+    """Gives a number for a tensor that stands for a size, and what is none as it is."""
 
     def __init__(self, sizes: Sizes, deciding: list[Type]) -> None:
         self.sizes, self.deciding, self.count = sizes, deciding, 0
@@ -288,9 +288,6 @@ class _Numbers:
             self.deciding.append(mine)
             self.count += 1
             return number_of(mine, self.count)
-        if isinstance(value, (tuple, list)):
-            parts = [self(part) for part in value]
-            return parts if isinstance(value, list) else tuple(parts)
         return value
 
 

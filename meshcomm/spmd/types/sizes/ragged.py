@@ -5,7 +5,7 @@ The shapes elsewhere are found by computing there as well: on the meta device, w
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.nn import Parameter
 
 from meshcomm._torch import functorch_active, unwrapped
 from meshcomm.runtime.ops import Op
-from meshcomm.spmd.types.rules.operands import SIMPLE, gather
+from meshcomm.spmd.types.notes import Note
+from meshcomm.spmd.types.rules.operands import SIMPLE, gather, mapped
 from meshcomm.spmd.types.sizes.shape_rules import Part, Rule, quick_rule
 from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, Varying, made, plain, varying
 from meshcomm.spmd.types.vma import Origin, Type, join, note
@@ -30,7 +31,7 @@ _HERE = range(len(COUNTS))
 Shape = tuple[int, ...]
 
 
-class Ragged:
+class Ragged(Note):
     """The shapes that a tensor has elsewhere, None where that is not known, and along which axes they differ."""
 
     __slots__ = ("kind", "shapes")
@@ -42,12 +43,6 @@ class Ragged:
         """The dims whose size differs."""
         known = [other for other in self.shapes if other is not None]
         return [i for i, size in enumerate(shape) if any(other[i] != size for other in known) or _differ(known, i)]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # as a Type, no part of what is saved
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ragged:
-        return self
 
 
 def _differ(shapes: Sequence[Shape], i: int) -> bool:
@@ -195,7 +190,7 @@ class _UnknownError(Exception):
 
 
 def elsewhere(value: Any, world: int, twins: dict[int, Tensor]) -> Any:
-    """An argument as it is elsewhere: tensors are without values there."""
+    """What an argument, or a part of one, is elsewhere: tensors are without values there."""
     if isinstance(value, Tensor):
         ragged = ragged_of(value)
         if ragged is None:
@@ -214,11 +209,6 @@ def elsewhere(value: Any, world: int, twins: dict[int, Tensor]) -> Any:
         return other
     if isinstance(value, Rows):
         return torch.empty(elsewhere(value.number, world, twins), dtype=torch.int64, device="meta")
-    if isinstance(value, (tuple, list)):
-        parts = [elsewhere(part, world, twins) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    if isinstance(value, slice):
-        return slice(*(elsewhere(end, world, twins) for end in (value.start, value.stop, value.step)))
     if isinstance(value, torch.device):
         return "meta"
     return value
@@ -245,7 +235,8 @@ def _by_rule(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], results: i
     found: list[list[Shape] | None] = []
     for world in _HERE:
         try:
-            shapes = rule([_part(arg, world) for arg in args], {key: _part(arg, world) for key, arg in kwargs.items()})
+            there = functools.partial(_part, world=world)
+            shapes = rule(mapped(there, list(args)), mapped(there, kwargs))
             if shapes is None or len(shapes) != results:
                 return None
             found.append(shapes)
@@ -255,7 +246,7 @@ def _by_rule(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], results: i
 
 
 def _part(value: Any, world: int) -> Any:
-    """An argument as it is elsewhere, for a rule."""
+    """What an argument, or a part of one, is elsewhere, for a rule."""
     if isinstance(value, Tensor):
         ragged = ragged_of(value)
         shape = tuple(value.shape) if ragged is None else ragged.shapes[world]
@@ -268,11 +259,6 @@ def _part(value: Any, world: int) -> Any:
         return value.others[world]
     if isinstance(value, Rows):
         return Part((_part(value.number, world),))
-    if isinstance(value, (tuple, list)):
-        parts = [_part(part, world) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    if isinstance(value, slice):
-        return slice(*(_part(end, world) for end in (value.start, value.stop, value.step)))
     return value
 
 
@@ -284,8 +270,8 @@ def _on_meta(
     with torch.no_grad(), torch.device("meta"):
         for world in _HERE:
             try:
-                given = [elsewhere(arg, world, twins) for arg in args]
-                named = {key: elsewhere(arg, world, twins) for key, arg in kwargs.items() if key != "out"}
+                there = functools.partial(elsewhere, world=world, twins=twins)
+                given, named = mapped(there, args), mapped(there, {k: v for k, v in kwargs.items() if k != "out"})
                 shapes: list[Shape] | None = [tuple(y.shape) for y in tensors_of(func(*given, **named))]
             except Exception:  # whatever it does not like about tensors without values
                 shapes = None

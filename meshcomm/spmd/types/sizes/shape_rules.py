@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshcomm.spmd.types.sizes.size_rules import words
+
 __all__ = ["Part", "Rule", "quick_rule"]
 
 Shape = tuple[int, ...]
@@ -25,10 +27,6 @@ class Part:
 
 Rule = Callable[[Sequence[Any], dict[str, Any]], list[Shape] | None]
 """None where it cannot say."""
-
-
-def _words(text: str) -> list[str]:
-    return text.split()
 
 
 def _parts(args: Sequence[Any]) -> list[Part]:
@@ -195,7 +193,7 @@ def _counted(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None:
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        _words(
+        words(
             """
             add sub mul div true_divide floor_divide remainder pow rsub eq ne lt le gt ge __eq__ __ne__ __lt__ __le__
             __gt__ __ge__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __pow__
@@ -206,7 +204,7 @@ _RULES: dict[str, Rule] = {
         _together,
     ),
     **dict.fromkeys(
-        _words(
+        words(
             """
             neg __neg__ __invert__ exp log log1p expm1 sqrt rsqrt abs tanh sigmoid relu gelu silu elu
             leaky_relu softplus sin cos square sign reciprocal logical_not bitwise_not isnan erf floor ceil
@@ -218,18 +216,18 @@ _RULES: dict[str, Rule] = {
         ),
         _first,
     ),
-    **dict.fromkeys(_words("sum mean prod amax amin any all logsumexp"), _whole_or_dim),
-    **dict.fromkeys(_words("zeros ones empty rand randn"), _sizes),
-    **dict.fromkeys(_words("new_zeros new_ones new_empty"), _sizes_behind),
-    **dict.fromkeys(_words("view reshape"), _reshaped),
-    **dict.fromkeys(_words("cat concat concatenate"), _cat),
-    **dict.fromkeys(_words("matmul mm __matmul__"), _matmul),
+    **dict.fromkeys(words("sum mean prod amax amin any all logsumexp"), _whole_or_dim),
+    **dict.fromkeys(words("zeros ones empty rand randn"), _sizes),
+    **dict.fromkeys(words("new_zeros new_ones new_empty"), _sizes_behind),
+    **dict.fromkeys(words("view reshape"), _reshaped),
+    **dict.fromkeys(words("cat concat concatenate"), _cat),
+    **dict.fromkeys(words("matmul mm __matmul__"), _matmul),
     "linear": _linear,
     "__getitem__": _indexed,
     "transpose": _transposed,
     "unsqueeze": _unsqueezed,
     "sort": _sorted,
-    **dict.fromkeys(_words("T mT t"), _turned),
+    **dict.fromkeys(words("T mT t"), _turned),
     "arange": _counted,
 }
 

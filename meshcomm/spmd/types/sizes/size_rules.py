@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ASKS", "INDEXED", "LIKE", "SIZED", "Source", "counts_parts", "may_size", "source_of", "takes_ints"]
+__all__ = ["ASKS", "INDEXED", "LIKE", "SIZED", "Source", "counts_parts", "may_size", "source_of", "takes_ints", "words"]
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Names that stand in a text."""
     return frozenset(text.split())
 
 
@@ -20,7 +21,7 @@ ASKS = frozenset(
 )
 """Ask for sizes."""
 
-LIKE = _words(
+LIKE = words(
     """
     zeros_like ones_like empty_like full_like rand_like randn_like randint_like view_as reshape_as expand_as sum_to_size
     resize_as_
@@ -31,7 +32,7 @@ LIKE = _words(
 INDEXED = frozenset(["__getitem__", "index", "index_put", "index_put_", "_index_put_impl_"])
 """Take an index."""
 
-_FACTORIES = _words(
+_FACTORIES = words(
     """
     arange range zeros ones full empty eye rand randn randint randperm linspace logspace empty_strided tril_indices
     triu_indices hann_window hamming_window bartlett_window blackman_window kaiser_window scalar_tensor
@@ -39,7 +40,7 @@ _FACTORIES = _words(
 )
 """May take tensors of one element for sizes; those below behind the tensor that they are methods of."""
 
-_METHODS = _words(
+_METHODS = words(
     """
     new_zeros new_ones new_full new_empty view reshape expand broadcast_to repeat tile narrow narrow_copy split
     split_with_sizes unsafe_split unsafe_split_with_sizes topk unfold as_strided unflatten pad constant_pad_nd diag

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.runtime.callsite import asked_in, call_site
+from meshcomm.spmd.types.notes import Ever
+from meshcomm.spmd.types.rules.operands import mapped
 from meshcomm.spmd.types.vma import Type, join
 from meshcomm.watch import here
 
@@ -29,17 +31,38 @@ Other = int | float | None
 """A value elsewhere; None where it cannot be computed."""
 
 
-class _Made:
-    """Whether any size that depends on data was ever made. Until then nobody looks for them."""
-
-    any = False
-
-
-made = _Made()
+made = Ever()
+"""Of a size that depends on data."""
 
 
 class _UnhashableError(VaryingError, TypeError):
     """As sizes of ``torch.compile`` cannot be keys: who caches by sizes goes without when told so by a TypeError."""
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (Varying, int, float)) or (hasattr(x, "__index__") and not isinstance(x, Tensor))
+
+
+def _computes(fn: Callable[..., Any], turned: bool = False) -> Callable[..., Any]:
+    def method(x: Any, y: Any) -> Any:
+        if not _is_number(y) and not (isinstance(y, Tensor) and here.watcher is None):
+            return NotImplemented
+        return computed(fn, y, x) if turned else computed(fn, x, y)
+
+    return method
+
+
+def _applied(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: computed(fn, *operands)
+
+
+def _compares(fn: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def method(x: Varying, y: object) -> Any:
+        if isinstance(y, Tensor) and here.watcher is None:
+            return fn(x.value, y)
+        return x._agreed(fn, (x, y), "a comparison") if _is_number(y) else NotImplemented
+
+    return method
 
 
 class Varying:
@@ -108,28 +131,9 @@ class Varying:
             next(x for x in operands if isinstance(x, Varying))._refuse(what, _BRANCH)
         return found
 
-    def __eq__(self, other: object) -> Any:
-        return self._compared(operator.eq, other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compared(operator.ne, other)
-
-    def __lt__(self, other: object) -> Any:
-        return self._compared(operator.lt, other)
-
-    def __le__(self, other: object) -> Any:
-        return self._compared(operator.le, other)
-
-    def __gt__(self, other: object) -> Any:
-        return self._compared(operator.gt, other)
-
-    def __ge__(self, other: object) -> Any:
-        return self._compared(operator.ge, other)
-
-    def _compared(self, fn: Callable[[Any, Any], Any], other: object) -> Any:
-        if isinstance(other, Tensor) and here.watcher is None:
-            return fn(self.value, other)
-        return self._agreed(fn, (self, other), "a comparison") if _is_number(other) else NotImplemented
+    __eq__, __ne__ = _compares(operator.eq), _compares(operator.ne)
+    __lt__, __le__ = _compares(operator.lt), _compares(operator.le)
+    __gt__, __ge__ = _compares(operator.gt), _compares(operator.ge)
 
     def __repr__(self) -> str:
         return repr(self.value)
@@ -145,17 +149,8 @@ class Varying:
     def __deepcopy__(self, memo: dict[int, Any]) -> Varying:
         return self
 
-    def __sym_float__(self) -> Any:
-        return computed(float, self)
-
-    def __sym_int__(self) -> Any:
-        return computed(math.trunc, self)
-
-    def __sym_max__(self, other: Any) -> Any:
-        return computed(max, self, other)
-
-    def __sym_min__(self, other: Any) -> Any:
-        return computed(min, self, other)
+    __sym_float__, __sym_int__ = _applied(float), _applied(math.trunc)
+    __sym_max__, __sym_min__ = _applied(max), _applied(min)
 
     def bit_length(self) -> Any:
         """As that of an int."""
@@ -239,23 +234,6 @@ def _everywhere(fn: Callable[..., Any], operands: tuple[Any, ...]) -> tuple[Any,
     return value, others
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, (Varying, int, float)) or (hasattr(x, "__index__") and not isinstance(x, Tensor))
-
-
-def _computes(fn: Callable[..., Any], turned: bool = False) -> Callable[..., Any]:
-    def method(x: Any, y: Any) -> Any:
-        if not _is_number(y) and not (isinstance(y, Tensor) and here.watcher is None):
-            return NotImplemented
-        return computed(fn, y, x) if turned else computed(fn, x, y)
-
-    return method
-
-
-def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x: computed(fn, x)
-
-
 def _operators() -> None:
     """The magic methods, which are all alike."""
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
@@ -263,13 +241,13 @@ def _operators() -> None:
         setattr(Varying, f"__{name.rstrip('_')}__", _computes(fn))
         setattr(Varying, f"__r{name.rstrip('_')}__", _computes(fn, turned=True))
     for name in ("neg", "pos", "abs", "invert"):
-        setattr(Varying, f"__{name}__", _alone(getattr(operator, name)))
+        setattr(Varying, f"__{name}__", _applied(getattr(operator, name)))
     for name in ("floor", "ceil", "trunc"):
-        setattr(Varying, f"__{name}__", _alone(getattr(math, name)))
+        setattr(Varying, f"__{name}__", _applied(getattr(math, name)))
     for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tanh"):  # numpy asks for methods of these names
-        setattr(Varying, name, _alone(getattr(math, name)))
+        setattr(Varying, name, _applied(getattr(math, name)))
     for name in ("real", "imag", "numerator", "denominator"):
-        setattr(Varying, name, property(_alone(operator.attrgetter(name))))
+        setattr(Varying, name, property(_applied(operator.attrgetter(name))))
 
 
 _operators()
@@ -277,13 +255,4 @@ _operators()
 
 def plain(value: Any) -> Any:
     """The same with this rank's numbers."""
-    if isinstance(value, Varying):
-        return value.value
-    if isinstance(value, (tuple, list)):
-        parts = [plain(part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    if isinstance(value, slice):
-        return slice(plain(value.start), plain(value.stop), plain(value.step))
-    if isinstance(value, dict):
-        return {key: plain(part) for key, part in value.items()}
-    return value
+    return mapped(lambda leaf: leaf.value if isinstance(leaf, Varying) else leaf, value)
