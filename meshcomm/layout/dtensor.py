@@ -267,7 +267,7 @@ def from_dtensor(dtensor: DTensor, dims: str | None = None, mesh: Mesh | None = 
 
 
 def _same_mesh(where: str, theirs: DeviceMesh, mesh: Mesh) -> None:
-    """The same ranks in the same grid, and the same names if it has names."""
+    """Refuse a DTensor unless its mesh has the same ranks in the same grid, and the same names if it has names."""
     ours = mesh.device_mesh
     if theirs == ours:
         return

@@ -169,7 +169,7 @@ class _Reader:
         return arrows[0]
 
     def layout(self, start: int, end: int) -> Layout:
-        """The one between these places."""
+        """The layout between these places of the string."""
         at = self._check(start, end)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about names that are keywords

@@ -35,12 +35,12 @@ class Plan(NamedTuple):
 
     @property
     def bytes_sent(self) -> int:
-        """By each rank, in all."""
+        """The bytes that each rank sends, in all."""
         return self.itemsize * sum(step.elements for step in self.steps)
 
     @property
     def bytes_by_axes(self) -> dict[tuple[str, ...], int]:
-        """By each rank, per axis or tuple of axes."""
+        """The bytes that each rank sends, per axis or tuple of axes."""
         found: dict[tuple[str, ...], int] = {}
         for step in self.steps:
             if step.elements:

@@ -90,7 +90,7 @@ def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: bool
 
 
 def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Its dims as on the right side."""
+    """``x`` with its dims as on the right side."""
     return x if order == tuple(range(x.ndim)) else x.permute(order)
 
 
@@ -133,7 +133,7 @@ def _taken(x: Tensor, step: Step, mesh: Mesh, async_op: Any) -> Any:
 
 
 def _begun(x: Tensor, steps: Sequence[Step], order: tuple[int, ...], mesh: Mesh) -> Work[Tensor]:
-    """The work of a plan."""
+    """The work of a plan, its first step begun."""
     if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open():
         return Work(_ordered(take(x, steps, mesh), order))  # a transform may be over when the work is waited for
     first = next((step for step in steps if _communicates(step)), None)
@@ -188,6 +188,6 @@ class _OnTheWay(Pending):
         return not isinstance(self._under_way, Source) or self._under_way.done()
 
     def abandon(self) -> None:
-        """Pass it on."""
+        """Give up the step under way."""
         if isinstance(self._under_way, Source):
             self._under_way.abandon()

@@ -188,14 +188,14 @@ class _Search:
         return math.prod([self.sizes[axis] for axis in axes])
 
     def cut(self, dim: int, axes: tuple[str, ...]) -> _Cut:
-        """The one of these."""
+        """The cut of a dim over these axes, the same one each time."""
         found = self._cuts.get((dim, axes))
         if found is None:
             found = self._cuts[dim, axes] = _Cut(self, dim, axes)
         return found
 
     def longer(self, cut: _Cut, axes: tuple[str, ...]) -> _Cut | None:
-        """The same dim, cut once more."""
+        """A dim cut once more, over these axes too; None where they do not divide it."""
         if axes not in cut.longer:
             fits = self.shape[cut.dim] % (cut.number * self.number(axes)) == 0
             cut.longer[axes] = self.cut(cut.dim, cut.axes + axes) if fits else None
@@ -205,7 +205,7 @@ class _Search:
         return tuple([self.cut(dim, axes) for dim, axes in enumerate(state)])
 
     def steps(self) -> tuple[Step, ...]:
-        """The cheapest."""
+        """The cheapest steps from the source to the target."""
         ticket = itertools.count(0, -1)
         paid: dict[_Node, Cost] = {self.begin: (0, 0, 0)}
         came: dict[_Node, tuple[_Node, _Move]] = {}

@@ -136,5 +136,5 @@ def _event(args: dict[str, Any]) -> TraceEvent:
 
 
 def moved(events: Iterable[TraceEvent], by: float) -> list[TraceEvent]:
-    """The same so many seconds later."""
+    """Events as they were, so many seconds later."""
     return [replace(e, start=e.start + by, end=None if e.end is None else e.end + by) for e in events]

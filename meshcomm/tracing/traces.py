@@ -328,7 +328,7 @@ class _Traced:
         self.fn = fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the program in a trace."""
         t = Trace()
         t.__enter__()
         try:

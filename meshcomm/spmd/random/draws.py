@@ -37,7 +37,7 @@ class Cut(NamedTuple):
     place: Mapping[str, int]
 
     def part(self, shape: Sequence[int], func: Any) -> Part:
-        """Of the global tensor whose part has this shape here."""
+        """Which part of a global tensor this rank draws, given the shape of that part."""
         try:
             fitted = fit(WHERE, self.layout, shape, self.sizes, self.text)
         except ValueError as error:

@@ -379,7 +379,7 @@ def _init_kaiming(
 
 
 def _size(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of the global tensor, where nn.init asks for the fans."""
+    """The global tensor's shape, where nn.init asks a part for its own to get the fans."""
     if not draws.in_init("calculate_fan"):
         return func(*args, **kwargs)
     whole = torch.Size(draws.cut.part(tuple(args[0].shape), nn.init.xavier_uniform_).whole)

@@ -85,7 +85,7 @@ def _check_copies(
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding."""
+    """Whether two parts are equal up to rounding."""
     if torch.equal(a, b):
         return True
     if not differentiable(a):

@@ -218,7 +218,7 @@ class _Specs:
         self.taken: set[str] = set()
 
     def take(self, name: str, parameter: inspect.Parameter) -> Any:
-        """The one for the next argument."""
+        """The spec of the next argument."""
         if isinstance(self.specs, Mapping):
             key = parameter.name if parameter.name in self.specs else name
             self.taken.add(key)
@@ -237,7 +237,7 @@ class _Specs:
 
     @staticmethod
     def _named(spec: Any, name: str, parameter: inspect.Parameter) -> Any:
-        """That of one of ``**kwargs``, where they have a dict of them."""
+        """The spec of one of ``**kwargs``, where these have a dict of specs."""
         inner = parameter.kind is _NAMED and isinstance(spec, Mapping) and name in spec
         return spec[name] if inner else spec
 

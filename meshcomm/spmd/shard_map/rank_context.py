@@ -67,12 +67,12 @@ class OwnState(RandomState):
         self._values = [slot.read() for slot in self._slots]
 
     def save(self) -> None:
-        """Keep both here."""
+        """Keep the random state and what stands in the modules here."""
         super().save()
         self._values = [slot.read() for slot in self._slots]
 
     def load(self) -> None:
-        """Make both the ones that are seen."""
+        """Make the random state and what stands in the modules the ones that are seen."""
         super().load()
         for slot, value in zip(self._slots, self._values, strict=True):
             if slot.read() is not value:
@@ -91,7 +91,7 @@ class Modes:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Bring them back."""
+        """Bring back the modes of the call."""
         with contextlib.ExitStack() as stack:
             if self.transformed:
                 stack.enter_context(_NoWrappers())

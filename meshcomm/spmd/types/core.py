@@ -156,7 +156,7 @@ class Core(TorchFunctionMode):
         return self._with_writes(x, kind)
 
     def _type_elsewhere(self, x: Tensor) -> Type | None:
-        """That of a tensor on which none is noted."""
+        """The type of a tensor on which none is noted."""
         known = self._known.get(id(x))
         if known is None:
             other = behind(x)

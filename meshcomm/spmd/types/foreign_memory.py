@@ -29,7 +29,7 @@ def lend(x: Tensor) -> None:
 
 
 def lend_foreign(x: Tensor) -> None:
-    """The same, if torch has not allocated that memory."""
+    """Others may have the memory of ``x``, if torch has not allocated it."""
     storage = storage_of(x)
     if storage is not None and not storage.resizable():
         lend(x)

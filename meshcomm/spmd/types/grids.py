@@ -81,7 +81,7 @@ _grids: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Grid] = {}
 
 
 def grid_of(mesh: HasGrid) -> Grid:
-    """That of a mesh; the same one for equal meshes."""
+    """The grid of a mesh; the same one for equal meshes."""
     key = tuple(mesh.shape.items()), mesh.ranks
     found = _grids.get(key)
     return _grids.setdefault(key, Grid(mesh.shape, mesh.ranks)) if found is None else found

@@ -102,7 +102,7 @@ class Type(Note):
         return self
 
     def moved(self, grid: Grid, axes: frozenset[str]) -> Type:
-        """The same value elsewhere, where it varies along these axes."""
+        """The type of the same value on another mesh, where it varies along these axes."""
         first = next(iter(self.since.values()), None)
         since = {axis: self.since.get(axis, first) for axis in axes} if first is not None else {}
         end = next(iter(self.ended.values()), None)
@@ -110,7 +110,7 @@ class Type(Note):
         return Type(since, ended, plain=self.plain, grid=grid)
 
     def seen(self, requires_grad: bool) -> Type:
-        """The same for a tensor of either kind."""
+        """The type as it is noted on a tensor that requires grad, or that does not."""
         if self.plain != requires_grad:
             return self
         twin = self._twin
@@ -215,7 +215,7 @@ def alike(x: Tensor, kind: Type) -> None:
 
 
 def made_like(x: Tensor) -> Type | None:
-    """The type of that value."""
+    """The type of the value in whose image ``x`` was made."""
     found = getattr(x, _LIKE, None)
     return found if type(found) is Type else None
 

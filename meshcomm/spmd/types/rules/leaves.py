@@ -35,17 +35,17 @@ def of_leaf(x: Tensor) -> None:
 
 
 def is_gradient(x: Tensor) -> bool:
-    """Whether that was noted."""
+    """Whether ``x`` was noted as the gradient of a leaf."""
     return _gradients.any and getattr(x, _GRADIENT, False) is True
 
 
 def is_trained(x: Tensor) -> bool:
-    """Whether it is a leaf that requires grad, or the gradient of one."""
+    """Whether ``x`` is a leaf that requires grad, or the gradient of one."""
     return (x.requires_grad and x.is_leaf) or is_gradient(x)
 
 
 def is_new(x: Tensor) -> bool:
-    """Whether it is a leaf that was made here, and that nobody has written into yet."""
+    """Whether ``x`` is a leaf that was made here, and that nobody has written into yet."""
     return x.is_leaf and not is_declared(x) and x.grad is None and version(x) == getattr(x, _MADE_AT, 0)
 
 
@@ -68,7 +68,7 @@ class Leaves(Core):
             self._drifts(owner, mine, kind, lacks, name)
 
     def _counted(self, x: Any) -> Any:
-        """The same; if it is a leaf that requires grad, it has just become one."""
+        """``x`` itself, which has just become a leaf if it is one that requires grad: it gets its number."""
         if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and (mine := self.type_of(x)) is not None:
             numbered(x, mine.axes, next_time(f"made at {call_site()}"), declared=False)
         return x

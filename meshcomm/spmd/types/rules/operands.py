@@ -56,7 +56,7 @@ def mapped(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 def replaced(value: Any, others: dict[int, Tensor]) -> Any:
-    """The same, with others, by id, in place of tensors."""
+    """An argument with others, by id, in place of its tensors."""
     return mapped(lambda leaf: others.get(id(leaf), leaf), value)
 
 
@@ -83,17 +83,17 @@ def tracked(x: Tensor) -> bool:
 
 
 def of_tracked(x: Tensor) -> bool:
-    """Whether it came to require grad with what it is a view of."""
+    """Whether ``x`` came to require grad with what it is a view of."""
     return x._base is not None and x._base.requires_grad
 
 
 def is_array(data: Any) -> bool:
-    """Whether it is somebody's memory, and no numbers of Python."""
+    """Whether ``data`` is somebody's memory, and no numbers of Python."""
     return hasattr(data, "__array_interface__") and getattr(data, "ndim", 0) > 0
 
 
 def differentiated(x: Tensor) -> bool:
-    """Whether it may have a gradient."""
+    """Whether ``x`` may have a gradient."""
     return x.requires_grad or (functorch_active() and (x.is_floating_point() or x.is_complex()))
 
 
@@ -124,7 +124,7 @@ def version(x: Tensor) -> int:
 
 
 def versions_of(operands: Sequence[Tensor]) -> list[int]:
-    """That of each."""
+    """How often each was changed in place."""
     try:
         return list(map(version_of, operands))
     except RuntimeError:  # inference tensors do not count
@@ -132,12 +132,12 @@ def versions_of(operands: Sequence[Tensor]) -> list[int]:
 
 
 def text_of(x: Tensor) -> str:
-    """Its dtype and shape."""
+    """The dtype and shape of ``x``."""
     return shape_text(x.dtype, x.shape)
 
 
 def along_of(kind: Type) -> str:
-    """Along which axes it varies, and since when."""
+    """Along which axes a type varies, and since when."""
     if not kind.axes:
         return "invariant"
     return "varies " + ", ".join(f"along {axis!r} since {kind.since[axis]}" for axis in sorted(kind.axes))

@@ -57,7 +57,7 @@ class Rows:
 
 
 def ragged_of(x: Tensor) -> Ragged | None:
-    """What is noted on ``x``; None: its sizes are the same everywhere."""
+    """The shapes of ``x`` elsewhere; None: its sizes are the same everywhere."""
     found = getattr(x, _NAME, None)
     return found if type(found) is Ragged else None
 
@@ -83,7 +83,7 @@ def untouched(values: Iterable[Any]) -> bool:
 
 
 def note_ragged(x: Tensor, ragged: Ragged | None) -> None:
-    """Note it."""
+    """Note the shapes of ``x`` elsewhere."""
     if ragged is not None:
         made.any = True
         setattr(x, _NAME, ragged)
@@ -186,7 +186,7 @@ def number_of(kind: Type, times: int = 1) -> Varying:
 
 
 class _UnknownError(Exception):
-    """There is no telling."""
+    """A shape elsewhere cannot be told."""
 
 
 def elsewhere(value: Any, world: int, twins: dict[int, Tensor]) -> Any:

@@ -34,7 +34,7 @@ def _parts(args: Sequence[Any]) -> list[Part]:
 
 
 def _together(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None:
-    """All operands, broadcast."""
+    """The shape of all operands, broadcast."""
     shapes = [part.shape for part in _parts([*args, *kwargs.values()])]
     found: list[int] = []
     for i in range(max(len(shape) for shape in shapes)):
@@ -46,12 +46,12 @@ def _together(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None:
-    """That of the first operand."""
+    """The shape of the first operand."""
     return [args[0].shape] if args and isinstance(args[0], Part) else None
 
 
 def _whole_or_dim(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None:
-    """A reduction."""
+    """The shape of a reduction."""
     if not isinstance(args[0], Part) or set(kwargs) - {"dim", "keepdim", "dtype"} or len(args) > 3:
         return None
     shape, dim = args[0].shape, args[1] if len(args) > 1 else kwargs.get("dim")
@@ -69,7 +69,7 @@ def _whole_or_dim(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | 
 
 
 def _sizes(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None:
-    """What is told its sizes, one by one or together."""
+    """The shape of what is told its sizes, one by one or together."""
     given: Sequence[Any] = args if args else (kwargs.get("size"),)
     if given and isinstance(given[0], (tuple, list)):
         given = given[0]

@@ -73,7 +73,7 @@ def _arg(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str, def
 
 
 def _all(dim: int, place: int = 0, name: str = "input") -> Find:
-    """That dim of all results."""
+    """Finds that the values of one argument decide this dim of all results."""
 
     def find(args: Sequence[Any], kwargs: dict[str, Any]) -> Source | None:
         of = _arg(args, kwargs, place, name)

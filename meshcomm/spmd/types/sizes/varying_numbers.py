@@ -184,7 +184,7 @@ class VaryingFloat(Varying):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """As above."""
+        """``float`` and ``torch.SymFloat``, as for ints."""
         return float if _plain_now() else torch.SymFloat
 
 
@@ -222,7 +222,7 @@ def computed(fn: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _everywhere(fn: Callable[..., Any], operands: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """Here, and elsewhere."""
+    """``fn`` of the values here, and of those elsewhere."""
     value = fn(*[x.value if isinstance(x, Varying) else x for x in operands])
     others: list[Any] = []
     for i in range(len(COUNTS)):
@@ -254,5 +254,5 @@ _operators()
 
 
 def plain(value: Any) -> Any:
-    """The same with this rank's numbers."""
+    """An argument with this rank's numbers in place of those that know that they vary."""
     return mapped(lambda leaf: leaf.value if isinstance(leaf, Varying) else leaf, value)
