@@ -282,7 +282,7 @@ def still_after(calls: int, signs: Signs) -> Iterator[None]:
 def stands_still(what: str, folder: str) -> str:
     """The last rank stands still between the agreement and its part."""
     act, before = STILL[what]
-    mesh, signs, told = mc.make_mesh({"a": 4}, timeout=2), Signs(folder), ""
+    mesh, signs, told = mc.make_mesh({"a": 4}, timeout=4), Signs(folder), ""
     mc.barrier("a", mesh=mesh, timeout=LONG)  # however late one of them begins
     mc.all_reduce(X, "a", mesh=mesh)
     with still_after(before, signs) if mesh.rank == LATE else contextlib.nullcontext():
