@@ -23,6 +23,7 @@ from meshcomm._torch import default_store
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.guard import messages, store
 from meshcomm.runtime.hooks.guard.boards import Group
+from meshcomm.runtime.hooks.guard.link import _Meeting
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.guard.store import PatientStore
 from meshcomm.runtime.pending import TimedOutError
@@ -362,6 +363,39 @@ def interrupted_at_last(name: str) -> None:
 @pytest.mark.parametrize("name", ["two", "ring"])
 def test_an_interrupt_when_all_have_come(guarded: Any, name: str) -> None:
     guarded.run(interrupted_at_last, name)
+
+
+def interrupted_at_last_in_a_collective() -> None:
+    """The same where all ranks make the call, at the moment that the last one has come, and while it is put down."""
+    mesh = mc.make_mesh({"a": 4})
+    wait, post = _Meeting.wait_for_all, _Meeting.say
+
+    def waits(self: Any, *args: Any) -> None:
+        _Meeting.wait_for_all = wait  # type: ignore[method-assign]
+        wait(self, *args)
+        raise KeyboardInterrupt
+
+    def says(self: Any, *args: Any) -> None:
+        _Meeting.say = post  # type: ignore[method-assign]
+        post(self, *args)
+        while not self._all_came():
+            time.sleep(1e-3)
+        raise KeyboardInterrupt
+
+    for name, broken in (("wait_for_all", waits), ("say", says)):
+        for _ in range(3):
+            if mesh.rank:
+                assert mc.all_reduce(torch.ones(3), "a", mesh=mesh).tolist() == 3 * [4]
+                continue
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_Meeting, name, broken)
+                with pytest.raises(KeyboardInterrupt):
+                    mc.all_reduce(torch.ones(3), "a", mesh=mesh)
+    goes_on(mesh)
+
+
+def test_an_interrupt_when_all_have_come_to_a_collective(guarded: Any) -> None:
+    guarded.run(interrupted_at_last_in_a_collective)
 
 
 def begun_before_a_barrier() -> str:

@@ -90,8 +90,7 @@ class GuardedLink(WrappedLink):
         if (self.is_later and on_cpu) or not room.idle():
             begun = room.later(said, what)
             return begun if self.is_later else settled(begun)
-        room.meet(room.next(), said, what, for_program=True)
-        return what.go()
+        return room.go(room.next(), said, what, for_program=True)
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """This rank does not make the call that the others may make: it was wrong."""
@@ -228,9 +227,8 @@ class Room:
         turn, inference, limit = self.next(), torch.is_inference_mode_enabled(), Limit()
 
         def begin() -> Any:
-            self.meet(turn, said, what, limit, for_program=False)
             with torch.inference_mode(inference), torch.no_grad():
-                return what.go()
+                return self.go(turn, said, what, limit, for_program=False)
 
         return _Deferred(self, turn[0], said, self._queue.put(begin, limit))
 
@@ -250,25 +248,37 @@ class Room:
 
     # ---------------------------------------------------------------------------------------------- meeting
 
-    def meet(
+    def go(
         self, turn: tuple[int, int], said: Said, what: Primitive, limit: Limit | None = None, *, for_program: bool
-    ) -> None:
+    ) -> Any:
+        """Meet, then go. Who is interrupted when all have come does its part first: the others go."""
+        interrupted = self._met(turn, said, what, limit, for_program)
+        self.board.forget(turn[0])
+        found = what.go()
+        if interrupted is not None:
+            raise interrupted
+        return found
+
+    def _met(
+        self, turn: tuple[int, int], said: Said, what: Primitive, limit: Limit | None, for_program: bool
+    ) -> BaseException | None:
         """Return when all ranks have called the same; CommError when they have not, or will not."""
         words = Words.read(said.words)
         wait = Wait(self.group, turn[0], str(words), words.place)
         meeting = _Meeting(self, turn, said, what, wait)
         if limit is not None and limit.seconds:
             meeting.not_begun(limit.seconds)
-        meeting.say(MADE)
         try:
+            meeting.say(MADE)
             with self.guard.waiting(wait, for_program=for_program) as long:
                 meeting.wait_for_all(long, limit)
         except CommError:
             raise
         except BaseException as error:  # Ctrl-C, or what a handler of another signal raises
-            meeting.say(GAVE_UP, f"it was interrupted by {described(error)}")
-            raise
-        self.board.forget(turn[0])
+            if not meeting.must_stay(f"it was interrupted by {described(error)}"):
+                raise
+            return error
+        return None
 
 
 class _Meeting:
@@ -412,6 +422,19 @@ class _Meeting:
         if not self._all_came():
             self._late(seconds, EXPIRED)
         self.say(MADE)
+
+    def must_stay(self, why: str) -> bool:
+        """Give up for this reason, unless the others have come: then they go on, and so does this rank."""
+        try:
+            self.say(LEAVING)
+            if self._all_came():
+                self.say(MADE)
+                self.wait_for_all(lambda: None, None)
+                return True
+        except CommError:  # they have not called the same, or somebody has given up: that is said already
+            return False
+        self.say(GAVE_UP, why)
+        return False
 
     def not_begun(self, seconds: float) -> NoReturn:
         """Tell the others, who may be there, that this rank has given up before it could come."""
