@@ -252,14 +252,14 @@ class Room:
         self, turn: tuple[int, int], said: Said, what: Primitive, limit: Limit | None = None, *, for_program: bool
     ) -> Any:
         """Meet, then go. Who is interrupted when all have come does its part first: the others go."""
-        interrupted = self._met(turn, said, what, limit, for_program)
+        interrupted = self.meet(turn, said, what, limit, for_program)
         self.board.forget(turn[0])
         found = what.go()
         if interrupted is not None:
             raise interrupted
         return found
 
-    def _met(
+    def meet(
         self, turn: tuple[int, int], said: Said, what: Primitive, limit: Limit | None, for_program: bool
     ) -> BaseException | None:
         """Return when all ranks have called the same; CommError when they have not, or will not."""
