@@ -65,23 +65,9 @@ class Running(NamedTuple):
         """Those that an exchange sends and expects."""
         return self.args if self.name == "exchange" else ((), ())
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks, beside what the call says."""
-        x = self.like
-        if x is None:
-            return (self.name,) if self.name != "barrier_within" else (self.name, *self.args)
-        if self.name == "all_to_all":
-            return self.name, x.dtype
-        more = {"permute": (), "scatter": self.args[2:]}.get(self.name, self.args[1:])
-        return self.name, x.dtype, tuple(x.shape), *more
-
 
 class Hook:
     """Who wants to know of every primitive of a link, and may hold it back. What is not overridden lets all pass."""
-
-    compares = False
-    """Whether it finds out if the ranks call the same: then the transport need not be told of calls."""
 
     def announce(self, call: Call) -> None:
         """What the next primitives on this thread belong to."""
@@ -96,9 +82,6 @@ class Hook:
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """This rank does not make the call ``where`` that the others may make, for it was wrong."""
-
-    def end(self) -> None:
-        """The group is about to end: no more calls."""
 
 
 def put_on(link: Any, hook: Hook) -> None:
@@ -191,13 +174,11 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         here = stack.here
 
         def go() -> Any:
-            here.inside, before = True, told.call
-            if any(hook.compares for hook in stack):
-                told.call = None
+            here.inside = True
             try:
                 return own(self, *args)
             finally:
-                here.inside, told.call = False, before
+                here.inside = False
 
         call = told.call if isinstance(told.call, Call) else _UNKNOWN
         what = Running(name, args, call, self, go)
