@@ -205,19 +205,50 @@ class Live(TorchDispatchMode):
 def test_a_layout_loses_nothing(ranks: int, whole: bool) -> None:
     tensors = [torch.randn(shape) for shape in [(3, 5), (), (0, 4), (17,), (1,), (2, 2, 3)]]
     layout = Layout([x.shape for x in tensors], ranks, whole=whole)
-    buffer = layout.join(tensors, tensors[0])
+    buffer = layout.buffer.join(tensors, tensors[0])
     assert buffer.shape == (layout.total,)
+    assert buffer.count_nonzero() == sum(x.count_nonzero() for x in tensors)  # and zeros in between
     for x, view in zip(tensors, layout.views(buffer), strict=True):
         assert torch.equal(x, view)
         assert not x.numel() or view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     for index, chunk in enumerate(buffer.view(ranks, -1)):
-        assert torch.equal(layout.chunk_of(tensors, index, torch.zeros_like(chunk)), chunk)
+        assert torch.equal(layout.padded(layout.stored_of(tensors, index)), chunk)
         for at, piece in enumerate(layout.cut(chunk, index)):
             first, last = layout.range_of(at, index)
             assert torch.equal(piece.reshape(-1), tensors[at].reshape(-1)[first:last])
             assert not whole or last - first in (0, tensors[at].numel())
     for at, x in enumerate(tensors):
         assert sum(last - first for first, last in (layout.range_of(at, i) for i in range(ranks))) == x.numel()
+
+
+def test_padding_is_zero_and_stays_zero() -> None:
+    """The shards of a tree are what norms are taken of and what the optimiser has, padding and all."""
+    params = {"w": torch.arange(1.0, 4.0).requires_grad_(), "v": torch.arange(4.0, 15.0).requires_grad_()}
+    mesh = mc.make_mesh({"fsdp": 2})
+
+    def main() -> list[tuple[float, float]]:
+        shards, tree = fsdp.shard(params, "fsdp", mesh=mesh)
+        adam = torch.optim.AdamW(shards, lr=0.1, weight_decay=0.5)
+        found = []
+        for _ in range(3):
+            whole = fsdp.gather([shard.detach() for shard in shards], tree)
+            parts = mc.all_reduce(
+                torch.stack([shard.detach().square().sum() for shard in shards]).sum(), "fsdp", mesh=mesh
+            )
+            found.append((parts.item(), sum(x.square().sum().item() for x in whole.values())))
+            loss = fsdp.apply(lambda p: p["w"].square().sum() + p["v"].sin().sum(), shards, tree)
+            adam.zero_grad()
+            mc.all_reduce(loss, "fsdp", "mean", mesh=mesh).backward()
+            gs = mc.all_reduce(torch.stack([shard.grad.square().sum() for shard in shards]).sum(), "fsdp", mesh=mesh)
+            exact = (2 * whole["w"]).square().sum() + whole["v"].cos().square().sum()
+            found.append((gs.item(), exact.item()))
+            adam.step()
+        return found
+
+    assert sum(x.numel() for x in params.values()) < Layout([x.shape for x in params.values()], 2).total
+    for found in mc.launch(main, ranks=2):
+        for of_shards, of_params in found:
+            assert of_shards == pytest.approx(of_params)
 
 
 # --------------------------------------------------------------------------------------------- functions of trees

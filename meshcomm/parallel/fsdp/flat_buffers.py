@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "Layout"]
+__all__ = ["Entry", "Layout", "Row"]
 
 _ALIGNED = 8
 """Elements: where a tensor begins, kernels may load 16 bytes at once."""
@@ -23,6 +23,59 @@ class Entry(NamedTuple):
     shape: torch.Size
     size: int
     start: int
+
+
+class Row:
+    """Tensors one behind the other in one flat buffer, which may be free between them and behind the last one."""
+
+    def __init__(self, places: Sequence[tuple[int, int]], total: int) -> None:
+        """``places``: where each tensor begins, and its elements; ``total``: those of the buffer."""
+        self.total = total
+        self._runs: list[tuple[int, int]] = []
+        """What lies there, in order: which tensor, -1 for none, and how many elements."""
+        end = 0
+        for at in sorted(range(len(places)), key=places.__getitem__):
+            start, length = places[at]
+            self._free(start - end)
+            self._runs.append((at, length))
+            end = start + length
+        self._free(total - end)
+        self._widths: list[int] = []
+        self._parts = [0] * len(places)
+        for at, length in self._runs:
+            if length or self._widths[-1:] != [0]:  # what is empty is one part for all that are
+                self._widths.append(length)
+            if at >= 0:
+                self._parts[at] = len(self._widths) - 1
+        self._zeros: dict[tuple[torch.dtype, torch.device], list[Tensor | None]] = {}
+
+    def _free(self, length: int) -> None:
+        if length:
+            self._runs.append((-1, length))
+
+    def join(self, tensors: Sequence[Tensor | None], like: Tensor, out: Tensor | None = None) -> Tensor:
+        """The buffer: the tensors, zeros where there is none and in between; ``like`` has dtype and device."""
+        parts: list[Tensor] = []
+        for (at, length), zeros in zip(self._runs, self._zeros_like(like), strict=True):
+            x = zeros if at < 0 else tensors[at]
+            if x is None:
+                x = like.new_zeros(length)
+            parts.append(x if x.ndim == 1 else x.reshape(-1))
+        return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+
+    def _zeros_like(self, like: Tensor) -> list[Tensor | None]:
+        """For each run the zeros that lie there, if it is free."""
+        found = self._zeros.get((like.dtype, like.device))
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = [like.new_zeros(length) if at < 0 else None for at, length in self._runs]
+            self._zeros[like.dtype, like.device] = found
+        return found
+
+    def split(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors, flat, without a copy: an operation whose derivative is one concatenation."""
+        parts = buffer.split_with_sizes(self._widths)
+        return [parts[part] for part in self._parts]
 
 
 class Layout:
@@ -46,68 +99,18 @@ class Layout:
         else:
             starts, self.chunk = _starts(rooms, ranks)
         self.entries = [Entry(*each) for each in zip(shapes, sizes, starts, strict=True)]
-        self._runs = self._all_runs()
-        self._has_gaps = any(free for _, free in self._runs)
-        self._widths, self._parts = self._all_widths()
-        self._cuts: dict[int, tuple[list[int], list[int]]] = {}
-        self._zeros: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self.buffer = Row(list(zip(starts, sizes, strict=True)), ranks * self.chunk)
+        self._rows: dict[int, Row] = {}
 
     @property
     def total(self) -> int:
         """Elements of the buffer."""
-        return self.ranks * self.chunk
-
-    def _all_runs(self) -> list[tuple[int, int]]:
-        """The entries in their order in the buffer, each with the elements that are free behind it; -1 in front."""
-        order = sorted(range(len(self.entries)), key=lambda at: (self.entries[at].start, self.entries[at].size))
-        ends = [(-1, 0), *((at, self.entries[at].start + self.entries[at].size) for at in order)]
-        begins = [*(self.entries[at].start for at in order), self.total]
-        return [(at, begin - end) for (at, end), begin in zip(ends, begins, strict=True)]
-
-    def _all_widths(self) -> tuple[list[int], list[int]]:
-        """How to split the buffer, and which part each entry is."""
-        widths: list[int] = []
-        parts = [0] * len(self.entries)
-        for at, free in self._runs:
-            if at >= 0:
-                parts[at] = len(widths)
-                widths.append(self.entries[at].size)
-            if free:
-                widths.append(free)
-        return widths, parts
-
-    # ------------------------------------------------------------------------------------------------ the buffer
-
-    def join(self, tensors: Sequence[Tensor | None], like: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[n * k]``: the tensors, zeros where there is none and in between; ``like`` has dtype and device."""
-        if not self._has_gaps:
-            found = [tensors[at] for at, _ in self._runs[1:]]
-            if all(x is not None for x in found):
-                dense = [x if x.ndim == 1 else x.reshape(-1) for x in found if x is not None]
-                return torch.cat(dense) if out is None else torch.cat(dense, out=out)
-        zeros = self._zeros.get((like.dtype, like.device))
-        if zeros is None:
-            with torch.inference_mode(False), torch.no_grad():
-                zeros = [like.new_zeros(free) for _, free in self._runs]
-            self._zeros[like.dtype, like.device] = zeros
-        parts: list[Tensor] = []
-        for (at, free), gap in zip(self._runs, zeros, strict=True):
-            if at >= 0:
-                x = tensors[at]
-                parts.append(
-                    like.new_zeros(self.entries[at].size) if x is None else x if x.ndim == 1 else x.reshape(-1)
-                )
-            if free:
-                parts.append(gap)
-        return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+        return self.buffer.total
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in ``[n * k]``, without a copy: two operations whose derivative is one concatenation."""
-        parts = buffer.split_with_sizes(self._widths)
-        return [
-            parts[part] if len(entry.shape) == 1 else parts[part].view(entry.shape)
-            for part, entry in zip(self._parts, self.entries, strict=True)
-        ]
+        """The tensors in ``[n * k]``, without a copy."""
+        parts = zip(self.buffer.split(buffer), self.entries, strict=True)
+        return [x if len(entry.shape) == 1 else x.view(entry.shape) for x, entry in parts]
 
     # ------------------------------------------------------------------------------------------------- the chunks
 
@@ -117,65 +120,38 @@ class Layout:
         first, last = max(entry.start, left), min(entry.start + entry.size, left + self.chunk)
         return (first - entry.start, last - entry.start) if first < last else (0, 0)
 
-    def places(self, index: int) -> list[tuple[int, int]]:
-        """Where in the chunk of rank ``index`` its part of each tensor lies: from, length."""
-        places = []
-        for at, entry in enumerate(self.entries):
-            first, last = self.range_of(at, index)
-            places.append((entry.start + first - index * self.chunk if first < last else 0, last - first))
-        return places
-
-    def stored(self, index: int) -> int:
-        """Elements that rank ``index`` keeps of its chunk: all, but of whole tensors no more than there are."""
-        if not self.whole:
-            return self.chunk
-        return max((_aligned(start + length) for start, length in self.places(index) if length), default=0)
+    def row(self, index: int) -> Row:
+        """What rank ``index`` keeps of its chunk: all of it, but of whole tensors no more than there are."""
+        if index not in self._rows:
+            places = []
+            for at, entry in enumerate(self.entries):
+                first, last = self.range_of(at, index)
+                places.append((entry.start + first - index * self.chunk if first < last else 0, last - first))
+            end = max((_aligned(start + length) for start, length in places if length), default=0)
+            self._rows[index] = Row(places, end if self.whole else self.chunk)
+        return self._rows[index]
 
     def padded(self, stored: Tensor) -> Tensor:
-        """The chunk ``[k]`` that goes to the others."""
-        if stored.numel() == self.chunk:
-            return stored
-        chunk = stored.new_zeros(self.chunk)
-        chunk[: stored.numel()] = stored
-        return chunk
+        """The chunk ``[k]`` that goes to the others, of what a rank keeps."""
+        free = self.chunk - stored.numel()
+        return torch.cat([stored, stored.new_zeros(free)]) if free else stored
 
     def cut(self, chunk: Tensor, index: int) -> list[Tensor]:
         """The parts of the tensors in what rank ``index`` keeps, without a copy; the chunk ``[k]`` will do too."""
-        widths, parts = self._cuts[index] if index in self._cuts else self._all_cuts(index)
+        row = self.row(index)
         if not self.whole:
-            found = chunk.split_with_sizes(widths)
-            return [found[part] for part in parts]
-        found = chunk[: sum(widths)].split_with_sizes(widths)
-        return [found[part].view(self.shape_at(at, index)) for at, part in enumerate(parts)]
-
-    def _all_cuts(self, index: int) -> tuple[list[int], list[int]]:
-        """How to split the chunk, and which part each entry is: the empty one in front for those that are elsewhere."""
-        widths, parts, end = [0], [0] * len(self.entries), 0
-        places = self.places(index)
-        for at in sorted(range(len(places)), key=lambda at: places[at]):
-            start, length = places[at]
-            if length:
-                if start > end:
-                    widths.append(start - end)
-                parts[at] = len(widths)
-                widths.append(length)
-                end = start + length
-        widths.append(self.stored(index) - end)
-        self._cuts[index] = widths, parts
-        return widths, parts
+            return row.split(chunk)
+        return [x.view(self.shape_at(at, index)) for at, x in enumerate(row.split(chunk[: row.total]))]
 
     def shape_at(self, at: int, index: int) -> tuple[int, ...]:
         """Of the part of tensor ``at`` that rank ``index`` keeps: flat, or its own if tensors are kept whole."""
         first, last = self.range_of(at, index)
         return tuple(self.entries[at].shape) if self.whole and last > first else (last - first,)
 
-    def chunk_of(self, tensors: Sequence[Tensor], index: int, out: Tensor) -> Tensor:
-        """Copy what rank ``index`` keeps of the tensors into ``out``, ``[k]``."""
-        for at, (start, length) in enumerate(self.places(index)):
-            first, last = self.range_of(at, index)
-            if length:
-                out[start : start + length].copy_(tensors[at].reshape(-1)[first:last])
-        return out
+    def stored_of(self, tensors: Sequence[Tensor], index: int) -> Tensor:
+        """What rank ``index`` keeps of the tensors, copied."""
+        parts = [x.reshape(-1)[slice(*self.range_of(at, index))] for at, x in enumerate(tensors)]
+        return self.row(index).join(parts, tensors[0])
 
 
 def _aligned(size: int) -> int:

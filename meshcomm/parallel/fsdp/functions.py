@@ -55,7 +55,7 @@ class FlatTree:
         for group, layout in zip(self._groups, self.layouts, strict=True):
             members = [leaves[at] for at in group]
             with torch.no_grad():
-                own = layout.chunk_of(members, index, members[0].new_zeros(layout.chunk))
+                own = layout.stored_of(members, index)
             shards.append(own.requires_grad_(members[0].requires_grad))
         return shards
 

@@ -172,7 +172,7 @@ class Group:
         """``unit``: whose parameters they are, in the words of all ranks."""
         self.owner, self.slots, self.layout, self.unit = owner, slots, layout, unit
         self.index = owner.policy.axis.index
-        self.places = layout.places(self.index)
+        self.row = layout.row(self.index)
         self.kept: tuple[Tensor, list[int]] | None = None
         """Gradients that were not reduced, and which parameters had any."""
         self.adopt(shard)
@@ -196,7 +196,7 @@ class Group:
             shard.dtype == self._dtype and shard.device == policy.device and shard.numel() == self.layout.chunk
         )
         self._nbytes = self.layout.total * self._dtype.itemsize
-        self._is_elsewhere = not any(length for _, length in self.places)
+        self._is_elsewhere = not any(param.numel() for param, _ in self._addresses)
 
     # -------------------------------------------------------------------------------------------- parameters
 
@@ -244,24 +244,12 @@ class Group:
                 f"{first.device}, another is not.",
                 fix="change dtype and device of the whole module at once, or before fully_shard",
             )
-        shard = torch.zeros(self.layout.stored(self.index), dtype=first.dtype, device=first.device)
-        for slot, (start, length) in zip(self.slots, self.places, strict=True):
-            shard[start : start + length].copy_(slot.param.detach().reshape(-1))
-        self.adopt(shard)
+        self.adopt(self.row.join([slot.param.detach() for slot in self.slots], first.detach()))
 
     def flat_of_slots(self) -> Tensor:
         """The shard, as a function of whatever stands in the place of the parameters: for ``torch.func``."""
-        like = self.shard
-        runs: list[tuple[int, int, Any]] = []
-        for slot, (start, length) in zip(self.slots, self.places, strict=True):
-            if length:
-                door, name = slot.sites[0]
-                runs.append((start, length, _raw(door, name)))
-        parts, end = [], 0
-        for start, length, piece in sorted(runs, key=lambda run: run[0]):
-            parts += [like.new_zeros(start - end), piece.reshape(-1)]
-            end = start + length
-        return torch.cat([*parts, like.new_zeros(self.layout.chunk - end)])
+        pieces = [_raw(*slot.sites[0]) for slot in self.slots]
+        return self.layout.padded(self.row.join(pieces, self.shard))
 
     # -------------------------------------------------------------------------------------------- gathering
 
@@ -301,11 +289,11 @@ class Group:
         like = torch.empty(0, dtype=dtype, device=device) if like is None else like
         wanted = policy.reduce_dtype or like.dtype
         if wanted == like.dtype:
-            return self.layout.join(whole, like)
+            return self.layout.buffer.join(whole, like)
         if torch.is_grad_enabled():
-            return self.layout.join(whole, like).to(wanted)
+            return self.layout.buffer.join(whole, like).to(wanted)
         out = torch.empty(self.layout.total, dtype=wanted, device=like.device)
-        return self.layout.join(whole, like, out)
+        return self.layout.buffer.join(whole, like, out)
 
     def scatter(self, packed: Tensor, axis: Axis) -> Any:
         """Start, over ``axis`` or its later form: ``[k]``."""

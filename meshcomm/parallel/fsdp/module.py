@@ -5,6 +5,7 @@ n = size of the axis, p = number of elements of all parameters, u = of the large
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -325,15 +326,8 @@ def _owned(
     all_matched(where, "ignore", ignore, ignored)
     plan: dict[str, list[Slot]] = {name: [] for name in chosen}
     for param, slot in slots.items():
-        common = chains[param][0]
-        for chain in chains[param][1:]:
-            common = common[
-                : next(
-                    (i for i, (a, b) in enumerate(zip(common, chain, strict=False)) if a != b),
-                    min(len(common), len(chain)),
-                )
-            ]
-        plan[common[-1]].append(slot)
+        *_, innermost = itertools.takewhile(lambda names: len({*names}) == 1, zip(*chains[param], strict=False))
+        plan[innermost[0]].append(slot)
     for part, door in doors.items():
         _torch.set_own_parameters(part, door)
     return plan
@@ -351,8 +345,8 @@ def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: l
         layout = Layout([x.shape for x in tensors], policy.axis.size, whole=whole, loads=loads)
         with torch.no_grad():
             shard = _cut(tensors, layout, policy, sync)
-            stored = layout.stored(policy.axis.index)
-            shard = shard[:stored].clone() if stored < layout.chunk else shard
+            stored = layout.row(policy.axis.index).total
+            shard = shard[:stored].clone() if stored < shard.numel() else shard
         if policy.offload:
             shard = shard.cpu()
             shard = shard.pin_memory() if policy.device.type != "cpu" else shard
@@ -363,13 +357,14 @@ def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: l
 
 
 def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> Tensor:
-    axis, first = policy.axis, tensors[0]
-    own = torch.zeros(layout.chunk, dtype=first.dtype, device=policy.device)
+    """This rank's shard; it may be as long as the chunk."""
+    axis, mesh, rows = policy.axis, policy.axis.mesh, None
     if not sync:
-        return layout.chunk_of(tensors, axis.index, own)
-    rows = layout.join(tensors, first).view(axis.size, layout.chunk).to(policy.device) if axis.index == 0 else None
-    mesh = axis.mesh
-    own = scatter(rows, axis.name, src=0, like=own[None], mesh=mesh)[0]
+        return layout.stored_of(tensors, axis.index).to(policy.device)
+    if axis.index == 0:
+        rows = layout.buffer.join(tensors, tensors[0]).view(axis.size, layout.chunk).to(policy.device)
+    like = torch.empty(1, layout.chunk, dtype=tensors[0].dtype, device=policy.device)
+    own = scatter(rows, axis.name, src=0, like=like, mesh=mesh)[0]
     return own if policy.replica is None else broadcast(own, policy.replica.name, src=0, mesh=mesh)
 
 
