@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm.spmd.types.sizes import ragged
-from meshcomm.spmd.types.sizes.shape_rules import quick_rule
-from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, varying
+from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, Varying, varying
 from meshcomm.spmd.types.vma import Origin, Type
 
 F64 = torch.float64
@@ -575,7 +574,7 @@ def test_around_any_code() -> None:
     assert mc.launch(on_a_rank, ranks=2) == [[9.0, [3.0, 3.0], [1, 2], 3]] * 2
 
 
-# ------------------------------------------------------------------------------------------------------ shapes by rule
+# ---------------------------------------------------------------------------------------------------- shapes elsewhere
 
 ALONG = Type({"dp": Origin("here")})
 
@@ -608,17 +607,45 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
 ]  # fmt: skip
 
 
-def test_rules_give_what_the_meta_device_gives() -> None:
-    told = 0
-    for fn, args in CALLS:
-        rule = quick_rule(fn.__name__)
-        assert rule is not None, fn
-        results = 2 if fn is torch.sort else 1
-        found = ragged._by_rule(rule, args, {}, results)
-        if found is not None:
-            assert found == ragged._on_meta(fn, args, {}, results), (fn, args)
-            told += 1
-    assert told == len(CALLS) - 2
+def shapes_there(fn: Callable[..., Any], args: tuple[Any, ...], world: int) -> list[tuple[int, ...]] | None:
+    """What a call gives on ranks that have selected as many rows as they have in another place, by itself."""
+
+    def there(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found = ragged.ragged_of(value)
+            shape = value.shape if found is None else found.shapes[world]
+            assert shape is not None
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(there, value))
+        return value.others[world] if isinstance(value, Varying) else value
+
+    try:
+        with torch.device("meta"):
+            return [tuple(y.shape) for y in ragged.tensors_of(fn(*map(there, args)))]
+    except (RuntimeError, IndexError):
+        return None
+
+
+def test_shapes_elsewhere_are_those_of_the_call_there() -> None:
+    for _ in range(2):  # computed, and looked up
+        for fn, args in CALLS:
+            found = ragged.shapes_elsewhere(fn, args, {}, 2 if fn is torch.sort else 1)
+            assert found == [shapes_there(fn, args, world) for world in range(3)], (fn, args)
+    assert ragged.shapes_elsewhere(torch.add, (A, 1), {"out": B}, 2) == [None] * 3
+    size = ragged.shapes_elsewhere(torch.eye, (LENGTH,), {"device": "cpu"}, 1)[0]
+    assert (size, ragged.shapes_elsewhere(Tensor.to, (A, "cpu"), {}, 1)[0]) == ([(0, 0)], [(0, 4)])
+
+
+def test_one_is_neither_true_nor_a_float() -> None:
+    """What was computed for one call is looked up for no other."""
+    told = [ragged.shapes_elsewhere(ITEM, (A, index), {}, 1)[0] for index in (EVERY, None, True, slice(0, 1), 0)]
+    assert told == [[(0, 4)], [(1, 0, 4)], [(1, 0, 4)], [(0, 4)], None]
+    assert [ragged.shapes_elsewhere(torch.arange, (end,), {}, 1)[0] for end in (1, 1.5, True)] == [
+        [(1,)],
+        [(2,)],
+        [(1,)],
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- split_rows

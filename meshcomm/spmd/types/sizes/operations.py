@@ -230,7 +230,7 @@ class Sizes(Operations):
         if kind.name in _SPLITS and isinstance(args[1], (tuple, list)) and len(args[1]) == len(results):
             self._split(args, kwargs, results, inputs, whole)
             return
-        shapes = [None] * 3 if kind.name == "grad" else shapes_elsewhere(kind.name, func, args, kwargs, len(results))
+        shapes = [None] * 3 if kind.name == "grad" else shapes_elsewhere(func, args, kwargs, len(results))
         for i in own:
             y = results[i]
             if not y.dim():

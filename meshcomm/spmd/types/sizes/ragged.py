@@ -1,12 +1,14 @@
 """Tensors whose sizes depend on data: what shape each would have on ranks that have selected other rows.
 
-The shapes elsewhere are found by computing there as well: on the meta device, which has shapes and no values.
+The shapes elsewhere are found by computing there as well: on the meta device, which has shapes and no values, and once
+for all calls alike.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from meshcomm._torch import functorch_active, unwrapped
 from meshcomm.runtime.ops import Op
 from meshcomm.spmd.types.notes import Note
 from meshcomm.spmd.types.rules.operands import SIMPLE, gather, mapped
-from meshcomm.spmd.types.sizes.shape_rules import Part, Rule, quick_rule
 from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, Varying, made, plain, varying
 from meshcomm.spmd.types.vma import Origin, Type, join, note
 
@@ -189,94 +190,104 @@ class _UnknownError(Exception):
     """A shape elsewhere cannot be told."""
 
 
-def elsewhere(value: Any, world: int, twins: dict[int, Tensor]) -> Any:
-    """What an argument, or a part of one, is elsewhere: tensors are without values there."""
+@dataclass(frozen=True, slots=True)
+class _Twin:
+    """A tensor elsewhere, which has a shape and no values."""
+
+    shape: Shape
+    stride: Shape | None
+    dtype: torch.dtype
+
+    def made(self) -> Tensor:
+        """It on the meta device."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+def _twin(value: Any, world: int) -> Any:
+    """What an argument, or a part of one, is elsewhere."""
     if isinstance(value, Tensor):
         ragged = ragged_of(value)
-        if ragged is None:
-            twin = twins.get(id(value))
-            if twin is None:
-                twin = twins[id(value)] = _twin(value)
-            return twin
-        shape = ragged.shapes[world]
-        if shape is None:
+        if ragged is not None:
+            return _Twin(_known(ragged.shapes[world]), None, value.dtype)
+        if value.layout is not torch.strided:
             raise _UnknownError
-        return torch.empty(shape, dtype=value.dtype, device="meta")
+        return _Twin(tuple(value.shape), None if functorch_active() else value.stride(), value.dtype)
     if isinstance(value, Varying):
-        other = value.others[world]
-        if other is None:
-            raise _UnknownError
-        return other
+        return _known(value.others[world])
     if isinstance(value, Rows):
-        return torch.empty(elsewhere(value.number, world, twins), dtype=torch.int64, device="meta")
-    if isinstance(value, torch.device):
-        return "meta"
-    return value
+        return _Twin((_known(value.number.others[world]),), None, torch.int64)
+    return "meta" if isinstance(value, torch.device) or (type(value) is str and _names_a_device(value)) else value
 
 
-def _twin(x: Tensor) -> Tensor:
-    if x.layout is not torch.strided:
+@functools.cache
+def _names_a_device(text: str) -> bool:
+    try:
+        return bool(torch.device(text))
+    except RuntimeError:
+        return False
+
+
+def _known(value: Any) -> Any:
+    if value is None:
         raise _UnknownError
-    if functorch_active():
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return value
 
 
 def shapes_elsewhere(
-    name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
 ) -> list[list[Shape] | None]:
-    """The shapes of the results in each of the other places; None where it cannot be computed there."""
-    rule = quick_rule(name)
-    found = None if rule is None else _by_rule(rule, args, kwargs, results)
-    return _on_meta(func, args, kwargs, results) if found is None else found
-
-
-def _by_rule(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], results: int) -> list[list[Shape] | None] | None:
+    """The shapes of so many results in each of the other places; None where it cannot be computed there."""
+    given = list(args), {name: value for name, value in kwargs.items() if name != "out"}
     found: list[list[Shape] | None] = []
     for world in _HERE:
         try:
-            there = functools.partial(_part, world=world)
-            shapes = rule(mapped(there, list(args)), mapped(there, kwargs))
-            if shapes is None or len(shapes) != results:
-                return None
-            found.append(shapes)
-        except (_UnknownError, ArithmeticError, ValueError, IndexError):
-            found.append(None)
+            shapes = _shapes(func, *mapped(functools.partial(_twin, world=world), given))
+        except _UnknownError:
+            shapes = None
+        found.append(shapes if shapes is not None and len(shapes) == results else None)
     return found
 
 
-def _part(value: Any, world: int) -> Any:
-    """What an argument, or a part of one, is elsewhere, for a rule."""
-    if isinstance(value, Tensor):
-        ragged = ragged_of(value)
-        shape = tuple(value.shape) if ragged is None else ragged.shapes[world]
-        if shape is None:
-            raise _UnknownError
-        return Part(shape, indexes=value.dtype not in (torch.bool, torch.uint8))
-    if isinstance(value, Varying):
-        if value.others[world] is None:
-            raise _UnknownError
-        return value.others[world]
-    if isinstance(value, Rows):
-        return Part((_part(value.number, world),))
-    return value
+def _shapes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None:
+    try:
+        key = func, _frozen(args), _frozen(kwargs)
+        if key in _seen:
+            return _seen[key]
+    except TypeError:  # an argument that is no key
+        return _on_meta(func, args, kwargs)
+    if len(_seen) >= _MANY:
+        _seen.clear()
+    return _seen.setdefault(key, _on_meta(func, args, kwargs))
 
 
-def _on_meta(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
-) -> list[list[Shape] | None]:
-    twins: dict[int, Tensor] = {}
-    found: list[list[Shape] | None] = []
-    with torch.no_grad(), torch.device("meta"):
-        for world in _HERE:
-            try:
-                there = functools.partial(elsewhere, world=world, twins=twins)
-                given, named = mapped(there, args), mapped(there, {k: v for k, v in kwargs.items() if k != "out"})
-                shapes: list[Shape] | None = [tuple(y.shape) for y in tensors_of(func(*given, **named))]
-            except Exception:  # whatever it does not like about tensors without values
-                shapes = None
-            found.append(shapes if shapes is not None and len(shapes) == results else None)
-    return found
+_MANY = 10_000
+_seen: dict[Any, list[Shape] | None] = {}
+"""What was computed before: it takes some hundred times as long as to look it up."""
+
+
+def _frozen(value: Any) -> Any:
+    """A key for an argument; 1, 1.0 and True are three."""
+    kind = type(value)
+    if kind is slice:
+        value = value.start, value.stop, value.step
+    elif kind is dict:
+        value = *value, *value.values()
+    if isinstance(value, (tuple, list)):
+        return kind, *map(_frozen, value)
+    return kind, value
+
+
+def _on_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None:
+    def made(value: Any) -> Any:
+        return value.made() if isinstance(value, _Twin) else value
+
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            return [tuple(y.shape) for y in tensors_of(func(*mapped(made, args), **mapped(made, kwargs)))]
+    except Exception:  # whatever it does not like about tensors without values
+        return None
 
 
 def tensors_of(result: Any) -> list[Tensor]:
