@@ -20,80 +20,30 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 
-from meshcomm import _trees
-from meshcomm._torch_autograd import (
-    backward_pass,
-    current_node,
-    dual_level_open,
-    forward_ad_shared,
-    forward_ad_state,
-    forward_mode_on,
-    has_sequence_numbers,
-    leaves_of_graph,
-    next_sequence_number,
-    primal_of,
-    saved_hooks_on_top,
-    sequence_number,
-    set_forward_ad_state,
-    set_sequence_number,
-    version_hint,
-    version_of,
-    view_again,
-    watch_backward,
-)
-from meshcomm._torch_groups import (
-    allgather_base,
-    begin_messages,
-    default_store,
-    functional,
-    new_group,
-    reduce_scatter_base,
-)
+from meshcomm import _torch_autograd, _torch_groups, _trees
+from meshcomm._torch_autograd import *  # noqa: F403 -- all of it, as __all__ says below
+from meshcomm._torch_groups import *  # noqa: F403
 from meshcomm._versions import find, has, lack
 from meshcomm.errors import fail
 
 __all__ = [
     "alive",
-    "allgather_base",
     "at_trace_time",
-    "backward_pass",
-    "begin_messages",
-    "current_node",
-    "default_store",
-    "dual_level_open",
-    "forward_ad_shared",
-    "forward_ad_state",
-    "forward_mode_on",
-    "functional",
     "functorch_active",
-    "has_sequence_numbers",
     "in_graph",
-    "leaves_of_graph",
     "let_into_graph",
-    "new_group",
-    "next_sequence_number",
     "out_of_graphs",
     "outside_dispatch_modes",
     "outside_transforms",
     "own_parameters",
     "plain_apply",
-    "primal_of",
     "profiler_on",
-    "reduce_scatter_base",
-    "saved_hooks_on_top",
-    "sequence_number",
-    "set_forward_ad_state",
     "set_own_parameters",
-    "set_sequence_number",
     "tree_flatten",
     "tree_leaves_with_path",
     "tree_unflatten",
     "unwrap_if_dead",
     "unwrapped",
-    "version_hint",
-    "version_of",
-    "view_again",
-    "watch_backward",
     "watch_capsules",
     "watch_functions",
     "watch_parameters",
@@ -102,6 +52,8 @@ __all__ = [
     "watch_total_norms",
     "without_modes",
 ]
+__all__ += _torch_autograd.__all__
+__all__ += _torch_groups.__all__
 
 
 _PARAMETERS = "torch.nn.Module._parameters"
@@ -321,45 +273,37 @@ _groups_norms = has(
 _lookers: list[Callable[[list[Tensor]], object]] = []
 
 
+def _tell_of(owner: Any, name: str, tell: Callable[..., object]) -> None:
+    """From now on ``tell(result, *args, **kwargs)`` is called after each call of this function."""
+    own = getattr(owner, name)
+
+    @functools.wraps(own)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        tell(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, told)
+
+
 def watch_storages(watch: Callable[[torch.UntypedStorage], object]) -> None:
     """From now on ``watch`` is called with each storage of a tensor into which another storage was copied: modes do not
     see that.
     """
-    own = torch.UntypedStorage.copy_
-
-    def copy_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        result = own(self, *args, **kwargs)
-        if _of_tensor(self):
-            watch(self)
-        return result
-
-    torch.UntypedStorage.copy_ = copy_  # type: ignore[assignment, method-assign]
+    _tell_of(torch.UntypedStorage, "copy_", lambda result, to, *_, **__: watch(to) if _of_tensor(to) else None)
 
 
 def watch_capsules(watch: Callable[[Tensor], object]) -> None:
     """From now on ``watch`` is called with each tensor whose memory ``to_dlpack`` hands out: modes do not see that."""
     own: Any = getattr(torch.utils.dlpack, "to_dlpack", None)
-
-    def to_dlpack(tensor: Tensor) -> Any:
-        watch(tensor)
-        return own(tensor)
-
     for place in (torch.utils.dlpack, torch):
         if own is not None and getattr(place, "to_dlpack", None) is own:
-            setattr(place, "to_dlpack", to_dlpack)  # noqa: B010 -- neither says that it has the name
+            _tell_of(place, "to_dlpack", lambda capsule, tensor: watch(tensor))
 
 
 def watch_parameters(watch: Callable[[Parameter, Any], object]) -> None:
     """From now on ``watch(parameter, data)`` is called for each ``Parameter(data)``: modes do not see that."""
-    own: Any = Parameter.__new__
-
-    @functools.wraps(own)
-    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        made = own(cls, data, requires_grad)
-        watch(made, data)
-        return made
-
-    Parameter.__new__ = new  # type: ignore[method-assign]
+    _tell_of(Parameter, "__new__", lambda made, cls, data=None, *_, **__: watch(made, data))
 
 
 def watch_swaps(watch: Callable[..., None]) -> None:

@@ -35,11 +35,7 @@ _outside = itertools.count()
 
 
 class _OneDevice:
-    """What does not compile or needs not to, and computes on the caller's default device."""
-
-    def traced(self, link: Link) -> Link:
-        """The same: nothing moves; or nothing of it compiles, which is said where it is tried."""
-        return link
+    """What computes on the caller's default device."""
 
     def device(self) -> torch.device:
         """The caller's default device."""

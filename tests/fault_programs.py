@@ -277,7 +277,7 @@ def begin(here: Rank, moment: str = "never") -> list[float]:
     if moment == "before":
         here.fail()
     elif moment != "never" and here.is_victim:
-        module, name = {"go": (rendezvous, "_await"), "group": (world, "_make_group"), "ready": (rendezvous, "ready")}[
+        module, name = {"go": (rendezvous, "_await"), "group": (world, "_make_group"), "ready": (rendezvous, "agreed")}[
             moment
         ]
         _fail_in(here, name, module)

@@ -446,7 +446,7 @@ def wrong_in_all(name: str) -> Iterator[str]:
         yield f"{name} has no __all__, or names something twice in it"
     yield from (f"{name}.__all__ names {each}" for each in exported if not hasattr(module, each))
     for user, taken in names_taken().get(name, []):
-        if taken not in exported:
+        if taken not in (*exported, "*"):
             yield f"{user} imports {taken} of {name}, which is not in its __all__"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import torch
 from meshcomm.runtime.call import AxisAt, Call, Post, Want
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.process import inside
+from meshcomm.runtime.process import forks, inside
 from meshcomm.runtime.words import call_text, messages_text, primitive_arguments, primitive_text
 
 __all__ = [
@@ -272,13 +271,10 @@ def rings_inside() -> dict[int, Ring]:
     return _inside
 
 
+@forks.in_every_fork
 def _forked() -> None:
     global _ring
     _ring = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 # -------------------------------------------------------------------------------------------------------- at work

@@ -172,9 +172,8 @@ def _meeting(facts: Facts) -> Iterator[Finding]:
     if facts.launcher is None or facts.ranks == 1:
         return
     launcher = Launcher(**facts.launcher)
-    absent = [n for n, v in (("MASTER_ADDR", launcher.master_addr), ("MASTER_PORT", launcher.master_port)) if v is None]
-    if absent and (launcher.name == "pytorch" or launcher.local_world_size not in (None, launcher.world_size)):
-        what = f"{' and '.join(absent)} not set: the {facts.ranks} ranks do not know where to meet"
+    if launcher.unset:
+        what = f"{launcher.unset} not set: the {facts.ranks} ranks do not know where to meet"
         fix = "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, equal in all processes"
         yield Finding(True, what, fix)
     elif facts.resolves is False:

@@ -79,8 +79,8 @@ def keep_by(keep: Callable[[], Path | None]) -> None:
     _keepers.append(keep)
 
 
-def late_text(late: Late, *, again: bool = False) -> str:
-    """All of it. ``again``: the call can still be waited for."""
+def late_text(late: Late) -> str:
+    """All of it."""
     lines = [_itself(late)]
     found = _ask(late)
     came, elsewhere, silent = _sorted(late, found)
@@ -91,14 +91,13 @@ def late_text(late: Late, *, again: bool = False) -> str:
         lines.append(
             f"  the last calls of this rank are in {dumped}; python -m meshcomm explain {os.path.dirname(dumped)}"
         )
-    fix = "wait again, nothing is lost; or s" if again else "the call was given up; s"
     said = text(
         late.where,
         f"{_named(absent) if absent else 'not everybody'} did not come within {late.seconds:.3g} s"
         f"{': ' + late.found if late.found else ''}.",
         got="\n".join(lines),
-        fix=f"{fix}ee where the ranks that have not come are (kill -USR1, then python -m meshcomm explain; py-spy dump"
-        " --pid): all ranks of an axis must make the same calls in the same order",
+        fix="the call was given up; see where the ranks that have not come are (kill -USR1, then python -m meshcomm"
+        " explain; py-spy dump --pid): all ranks of an axis must make the same calls in the same order",
     )
     return hinted(said, backward=in_backward())
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from meshcomm.errors import fail
 from meshcomm.runtime import recorder
 from meshcomm.runtime.callsite import CallSite, called_in, is_ours
+from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import (
     BEGAN,
     DTYPE,
@@ -311,12 +312,9 @@ def _own_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="meshcomm-"))
 
 
+@forks.in_every_fork
 def _forked() -> None:
     # The pipe is the parent's: what is signalled to the child is not its business.
     if _listening:
         _listening.clear()
         faulthandler.unregister(signal.SIGUSR1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from meshcomm.errors import fail
 
-__all__ = ["is_fork", "on_fork", "refuse", "refuse_if_forked"]
+__all__ = ["in_every_fork", "is_fork", "on_fork", "refuse", "refuse_if_forked"]
+
+F = TypeVar("F", bound=Callable[[], Any])
 
 _state: dict[str, int] = {}
+
+
+def in_every_fork(do: F) -> F:
+    """Call this in every process that is forked from this one."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=do)
+    return do
 
 
 def on_fork(rank_of: Callable[[], int | None], forget: Callable[[], object]) -> None:
@@ -19,14 +28,12 @@ def on_fork(rank_of: Callable[[], int | None], forget: Callable[[], object]) -> 
     to be kept as it is.
     """
 
+    @in_every_fork
     def forked() -> None:
         rank = rank_of()
         if rank is not None:
             _state["rank"] = rank
         _keep_for_ever(forget())
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=forked)
 
 
 def _keep_for_ever(found: object) -> None:

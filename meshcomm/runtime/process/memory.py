@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from meshcomm import _torch
-from meshcomm.runtime.process import table
+from meshcomm.runtime.process import forks, table
 
 __all__ = [
     "ENTRIES",
@@ -255,15 +255,13 @@ class Room:
 room = Room()
 
 
+@forks.in_every_fork
 def _forked() -> None:
     # The child is another process: what its parent lends and borrows is not its own.
     room.__init__()  # type: ignore[misc]
     _mapped.clear()
     _neighbours.clear()
 
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 _mapped: OrderedDict[int, Memory] = OrderedDict()
 _mapping = threading.Lock()

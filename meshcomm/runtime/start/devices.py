@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,32 +17,20 @@ __all__ = ["Card", "Place", "accelerator", "backends", "choose_backend", "place"
 _CPU_BACKEND = "gloo"
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """What a rank tells the others before they start: where it is, and the accelerators that it sees."""
 
     host: str
     local_rank: int | None
-    devices: tuple[str, ...]
+    devices: Sequence[str]
 
     @staticmethod
     def mine(local_rank: int | None, local_size: int | None, device_type: str) -> Card:
         """This process's card."""
         return Card(this_host(), local_rank, _visible(device_type, local_size) if device_type != "cpu" else ())
 
-    def write(self) -> str:
-        """As text."""
-        return json.dumps([self.host, self.local_rank, self.devices])
 
-    @staticmethod
-    def read(text: str) -> Card:
-        """The inverse of ``write``."""
-        host, local_rank, devices = json.loads(text)
-        return Card(host, local_rank, tuple(devices))
-
-
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank is among the machines, and its device."""
 
     local_rank: int

@@ -13,16 +13,51 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshcomm.errors import fail
 
-__all__ = ["CHOICES", "LOOPBACK", "Launcher", "derived_port", "detect", "expand_nodes", "expand_tasks"]
+__all__ = [
+    "CHOICES", "LOOPBACK", "VARIABLES", "Launcher", "check_choice", "choice", "derived_port", "detect", "expand_nodes",
+    "expand_tasks",
+]  # fmt: skip
 
 CHOICES = ("pytorch", "mpi", "slurm")
 LOOPBACK = "127.0.0.1"
 
 Environ = Mapping[str, str]
+
+
+class _Variables(NamedTuple):
+    """What a launcher tells each process, by the names of its variables."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...]
+    """Of which the first that is set counts."""
+    node: str = ""
+
+
+VARIABLES = {
+    "pytorch": _Variables(
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("TORCHELASTIC_RUN_ID",), "GROUP_RANK"
+    ),
+    # OMPI_COMM_WORLD_NODE_RANK is no number of a node (it counts processes of all jobs on a node): not used.
+    "openmpi": _Variables(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    # Intel MPI, MVAPICH and Cray MPICH share these.
+    "mpich": _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID",)),
+    "slurm": _Variables("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", ()),
+}
+"""The launchers, in the order in which they are looked for; Slurm's sizes take more than a name, see ``_slurm``."""
 
 _WANTED = {
     "pytorch": "RANK and WORLD_SIZE",
@@ -58,6 +93,14 @@ class Launcher:
         """All ranks are known to be on this machine."""
         return self.local_world_size == self.world_size
 
+    @property
+    def unset(self) -> str:
+        """``MASTER_ADDR and MASTER_PORT``, or one of them: what ranks need to meet and nobody has said."""
+        if self.name != "pytorch" and self.local_world_size in (None, self.world_size):
+            return ""
+        places = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
+        return " and ".join(name for name, value in places.items() if value is None)
+
 
 def detect(environ: Environ, only: str | None = None) -> Launcher | None:
     """The launcher that started this process, or None in a plain process.
@@ -75,65 +118,52 @@ def detect(environ: Environ, only: str | None = None) -> Launcher | None:
         >>> detect({}) is None
         True
     """
-    if only is not None and only not in CHOICES:
-        fail(
-            "init", f"launcher={only!r} is not known.", fix=f"one of {', '.join(map(repr, CHOICES))}, or None to look."
-        )
-    finders = {"pytorch": _pytorch, "mpi": _mpi, "slurm": _slurm}
-    found = next((f for name, finder in finders.items() if only in (None, name) and (f := finder(environ))), None)
-    if found is not None:
-        return found
+    check_choice(only)
+    for name in VARIABLES:
+        if only in (None, choice(name)) and (found := _slurm(environ) if name == "slurm" else _told(environ, name)):
+            return found
+    # One of RANK and WORLD_SIZE alone starts nothing, and is a mistake where no other launcher explains it.
+    _pair(environ, "RANK", "WORLD_SIZE", strict=True)
     if only is not None:
-        _half_set(environ)
         fail(
             "init",
             f"launcher={only!r}, but this process was not started by it.",
             got=f"none of the variables it sets: looked for {_WANTED[only]}",
             fix=f"start with `{_STARTERS[only]}`, or leave launcher= out.",
         )
-    _half_set(environ)
     return None
 
 
-def _half_set(environ: Environ) -> None:
-    """One of RANK and WORLD_SIZE alone starts nothing, and is a mistake where no other launcher explains it."""
-    _pair(environ, "RANK", "WORLD_SIZE", strict=True)
+def check_choice(launcher: str | None) -> None:
+    """Raise MeshError for a launcher that nobody knows."""
+    if launcher is not None and launcher not in CHOICES:
+        fix = f"one of {', '.join(map(repr, CHOICES))}, or None to look"
+        fail("init", f"launcher={launcher!r} is not known.", fix=fix)
 
 
-def _pytorch(environ: Environ) -> Launcher | None:
-    """torchrun's variables. WORLD_SIZE alone is common in Slurm scripts, so a half is left to the other launchers."""
-    pair = _pair(environ, "RANK", "WORLD_SIZE", strict=False)
+def choice(name: str) -> str:
+    """What ``init`` calls the launcher of this name."""
+    return "mpi" if name in ("openmpi", "mpich") else name
+
+
+def _told(environ: Environ, name: str) -> Launcher | None:
+    """By a launcher that sets one variable for each thing that it tells.
+
+    WORLD_SIZE alone is common in Slurm scripts, so a half is left to the other launchers.
+    """
+    known = VARIABLES[name]
+    pair = _pair(environ, known.rank, known.size, strict=name != "pytorch")
     if pair is None:
         return None
-    rank, size = pair
-    local_rank, local_size = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", size)
-    node = _integer(environ, "GROUP_RANK", low=0)
-    return _with_master(
-        environ,
-        Launcher("pytorch", rank, size, local_rank, local_size, node, job=environ.get("TORCHELASTIC_RUN_ID", "")),
-    )
-
-
-def _mpi(environ: Environ) -> Launcher | None:
-    """Open MPI's variables, else MPICH's (which Intel MPI, MVAPICH and Cray MPICH share)."""
-    pair = _pair(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", strict=True)
-    if pair is not None:
-        # OMPI_COMM_WORLD_NODE_RANK is no number of a node (it counts processes of all jobs on a node): not used.
-        local = _local(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", pair[1])
-        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
-        return _with_master(environ, Launcher("openmpi", *pair, *local, _node(local, pair[1]), job=job))
-    pair = _pair(environ, "PMI_RANK", "PMI_SIZE", strict=True)
-    if pair is None:
-        return None
-    local = _local(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", pair[1])
-    if local[0] is None:
+    local_rank, local_size = _local(environ, known.local_rank, known.local_size, pair[1])
+    if name == "mpich" and local_rank is None:
         # srun --mpi=pmi2 sets PMI_RANK too; Slurm's own variables then say more.
         slurm = _slurm(environ)
         if slurm is not None and (slurm.rank, slurm.world_size) == pair:
             return slurm
-    return _with_master(
-        environ, Launcher("mpich", *pair, *local, _node(local, pair[1]), job=environ.get("PMI_JOBID", ""))
-    )
+    node = _integer(environ, known.node, low=0) if known.node else 0 if local_size == pair[1] else None
+    job = next((environ[each] for each in known.job if environ.get(each)), "")
+    return _with_master(environ, Launcher(name, *pair, local_rank, local_size, node, job=job))
 
 
 def _slurm(environ: Environ) -> Launcher | None:
@@ -153,23 +183,10 @@ def _slurm(environ: Environ) -> Launcher | None:
     node = _integer(environ, "SLURM_NODEID", low=0)
     local_size = tasks[node] if node is not None and node < len(tasks) else size if len(nodes) == 1 else None
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    found = Launcher(
-        "slurm",
-        rank,
-        size,
-        _integer(environ, "SLURM_LOCALID", low=0),
-        local_size,
-        node,
-        _first(nodes, size, local_size),
-    )
-    return _with_master(environ, Launcher(**{**vars(found), "job": job}))
-
-
-def _first(nodes: list[str], size: int, local_size: int | None) -> str | None:
-    """Rank 0's host: the step's first node (SLURM_LAUNCH_NODE_IPADDR is srun's own, maybe a login node)."""
-    if local_size == size:
-        return LOOPBACK
-    return nodes[0] if nodes else None
+    # The step's first node, for SLURM_LAUNCH_NODE_IPADDR is srun's own, maybe a login node.
+    host = LOOPBACK if local_size == size else nodes[0] if nodes else None
+    local_rank = _integer(environ, "SLURM_LOCALID", low=0)
+    return _with_master(environ, Launcher("slurm", rank, size, local_rank, local_size, node, host, job=job))
 
 
 def _with_master(environ: Environ, launcher: Launcher) -> Launcher:
@@ -178,16 +195,12 @@ def _with_master(environ: Environ, launcher: Launcher) -> Launcher:
     port = _integer(environ, "MASTER_PORT", low=1, high=65535)
     if port is None and launcher.name != "pytorch" and launcher.job and not launcher.one_node:
         port = derived_port(launcher.job)
-    return Launcher(**{**vars(launcher), "master_addr": address, "master_port": port})
+    return replace(launcher, master_addr=address, master_port=port)
 
 
 def derived_port(job: str) -> int:
     """A port that all ranks of a job compute alike, below the range (32768 and up) that Linux hands out by itself."""
     return 15000 + zlib.crc32(job.encode()) % 15000
-
-
-def _node(local: tuple[int | None, int | None], size: int) -> int | None:
-    return 0 if local[1] == size else None
 
 
 def _local(environ: Environ, rank_name: str, size_name: str, world: int) -> tuple[int | None, int | None]:

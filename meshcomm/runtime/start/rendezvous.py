@@ -33,7 +33,6 @@ __all__ = [
     "launch_key",
     "local_store",
     "loopback_server",
-    "ready",
     "tcp_store",
     "this_host",
     "within",
@@ -305,7 +304,7 @@ def join(store: Store, rank: int, size: int, card: str, timeout: timedelta) -> t
     except RuntimeError as error:
         _lost(rank, error)
     _await(here, "go", rank, size, timeout)
-    told = [card.decode() for card in here.multi_get([f"card/{r}" for r in range(size)])]
+    told = [card.decode() for card in here.multi_get([f"go/{r}" for r in range(size)])]
     signs, cards = zip(*(each.split("\n", 1) for each in told), strict=True)
     peers.met(here, rank, signs, serves=any(each is store for each in _served_here))
     return here, list(cards)
@@ -323,31 +322,23 @@ def _arrive(store: Store, rank: int, size: int, card: str) -> Store:
     elif here.add(f"rank/{rank}", 1) > 1:
         here.set("go", f"?two processes are rank {rank} of {size}")
     else:
-        here.set(f"card/{rank}", f"{peers.sign()}\n{card}")
+        here.set(f"go/{rank}", f"{peers.sign()}\n{card}")
         if here.add("go/came", 1) == size:
             here.compare_set("go", "", "ok")
     return here
 
 
 def agreed(here: Store, rank: int, size: int, mine: bool, timeout: timedelta) -> bool:
-    """Whether all ranks say yes."""
-    if not mine:
-        here.set("no", "1")
-    return _all_say(here, "all said", rank, size, timeout, lambda: "no" if here.check(["no"]) else "ok") == "ok"
+    """Whether all ranks say yes; known when all are past set-up: only then may rank 0 end, and its store with it."""
 
-
-def ready(here: Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Wait until all ranks are past set-up: only then may rank 0 end, and its store with it."""
-    _all_say(here, "all ready", rank, size, timeout, lambda: "ok")
-
-
-def _all_say(here: Store, key: str, rank: int, size: int, timeout: timedelta, verdict: Callable[[], str]) -> str:
     def say() -> None:
-        here.set(f"{key}/{rank}", "1")
-        if here.add(f"{key}/came", 1) == size:
-            here.compare_set(key, "", verdict())
+        if not mine:
+            here.set("no", "1")
+        here.set(f"ready/{rank}", "1")
+        if here.add("ready/came", 1) == size:
+            here.compare_set("ready", "", "no" if here.check(["no"]) else "ok")
 
-    return _await(here, key, rank, size, timeout, say)
+    return _await(here, "ready", rank, size, timeout, say) == "ok"
 
 
 def _await(here: Store, key: str, rank: int, size: int, timeout: timedelta, first: Callable[[], object] = bool) -> str:
@@ -400,8 +391,7 @@ def _verdict(here: Store, key: str, rank: int, size: int, timeout: timedelta) ->
 
 
 def _late(here: Store, key: str, size: int, timeout: timedelta) -> str:
-    mark = "card" if key == "go" else key
-    missing = [r for r in range(size) if not here.check([f"{mark}/{r}"])]
+    missing = [r for r in range(size) if not here.check([f"{key}/{r}"])]
     limit = f"within {timeout.total_seconds():g} s"
     if key == "go":
         what = f"only {size - len(missing)} of {size} ranks came {limit}."
@@ -415,11 +405,9 @@ def _gone(here: Store, key: str, rank: int, size: int) -> list[int]:
     """Those that had come to this meeting, have not come to this point, and will not."""
     if size > _FEW:
         return []
-    mark = "card" if key == "go" else key
-    others = [r for r in range(size) if r != rank and here.check([f"card/{r}"])]
-    if key != "go":
-        others = [r for r in others if not here.check([f"{mark}/{r}"])]
-    gone = [r for r in others if peers.ended(here.get(f"card/{r}").decode().split("\n", 1)[0])]
+    signs = {r: here.get(f"go/{r}").decode() for r in range(size) if r != rank and here.check([f"go/{r}"])}
+    awaited = [r for r in signs if key == "go" or not here.check([f"{key}/{r}"])]
+    gone = [r for r in awaited if peers.ended(signs[r].split("\n", 1)[0])]
     return [] if here.check([key]) else gone
 
 

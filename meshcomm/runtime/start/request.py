@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm.errors import fail
-from meshcomm.runtime.start.launchers import CHOICES, LOOPBACK, Launcher
+from meshcomm.runtime.start.launchers import LOOPBACK, Launcher, check_choice
 
 __all__ = ["GUARD", "Request", "duration", "guard_wanted", "host_port", "switch"]
 
@@ -32,36 +32,19 @@ class Request:
     timeout: timedelta | None = None
     guard: bool | None = None
 
-    @staticmethod
-    def checked(
-        launcher: str | None,
-        backend: str | None,
-        init_method: str | None,
-        rank: int | None,
-        world_size: int | None,
-        store: Store | None,
-        port: int | None,
-        timeout: float | timedelta | None,
-        guard: bool | None,
-    ) -> Request:
-        """The request, if each argument is one that can be meant and they do not contradict each other."""
-        if store is not None and not isinstance(store, Store):
-            fail("init", "store is no torch store.", got=repr(store), fix="such as torch.distributed.TCPStore(...)")
-        if init_method == "env://":
-            launcher, init_method = launcher or "pytorch", None
-        request = Request(
-            _one_of("launcher", launcher),
-            backend,
-            _method(init_method),
-            _count("rank", rank, 0),
-            _count("world_size", world_size, 1),
-            store,
-            _count("port", port, 1, 65535),
-            duration("init", timeout),
-            switch("init", "guard", guard),
-        )
-        request._check_together()
-        return request
+    def __post_init__(self) -> None:
+        if self.store is not None and not isinstance(self.store, Store):
+            fix = "such as torch.distributed.TCPStore(...)"
+            fail("init", "store is no torch store.", got=repr(self.store), fix=fix)
+        check_choice(self.launcher)
+        if self.init_method == "env://":
+            object.__setattr__(self, "launcher", self.launcher or "pytorch")
+            object.__setattr__(self, "init_method", None)
+        _check_method(self.init_method)
+        for name, low, high in (("rank", 0, None), ("world_size", 1, None), ("port", 1, 65535)):
+            _check_count(name, getattr(self, name), low, high)
+        switch("init", "guard", self.guard)
+        self._check_together()
 
     @property
     def explicit(self) -> bool:
@@ -100,19 +83,12 @@ class Request:
             fail("init", f"where do the {size} ranks meet?", fix="give init_method='tcp://host:port', store= or port=")
 
 
-def _one_of(name: str, value: str | None) -> str | None:
-    if value is not None and value not in CHOICES:
-        fail("init", f"{name}={value!r} is not known.", fix=f"one of {', '.join(map(repr, CHOICES))}, or None to look")
-    return value
-
-
-def _count(name: str, value: int | None, low: int, high: int | None = None) -> int | None:
+def _check_count(name: str, value: object, low: int, high: int | None) -> None:
     if value is None:
-        return None
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         bounds = f"{low} or more" if high is None else f"between {low} and {high}"
         fail("init", f"{name} must be an int, {bounds}.", got=repr(value))
-    return value
 
 
 def switch(where: str, name: str, value: bool | None) -> bool | None:
@@ -147,15 +123,13 @@ def duration(where: str, timeout: float | timedelta | None) -> timedelta | None:
     return timedelta(seconds=seconds)
 
 
-def _method(init_method: str | None) -> str | None:
-    if init_method is None:
-        return None
-    if isinstance(init_method, str) and init_method.startswith("file://") and len(init_method) > len("file://"):
-        return init_method
+def _check_method(init_method: object) -> None:
     if isinstance(init_method, str) and init_method.startswith("tcp://"):
         host_port(init_method)
-        return init_method
-    fail("init", "init_method is tcp://host:port, file:///path or env://.", got=repr(init_method))
+        return
+    in_file = isinstance(init_method, str) and init_method.startswith("file://") and len(init_method) > len("file://")
+    if init_method is not None and not in_file:
+        fail("init", "init_method is tcp://host:port, file:///path or env://.", got=repr(init_method))
 
 
 def host_port(method: str) -> tuple[str, int]:

@@ -87,17 +87,9 @@ def run_processes(
     """
     watched = watch_workers(fn) if watch_workers is not None else None
     task = _pack(fn, args, kwargs or {}, None if watched is None else watched.program)
-    limit = duration("launch", timeout)
-    deadline = _deadline(limit)
-    crew = _Crew(ranks, backend, limit, guard)
-    try:
-        crew.start(deadline)
-        answers = crew.work(task, deadline, _PROMPT)
-        results = _results(_name(fn), answers, limit)
-        crew.dismiss()
-        return results if watched is None else watched.results(results)
-    finally:
-        crew.kill()
+    with WorkerPool(ranks, backend=backend, timeout=timeout, guard=guard) as pool:
+        results = pool.do(task, _name(fn), _PROMPT)
+    return results if watched is None else watched.results(results)
 
 
 class WorkerPool:
@@ -124,17 +116,20 @@ class WorkerPool:
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """``fn(*args, **kwargs)`` on every rank: the results in order of rank. Raises as ``run_processes``."""
-        task = _pack(fn, args, kwargs)
+        return self.do(_pack(fn, args, kwargs), _name(fn), _POOL_PROMPT)
+
+    def do(self, task: bytes, name: str, prompt: float) -> list[Any]:
+        """A packed task, which is called so in errors. ``prompt``: for so long after a failure others may answer."""
         with self._lock:
-            deadline = _deadline(self._timeout)
+            deadline = None if self._timeout is None else time.monotonic() + self._timeout.total_seconds()
             healthy = False
             try:
-                answers = self._ready(deadline).work(task, deadline, _POOL_PROMPT)
+                answers = self._ready(deadline).work(task, deadline, prompt)
                 healthy = _in_step(answers)
             finally:
                 if not healthy:
                     _kill_all(self._crews)
-        return _results(_name(fn), answers, self._timeout)
+        return _results(name, answers, self._timeout)
 
     def _ready(self, deadline: float | None) -> _Crew:
         if not self._crews:
@@ -157,10 +152,6 @@ class WorkerPool:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _deadline(limit: timedelta | None) -> float | None:
-    return None if limit is None else time.monotonic() + limit.total_seconds()
 
 
 def _kill_all(crews: list[_Crew]) -> None:

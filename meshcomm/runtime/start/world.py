@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import secrets
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +29,8 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process import exits, forks
 from meshcomm.runtime.process.memory import Address, Neighbours
 from meshcomm.runtime.start import devices, rendezvous
-from meshcomm.runtime.start.launchers import Launcher, detect
-from meshcomm.runtime.start.request import GUARD, Request, guard_wanted, host_port
+from meshcomm.runtime.start.launchers import VARIABLES, Launcher, choice, detect
+from meshcomm.runtime.start.request import GUARD, Request, duration, guard_wanted, host_port
 
 __all__ = [
     "ProcessWorld",
@@ -88,13 +89,11 @@ class _State:
 _lock = threading.RLock()
 
 
+@forks.in_every_fork
 def _forked() -> None:
     global _lock
     _lock = threading.RLock()  # who held it is not here
 
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 _state: _State | None = None
 _launched: Request | None = None
@@ -220,7 +219,8 @@ def init(
         1
     """
     forks.refuse_if_forked("init")
-    request = Request.checked(launcher, backend, init_method, rank, world_size, store, port, timeout, guard)
+    limit = duration("init", timeout)
+    request = Request(launcher, backend, init_method, rank, world_size, store, port, limit, guard)
     with _lock:
         current()  # Forgets a group that its owner has destroyed meanwhile.
         if _state is not None and not (_state.world is None and _adoptable()):
@@ -305,7 +305,7 @@ def _start(who: Launcher, request: Request) -> None:
     global _state
     backend, device_type = devices.choose_backend(request.backend)
     timeout, guard = request.timeout or DEFAULT_TIMEOUT, guard_wanted(request.guard)
-    state = _State(request, {"openmpi": "mpi", "mpich": "mpi"}.get(who.name, who.name))
+    state = _State(request, choice(who.name))
     neighbours = None
     with contextlib.ExitStack() as meeting, _undone(state):
         if backend == "fake":
@@ -314,11 +314,11 @@ def _start(who: Launcher, request: Request) -> None:
         else:
             store = meeting.enter_context(_meeting_place(who, request, timeout))
             card = devices.Card.mine(who.local_rank, who.local_world_size, device_type)
-            lines = [card.write(), Address.mine().write(), secrets.token_hex(8), str(int(guard))]
-            here, told = rendezvous.join(store, who.rank, who.world_size, "\n".join(lines), timeout)
-            cards, addresses, tokens, guards = zip(*(each.split("\n") for each in told), strict=True)
+            mine = json.dumps([card, Address.mine().write(), secrets.token_hex(8), guard])
+            here, told = rendezvous.join(store, who.rank, who.world_size, mine, timeout)
+            cards, addresses, tokens, guards = zip(*map(json.loads, told), strict=True)
             _all_under_guard(guards)
-            place = devices.place([devices.Card.read(text) for text in cards], who.rank, device_type)
+            place = devices.place([devices.Card(*card) for card in cards], who.rank, device_type)
             if place.device.type != "cpu":
                 torch.accelerator.set_device_index(place.device.index)
             _use_loopback(state, place.local_world_size == who.world_size)
@@ -326,17 +326,15 @@ def _start(who: Launcher, request: Request) -> None:
             near = Neighbours(tokens[0], tuple(map(Address.read, addresses)))
             if rendezvous.agreed(here, who.rank, who.world_size, near.are_seen(), timeout):
                 neighbours = near
-            rendezvous.ready(here, who.rank, who.world_size, timeout)
     state.world = ProcessWorld(
-        who.rank, who.world_size, place.local_rank, place.local_world_size, place.node_rank,
-        place.device, backend, timeout, adopted=False, guard=guard, neighbours=neighbours,
-    )  # fmt: skip
+        who.rank, who.world_size, *place, backend, timeout, adopted=False, guard=guard, neighbours=neighbours
+    )
     _state = state
 
 
-def _all_under_guard(guards: Sequence[str]) -> None:
+def _all_under_guard(guards: Sequence[bool]) -> None:
     if len(set(guards)) > 1:
-        off = ", ".join(str(rank) for rank, guard in enumerate(guards) if guard == "0")
+        off = ", ".join(str(rank) for rank, guard in enumerate(guards) if not guard)
         fail(
             "init", "the guard is on in some processes only.", got=f"off on rank {off}", fix=f"guard= or {GUARD} in all"
         )
@@ -362,7 +360,7 @@ def _meeting_place(who: Launcher, request: Request, timeout: timedelta) -> Itera
     """The store that all ranks reach."""
     agent = who.name == "pytorch" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     method = request.init_method
-    port = request.port or who.master_port
+    who = replace(who, master_port=request.port or who.master_port)
     if request.store is not None:
         yield request.store
     elif method is not None and method.startswith("file://"):
@@ -372,20 +370,18 @@ def _meeting_place(who: Launcher, request: Request, timeout: timedelta) -> Itera
         yield rendezvous.tcp_store(host, at, serve=who.rank == 0, timeout=timeout, one_machine=who.one_node)
     elif who.world_size == 1:
         yield HashStore()
-    elif port is not None and who.master_addr is not None:
-        serve = who.rank == 0 and not (agent and request.port is None)
-        yield rendezvous.tcp_store(who.master_addr, port, serve=serve, timeout=timeout, one_machine=who.one_node)
-    elif who.name == "pytorch" or who.local_world_size not in (None, who.world_size):
-        absent = [n for n, v in (("MASTER_ADDR", who.master_addr), ("MASTER_PORT", port)) if v is None]
+    elif who.master_port is not None and who.master_addr is not None:
+        serve, at = who.rank == 0 and not (agent and request.port is None), who.master_port
+        yield rendezvous.tcp_store(who.master_addr, at, serve=serve, timeout=timeout, one_machine=who.one_node)
+    elif who.unset:
         fail(
             "init",
-            f"{' and '.join(absent)} not set: where do the {who.world_size} ranks meet?",
+            f"{who.unset} not set: where do the {who.world_size} ranks meet?",
             got=f"started by {who.name}, rank {who.rank}, {who.local_world_size} ranks on this machine",
             fix="set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, equal in all processes",
         )
     else:
-        variable = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK", "slurm": "SLURM_PROCID"}[who.name]
-        key = rendezvous.launch_key(who.name, who.job, who.world_size, variable)
+        key = rendezvous.launch_key(who.name, who.job, who.world_size, VARIABLES[who.name].rank)
         with rendezvous.local_store(key, serve=who.rank == 0, timeout=timeout) as store:
             yield store
 
@@ -489,7 +485,7 @@ def agree_on_guard(here: ProcessWorld) -> None:
     """
     if here.adopted and here.backend != "fake" and (here.guard or gloo_on_cpu(here.backend)):
         store, meeting = _torch.default_store(), _publish(here.rank, here.guard)
-        _all_under_guard([store.get(f"meshcomm/{meeting}/guard/{rank}").decode() for rank in range(here.size)])
+        _all_under_guard([store.get(f"meshcomm/{meeting}/guard/{rank}") == b"1" for rank in range(here.size)])
 
 
 def meeting_number(here: ProcessWorld) -> int | None:
