@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import math
 import threading
@@ -97,19 +96,8 @@ class Axis:
             with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
                 index_tensor = torch.tensor(index, device=mesh.device)
         self.index_tensor = index_tensor
-        self._later: Axis | None = None
         for told in _told:
             told(self)
-
-    @property
-    def later(self) -> Axis:
-        """The same axis with a link whose primitives do not wait."""
-        if self._later is None:
-            twin = copy.copy(self)
-            twin.link = self.link.later()
-            twin._later = twin
-            self._later = twin
-        return self._later
 
     def traced(self, index_tensor: Tensor) -> Axis:
         """The same axis with a link whose operations trace.

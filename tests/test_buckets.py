@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm import _torch
+from meshcomm.runtime.call import told
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.transports.shared.transport import OneHostLink
+from meshcomm.runtime.transports.solo import SoloLink
 
 Run = Callable[..., list[Any]]
 Loss = Callable[[Any, int], Tensor]
@@ -56,11 +58,10 @@ class Waited(Pending):
 def seen_by_the_link(mesh: mc.Mesh, axis: Any, log: list[Any]) -> Iterator[None]:
     """Log this rank's primitives over ``axis``: (name, the tensor), "start" for one that is begun, "wait" for its end."""
     link: Any = mesh.axis(axis).link
-    forms = [link, *([link.later()] if link.later() is not link else [])]
-    kinds = [type(form) for form in forms]
+    kind = type(link)
     inside = []
 
-    def seen(kind: Any, name: str) -> Any:
+    def seen(name: str) -> Any:
         def call(self: Any, x: Tensor, *args: Any) -> Any:
             if inside:  # a primitive made of another one
                 return getattr(kind, name)(self, x, *args)
@@ -69,20 +70,16 @@ def seen_by_the_link(mesh: mc.Mesh, axis: Any, log: list[Any]) -> Iterator[None]
                 result = getattr(kind, name)(self, x, *args)
             finally:
                 inside.pop()
-            log.append((name, x) if kind is kinds[0] else "start")
+            log.append("start" if told.later and kind is not SoloLink else (name, x))
             return Waited(result, log) if isinstance(result, Pending) else result
 
         return call
 
     try:
-        for form, kind in zip(forms, kinds, strict=True):
-            form.__class__ = type(
-                kind.__name__, (kind,), {name: seen(kind, name) for name in (*PRIMITIVES, "sum_parts")}
-            )
+        link.__class__ = type(kind.__name__, (kind,), {name: seen(name) for name in (*PRIMITIVES, "sum_parts")})
         yield
     finally:
-        for form, kind in zip(forms, kinds, strict=True):
-            form.__class__ = kind
+        link.__class__ = kind
 
 
 class Seen(TorchDispatchMode):

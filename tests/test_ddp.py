@@ -86,20 +86,17 @@ def notes(mesh: mc.Mesh, axis: Any) -> Iterator[list[Any]]:
     """What the in-process link is told."""
     seen: list[Any] = []
     link = mesh.axis(axis).link
-    forms = {id(vars(each)): each for each in (link, link.later())}.values()  # they may share their state
-    before = [each.announce for each in forms]
-    for each, listen in zip(forms, before, strict=True):
+    listen = link.announce
 
-        def announce(note: Any, listen: Any = listen) -> None:
-            seen.append(note)
-            listen(note)
+    def announce(note: Any) -> None:
+        seen.append(note)
+        listen(note)
 
-        each.announce = announce  # type: ignore[method-assign]
+    link.announce = announce  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        for each in forms:
-            del vars(each)["announce"]
+        del vars(link)["announce"]
 
 
 # ---------------------------------------------------------------------------------------------------- training

@@ -40,7 +40,7 @@ class Listed(Hook):
 def one_on_the_other() -> dict[str, Any]:
     mesh = mc.make_mesh({"t": 4})
     axis, said = mesh.axis("t"), list[str]()
-    kinds = [type(axis.link), type(axis.later.link)]
+    kind = type(axis.link)
     first, second = Listed("first", said), Listed("second", said)
     found: dict[str, Any] = {}
 
@@ -65,7 +65,7 @@ def one_on_the_other() -> dict[str, Any]:
     take_off(axis.link, second)
     take_off(axis.link, second)  # it is not there
     noted("off again", summed)
-    found["as before"] = [type(axis.link), type(axis.later.link)] == kinds and "hooks" not in vars(axis.link)
+    found["as before"] = type(axis.link) is kind and "hooks" not in vars(axis.link)
     return found
 
 

@@ -27,10 +27,6 @@ class PlainLink(PacketLink):
         self.size, self.index = dist.get_world_size(), dist.get_rank()
         self.ledger, self.orders = Ledger(), dict[Any, list[int]]()
 
-    def later(self) -> PlainLink:
-        """The same: it never has to be waited for."""
-        return self
-
     def _reduce(self, x: Tensor, op: str) -> Tensor:
         out = x.clone()
         dist.all_reduce(out, getattr(dist.ReduceOp, op.upper()))

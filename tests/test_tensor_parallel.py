@@ -56,21 +56,18 @@ def sent(mesh: mc.Mesh, axis: str) -> Iterator[list[str]]:
     """The collectives that this rank's in-process link is told, but for what communicates nothing."""
     seen: list[str] = []
     link = mesh.axis(axis).link
-    forms = {id(vars(each)): each for each in (link, link.later())}.values()
-    listeners = [each.announce for each in forms]
-    for each, listen in zip(forms, listeners, strict=True):
+    listen = link.announce
 
-        def announce(note: Any, listen: Any = listen) -> None:
-            if note.what not in ("pvary", "shard"):
-                seen.append(note.what)
-            listen(note)
+    def announce(note: Any) -> None:
+        if note.what not in ("pvary", "shard"):
+            seen.append(note.what)
+        listen(note)
 
-        each.announce = announce  # type: ignore[method-assign]
+    link.announce = announce  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        for each in forms:
-            del vars(each)["announce"]
+        del vars(link)["announce"]
 
 
 # ----------------------------------------------------------------------------------------------------------- models

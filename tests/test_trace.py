@@ -38,10 +38,10 @@ GRID = {"dp": 2, "tp": 2}
 
 
 def links() -> list[Any]:
-    """The links of all axes of this process, or of this rank in it, in both forms."""
+    """The links of all axes of this process, or of this rank in it."""
     rank = current_rank()
     axes = all_axes() if rank is None else rank.axes.values()
-    return [link for axis in axes for link in (axis.link, axis.later.link)]
+    return [axis.link for axis in axes]
 
 
 def nothing_is_left() -> None:
@@ -409,7 +409,7 @@ def crossing() -> tuple[int, int, bool]:
     """Two traces of which neither lies inside of the other, on two threads of a process."""
     mesh = mc.make_mesh({"t": 4})
     axis = mesh.axis("t")
-    before = (axis.link, axis.later.link)
+    before = axis.link
     first, second = trace(), trace()
     first.__enter__()
     mc.barrier("t", mesh=mesh)
@@ -420,7 +420,7 @@ def crossing() -> tuple[int, int, bool]:
     first.__exit__(None, None, None)
     mc.barrier("t", mesh=mesh)
     second.__exit__(None, None, None)
-    return first.count(), second.count(), (axis.link, axis.later.link) == before
+    return first.count(), second.count(), axis.link is before
 
 
 def test_traces_may_cross(pool4: WorkerPool) -> None:
@@ -430,13 +430,13 @@ def test_traces_may_cross(pool4: WorkerPool) -> None:
 def restored() -> None:
     mesh = mc.make_mesh({"t": 4})
     axis = mesh.axis("t")
-    link, later = axis.link, axis.later.link
+    link = axis.link
     with pytest.raises(ZeroDivisionError), trace() as t:  # noqa: PT012
         assert axis.link is link  # the same, with somebody who is asked before each primitive
         assert [type(hook) for hook in link.hooks] == [record.Recorder]
         mc.barrier("t", mesh=mesh)
         raise ZeroDivisionError
-    assert (axis.link is link, axis.later.link is later, t.count()) == (True, True, 1)
+    assert (axis.link is link, t.count()) == (True, 1)
     fresh = mc.make_mesh({"a": 2, "b": 2})
     with trace() as t:
         made = mc.make_mesh({"a": 2, "b": 2})

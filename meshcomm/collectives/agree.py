@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from meshcomm.mesh import Axis
-from meshcomm.runtime.call import Call
+from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.hooks.ranges import calling
-from meshcomm.runtime.pending import settled
 from meshcomm.watch import paused
 
 __all__ = ["agree", "begin_to_agree"]
@@ -20,11 +19,16 @@ def agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "
     """The numbers of every rank along ``axis``, as many on each, in order of index; with ``src`` those of that index
     alone, with ``op`` one row in which they are reduced.
     """
-    return settled(begin_to_agree(values, axis, src, op))  # type: ignore[no-any-return]
+    return _agree(values, axis, src, op)  # type: ignore[no-any-return]
 
 
 def begin_to_agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "") -> Any:
-    """The same; over ``axis.later`` a Pending of it."""
+    """The same; or a Pending of it."""
+    with for_later():
+        return _agree(values, axis, src, op)
+
+
+def _agree(values: Sequence[int], axis: Axis, src: int | None, op: str) -> Any:
     with paused(), torch.no_grad():
         what = "broadcast" if src is not None else "all_reduce" if op else "all_gather"
         given = {"src": src} if src is not None else {"op": op} if op else {}

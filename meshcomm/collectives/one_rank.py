@@ -21,12 +21,11 @@ from meshcomm.collectives.door import Later, Now, aside
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.runtime.call import Call, Post, Want
+from meshcomm.runtime.call import Call, Post, Want, for_later
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
-from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
 from meshcomm.work import Work, begun, checked_limit
 
@@ -58,10 +57,6 @@ def _called(axis: Axis, op: Op, *given: object, x: Tensor | None = None) -> Abst
     """What runs inside belongs to this call, with the arguments that are compared."""
     seen = (None, ()) if x is None else (x.dtype, x.shape)
     return calling(axis, Call(op.name, given, op.compared[: len(given)], None, axis, *seen))
-
-
-def _link(axis: Axis, later: bool) -> Link:
-    return axis.link.later() if later else axis.link
 
 
 def _kept(x: Tensor, later: bool) -> Tensor:
@@ -133,8 +128,8 @@ def reduce(
     check.reducible("reduce", x, op, ax)
     dst = check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
-    with _called(ax, REDUCE, op, dst, x=x):
-        y = _link(ax, async_op).reduce(_kept(x, async_op), op, dst)
+    with _called(ax, REDUCE, op, dst, x=x), for_later(async_op):
+        y = ax.link.reduce(_kept(x, async_op), op, dst)
     return begun("reduce", ax, x, y) if async_op else y
 
 
@@ -203,8 +198,8 @@ def gather(
     def join(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
 
-    with _called(ax, GATHER, dst, place, x=x):
-        y = then(_link(ax, async_op).gather(_kept(x, async_op), dst), join)
+    with _called(ax, GATHER, dst, place, x=x), for_later(async_op):
+        y = then(ax.link.gather(_kept(x, async_op), dst), join)
     return begun("gather", ax, x, y) if async_op else y
 
 
@@ -291,8 +286,8 @@ def scatter(
         place = dim % x.ndim
         rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
     later = async_op or end is not None
-    with _called(ax, SCATTER, src):
-        y = _link(ax, later).scatter(None if rows is None else _kept(rows, later), like, src)
+    with _called(ax, SCATTER, src), for_later(later):
+        y = ax.link.scatter(None if rows is None else _kept(rows, later), like, src)
     if end is not None:
         return _until(end, ax, like, y)
     return begun("scatter", ax, like, y) if async_op else y
@@ -342,8 +337,8 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, end: float
         shape = slice_shape(x, dim % x.ndim, axis.size)
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
     values += [0] * (_MOST_DIMS + 3 - len(values))
-    with _called(axis, SCATTER, src):
-        told = _link(axis, end is not None).agree(values, src)
+    with _called(axis, SCATTER, src), for_later(end is not None):
+        told = axis.link.agree(values, src)
     [(code, elsewhere, ndim, *lengths)] = told if end is None else _until(end, axis, None, told)
     if axis.index == src and x is not None:
         return x.new_empty(slice_shape(x, dim % x.ndim, axis.size))
@@ -412,8 +407,8 @@ def send(
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
-    with _called(ax, SEND):
-        done = then(_link(ax, async_op).exchange(_kept_posts([post], async_op), []), lambda _: None)
+    with _called(ax, SEND), for_later(async_op):
+        done = then(ax.link.exchange(_kept_posts([post], async_op), []), lambda _: None)
     return begun("send", ax, x, done) if async_op else None
 
 
@@ -473,8 +468,8 @@ def recv(
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
-    with _called(ax, RECV):
-        y = then(_link(ax, async_op).exchange([], [want]), lambda got: got[0])
+    with _called(ax, RECV), for_later(async_op):
+        y = then(ax.link.exchange([], [want]), lambda got: got[0])
     return begun("recv", ax, (dtype, want[1]), y) if async_op else y
 
 
@@ -547,8 +542,8 @@ def exchange(
         got = iter(received)
         return [next(kept if want[0] == ax.index else got) for want in wants]
 
-    with _called(ax, EXCHANGE):
-        y = then(_link(ax, async_op).exchange(sent, away), sort)
+    with _called(ax, EXCHANGE), for_later(async_op):
+        y = then(ax.link.exchange(sent, away), sort)
     return begun("exchange", ax, None, y) if async_op else y
 
 
@@ -602,8 +597,8 @@ def barrier(
     ax = check.axis_of("barrier", axis, mesh)
     limit = duration("barrier", timeout)
     if limit is None:
-        with _called(ax, BARRIER):
-            done = _link(ax, async_op).barrier()
+        with _called(ax, BARRIER), for_later(async_op):
+            done = ax.link.barrier()
         return begun("barrier", ax, None, done) if async_op else None
     if async_op:
         check.explain("barrier", "timeout= with async_op=True.", ax, fix="give the time-out to the wait of the work")

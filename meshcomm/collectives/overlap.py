@@ -22,6 +22,7 @@ from meshcomm.collectives import buckets
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
+from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.pending import Pending, settled
 from meshcomm.runtime.transports.protocol import Parts
@@ -148,11 +149,11 @@ class _Sums:
         if self.learning or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return
         while len(now.totals) < len(self.buckets) and self.buckets[len(now.totals)][0] in now.seen:
-            self._start(now, self.axis.later)
+            self._start(now, later=True)
         now.read_what_has_come()
 
-    def _start(self, now: _Pass, axis: Axis) -> None:
-        bucket = self.buckets[len(now.totals)]
+    def _start(self, now: _Pass, later: bool) -> None:
+        axis, bucket = self.axis, self.buckets[len(now.totals)]
         before, dtype = self.how.before, self.how.dtype or self.kinds[bucket[0]][1]
         parts, flags = [], []
         for at in bucket:
@@ -169,14 +170,15 @@ class _Sums:
         if self.how.whose and (link.watched or (link.hears and device.type == "cpu")):
             tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", dtype, tuple(shape)),)
         rule = rule_named("all_reduce")
-        if link.takes_parts(device, dtype):
-            share = 1 / axis.size if self.how.op == "mean" else 1.0
-            call = rule.noted((self.how.op,), dtype, shape, tree)._replace(needs_grad=False, axis=axis)
-            with calling(axis, call):
-                now.totals.append(link.sum_parts(Parts(parts, dtype, share)))
-        else:
-            whole = torch.cat([part.to(dtype) for part in parts])
-            now.totals.append(apply(rule, whole, axis, (self.how.op,), tree))
+        with for_later(later):
+            if link.takes_parts(device, dtype):
+                share = 1 / axis.size if self.how.op == "mean" else 1.0
+                call = rule.noted((self.how.op,), dtype, shape, tree)._replace(needs_grad=False, axis=axis)
+                with calling(axis, call):
+                    now.totals.append(link.sum_parts(Parts(parts, dtype, share)))
+            else:
+                whole = torch.cat([part.to(dtype) for part in parts])
+                now.totals.append(apply(rule, whole, axis, (self.how.op,), tree))
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """The sums of the needed leaves, in their order."""
@@ -184,7 +186,7 @@ class _Sums:
         now = self._passes.pop(_torch.backward_pass(), None) or _Pass()
         while len(now.totals) < len(self.buckets):
             if any(needed[at] for at in self.buckets[len(now.totals)]):
-                self._start(now, self.axis.later if later else self.axis)
+                self._start(now, later)
             else:
                 now.totals.append(None)
         for total in now.totals:  # all that others may wait for comes before all that this rank waits for

@@ -5,7 +5,7 @@ rest is said by the collective's :class:`Op`. From that come four ways to run it
 traced into one graph under torch.compile, an autograd.Function that knows vmap and jvp under a torch.func transform,
 one that only knows backward, and the bare call. Since a backward runs rules again, derivatives of every order follow.
 
-:func:`start` is the same for later: the rule runs over ``axis.later``, whose primitives give a Pending.
+:func:`start` is the same for later: the primitives give a Pending.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshcomm._torch import (
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
-from meshcomm.runtime.call import Call, told
+from meshcomm.runtime.call import Call, for_later, told
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.ops import Op
@@ -148,7 +148,8 @@ def start(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Describe
         one_read = rule.op.primitive
         if not (rule.local or axis.size == 1 or (one_read and axis.link.copies(one_read, x))):
             own = own.clone(memory_format=torch.contiguous_format)
-        raw = rule.announced(own, axis.later, params, needs_grad, tree)
+        with for_later():
+            raw = rule.announced(own, axis, params, needs_grad, tree)
     if not needs_grad:
         return raw
     pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
@@ -212,7 +213,8 @@ class _Pair:
             if other is not None and not (number in other._passes and other._passes[number].begun):
                 other._held.setdefault(number, []).append(self)
                 return
-        mine.gradient, mine.begun = self._run(self.axis.later, mine), True
+        with for_later():
+            mine.gradient, mine.begun = self._run(mine), True
         for other in self._held.pop(number, ()):
             other._begin_in_turn(number)
 
@@ -221,11 +223,11 @@ class _Pair:
         number = backward_pass()
         mine = self._passes.pop(number)
         self._held.pop(number, None)
-        gradient = mine.gradient if mine.begun else self._run(self.axis, mine)
+        gradient = mine.gradient if mine.begun else self._run(mine)
         return settled(gradient)  # type: ignore[no-any-return]
 
-    def _run(self, axis: Axis, what: _Pass) -> Any:
-        return self.rule.transpose(what.g, axis, *what.saved, *self.params)
+    def _run(self, what: _Pass) -> Any:
+        return self.rule.transpose(what.g, self.axis, *what.saved, *self.params)
 
 
 class _Pass:

@@ -30,7 +30,7 @@ from meshcomm.runtime.words import (
     sentence,
 )
 
-__all__ = ["AxisAt", "Call", "Meant", "Post", "Said", "Want", "messages_of", "told"]
+__all__ = ["AxisAt", "Call", "Meant", "Post", "Said", "Want", "for_later", "messages_of", "told"]
 
 _RUNS = 250
 """The most runs of an all_to_all that are compared."""
@@ -157,9 +157,26 @@ class _Told(threading.local):
     """A :class:`Call`; or, for links that hear and are not watched, what makes one with its arguments, the tree and
     whose gradient it is.
     """
+    later = False
+    """Whether the call is waited for later: its primitives then give a Pending where they would have to wait."""
 
 
 told = _Told()
+
+
+class for_later:  # noqa: N801  # read as ``with for_later():``
+    """What is called inside is begun, and waited for later; ``for_later(False)`` inside of it: waited for at once."""
+
+    __slots__ = ("_asked", "_before")
+
+    def __init__(self, asked: bool = True) -> None:
+        self._asked = asked
+
+    def __enter__(self) -> None:
+        self._before, told.later = told.later, self._asked
+
+    def __exit__(self, *_: object) -> None:
+        told.later = self._before
 
 
 def gradients_agree(mine: int, theirs: int) -> bool:

@@ -28,6 +28,7 @@ from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.stand_ins import become
+from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import Pending, settled
 
@@ -151,7 +152,7 @@ class Flow:
         axes = [axis for axis in (self.policy.axis, self.policy.replica) if axis is not None and axis.size > 1]
         if not (axes and marks):
             return lambda: marks
-        first = begin_to_agree(_words(marks), axes[0].later, op="bor")
+        first = begin_to_agree(_words(marks), axes[0], op="bor")
 
         def hear() -> list[int]:
             [found] = settled(first)
@@ -259,11 +260,12 @@ class Group:
         if not self._as_it_is:
             shard = self.layout.padded(shard).to(self.owner.policy.device, self._dtype)
         counts.bytes_gathered += self._nbytes
-        axis = self.owner.policy.axis.later
-        if _is_told(axis, shard) or axis.size == 1:
-            return self._told(_GATHER, shard, axis, (0, None))
-        with in_range("all_gather", axis, shard.dtype, shard.shape):
-            return axis.link.gather_flat(shard)
+        axis = self.owner.policy.axis
+        with for_later():
+            if _is_told(axis, shard) or axis.size == 1:
+                return self._told(_GATHER, shard, axis, (0, None))
+            with in_range("all_gather", axis, shard.dtype, shard.shape):
+                return axis.link.gather_flat(shard)
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
@@ -295,8 +297,9 @@ class Group:
         out = torch.empty(self.layout.total, dtype=wanted, device=like.device)
         return self.layout.buffer.join(whole, like, out)
 
-    def scatter(self, packed: Tensor, axis: Axis) -> Any:
-        """Start, over ``axis`` or its later form: ``[k]``."""
+    def scatter(self, packed: Tensor) -> Any:
+        """Start: ``[k]``."""
+        axis = self.owner.policy.axis
         self.owner.counts.reductions += 1
         self.owner.counts.bytes_reduced += packed.nbytes
         if _is_told(axis, packed) or axis.size == 1 or packed.requires_grad:
@@ -492,7 +495,8 @@ class _Reduction:
         policy = group.owner.policy
         self._group = group
         self._over_replicas = False
-        self._value: Any = group.scatter(packed, policy.axis.later if later else policy.axis)
+        with for_later(later):
+            self._value: Any = group.scatter(packed)
         if not later:
             self._add_replicas(policy.replica)
 
@@ -506,7 +510,8 @@ class _Reduction:
         if not self._over_replicas:
             self._settle()
             replica = self._group.owner.policy.replica
-            self._add_replicas(None if replica is None else replica.later)
+            with for_later():
+                self._add_replicas(replica)
 
     def _settle(self) -> None:
         if isinstance(self._value, Pending):

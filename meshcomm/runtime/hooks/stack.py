@@ -7,9 +7,9 @@
     put_on(b)   link.all_reduce(x, "sum") ──► b.run(what) ── what.go() ──► a.run(what) ─► the transport
 
 The last one that was put on is asked first. The guard comes with the link, so it stands next to the transport, and a
-trace around it. A link with hooks is the same object, in both of its forms: it has another class, made of its own by
-overriding the primitives and what is said of them; when the last hook is taken off, it has its own class again. A
-transport knows nothing of it. Primitives that a transport makes of others of its own are one.
+trace around it. A link with hooks is the same object: it has another class, made of its own by overriding the
+primitives and what is said of them; when the last hook is taken off, it has its own class again. A transport knows
+nothing of it. Primitives that a transport makes of others of its own are one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshcomm.runtime.call import Call, Post, Want, told
+from meshcomm.runtime.call import Call, Post, Want, for_later, told
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
 
 __all__ = ["Hook", "Running", "put_on", "take_off"]
@@ -36,14 +36,10 @@ class Running(NamedTuple):
     call: Call
     """What it belongs to, as this thread was told."""
     link: Any
-    """The link, in the form that was asked."""
+    asynchronous: bool
+    """Whether it is waited for later: the link may then give a Pending."""
     go: Callable[[], Any]
-    """Goes on: to the next hook, in the end to the transport. In the form for later it may give a Pending."""
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the link may give a Pending."""
-        return bool(self.link.is_later)
+    """Goes on, on any thread: to the next hook, in the end to the transport."""
 
     @property
     def x(self) -> Any:
@@ -73,11 +69,11 @@ class Hook:
         """What the next primitives on this thread belong to."""
 
     def run(self, what: Running) -> Any:
-        """Give what ``what.go()`` gives, or, in the form for later, a Pending of it."""
+        """Give what ``what.go()`` gives, or, where it is asynchronous, a Pending of it."""
         return what.go()
 
     def defers(self, name: str, x: Any) -> bool:
-        """Whether the primitive may read ``x`` after the call, in the form for later."""
+        """Whether the primitive may read ``x`` after the call where it is waited for later."""
         return False
 
     def refuse(self, where: str, why: str, axis: object) -> None:
@@ -85,7 +81,7 @@ class Hook:
 
 
 def put_on(link: Any, hook: Hook) -> None:
-    """Ask ``hook`` first from now on, on this link and on its form for later."""
+    """Ask ``hook`` first from now on."""
     _change(link, lambda hooks: (*hooks, hook))
 
 
@@ -119,13 +115,12 @@ def _change(link: Any, change: Callable[[tuple[Hook, ...]], tuple[Hook, ...]]) -
     with _lock:
         before, stack = link.hooks, _Stack(change(link.hooks))
         stack.here = before.here if before else _Here()
-        for form in dict.fromkeys((link, link.later())):
-            own = _own_class(type(form))
-            if stack:
-                form.hooks, form.__class__ = stack, _with_hooks(own)
-            else:
-                form.__class__ = own
-                vars(form).pop("hooks", None)
+        own = _own_class(type(link))
+        if stack:
+            link.hooks, link.__class__ = stack, _with_hooks(own)
+        else:
+            link.__class__ = own
+            vars(link).pop("hooks", None)
 
 
 def _own_class(kind: type) -> type:
@@ -171,17 +166,18 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         stack = self.hooks
         if not stack or stack.here.inside:
             return own(self, *args)
-        here = stack.here
+        here, later = stack.here, told.later
 
         def go() -> Any:
             here.inside = True
             try:
-                return own(self, *args)
+                with for_later(later):
+                    return own(self, *args)
             finally:
                 here.inside = False
 
         call = told.call if isinstance(told.call, Call) else _UNKNOWN
-        what = Running(name, args, call, self, go)
+        what = Running(name, args, call, self, later, go)
         for hook in stack:
             what = what._replace(go=partial(hook.run, what))
         return what.go()

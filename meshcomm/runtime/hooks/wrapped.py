@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
@@ -29,20 +28,18 @@ class _Said(threading.local):
 
 
 class WrappedLink(Defaults):
-    """All primitives of ``inner``, each by way of :meth:`run`; both forms of the link share one state."""
+    """All primitives of ``inner``, each by way of :meth:`run`."""
 
     watched = hears = True
 
     def __init__(self, inner: Link) -> None:
         self.inner = inner
         self.size, self.index = inner.size, inner.index
-        self.is_later = False
         self._said = _Said()
-        self._twin: Self | None = None
 
     @property
     def call(self) -> Call:
-        """What this thread has announced, in either form."""
+        """What this thread has announced."""
         return self._said.call
 
     @call.setter
@@ -50,23 +47,13 @@ class WrappedLink(Defaults):
         self._said.call = call
 
     def run(self, what: Primitive) -> Any:
-        """Give what ``what.go()`` gives; ``self.call`` says what it belongs to. In the form for later that may be a
-        Pending.
+        """Give what ``what.go()`` gives; ``self.call`` says what it belongs to. Of what is waited for later that may be
+        a Pending.
         """
         raise NotImplementedError
 
     def end(self) -> None:
         """No more calls."""
-
-    def later(self) -> Self:
-        """The same around the inner link's form for later."""
-        if self.is_later:
-            return self
-        if self._twin is None:
-            twin = self._twin = type(self).__new__(type(self))
-            twin.__dict__.update(self.__dict__)
-            twin.inner, twin.is_later = self.inner.later(), True
-        return self._twin
 
     @property
     def log(self) -> Any:

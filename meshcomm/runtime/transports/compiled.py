@@ -22,12 +22,8 @@ _NAMES = {"mean": "avg"}
 class TracedLink(PacketLink):
     """The same operations as functional ops, which trace into one graph with fake tensors.
 
-    The compiler moves the waits apart from the starts, so there is no other form for later.
+    The compiler moves the waits apart from the starts, so nothing is waited for later.
     """
-
-    def later(self) -> TracedLink:
-        """The same."""
-        return self
 
     def _dressed(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
         # As eager accumulates.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.pending import then
-from meshcomm.runtime.transports.process_group import Later, ProcessLink
-from meshcomm.runtime.transports.shared.transport import LaterOneHostLink, OneHostLink
+from meshcomm.runtime.transports.process_group import ProcessLink
+from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 __all__ = ["DetouredLink", "DetouredOneHostLink", "lacks_a_way"]
 
@@ -109,17 +109,5 @@ class DetouredLink(_Detours, ProcessLink):
     """Messages, by way of."""
 
 
-class _LaterDetouredLink(_Detours, Later):
-    """What is started is waited for later."""
-
-
 class DetouredOneHostLink(_Detours, OneHostLink):
     """Shared memory, by way of."""
-
-
-class _LaterDetouredOneHostLink(_Detours, LaterOneHostLink):
-    """What is started is waited for later."""
-
-
-DetouredLink.later_form = _LaterDetouredLink
-DetouredOneHostLink.later_form = _LaterDetouredOneHostLink

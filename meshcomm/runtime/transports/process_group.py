@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
-from meshcomm.runtime.call import Post, Want
+from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.health import attendance, peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
@@ -35,7 +35,7 @@ from meshcomm.runtime.transports.post import CALLS, Parcel, deliver, expect, ope
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Messages, Started, Walker, apart
 
-__all__ = ["FEW", "Later", "ProcessLink"]
+__all__ = ["FEW", "ProcessLink"]
 
 T = TypeVar("T")
 
@@ -81,13 +81,12 @@ class ProcessLink(PacketLink):
 
     shares_memory = False
     """Whether the ranks read one another's memory, by way of ``mail``."""
-    later_form: type[ProcessLink]
 
     group: dist.ProcessGroup
     turn: Turn
     channel: Channel
     hold: object
-    """Whoever wants to know of the end of both forms of the link has a weak reference to it."""
+    """Whoever wants to know of the end of the link has a weak reference to it."""
 
     def __init__(self, base: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log, name: str) -> None:
         """``base``: a group of torch's that carries messages; the one for collectives is asked for when it is needed.
@@ -113,7 +112,6 @@ class ProcessLink(PacketLink):
         self.walker: Walker | None = None
         self._calls = 0
         self._room: Tensor | None = None
-        self._later: Any = None
 
     @property
     def place(self) -> str:
@@ -123,13 +121,6 @@ class ProcessLink(PacketLink):
     def note_in(self, log: Log) -> None:
         """Where calls are noted."""
         self.log, self._note, self._next, self._keep = log, log.begin, log.number, log.records.append
-
-    def later(self) -> ProcessLink:
-        """The same group; what is started is waited for later."""
-        if self._later is None:
-            self._later = self.later_form.__new__(self.later_form)
-            self._later.__dict__ = self.__dict__  # one state: shutdown takes the group away from both
-        return self._later  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         # Called for what is missing only: what is made when it is first used, and what was taken away since.
@@ -187,7 +178,7 @@ class ProcessLink(PacketLink):
         if 0 not in shape:
             try:
                 work = self.group.allreduce([y], self._sum)
-                if self.is_later:
+                if told.later:
                     return cast(Tensor, Marked(cast(Any, self._finish("all_reduce", work, y)), record))
                 work.wait()
             except CommError as error:
@@ -236,7 +227,7 @@ class ProcessLink(PacketLink):
         return got if native else then(got, lambda total: total.div_(self.size))
 
     def _is_direct(self, x: Tensor) -> bool:
-        on_backend = self.is_later and not (x.is_cpu and self._on_gloo)
+        on_backend = told.later and not (x.is_cpu and self._on_gloo)
         return on_backend and x.dtype in _FLOATS and x.is_contiguous() and x.numel() > 0
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
@@ -262,8 +253,7 @@ class ProcessLink(PacketLink):
         first, tag = self._swap("all_reduce", got, packed, [mine] * self.size, runs), self._tag()
 
         def steps() -> Tensor:
-            for work in first:
-                ProcessLink._finish(self, "all_reduce", work, None)
+            self._wait("all_reduce", first)
             rows = [dtypes.from_bytes(row, x.dtype) for row in got.view(self.size, mine)]
             dtypes.fold(op, rows, out=dtypes.from_bytes(results[self.index], x.dtype))
             if room.numel() <= _KEEP:
@@ -281,11 +271,15 @@ class ProcessLink(PacketLink):
             steps = range(self.size - 1)
             rounds = [([(rows[left + 1 - i], right)], [(rows[left - i], left % self.size)]) for i in steps]
         for posts, wants in rounds:
-            ProcessLink._end(self, self._begin(posts, wants, tag), None)
+            self._wait("exchange", self._begin(posts, wants, tag))
 
     def _walk(self, steps: Callable[[], T]) -> T:
-        """Take steps that wait more than once."""
-        return steps()
+        """Take steps that wait more than once: one operation after the other, if they are waited for later."""
+        if not told.later:
+            return steps()
+        if self.walker is None:
+            self.walker = Walker()
+        return cast(T, self.walker.take(steps))
 
     def _tag(self) -> int:
         """Of the next messages: one that is waited for later shall not meet one of another call."""
@@ -325,11 +319,22 @@ class ProcessLink(PacketLink):
 
     def _finish(self, what: str, work: dist.Work, result: T) -> T:
         """``result``, once ``work`` is done."""
+        if told.later:
+            on_gloo = self._on_gloo and (result is None or cast(Any, result).is_cpu)
+            return cast(T, Started(work, result, partial(self._error, what), gloo=on_gloo))
         try:
             work.wait()
         except RuntimeError as error:
             raise self._error(what, error) from error
         return result
+
+    def _wait(self, what: str, works: Sequence[dist.Work]) -> None:
+        """At once, whoever asks."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._error(what, error) from error
 
     def _reduce(self, x: Tensor, op: str) -> Tensor:
         # A clone has no lazy sign left; naming a memory format costs as much again.
@@ -382,9 +387,14 @@ class ProcessLink(PacketLink):
 
     def _end(self, works: Sequence[dist.Work], result: T, keep: object = None, *, cpu: bool = True) -> T:
         """``result``, once the messages have come; ``keep`` is what is read until then."""
-        for work in works:
-            ProcessLink._finish(self, "exchange", work, None)
-        return result
+        if not told.later or not works:
+            self._wait("exchange", works)
+            return result
+        explain = partial(self._error, "exchange")
+        if self._on_gloo and cpu:
+            return cast(T, Messages(works, result, explain, keep=keep))
+        begun = [Started(work, None, explain, gloo=False, keep=keep) for work in works]
+        return then_all(begun, lambda _: result)
 
     def _reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         out = x.new_empty(x.shape[1:])
@@ -502,18 +512,19 @@ class ProcessLink(PacketLink):
             """``works`` end when the others have opened theirs."""
 
             def wait(more: Sequence[dist.Work]) -> None:
-                ProcessLink._end(self, [*more, *works], kept)
+                self._wait("exchange", [*more, *works])
 
             return self._start(where, lambda: open_all(self.base, where, self.name, self.index, parcels, wait))
 
         large = any(torch.Size(shape).numel() * dtype.itemsize > ROOM for _, shape, dtype, _, _ in wants)
         if parcels and (large or len(kept) > len(posts)):
-            return self._apart(lambda: opened(ProcessLink._end(self, envelopes, sending)))
-        return then(self._end([*envelopes, *sending], (), keep=kept), opened)
 
-    def _apart(self, steps: Callable[[], T]) -> T:
-        """Take steps that wait more than once, whatever else is under way."""
-        return steps()
+            def steps() -> list[Tensor]:
+                self._wait("exchange", envelopes)
+                return opened(sending)
+
+            return cast(list[Tensor], apart(steps)) if told.later else steps()
+        return then(self._end([*envelopes, *sending], (), keep=kept), opened)
 
     def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         sent = [(dtypes.to_bytes(x), dst, tag) for x, dst, tag in posts]
@@ -547,37 +558,6 @@ class ProcessLink(PacketLink):
         forks.refuse_if_forked("barrier")
         if self.log.meeting is not None:
             attendance.all_here(self.place, self.ranks, self.index, seconds)
-
-
-class Later(ProcessLink):
-    """The same link, whose primitives give a Pending: the same messages, so that a rank may wait at once where another
-    one waits later.
-    """
-
-    is_later = True
-
-    def _finish(self, what: str, work: dist.Work, result: Any) -> Any:
-        on_gloo = self._on_gloo and (result is None or result.is_cpu)
-        return Started(work, result, partial(self._error, what), gloo=on_gloo)
-
-    def _end(self, works: Sequence[dist.Work], result: T, keep: object = None, *, cpu: bool = True) -> T:
-        if not works:
-            return result
-        if self._on_gloo and cpu:
-            return cast(T, Messages(works, result, partial(self._error, "exchange"), keep=keep))
-        begun = [Started(work, None, partial(self._error, "exchange"), gloo=False, keep=keep) for work in works]
-        return then_all(begun, lambda _: result)
-
-    def _apart(self, steps: Callable[[], T]) -> T:
-        return cast(T, apart(steps))
-
-    def _walk(self, steps: Callable[[], T]) -> T:
-        if self.walker is None:
-            self.walker = Walker()
-        return cast(T, self.walker.take(steps))
-
-
-ProcessLink.later_form = Later
 
 
 def _brief(said: str) -> str:

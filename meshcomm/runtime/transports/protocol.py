@@ -59,7 +59,9 @@ class Parts(NamedTuple):
 
 
 class Primitives(Protocol):
-    """The few that every collective is made of."""
+    """The few that every collective is made of. Inside of ``call.for_later()`` each gives a ``Pending`` where it would
+    have to wait, and reads its inputs after the call too: they must not change until then, but see ``copies``.
+    """
 
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
         """Small numbers of the host, as many on each rank: those of every rank, of ``src`` alone, or reduced."""
@@ -110,20 +112,12 @@ class Link(Primitives, Protocol):
 
     size: int
     index: int
-    is_later: bool
-    """Whether it is the form for later."""
     hooks: Sequence[Any]
     """Who is asked before each primitive; empty, and not looked at, while there are none: see hooks/stack.py."""
     watched: bool
     """Whether each call is announced first, and ``told.call`` of ``runtime/call.py`` is all of it."""
     hears: bool
     """Whether it looks into ``told.call`` at all, so that ranks that disagree are told so."""
-
-    def later(self) -> Link:
-        """The same link in a form whose primitives give a ``Pending`` where they would have to wait.
-
-        It reads its inputs after the call too: they must not change until then, but see ``copies``.
-        """
 
     orders: dict[Any, list[int]]
     """In which order the gradients of a tree become ready, as all ranks of the group know."""
@@ -132,7 +126,7 @@ class Link(Primitives, Protocol):
     """The calls that have a backward."""
 
     def copies(self, name: str, x: Tensor) -> bool:
-        """Whether the primitive ``name`` copies ``x`` at the call, in the form for later."""
+        """Whether the primitive ``name`` copies ``x`` at the call where it is waited for later."""
 
     def announce(self, call: Call) -> None:
         """A call begins, which its primitives belong to."""
@@ -164,7 +158,7 @@ class Defaults:
     whoever wants to know of those sees it.
     """
 
-    watched = hears = is_later = False
+    watched = hears = False
     hooks: Sequence[Any] = ()
 
     def announce(self, call: Call) -> None:

@@ -30,10 +30,6 @@ class SoloLink(Defaults):
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
 
-    def later(self) -> SoloLink:
-        """Nothing to wait for."""
-        return self
-
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
         """The own ones."""
         return [list(values)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import CommError, described, text
-from meshcomm.runtime.call import Call, Said
+from meshcomm.runtime.call import Call, Said, for_later, told
 from meshcomm.runtime.callsite import call_site, hinted
 from meshcomm.runtime.health.attendance import all_here
 from meshcomm.runtime.hooks.guard.boards import EXPIRED, GAVE_UP, LEAVING, MADE, REFUSED, Board, Entry, Group
@@ -84,12 +84,12 @@ class GuardedLink(WrappedLink):
             return self._realign(what)
         room.guard.acts()
         if what.name == "exchange":
-            return room.letters.run(what, self.call, self.is_later)
+            return room.letters.run(what, self.call, told.later)
         said = room.said(self.call, what)
         on_cpu = what.x is None or what.x.is_cpu
-        if (self.is_later and on_cpu) or not room.idle():
+        if (told.later and on_cpu) or not room.idle():
             begun = room.later(said, what)
-            return begun if self.is_later else settled(begun)
+            return begun if told.later else settled(begun)
         return room.go(room.next(), said, what, for_program=True)
 
     def refuse(self, where: str, why: str, axis: object) -> None:
@@ -224,10 +224,10 @@ class Room:
         """Agree and begin when those before have."""
         if self._queue is None:
             self._queue = Queue()
-        turn, inference, limit = self.next(), torch.is_inference_mode_enabled(), Limit()
+        turn, inference, limit, later = self.next(), torch.is_inference_mode_enabled(), Limit(), told.later
 
         def begin() -> Any:
-            with torch.inference_mode(inference), torch.no_grad():
+            with torch.inference_mode(inference), torch.no_grad(), for_later(later):
                 return self.go(turn, said, what, limit, for_program=False)
 
         return _Deferred(self, turn[0], said, self._queue.put(begin, limit))

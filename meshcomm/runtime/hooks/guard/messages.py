@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 from meshcomm.errors import CommError, described, shape_text, text
-from meshcomm.runtime.call import Call, messages_of
+from meshcomm.runtime.call import Call, for_later, messages_of
 from meshcomm.runtime.hooks.guard.batches import GAVE_UP, GOING, LEAVING, Batch, Side, Together
 from meshcomm.runtime.hooks.guard.boards import Group
 from meshcomm.runtime.hooks.guard.guard import DEADLOCK, LONG, Guard, Wait
@@ -81,7 +81,8 @@ class Letters:
         task = Task(lambda: passage.go(what, for_program=False))
 
         def live() -> None:
-            task.run()
+            with for_later():
+                task.run()
             with contextlib.suppress(CommError):
                 self._sweep_for(_SWEEPING)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
+from meshcomm.runtime.call import told
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.pending import Pending, TimedOutError
@@ -90,7 +91,6 @@ class Caller(Protocol):
     ranks: tuple[int, ...]
     index: int
     size: int
-    is_later: bool
 
 
 class Mail:
@@ -203,11 +203,11 @@ class Call:
     ) -> None:
         mail, link = self.mail, self.link
         if packed is not None and readers and (table or packed.numel()):
-            keeps = link.is_later or bool(spare) or write is not None
+            keeps = told.later or bool(spare) or write is not None
             places = (*readers, link.index) if keeps else readers
             try:
                 self._lent = lent = memory.room.lend(
-                    packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not link.is_later
+                    packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not told.later
                 )
             except OSError as error:
                 self.fail(f"there is no memory to share: {error.strerror or error}")
@@ -216,7 +216,7 @@ class Call:
             own = lent.bytes[: packed.nbytes].view(packed.dtype)
             if write is not None:
                 write(own)
-            elif table is not None and not link.is_later:  # nobody else reads what this rank keeps
+            elif table is not None and not told.later:  # nobody else reads what this rank keeps
                 start, end = table[link.index : link.index + 2]
                 own[:start].copy_(packed[:start])
                 own[end:].copy_(packed[end:])
@@ -225,7 +225,7 @@ class Call:
             # What is reduced again by who waits no more must not have changed.
             self._own = own if keeps else packed
         elif packed is not None:
-            self._own = packed.clone() if link.is_later else packed
+            self._own = packed.clone() if told.later else packed
         if table is not None:
             self._tables[link.index] = table
 
@@ -237,7 +237,7 @@ class Call:
         at, cells = mail.own.at(number), mail.own.cells
         where = (lent.fd, lent.serial, lent.whole, lent.kept) if lent is not None else (0, 0, 0, 0)
         place = (lent.offset, lent.size) if lent is not None else (0, 0)
-        said_of = (self.code, self.count, self.root, *where, self.link.is_later, *place, self.digest, self.place)
+        said_of = (self.code, self.count, self.root, *where, told.later, *place, self.digest, self.place)
         cells[at + 1 : at + ENTRY_CELLS] = array("q", said_of)
         mail.open[number] = self
         if lent is not None:

@@ -22,7 +22,7 @@ from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.call import told
 from meshcomm.runtime.recorder import CALL, failed
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.process_group import Later, ProcessLink
+from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.mailbox import Call, Fill, Mail, Reading, retire, take_leave
@@ -30,7 +30,7 @@ from meshcomm.runtime.transports.shared.words import meaning_of
 
 T = TypeVar("T")
 
-__all__ = ["LaterOneHostLink", "Mail", "OneHostLink", "Reading", "retire", "take_leave"]
+__all__ = ["Mail", "OneHostLink", "Reading", "retire", "take_leave"]
 
 _ONE_STEP = 2**18
 """Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""
@@ -53,7 +53,7 @@ class OneHostLink(ProcessLink):
 
     def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Those that are written to where the others read them, by who waits later."""
-        return self.is_later and device.type == "cpu" and dtype in _FLOATS
+        return told.later and device.type == "cpu" and dtype in _FLOATS
 
     # ------------------------------------------------------------------------------------------- the primitives
 
@@ -259,6 +259,8 @@ class OneHostLink(ProcessLink):
 
     def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
         call.expect(sources, fill, result, first)
+        if told.later:
+            return cast(T, Reading(call))
         try:
             call.wait_for_all(self.mail.timeout)
         except BaseException as error:
@@ -266,17 +268,6 @@ class OneHostLink(ProcessLink):
             self.mail.dropped.append(call)
             raise
         return cast(T, call.conclude())
-
-
-class LaterOneHostLink(Later, OneHostLink):
-    """The same link; who waits reads."""
-
-    def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
-        call.expect(sources, fill, result, first)
-        return cast(T, Reading(call))
-
-
-OneHostLink.later_form = LaterOneHostLink
 
 
 def _brief(call: Announced) -> tuple[Any, ...]:

@@ -164,14 +164,6 @@ class InProcessLink(Defaults):
         self._circle: _Circle = rank.world.shared.setdefault((ranks, name), _Circle(self.size))
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
-        self._later: Any = None
-
-    def later(self) -> LaterInProcessLink:
-        """The same place in the group; who comes need not wait."""
-        if self._later is None:
-            self._later = LaterInProcessLink.__new__(LaterInProcessLink)
-            self._later.__dict__ = self.__dict__
-        return self._later  # type: ignore[no-any-return]
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """Take this rank's place at the meeting, and tell those who have come and those who will. A message that is
@@ -222,8 +214,13 @@ class InProcessLink(Defaults):
         return _Came(self._rank, self.index, call, self.log.begin(call.what, op, call.dtype, call.shape))
 
     def _meet(self, call: Call, given: Any, compute: Compute) -> Any:
-        """Wait for all ranks of the group; the last one to come computes everybody's result."""
+        """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
+        result.
+        """
         mine = self._arrive(call)
+        if told.later:
+            mine.record[THREAD] = 0
+            return _Seat(self, self._join(mine, given, compute), mine)
         return self._take(self._join(mine, given, compute), mine)
 
     def _join(self, mine: _Came, given: Any, compute: Compute) -> _Meeting:
@@ -371,9 +368,9 @@ class InProcessLink(Defaults):
         result: Tensor = self._same(like, f"src={src}", x, compute)
         return result
 
-    def barrier(self) -> None:
+    def barrier(self) -> object:
         """Meet for nothing."""
-        self._meet(self._called(), None, lambda given: given)
+        return self._meet(self._called(), None, lambda given: given)
 
     def barrier_within(self, seconds: float) -> None:
         """Meet, beside the other calls, which all count alike afterwards; when no rank can go on, those that have come
@@ -400,6 +397,10 @@ class InProcessLink(Defaults):
 
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """Messages meet by (source, destination, tag) in order; a send returns when it has been received."""
+        if told.later:
+            copies = [(x.clone(), dst, tag) for x, dst, tag in posts]
+            letters: Any = _Letters(self, self._offer_all(copies, wants))
+            return letters  # type: ignore[no-any-return]
         batch = self._offer_all(posts, wants)
         self._settle(batch)
         return batch.received()
@@ -470,26 +471,6 @@ class InProcessLink(Defaults):
         for queues in (self._circle.posts, self._circle.wants):
             for route, queue in queues.items():
                 queues[route] = deque(message for message in queue if message.batch is not batch)
-
-
-class LaterInProcessLink(InProcessLink):
-    """The same link, whose primitives come to a meeting and leave; waiting is another matter."""
-
-    is_later = True
-
-    def _meet(self, call: Call, given: Any, compute: Compute) -> Any:
-        mine = self._arrive(call)
-        mine.record[THREAD] = 0
-        return _Seat(self, self._join(mine, given, compute), mine)
-
-    def barrier(self) -> Any:
-        """Come."""
-        return self._meet(self._called(), None, lambda given: given)
-
-    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> Any:
-        """Lay the messages out."""
-        copies = [(x.clone(), dst, tag) for x, dst, tag in posts]
-        return _Letters(self, self._offer_all(copies, wants))
 
 
 class _Seat(Pending):
