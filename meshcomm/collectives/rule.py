@@ -148,8 +148,11 @@ def start(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Describe
         one_read = rule.op.primitive
         if not (rule.local or axis.size == 1 or (one_read and axis.link.copies(one_read, x))):
             own = own.clone(memory_format=torch.contiguous_format)
-        with for_later():
+        before, told.later = told.later, True  # as ``for_later`` does, without its calls
+        try:
             raw = rule.announced(own, axis, params, needs_grad, tree)
+        finally:
+            told.later = before
     if not needs_grad:
         return raw
     pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
