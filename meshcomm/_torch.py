@@ -38,7 +38,9 @@ __all__ = [
     "own_parameters",
     "plain_apply",
     "profiler_on",
+    "seeds_in_wait",
     "set_own_parameters",
+    "set_seeds_in_wait",
     "tree_flatten",
     "tree_leaves_with_path",
     "tree_unflatten",
@@ -206,6 +208,25 @@ def unwrapped(x: Tensor) -> Tensor | None:
             fail("check_vma", **lack(f"{_IS_WRAPPED} or {_INNER}", "shard_map(check_vma=False), or "))
         return None
     return _inner(x) if _is_wrapped(x) else None
+
+
+_has_tracker = has(
+    "torch._utils._LazySeedTracker", "ranks of one process that seed an accelerator before its first use share the seed"
+)
+
+
+def seeds_in_wait(module: Any) -> tuple[Any, Any, list[Any]] | None:
+    """The calls with which an accelerator that is not in use yet, of this module, will be seeded: for all of its
+    devices, for one, and these in order. None where torch does not say.
+    """
+    tracker = getattr(module, "_lazy_seed_tracker", None) if _has_tracker else None
+    return None if tracker is None else (tracker.manual_seed_all_cb, tracker.manual_seed_cb, tracker.call_order)
+
+
+def set_seeds_in_wait(module: Any, seeds: tuple[Any, Any, list[Any]]) -> None:
+    """Exchange them."""
+    tracker = module._lazy_seed_tracker
+    tracker.manual_seed_all_cb, tracker.manual_seed_cb, tracker.call_order = seeds
 
 
 _UNSEEN = "torch._C.DisableTorchFunction"

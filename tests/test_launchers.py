@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -589,6 +590,45 @@ def test_a_shared_accelerator_is_refused_on_every_rank(rank: int) -> None:
         devices.place(cards, rank, "cuda")
     with pytest.raises(MeshError, match="rank 0 sees no cuda device.*\n.*backend='gloo'"):
         devices.place([card("a"), *cards], rank, "cuda")
+
+
+class Devices:
+    """A process that sees devices in the order of the environment, with ids or without."""
+
+    def __init__(self, shown: str, ids: bool) -> None:
+        self.shown, self.ids = shown.split(","), ids
+
+    def get_device_properties(self, index: int) -> Any:
+        return SimpleNamespace(uuid=f"GPU-{self.shown[index]}") if self.ids else SimpleNamespace()
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["uuid", "no uuid"])
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        ("0,1", "1,0", True), ("0,1", "0,1", False), ("1,0", "1,0", False), ("0,1", "2,3", False), ("0,1", "1,2", False),
+        ("2,3", "3,2", True), ("5", "5", True), ("5", "6", False), ("0, 1", "2,3", False), ("0,1", "2, 0", True),
+    ],
+)  # fmt: skip
+def test_devices_in_another_order_are_told_apart_by_what_they_are(
+    monkeypatch: pytest.MonkeyPatch, ids: bool, first: str, second: str, shared: bool
+) -> None:
+    """Of rank 0 its first is taken, of rank 1 its second, or its only one."""
+    cards = []
+    for rank, shown in enumerate((first, second)):
+        seen = shown.replace(" ", "")
+        monkeypatch.setenv("XX_VISIBLE_DEVICES", shown)
+        monkeypatch.setattr(torch, "get_device_module", lambda kind, seen=seen: Devices(seen, ids))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda seen=seen: len(seen.split(",")))
+        cards.append(devices.Card.mine(rank, "cuda"))
+        assert devices.Card(*json.loads(json.dumps(cards[-1]))).devices == list(cards[-1].devices)
+    taken = [shown.replace(" ", "").split(",") for shown in (first, second)]
+    assert shared == (taken[0][0] == taken[1][-1])
+    if shared:
+        with pytest.raises(MeshError, match="ranks 0 and 1 would share one cuda device"):
+            devices.place(cards, 0, "cuda")
+    else:
+        devices.place(cards, 0, "cuda")
 
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,24 @@ def test_name_begin_messages(pool4: Any) -> None:
     pool4.run(batches)
 
 
+def test_name_seeds_in_wait() -> None:
+    """torch.cuda has no beginning here; its tracker is there all the same."""
+    torch.cuda.manual_seed_all(5)
+    every, one, order = _torch.seeds_in_wait(torch.cuda) or pytest.fail("torch.cuda has none")
+    assert callable(every[0])
+    assert order == [one, every]
+    assert _torch.seeds_in_wait(torch) is None
+
+
+def test_name_set_seeds_in_wait() -> None:
+    before = _torch.seeds_in_wait(torch.cuda)
+    assert before is not None
+    torch.cuda.manual_seed(6)
+    assert _torch.seeds_in_wait(torch.cuda) != before
+    _torch.set_seeds_in_wait(torch.cuda, before)
+    assert _torch.seeds_in_wait(torch.cuda) == before
+
+
 def test_name_new_group(pool4: Any) -> None:
     pool4.run(groups)
 

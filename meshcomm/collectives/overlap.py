@@ -25,6 +25,7 @@ from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.pending import Pending, settled
+from meshcomm.runtime.process.accelerator import stream_of, take_over
 from meshcomm.runtime.transports.protocol import Parts
 
 __all__ = ["How", "sums_alone", "vary_tree"]
@@ -135,17 +136,26 @@ class _Sums:
         groups = buckets.groups_of("pvary", [leaves[at] for at in order], bucket_mb, axis)
         self.buckets = [[order[at] for at in group] for group in groups]
         self._passes: dict[int, _Pass] = {}
+        self._lock = threading.RLock()
+        """Autograd has a thread for each kind of device, and the leaves may be on several."""
+        self._mixed = any(device != self.kinds[0][2] for *_, device in self.kinds)
 
     def ready(self, places: list[int], gs: Sequence[Tensor | None]) -> None:
         """Take gradients, and start the buckets whose turn it is, unless somebody differentiates the sums or looks for
         NaN on the way.
         """
+        with self._lock:
+            self._take(places, gs)
+
+    def _take(self, places: list[int], gs: Sequence[Tensor | None]) -> None:
         number = _torch.backward_pass()
         now = self._passes.get(number)
         if now is None:
             now = self._passes[number] = _Pass()
             now.without = None if self.how.around is None else self.how.around()
         now.take(places, gs)
+        if self._mixed:
+            now.streams.update((at, stream_of(g)) for at, g in zip(places, gs, strict=True) if g is not None)
         if self.learning or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return
         while len(now.totals) < len(self.buckets) and self.buckets[len(now.totals)][0] in now.seen:
@@ -159,6 +169,8 @@ class _Sums:
         for at in bucket:
             shape, own, device = self.kinds[at]
             g = now.gradients.pop(at, None)
+            if g is not None and (stream := now.streams.get(at)) is not None:
+                take_over(g, stream)
             if before is not None and not torch.is_grad_enabled() and (more := before(at)) is not None:
                 g = more if g is None else g + more
             flags.append(g is not None)
@@ -233,6 +245,7 @@ class _Pass:
         self.seen: dict[int, bool] = {}  # in the order in which they came: whether there was a gradient
         self.gradients: dict[int, Tensor] = {}  # until they are on their way: their memory is used again
         self.totals: list[Any] = []
+        self.streams: dict[int, torch.Stream | None] = {}  # on which they came, where another thread may start the sum
         self.without: Callable[[int], object] | None = None
         self._read = 0
 

@@ -14,6 +14,7 @@ from meshcomm.errors import fail, names, shape_text
 from meshcomm.parallel.checkpoint.parts import Named, Path, dotted, named, optimizer_names, state_names
 from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.global_places import Place, Spread
+from meshcomm.runtime.process import accelerator
 
 __all__ = ["Restoring", "names_of_groups", "random_states", "set_random_states"]
 
@@ -278,7 +279,7 @@ def random_states() -> dict[str, Any]:
     numpy = _numpy()
     if numpy is not None:
         found["numpy"] = _listed(numpy.get_state(legacy=False))
-    device = _accelerator()
+    device = accelerator.in_use()
     if device is not None:
         found["device"] = device.get_rng_state()
     return found
@@ -288,7 +289,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     """Go on where they were."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    numpy, device = _numpy(), _accelerator()
+    numpy, device = _numpy(), accelerator.in_use()
     if numpy is not None and "numpy" in states:
         numpy.set_state(states["numpy"])
     if device is not None and "device" in states:
@@ -304,10 +305,3 @@ def _listed(value: Any) -> Any:
 
 def _numpy() -> Any:
     return getattr(sys.modules.get("numpy"), "random", None)
-
-
-def _accelerator() -> Any:
-    if not torch.accelerator.is_available():
-        return None
-    module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return module if module.is_initialized() else None

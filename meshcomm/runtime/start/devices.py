@@ -25,9 +25,9 @@ class Card(NamedTuple):
     devices: Sequence[str]
 
     @staticmethod
-    def mine(local_rank: int | None, local_size: int | None, device_type: str) -> Card:
+    def mine(local_rank: int | None, device_type: str) -> Card:
         """This process's card."""
-        return Card(this_host(), local_rank, _visible(device_type, local_size) if device_type != "cpu" else ())
+        return Card(this_host(), local_rank, _visible(device_type) if device_type != "cpu" else ())
 
 
 class Place(NamedTuple):
@@ -137,15 +137,20 @@ def _no_sharing(cards: list[Card], local: list[int], members: dict[str, list[int
         taken[key] = rank
 
 
-def _visible(device_type: str, local_size: int | None) -> tuple[str, ...]:
-    """A name for each visible device that is the same in every process that sees it."""
+def _visible(device_type: str) -> tuple[str, ...]:
+    """A name for each visible device that is the same in every process that sees it: its id, whatever the order in
+    which a process sees devices; where the device has none, its place in what is said to be visible.
+    """
     count = torch.accelerator.device_count()
-    shown = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.endswith(("VISIBLE_DEVICES", "AFFINITY_MASK"))]
-    names = tuple(f"{' '.join(shown)}:{index}" for index in range(count))
-    if local_size is not None and local_size <= count:
-        return names
-    # Fewer devices than ranks: each rank may see one of its own (srun --gpus-per-task), all called 0. Only an id tells.
     properties = getattr(torch.get_device_module(device_type), "get_device_properties", None)
-    if properties is None:
-        return names
-    return tuple(str(getattr(properties(index), "uuid", names[index])) for index in range(count))
+    ids = [None if properties is None else getattr(properties(index), "uuid", None) for index in range(count)]
+    return tuple(_in_environment(index, count) if uuid is None else str(uuid) for index, uuid in enumerate(ids))
+
+
+def _in_environment(index: int, count: int) -> str:
+    """What the environment calls the device: ``ZE_AFFINITY_MASK=3``, the second of "2,3"."""
+    shown = [
+        (k, v.split(",")) for k, v in sorted(os.environ.items()) if k.endswith(("VISIBLE_DEVICES", "AFFINITY_MASK"))
+    ]
+    listed = [f"{k}={each[index].strip()}" for k, each in shown if len(each) == count]
+    return " ".join(listed) or f"{' '.join(','.join(each) for _, each in shown)}:{index}"

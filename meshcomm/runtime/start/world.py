@@ -313,7 +313,7 @@ def _start(who: Launcher, request: Request) -> None:
             _make_group(state, backend, who, timeout, None)
         else:
             store = meeting.enter_context(_meeting_place(who, request, timeout))
-            card = devices.Card.mine(who.local_rank, who.local_world_size, device_type)
+            card = devices.Card.mine(who.local_rank, device_type)
             mine = json.dumps([card, Address.mine().write(), secrets.token_hex(8), guard])
             here, told = rendezvous.join(store, who.rank, who.world_size, mine, timeout)
             cards, addresses, tokens, guards = zip(*map(json.loads, told), strict=True)

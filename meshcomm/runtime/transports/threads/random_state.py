@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 import sys
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from meshcomm import _torch
+from meshcomm.runtime.process import accelerator
 
 __all__ = ["RandomState", "mixed"]
 
@@ -34,20 +36,6 @@ def _numpy() -> ModuleType | None:
     return module if module is not None and hasattr(module, "set_bit_generator") else None
 
 
-@cache
-def _accelerator_module() -> ModuleType | None:
-    if not torch.accelerator.is_available():
-        return None
-    module: ModuleType = torch.get_device_module(torch.accelerator.current_accelerator())
-    return module
-
-
-def _accelerator() -> ModuleType | None:
-    """The accelerator's torch module once it is in use."""
-    module = _accelerator_module()
-    return module if module is not None and module.is_initialized() else None
-
-
 class RandomState:
     """A random state that is put in place by :meth:`load` and taken away by :meth:`save`."""
 
@@ -55,7 +43,8 @@ class RandomState:
         """The states as they are now, or those that start from ``(seed, rank)``."""
         self._seed = None if seed is None else mixed(seed, rank)
         self._numpy: Any = None
-        self._device: Any = None
+        self._device: Any = None  # the accelerator's, once it is in use
+        self._waiting: Any = None  # what it is to be seeded with when it is used first
         self._numpy_whole: Any = None
         if self._seed is None:
             self.save()
@@ -71,8 +60,10 @@ class RandomState:
         self._random = random.getstate()
         if (module := _numpy()) is not None:
             self._numpy = module.get_bit_generator()
-        if (device := _accelerator()) is not None:
+        if (device := accelerator.in_use()) is not None:
             self._device = device.get_rng_state()
+        elif (unused := accelerator.module()) is not None:
+            self._waiting = _torch.seeds_in_wait(unused)
 
     def load(self) -> None:
         """Make these states the global ones."""
@@ -85,8 +76,19 @@ class RandomState:
                 module.set_bit_generator(self._numpy)
             if self._numpy_whole is not None:  # with the normal number that numpy keeps for the next call
                 module.set_state(self._numpy_whole)
-        if (device := _accelerator()) is not None:
-            if self._device is not None:
-                device.set_rng_state(self._device)
-            elif self._seed is not None:
-                device.manual_seed(self._seed)
+        if accelerator.module() is not None:
+            self._load_device()
+
+    def _load_device(self) -> None:
+        device, unused = accelerator.in_use(), accelerator.module()
+        if device is not None and self._device is not None:
+            device.set_rng_state(self._device)
+        elif self._waiting is None:  # the first time of a rank; also where torch does not say what waits
+            if unused is not None and self._seed is not None:
+                unused.manual_seed(self._seed)  # takes effect when it is used first
+        elif device is None:
+            _torch.set_seeds_in_wait(unused, self._waiting)
+        else:  # another rank was the first to use it: as if this one had been
+            device.manual_seed(torch.Generator().initial_seed())
+            for call, _ in filter(None, self._waiting[2]):
+                call()

@@ -21,7 +21,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.process import forks, inside
+from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 
@@ -95,11 +95,15 @@ class Rank:
     def save(self) -> None:
         """Keep what torch and others hold per process but is this rank's own."""
         self.random.save()
+        if self.world.streams is not None:
+            self.world.streams.leave()
         self.forward_ad = _torch.forward_ad_state()
         self.anomaly = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
 
     def load(self) -> None:
         """Put it back."""
+        if self.world.streams is not None:
+            self.world.streams.enter()
         self.random.load()
         _torch.set_forward_ad_state(self.forward_ad)
         if self.anomaly[0] or torch.is_anomaly_enabled():
@@ -122,6 +126,7 @@ class World:
         self._end: float | None = None
         self.size = size
         self.shared: dict[Any, Any] = {}
+        self.streams = None if accelerator.module() is None else accelerator.Order()
         self.ranks = [Rank(self, index, seed) for index in range(size)]
         self._ready: deque[Rank] = deque(self.ranks)
         self.cancelled = False
@@ -162,6 +167,8 @@ class World:
                 self._ready.popleft().turn.release()
                 self._await_end()
         finally:
+            if self.streams is not None:
+                self.streams.enter()
             outside.load()
             torch.set_anomaly_enabled(*anomaly)
             _running.release()
@@ -310,6 +317,8 @@ class World:
         rank.turn.acquire()
         _share_a_core()
         local.rank = rank
+        if self.streams is not None:
+            self.streams.begin()
         rank.load()
         try:
             with contextlib.ExitStack() as stack:
@@ -325,6 +334,8 @@ class World:
             rank.error = error
             self.cancelled = True
         rank.over = True
+        if self.streams is not None:
+            self.streams.leave()
         self.act()
         after = self._next()
         (self._ended if after is None else after.turn).release()

@@ -1,0 +1,85 @@
+"""The accelerator of this process while it is in use, and the streams on which threads put work for it."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Order", "in_use", "lend", "module", "stream_of", "take_over"]
+
+
+@cache
+def module() -> ModuleType | None:
+    """torch's module for the accelerator that is here, such as ``torch.cuda``."""
+    if not torch.accelerator.is_available():
+        return None
+    found: ModuleType = torch.get_device_module(torch.accelerator.current_accelerator())
+    return found
+
+
+def in_use() -> ModuleType | None:
+    """The same once something has used it: to ask for more would begin it, which takes seconds and memory."""
+    found = module()
+    if found is None:
+        return None
+    begun = getattr(found, "is_initialized", None)  # Metal has no beginning
+    return found if begun is None or begun() else None
+
+
+# ------------------------------------------------------------------------------------------------------------ streams
+
+
+def stream_of(x: Tensor) -> torch.Stream | None:
+    """The stream on which this thread puts what it does with ``x``; None on the CPU."""
+    return None if x.is_cpu or x.is_meta else torch.accelerator.current_stream(x.device)
+
+
+def lend(x: Any, stream: torch.Stream) -> None:
+    """The tensors in ``x`` were made on ``stream``: if this thread uses another one, nobody else gets their memory until
+    that has come to here.
+    """
+    if isinstance(x, Tensor):
+        here = stream_of(x)
+        if here is not None and here != stream:
+            x.record_stream(here)
+    elif isinstance(x, (list, tuple)):
+        for each in x:
+            lend(each, stream)
+
+
+def take_over(x: Any, stream: torch.Stream) -> None:
+    """What this thread does with the tensors in ``x`` comes after what has been put on ``stream``, which makes them."""
+    if isinstance(x, Tensor):
+        here = stream_of(x)
+        if here is not None and here != stream:
+            here.wait_stream(stream)
+            x.record_stream(here)
+
+
+class Order:
+    """Threads of which one works at a time: what one has put on its stream comes before what the next puts on its own.
+
+    Each thread has a device and a stream of its own. Those that begin here begin with the ones of who made this.
+    """
+
+    def __init__(self) -> None:
+        self._first = self._stream = None if in_use() is None else torch.accelerator.current_stream()
+
+    def begin(self) -> None:
+        """This thread is one of them: on the same device and stream."""
+        if self._first is not None:
+            torch.accelerator.set_stream(self._first)
+
+    def leave(self) -> None:
+        """Another one goes on."""
+        if in_use() is not None:
+            self._stream = torch.accelerator.current_stream()
+
+    def enter(self) -> None:
+        """This one goes on."""
+        if self._stream is not None and (here := torch.accelerator.current_stream()) != self._stream:
+            here.wait_stream(self._stream)
