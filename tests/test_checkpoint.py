@@ -682,21 +682,29 @@ def test_bad_arguments(two: mc.Mesh, tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_module_that_was_spread_as_a_whole(two: mc.Mesh, tmp_path: Path) -> None:
-    """Of it nobody knows how it is cut."""
+    """It knows how it is cut, as the whole does."""
 
-    def of(spread_it: Callable[[nn.Module], Any]) -> Callable[[], Any]:
-        def do() -> None:
-            net = nn.Sequential(nn.Sequential(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4))
-            spread_it(net)
-            save(tmp_path, net[0])
+    def of(spread_it: Callable[[nn.Module], Any]) -> None:
+        def do(mesh: mc.Mesh) -> list[Tensor]:
+            with mc.use_mesh(mesh), torch.random.fork_rng():
+                torch.manual_seed(0)
+                net = nn.Sequential(nn.Sequential(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4))
+                whole = net[0][0].weight.detach().clone()
+                spread_it(net)
+                folder = save(tmp_path, net[0])
+                with torch.no_grad():
+                    net[0][0].weight.zero_()
+                load(folder, net[0])
+                fresh = nn.Sequential(nn.Linear(4, 4, bias=False))
+                load(folder, fresh)
+                return [whole, fresh[0].weight.detach(), full_state_dict(net[0])["0.weight"]]
 
-        return do
+        for whole, fresh, back in mc.launch(do, ranks=2, args=(two,)):
+            assert torch.equal(whole, fresh)
+            assert torch.equal(whole, back)
 
-    sharded = of(lambda net: fully_shard(net, "x", grads="sum"))
-    parallel = of(lambda net: tensor_parallel(net, {"0.0": "column", "*": "replicated"}, axis="x"))
-    assert "'0.weight' is a part that fully_shard has made of a module around this one" in errors(2, sharded)
-    assert "'0.weight' is a part that tensor_parallel has made of a module around this one" in errors(2, parallel)
-    assert os.listdir(tmp_path) == []
+    of(lambda net: fully_shard(net, "x", grads="sum"))
+    of(lambda net: tensor_parallel(net, {"0.0": "column", "*": "replicated"}, axis="x"))
 
 
 def test_a_step_that_is_there_is_not_written_over(two: mc.Mesh, tmp_path: Path) -> None:

@@ -239,16 +239,24 @@ def test_gradients_that_should_be_the_same_and_are_not() -> None:
         mc.launch(main, ranks=4)
 
 
-def test_a_part_of_what_was_cut_as_a_whole() -> None:
-    mesh = mc.make_mesh({"tp": 2})
+@pytest.mark.parametrize("axis", ["tp", "fsdp"])
+def test_a_part_of_what_was_cut_as_a_whole(axis: str) -> None:
+    mesh = mc.make_mesh({axis: 2})
 
-    def main() -> None:
+    def norm_of(net: nn.Module, clip: Callable[[nn.Module], Tensor]) -> float:
+        loss_of(net, rows()).backward()
+        return clip(net.get_submodule("blocks.0")).item()
+
+    def main() -> float:
         net = seeded()
-        tensor_parallel(net, PLAN, axis="tp", mesh=mesh)
-        clip_grad_norm(net.get_submodule("blocks.0"), 1.0, mesh=mesh)
+        if axis == "tp":
+            tensor_parallel(net, PLAN, axis="tp", mesh=mesh)
+        else:
+            fully_shard(net, "fsdp", grads="mean", units=[], mesh=mesh)
+        return norm_of(net, lambda part: clip_grad_norm(part, 1.0, mesh=mesh))
 
-    with pytest.raises(mc.MeshError, match="'up.weight' is a part that tensor_parallel has made of a module around"):
-        mc.launch(main, ranks=2)
+    one = norm_of(seeded(), lambda part: clip_grad_norm_(part.parameters(), 1.0))
+    assert_close(mc.launch(main, ranks=2), [one, one])
 
 
 def of_one_kind(how: str) -> nn.Module:

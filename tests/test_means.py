@@ -107,7 +107,7 @@ WAYS = [
 
 def whole(net: nn.Module, part: nn.Module, axis: Any) -> dict[str, Tensor]:
     """However it is cut, if it is."""
-    places, found = places_of("test", net), {}
+    places, found = places_of(net), {}
     for name, p in part.named_parameters():
         spread = places.get(id(p), Place(p.shape)).of(p)
         both = torch.zeros(2, *spread.shape, dtype=F64)  # the values, and who has them

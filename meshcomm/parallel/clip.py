@@ -51,7 +51,7 @@ def clip_grad_norm(
     Cost: an all_gather of at most 2**a + 1 numbers per rank.
 
     Raises:
-        MeshError: not a module; no mesh; a part of a module that was cut as a whole; a kind of norm that is not
+        MeshError: not a module; no mesh; a kind of norm that is not
             positive, a most that is negative or NaN. And on all ranks, where the mesh is on the CPU: gradients of what
             counts once that differ between the ranks that have it.
 
@@ -99,7 +99,7 @@ class _Sums:
     def __init__(self, module: nn.Module, mesh: Mesh, kind: float) -> None:
         self.mesh, self.kind = mesh, kind
         self.axes = mesh.axis_names
-        self.parts = parts_of(_WHERE, module)
+        self.parts = parts_of(module)
         self.device = mesh.device
         double = torch.float32 if self.device.type == "mps" else torch.float64
         self.table = torch.zeros(2 ** len(self.axes) + 1, dtype=double, device=self.device)

@@ -7,14 +7,14 @@ for a slice, its metadata, which ``torch.save`` writes and ``load_state_dict`` h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from meshcomm.errors import fail
 from meshcomm.parallel.checkpoint.parts import state_names
-from meshcomm.parallel.cut_parameters import Flat, Part, parts_inside, place_of
+from meshcomm.parallel.cut_parameters import Flat, Part, cuts_of, place_of
 from meshcomm.parallel.global_places import Place
 from meshcomm.parallel.stand_ins import Around
 
@@ -22,8 +22,6 @@ __all__ = ["mark_states"]
 
 _SLICES = "meshcomm_slices"
 _MARKED = "_meshcomm_marks_states"
-_OWN = "_meshcomm_own_slices"
-"""Of each part: its own parameters that are cut. The whole alone knows of them, and a part is asked by itself."""
 _LOAD, _WRITE = "load_state_dict", "save_pretrained"
 
 
@@ -36,14 +34,8 @@ class _Cut(NamedTuple):
 
 def mark_states(module: nn.Module) -> None:
     """Let the ``state_dict`` of a module, of its parts and of copies say what slices are, and refuse others' slices."""
-    parts = parts_inside(module)
     for each in module.modules():
-        own = each.named_parameters(recurse=False, remove_duplicate=False)
-        cuts = {name: _Cut(place_of(made), _said(made)) for name, p in own if (made := parts.get(id(p)))}
-        if cuts:
-            vars(each)[_OWN] = cuts
-    for each in module.modules():
-        if _MARKED not in vars(each) and (each is module or any(_OWN in vars(inner) for inner in each.modules())):
+        if _MARKED not in vars(each) and (each is module or any(cuts_of(inner) for inner in each.modules())):
             _watch(each)
 
 
@@ -60,12 +52,13 @@ def _cuts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Cut | None]]:
     """Every name of every parameter, and how it is cut, if it is."""
     clean = state_names(module)
     for path, part in module.named_modules(remove_duplicate=False):
-        cuts = vars(part).get(_OWN, {})
+        cuts = cuts_of(part)
         for name, p in part.named_parameters(prefix=path, recurse=False, remove_duplicate=False):
-            yield clean(name), p, cuts.get(name.rpartition(".")[2])
+            made = cuts.get(name.rpartition(".")[2])
+            yield clean(name), p, _Cut(place_of(p, made), _said(made)) if made else None
 
 
-def _said(parts: list[Part]) -> str:
+def _said(parts: Sequence[Part]) -> str:
     said = []
     for part in reversed(parts):
         of = f"index {part.at} of {part.mesh.size_of(part.axis)} along axis {part.axis!r}"

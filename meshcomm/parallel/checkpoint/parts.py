@@ -66,7 +66,7 @@ def named(module: nn.Module) -> Named:
         elif name not in params:
             aliases[name] = first[id(p)]
         params[name] = p
-    return Named(first, aliases, places_of("checkpoint", module), params)
+    return Named(first, aliases, places_of(module), params)
 
 
 def state_names(module: nn.Module) -> Callable[[str], str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -134,15 +134,9 @@ def data_parallel(
     for name in methods:
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, HERE, state)
-    know(module, _told, copies=ax.name)
+    know(module, ax.mesh, copies=ax.name)
     state.mean = mean_of(module, grads, ax.mesh, (ax.name,), mean_over)
     return module
-
-
-def _told(module: nn.Module) -> tuple[Mesh, list[Any]] | None:
-    """Nothing is cut, but there is a mesh."""
-    state = replica_of(module)
-    return None if state is None else (state.mesh, [])
 
 
 @Op("join", composed=True)

@@ -6,7 +6,6 @@ and brings back the gradients of the losses, of the others.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.parallel.cut_parameters import known_around
 
 __all__ = ["Mean", "checked_mean", "mean_of"]
 
 _NAME = "_meshcomm_mean"
-_known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 _MOVES = frozenset((
@@ -87,11 +86,10 @@ def mean_of(
         inner = vars(part).get(_NAME)
         if part is not module and isinstance(inner, Mean):
             inner.inside_of(mine)
-    for around in list(_known):
+    for around in known_around(module):
         outer = vars(around).get(_NAME)
-        if around is not module and isinstance(outer, Mean) and any(part is module for part in around.modules()):
+        if around is not module and isinstance(outer, Mean):
             mine.inside_of(outer)
-    _known.add(module)
     return mine
 
 

@@ -20,7 +20,7 @@ from meshcomm.collectives.one_rank import scatter
 from meshcomm.collectives.reduce import broadcast, take_from
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.cut_parameters import checked_module, refuse_copies, refuse_overlap
+from meshcomm.parallel.cut_parameters import Flat, Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.fsdp.flat_buffers import Layout
@@ -196,6 +196,7 @@ def fully_shard(
         if isinstance(part, nn.RNNBase) and part not in apart:
             follow_recurrent(part)
     register(module, owner)
+    know(module, ax.mesh, {id(slot.param): _part(ax, group, at, slot) for group, at, slot in owner.slots()})
     mark_states(module)
     reduced = (ax.name, *(() if replica is None else (replica.name,)))
     owner.mean = mean_of(module, grads, ax.mesh, reduced, mean_over)
@@ -376,6 +377,12 @@ def _share_buffers(module: nn.Module, policy: Policy) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- out of nothing
+
+
+def _part(axis: Axis, group: Group, at: int, slot: Slot) -> Part:
+    """What this rank keeps of a parameter, for who asks how it is cut."""
+    how = Flat(group.layout.entries[at].shape, *group.layout.range_of(at, group.index))
+    return Part(slot.name, "fully_shard", axis.mesh, axis.name, group.index, how)
 
 
 def _shared_seed(policy: Policy) -> int:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from meshcomm import _torch
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import fail
-from meshcomm.mesh import Mesh
-from meshcomm.parallel.cut_parameters import Flat, Part, know
+from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Door, Flow, Group, Slot, Use, connect
@@ -352,7 +351,7 @@ _HERE = "_meshcomm_fully_sharded"
 def register(module: nn.Module, owner: Sharded) -> None:
     """Remember with a module, and nowhere else, that it is sharded: they go together."""
     vars(module)[_HERE] = owner
-    know(module, _told)
+    know(module, owner.policy.axis.mesh)
 
 
 def sharded_of(module: nn.Module) -> Sharded | None:
@@ -361,21 +360,6 @@ def sharded_of(module: nn.Module) -> Sharded | None:
     """
     owner = vars(module).get(_HERE)
     return owner if isinstance(owner, Sharded) and owner.units[0].module is module else None
-
-
-def _told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
-    """What is cut of a module that is sharded."""
-    owner = sharded_of(module)
-    if owner is None:
-        return None
-    axis, found = owner.policy.axis, []
-    for group, at, slot in owner.slots():
-        door, name = slot.sites[0]
-        p = dict.get(door, name)  # a load may have put another one there
-        how = Flat(group.layout.entries[at].shape, *group.layout.range_of(at, group.index))
-        p = p if isinstance(p, nn.Parameter) else slot.param
-        found.append(Part(p, slot.name, "fully_shard", axis.mesh, axis.name, group.index, how))
-    return axis.mesh, found
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -16,14 +16,14 @@ from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.collectives.reduce import broadcast, pvary, take_from
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, Mesh
-from meshcomm.parallel.cut_parameters import Dim, Part, know
+from meshcomm.mesh import Axis
+from meshcomm.parallel.cut_parameters import Dim, know
 from meshcomm.parallel.stand_ins import PLAIN_TABLES, Site, become, seen_as
 from meshcomm.parallel.tensor.functions import enter, heads_of, leave, vocab_embedding
 from meshcomm.parallel.tensor.plan import WHERE, Column, Named, Style, indivisible
 from meshcomm.parallel.tensor.streams import Streams
 
-__all__ = ["HERE", "Parallel", "known_of", "layers_of", "told"]
+__all__ = ["HERE", "Parallel", "known_of", "layers_of"]
 
 HERE = "_meshcomm_tensor_parallel"
 """Where it stands among the attributes of its module."""
@@ -35,18 +35,6 @@ def known_of(module: nn.Module) -> Parallel | None:
     return found if isinstance(found, Parallel) else None
 
 
-def told(module: nn.Module) -> tuple[Mesh, list[Part]] | None:
-    """What is cut of a module that is tensor parallel."""
-    state, found = known_of(module), []
-    if state is None:
-        return None
-    for owner, name, path, how in state.cut:
-        p = dict.get(vars(owner)["_parameters"], name)  # behind a table that shows what was gathered
-        if isinstance(p, nn.Parameter):
-            found.append(Part(p, path, WHERE, state.mesh, state.name, state.index, how))
-    return state.mesh, found
-
-
 class Parallel:
     """What is known of a module that is tensor parallel."""
 
@@ -54,9 +42,6 @@ class Parallel:
         self.mesh, self.name, self.index, self.sequence = axis.mesh, axis.name, axis.index, sequence
         self.module = module
         self.cuts: dict[str, Dim] = {}
-        self.cut: list[
-            tuple[nn.Module, str, str, Dim]
-        ] = []  # the same by where they stand, whatever their paths become
         self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank
         self.placed: dict[int, Tensor] | None = None  # what the module sees while it runs
         self.streams = Streams(module, self.mesh, self.name)
@@ -65,7 +50,7 @@ class Parallel:
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Of a copy."""
         vars(self).update(kept)
-        know(self.module, told)
+        know(self.module, self.mesh)
 
     @property
     def axis(self) -> Axis:
@@ -195,7 +180,6 @@ def layers_of(state: Parallel, found: Sequence[Named]) -> dict[nn.Module, Layer]
             fail(WHERE, what, fix="the same style for both")
         if cut is not None:
             state.cuts[each.path] = cut
-            state.cut.append((each.owner, each.name, each.path, cut))
         if varied:
             state.varied.append((each.owner, each.name))
     return made

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
-from meshcomm.parallel.cut_parameters import checked_module, know, refuse_copies, refuse_overlap
+from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.stand_ins import Around, refuse_sliced
-from meshcomm.parallel.tensor.layers import HERE, Parallel, known_of, layers_of, told
+from meshcomm.parallel.tensor.layers import HERE, Parallel, known_of, layers_of
 from meshcomm.parallel.tensor.plan import WHERE, Style, divided, styles_of
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
@@ -123,7 +123,9 @@ def tensor_parallel(
         part.forward = Around(layer.call, part.forward)
     module.forward = Around(state.call, module.forward)
     setattr(module, HERE, state)
-    know(module, told)
+    params = dict(module.named_parameters(remove_duplicate=False))
+    know(module, ax.mesh, {id(params[path]): Part(path, WHERE, ax.mesh, ax.name, ax.index, how)
+                           for path, how in state.cuts.items()})  # fmt: skip
     mark_states(module)
     return module
 
