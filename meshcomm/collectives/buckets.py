@@ -180,19 +180,23 @@ def in_buckets(
     leaves: Sequence[Tensor],
     axis: Axis,
     bucket_mb: float,
-    run: Callable[[Tensor, tuple[Any, ...]], Tensor],
+    run: Callable[[Tensor, tuple[Any, ...], bool], Tensor],
     rows: Rows = ELEMENTS,
     saves: bool = False,
     said: tuple[Any, ...] = (),
 ) -> list[Tensor]:
     """Apply what works on dim 0 to buckets. ``said``: of the leaves, handed to ``run`` with the first one.
 
-    ``run`` may give a Pending, and the leaves that come of it are one then. ``saves``: the derivative needs the values.
+    ``run`` is told whether the bucket is a copy that nobody else has. It may give a Pending, and the leaves that come
+    of it are one then. ``saves``: the derivative needs the values.
     """
     groups = groups_of(where, leaves, bucket_mb, axis)
     packed = [[rows.of(leaves[at]) for at in bucket] for bucket in groups]
     widths = [[part.shape[1] for part in parts] for parts in packed]
-    begun = [run(joined(parts, saves), () if at else said) for at, parts in enumerate(packed)]
+    begun = []
+    for at, parts in enumerate(packed):
+        whole, is_copy = joined(parts, saves)
+        begun.append(run(whole, () if at else said, is_copy))
     plain = not (torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open())
 
     def unpack(done: list[Tensor]) -> list[Tensor]:
@@ -207,22 +211,22 @@ def in_buckets(
     return then_all(begun, unpack)
 
 
-def joined(parts: Sequence[Tensor], saves: bool = False) -> Tensor:
-    """The parts beside each other, ``[rows, sum of k]``: a view where they already lie so, else a copy.
+def joined(parts: Sequence[Tensor], saves: bool = False) -> tuple[Tensor, bool]:
+    """The parts beside each other, ``[rows, sum of k]``, and whether that is a copy: not if they lie so.
 
     Also a copy where a derivative needs the values: a change in place of a part that counts its versions by itself, as
     parameters do, would not be noticed in a view.
     """
     if len(parts) == 1:
-        return parts[0]
+        return parts[0], False
     if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open() or not _adjacent(parts):
-        return torch.cat(list(parts), 1)
+        return torch.cat(list(parts), 1), True
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         if saves:
-            return torch.cat(list(parts), 1)
+            return torch.cat(list(parts), 1), True
         whole: Tensor = _Joined.apply(*parts)  # type: ignore[no-untyped-call]
-        return whole
-    return _as_one(parts)
+        return whole, False
+    return _as_one(parts), False
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:

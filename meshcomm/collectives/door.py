@@ -120,7 +120,14 @@ def carried(
     else:
         params, rows = in_rows()
         done = buckets.in_buckets(
-            where, leaves, axis, bucket_mb, lambda flat, of: run(rule, flat, axis, params, of), rows, rule.saves, said
+            where,
+            leaves,
+            axis,
+            bucket_mb,
+            lambda flat, of, is_own: run(rule.for_own if is_own else rule, flat, axis, params, of),
+            rows,
+            rule.saves,
+            said,
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
     return begun(where, axis, None, tree) if async_op else tree

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -176,7 +177,7 @@ class _Sums:
             flags.append(g is not None)
             parts.append(torch.zeros(shape.numel(), dtype=own, device=device) if g is None else g.reshape(-1))
         device = parts[0].device
-        parts.append(_all_there(len(flags), dtype, device) if all(flags) else torch.tensor(flags, device=device))
+        parts += [_flags(there, len(list(run)), dtype, device) for there, run in groupby(flags)]
         link, shape = axis.link, torch.Size((sum(part.numel() for part in parts),))
         tree: tuple[Any, ...] = ()
         if self.how.whose and (link.watched or (link.hears and device.type == "cpu")):
@@ -189,8 +190,7 @@ class _Sums:
                 with calling(axis, call):
                     now.totals.append(link.sum_parts(Parts(parts, dtype, share)))
             else:
-                whole = torch.cat([part.to(dtype) for part in parts])
-                now.totals.append(apply(rule, whole, axis, (self.how.op,), tree))
+                now.totals.append(apply(rule.for_own, _joined(parts, dtype), axis, (self.how.op,), tree))
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """The sums of the needed leaves, in their order."""
@@ -205,10 +205,12 @@ class _Sums:
             if isinstance(total, Pending):
                 total.meet()
         sums: list[Tensor | None] = [None] * len(self.kinds)
-        for bucket, total in zip(self.buckets, now.totals, strict=True):
-            if total is not None:
-                whole: Tensor = settled(total)
-                self._unpack(whole, bucket, now.seen, sums)
+        parts = {at: part for at, part in enumerate(map(self._parts, self.buckets, now.totals)) if part}
+        has = self._gradients_of([(self.buckets[number], flags) for number, (*_, flags) in parts.items()], now.seen)
+        for number, (*found, _) in parts.items():
+            for at, part in zip(self.buckets[number], found, strict=True):
+                if at in has:
+                    sums[at] = part.view(self.kinds[at][0])
         if now.without is not None:
             for at, total in enumerate(sums):
                 if total is None and needed[at]:
@@ -217,12 +219,28 @@ class _Sums:
             self._agree([*now.seen, *(at for at in range(len(sums)) if at not in now.seen)])
         return sums
 
-    def _unpack(self, whole: Tensor, bucket: list[int], seen: dict[int, bool], sums: list[Tensor | None]) -> None:
-        dtype = self.kinds[bucket[0]][1]
-        *parts, flags = whole.to(dtype).split([*(self.kinds[at][0].numel() for at in bucket), len(bucket)])
-        for i, (at, part) in enumerate(zip(bucket, parts, strict=True)):
-            if seen.get(at) or flags[i]:
-                sums[at] = part.view(self.kinds[at][0])
+    def _parts(self, bucket: list[int], total: Any) -> Sequence[Tensor]:
+        """The sums of the leaves of a bucket, and the flags behind them; nothing if it was not started."""
+        if total is None:
+            return ()
+        whole: Tensor = settled(total)
+        sizes = [*(self.kinds[at][0].numel() for at in bucket), len(bucket)]
+        return tuple(whole.to(self.kinds[bucket[0]][1]).split(sizes))
+
+    def _gradients_of(self, buckets: list[tuple[list[int], Tensor]], seen: dict[int, bool]) -> set[int]:
+        """The leaves that any rank has a gradient for. What this one has none for is asked at once: the host waits for
+        a device one time, however many leaves there are.
+        """
+        asked: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
+        for bucket, flags in buckets:
+            if not all(seen.get(at) for at in bucket):
+                asked.setdefault(flags.device, []).append((bucket, flags))
+        has = {at for bucket, _ in buckets for at in bucket if seen.get(at)}
+        for some in asked.values():
+            told = torch.cat([flags.detach() != 0 for _, flags in some]).tolist()
+            places = [at for bucket, _ in some for at in bucket]
+            has |= {at for at, is_there in zip(places, told, strict=True) if is_there}
+        return has
 
     def _agree(self, seen: list[int]) -> None:
         """Keep the order that index 0 has seen."""
@@ -233,9 +251,18 @@ class _Sums:
 
 
 @lru_cache(1000)
-def _all_there(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _flags(there: bool, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """That many leaves with a gradient, or without: what is made of numbers of the host's would wait for a device."""
     with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
-        return torch.ones(count, dtype=dtype, device=device)
+        return torch.full((count,), float(there), dtype=dtype, device=device)
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One behind the other in ``dtype``, copied once."""
+    if torch.is_grad_enabled() or parts[0].is_complex() or all(part.dtype == dtype for part in parts):
+        return torch.cat([part.to(dtype) for part in parts])
+    out = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
+    return torch.cat(list(parts), out=out)
 
 
 class _Pass:
@@ -329,7 +356,7 @@ _one_node: Callable[..., tuple[Tensor, ...]] = _OneNode.apply
 
 def _sum_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float) -> list[Tensor]:
     rule = rule_named("all_reduce")
-    return buckets.in_buckets("pvary", leaves, axis, bucket_mb, lambda flat, _: apply(rule, flat, axis, ("sum",)))
+    return buckets.in_buckets("pvary", leaves, axis, bucket_mb, lambda flat, *_: apply(rule, flat, axis, ("sum",)))
 
 
 @in_graph

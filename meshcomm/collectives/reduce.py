@@ -143,6 +143,7 @@ _ALL_REDUCE = Rule(
     ALL_REDUCE,
     _run_all_reduce,
     lambda g, axis, op: _scaled(_vary(g, axis), axis, op),
+    own=lambda x, axis, op: axis.link.all_reduce_own(x, op),
 )
 _PVARY_OF: Rule = Rule(
     PVARY,

@@ -10,6 +10,7 @@ one that only knows backward, and the bare call. Since a backward runs rules aga
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,7 @@ class Rule:
         ragged: str | None = None,
         whose: str | None = None,
         key: str = "",
+        own: Callable[..., Tensor] | None = None,
     ) -> None:
         """``run(x, axis, *params)``; ``transpose(g, axis, *params)``.
 
@@ -71,6 +73,7 @@ class Rule:
             shapes.
         whose: the param, one that is not compared, that says which leaf's gradient it sums; that makes it another rule.
         key: what it is called among the rules, if not as its Op and those of the two that were named.
+        own: ``run`` of a tensor that nobody else has, which it may write to; ``for_own`` is the rule that does so.
         """
         self.op, self.name = op, op.name
         self.local = not op.communicates
@@ -88,6 +91,11 @@ class Rule:
         self.node: Any = super(Function, _backward_only(self)).apply  # type: ignore[misc]
         self.function: Any = _for_transforms(self).apply
         _rules[self.key] = self
+        self.takes = False  # nobody else has what it is given, and it is not looked at again
+        self.for_own = self
+        if own is not None:
+            self.for_own = copy.copy(self)  # where a gradient is needed and under transforms it does as this one
+            self.for_own.run, self.for_own.takes = own, True
 
     def batched(self, params: Params) -> Params:
         """The params for a tensor with one more dim in front."""
@@ -146,7 +154,7 @@ def start(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Describe
     with torch.no_grad():
         own = x.detach()
         one_read = rule.op.primitive
-        if not (rule.local or axis.size == 1 or (one_read and axis.link.copies(one_read, x))):
+        if not (rule.local or rule.takes or axis.size == 1 or (one_read and axis.link.copies(one_read, x))):
             own = own.clone(memory_format=torch.contiguous_format)
         before, told.later = told.later, True  # as ``for_later`` does, without its calls
         try:

@@ -310,7 +310,7 @@ class Group:
     def spread(self, total: Tensor, replica: Axis) -> Any:
         """Start the sum over the replicas."""
         self.owner.counts.replica_reductions += 1
-        return self._told(_REDUCE, total, replica, (self.owner.policy.op,))
+        return self._told(_REDUCE.for_own, total, replica, (self.owner.policy.op,))
 
     def pieces(self, total: Tensor, needy: Sequence[int]) -> list[Tensor]:
         """The gradients of the shards, of their dtype and on their device."""

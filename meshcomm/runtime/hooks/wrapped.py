@@ -92,6 +92,10 @@ class WrappedLink(Defaults):
         """Wrapped."""
         return self._same("all_reduce", x, lambda: self.inner.all_reduce(x, op), op)
 
+    def all_reduce_own(self, x: Tensor, op: str) -> Any:
+        """Wrapped."""
+        return self._same("all_reduce", x, lambda: self.inner.all_reduce_own(x, op), op)
+
     def all_gather(self, x: Tensor) -> Any:
         """Wrapped."""
         return self._same("all_gather", x, lambda: self.inner.all_gather(x))

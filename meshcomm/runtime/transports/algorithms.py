@@ -14,10 +14,12 @@ from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.transports import dtypes, exact
 from meshcomm.runtime.transports.protocol import Defaults
 
-__all__ = ["LARGE", "PacketLink"]
+__all__ = ["LARGE", "PacketLink", "Reduce"]
 
 LARGE = 2**20
 """Bytes that a rank would receive, from which on sums are made in two steps."""
+
+Reduce = Callable[[Tensor, str], Tensor]
 
 _BITWISE = ("band", "bor", "bxor")
 
@@ -35,6 +37,10 @@ class PacketLink(Defaults):
     def _reduce(self, x: Tensor, op: str) -> Tensor:
         raise NotImplementedError
 
+    def _reduce_own(self, x: Tensor, op: str) -> Tensor:
+        """As ``_reduce``, where nobody else has ``x``: the result may lie in its memory."""
+        return self._reduce(x, op)
+
     def _gather(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -51,22 +57,30 @@ class PacketLink(Defaults):
         """Whether this is moved whole and reduced here, since the backend cannot."""
         return (op == "product" and x.dtype.is_complex) or (op in _BITWISE and x.device.type in self.nccl)
 
-    def _dressed(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
-        """Have the backend reduce ``x``, dressed as it likes it."""
+    def _dressed(
+        self, x: Tensor, op: str, reduce: Reduce, own: Reduce | None = None, *, is_own: bool = False
+    ) -> Tensor:
+        """Have the backend reduce ``x``, dressed as it likes it; ``own`` reduces what nobody else has, as ``x`` if it
+        ``is_own``.
+        """
+        own = reduce if own is None else own
         if op in exact.EXACT:
             return self._exactly(x, op, reduce)
         if op == "mean" and x.device.type not in self.nccl:
             wide = x.float() if x.dtype in dtypes.HALF else x  # a sum may be too large where the mean is not
-            return then(self._dressed(wide, "sum", reduce), lambda y: (y / self.size).to(x.dtype))
+            is_own = is_own or wide is not x
+            total = self._dressed(wide, "sum", reduce, own, is_own=is_own)
+            return then(total, lambda y: (y / self.size).to(x.dtype))
         clothes = dtypes.dress(op, x.dtype)
         if clothes is None:
-            return reduce(dtypes.plain(x), op)
-        return then(reduce(clothes.on(x).contiguous(), op), clothes.off)
+            return (own if is_own else reduce)(dtypes.plain(x), op)
+        dressed = clothes.on(x).contiguous()
+        return then((own if is_own or clothes.copies else reduce)(dressed, op), clothes.off)
 
-    def _exactly(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+    def _exactly(self, x: Tensor, op: str, reduce: Reduce) -> Tensor:
         """The maximum of the exponents, which is waited for, and the sum of the integers."""
         x = dtypes.plain(x)
-        top: Tensor = settled(self._dressed(exact.exponents(x), "max", self._reduce))
+        top: Tensor = settled(self._dressed(exact.exponents(x), "max", self._reduce, self._reduce_own))
 
         def value(total: Tensor) -> Tensor:
             mine = top if total.ndim == x.ndim + 1 else top[self.index]
@@ -78,7 +92,13 @@ class PacketLink(Defaults):
         """One all_reduce, or an all_gather and a local reduction where the backend cannot."""
         if self._folds(x, op):
             return then(self.all_gather(x), lambda rows: dtypes.fold(op, rows.unbind()))
-        return self._dressed(x, op, self._reduce)
+        return self._dressed(x, op, self._reduce, self._reduce_own)
+
+    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
+        """The same, in place where the backend does it."""
+        if self._folds(x, op):
+            return self.all_reduce(x, op)
+        return self._dressed(x, op, self._reduce, self._reduce_own, is_own=True)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """One all_gather of the elements, or of their bytes."""

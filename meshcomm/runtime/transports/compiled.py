@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
+from meshcomm.runtime.transports.algorithms import LARGE, PacketLink, Reduce
 from meshcomm.runtime.transports.exact import EXACT
 
 __all__ = ["TracedLink"]
@@ -25,11 +24,13 @@ class TracedLink(PacketLink):
     The compiler moves the waits apart from the starts, so nothing is waited for later.
     """
 
-    def _dressed(self, x: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+    def _dressed(
+        self, x: Tensor, op: str, reduce: Reduce, own: Reduce | None = None, *, is_own: bool = False
+    ) -> Tensor:
         # As eager accumulates.
         if x.dtype in dtypes.HALF and op in ("sum", "product") and x.device.type not in self.nccl:
             return reduce(dtypes.plain(x).float(), op).to(x.dtype)
-        return super()._dressed(x, op, reduce)
+        return super()._dressed(x, op, reduce, own, is_own=is_own)
 
     def __init__(self, size: int, index: int, nccl: frozenset[str], on_gloo: bool, name: Any) -> None:
         """``name``: of the group of torch's."""

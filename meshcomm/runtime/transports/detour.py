@@ -64,6 +64,10 @@ class _Detours(ProcessLink):
         """By way of."""
         return self._back(super().all_reduce(self._there(x), op), x)
 
+    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
+        """By way of."""
+        return self._back(super().all_reduce_own(self._there(x), op), x)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """By way of."""
         return self._back(super().all_gather(self._there(x)), x)

@@ -38,6 +38,8 @@ class Dress(NamedTuple):
 
     on: Callable[[Tensor], Tensor]
     off: Callable[[Tensor], Tensor]
+    copies: bool = True
+    """Whether what ``on`` gives is in memory of its own."""
 
 
 def plain(x: Tensor) -> Tensor:
@@ -65,11 +67,11 @@ def from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
 def dress(op: str, dtype: torch.dtype) -> Dress | None:
     """How ``dtype`` is reduced by ``op``; None if as it is."""
     if dtype.is_complex:
-        return Dress(lambda x: torch.view_as_real(plain(x)), torch.view_as_complex)
+        return Dress(lambda x: torch.view_as_real(plain(x)), torch.view_as_complex, copies=False)
     if dtype.is_floating_point and op in ("max", "min"):
         return _ordered(dtype, op)
     if dtype == torch.bool:
-        return Dress(lambda x: plain(x).view(torch.uint8), lambda x: x.view(torch.bool))
+        return Dress(lambda x: plain(x).view(torch.uint8), lambda x: x.view(torch.bool), copies=False)
     if dtype in _WIDER:
         return Dress(lambda x: x.to(_WIDER[dtype]), lambda x: x.to(dtype))
     if dtype == torch.uint64:

@@ -197,7 +197,12 @@ class ProcessLink(PacketLink):
             return self._with_the_other(x, op)
         return self._in_two_steps(x, op) if x.nbytes * self.size > LARGE else super().all_reduce(x, op)
 
+    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
+        """In place, but for gloo's on the CPU, which are moved and reduced here."""
+        return self.all_reduce(x, op) if self._on_gloo and x.is_cpu else self._all_reduce_own(x, op)
+
     _all_reduce = recorded(_all_reduce, "all_reduce")
+    _all_reduce_own = recorded(PacketLink.all_reduce_own, "all_reduce")
     all_gather = recorded(PacketLink.all_gather)
     reduce_scatter = recorded(PacketLink.reduce_scatter)
     all_to_all = recorded(PacketLink.all_to_all)
@@ -338,14 +343,16 @@ class ProcessLink(PacketLink):
 
     def _reduce(self, x: Tensor, op: str) -> Tensor:
         # A clone has no lazy sign left; naming a memory format costs as much again.
-        y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        if not y.numel():
-            return y
+        return self._reduce_own(x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format), op)
+
+    def _reduce_own(self, x: Tensor, op: str) -> Tensor:
+        if not x.numel():
+            return x
         try:
-            work = self.group.allreduce([y], self._options[op])
+            work = self.group.allreduce([x], self._options[op])
         except RuntimeError as error:
             raise self._error("all_reduce", error) from error
-        return self._finish("all_reduce", work, y)
+        return self._finish("all_reduce", work, x)
 
     def _gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size * x.numel())

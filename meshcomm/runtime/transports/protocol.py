@@ -146,6 +146,9 @@ class Link(Primitives, Protocol):
     def sum_parts(self, x: Parts) -> Tensor:
         """all_reduce (sum) of what nobody has put together."""
 
+    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
+        """all_reduce of a tensor that nobody else has: its memory may become the result's."""
+
     def gather_flat(self, x: Tensor) -> Tensor:
         """``[k] -> [n * k]``: all_gather of a dense buffer."""
 
@@ -186,6 +189,10 @@ class Defaults:
     def sum_parts(self, x: Parts) -> Tensor:
         """Nobody calls it."""
         raise NotImplementedError
+
+    def all_reduce_own(self: Any, x: Tensor, op: str) -> Any:
+        """As any tensor."""
+        return self.all_reduce(x, op)
 
     def agree(self: Any, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
         """As a tensor of the CPU, whichever device the ranks compute on: where the group has a backend of the CPU's

@@ -38,6 +38,10 @@ class SoloLink(Defaults):
         """A copy; an exact sum has no negative zero."""
         return _copy(x) if op not in EXACT else _copy(x).add_(0.0)
 
+    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
+        """Itself."""
+        return x if op not in EXACT else x.add_(0.0)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """One row."""
         return _copy(x).unsqueeze(0)

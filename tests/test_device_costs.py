@@ -1,0 +1,259 @@
+"""What collectives cost a device beside the communication: kernels, copies, and times that the host waits for it. Counted on
+the CPU, on a group that is told to leave all to its backend, as it does where that is NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshcomm as mc
+from meshcomm import _torch
+from meshcomm.parallel import data_parallel, fully_shard
+from meshcomm.runtime.hooks.wrapped import bare
+
+aten = torch.ops.aten
+COPIES = {
+    aten.clone.default: "clone",
+    aten.cat.default: "cat",
+    aten.cat.out: "cat",
+    aten.copy_.default: "copy",
+    aten._to_copy.default: "cast",
+}
+FREE = {"view", "_unsafe_view", "split", "split_with_sizes", "detach", "empty", "new_empty", "empty_like", "as_strided", "slice",
+        "select", "unsqueeze", "alias", "expand", "t", "transpose", "lift_fresh"}  # fmt: skip
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what is copied, by size, and every operation that would start a kernel."""
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self.least = least
+        self.copies: Counter[str] = Counter()
+        self.names: list[str] = []
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.reads += func in (aten._local_scalar_dense.default, aten.is_nonzero.default)
+        if func.namespace == "aten" and isinstance(result, Tensor) and result.numel() >= self.least:
+            if func in COPIES:
+                self.copies[COPIES[func]] += 1
+            if name not in FREE and not (name == "view" or name.startswith("view_as")):
+                self.names.append(name)
+        return result
+
+
+@contextlib.contextmanager
+def as_on_a_device(mesh: mc.Mesh, *axes: Any) -> Iterator[None]:
+    """Leave all that these axes do with tensors to the backend, as for those that lie on an accelerator; dispatch modes see
+    what the library does in backward too.
+    """
+    links = [bare(mesh.axis(axis).link) for axis in axes]
+    outside, _torch.outside_dispatch_modes = _torch.outside_dispatch_modes, contextlib.nullcontext
+    try:
+        for link in links:
+            link._on_gloo = False
+        yield
+    finally:
+        _torch.outside_dispatch_modes = outside
+        for link in links:
+            link._on_gloo = True
+
+
+# ----------------------------------------------------------------------------------------------- buckets are copied once
+
+N = 1000
+
+
+def leaves(rank: int, *, grad: bool = False) -> dict[str, Tensor]:
+    return {name: torch.full((N,), float(at + rank), requires_grad=grad) for at, name in enumerate("uvw")}
+
+
+def no_alias(tree: dict[str, Tensor], results: dict[str, Tensor], rank: int) -> None:
+    """Results are their own, and what was given is as it was."""
+    for at, name in enumerate("uvw"):
+        assert results[name].untyped_storage().data_ptr() != tree[name].untyped_storage().data_ptr()
+        assert tree[name].detach().eq(at + rank).all()
+
+
+def copies_of_a_tree(op: str, later: bool, joins: int) -> None:
+    mesh = mc.make_mesh({"a": 4})
+    with as_on_a_device(mesh, "a"):
+        tree = leaves(mesh.rank)
+        with Kernels(N) as seen:
+            result = mc.all_reduce(tree, "a", op, mesh=mesh, async_op=later)
+            result = result.wait() if later else result
+        assert seen.copies == {"cat": joins}, seen.copies
+        no_alias(tree, result, mesh.rank)
+        for at, name in enumerate("uvw"):
+            assert result[name].eq((4 * at + 6) / (4 if op == "mean" else 1)).all(), name
+        x = tree["u"]
+        with Kernels(N) as alone:  # a tensor of the user's is copied, and reduced there
+            y = mc.all_reduce(x, "a", op, mesh=mesh)
+        assert alone.copies == {"clone": 1}, alone.copies
+        assert y.eq(1.5 if op == "mean" else 6).all()
+        assert x.eq(mesh.rank).all()
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_a_bucket_is_copied_once(gloo4: Any, op: str, later: bool) -> None:
+    gloo4.run(copies_of_a_tree, op, later, 1)
+
+
+def a_needed_value_stays() -> None:
+    """What the derivative needs is not reduced in place, nor is what a hook may look at after it."""
+    mesh = mc.make_mesh({"a": 4})
+    with as_on_a_device(mesh, "a"):
+        for op, slope in (("product", 0.0), ("max", 1.0)):
+            tree = leaves(mesh.rank, grad=True)
+            found = mc.all_reduce(tree, "a", op, mesh=mesh)
+            got = torch.autograd.grad(sum(y.sum() for y in found.values()), list(tree.values()))
+            top = mesh.rank == 3
+            for at, (name, g) in enumerate(zip("uvw", got, strict=True)):
+                others = [rank + at for rank in range(4) if rank != mesh.rank]
+                expected = torch.tensor(others).prod() if op == "product" else slope * top
+                assert g.eq(expected).all(), (op, name)
+            no_alias(tree, found, mesh.rank)
+        tree = leaves(mesh.rank, grad=True)
+        total = mc.all_reduce(tree, "a", mesh=mesh)
+        (g,) = torch.autograd.grad(sum((y * y).sum() for y in total.values()), tree["v"], create_graph=True)
+        assert g.eq(2 * 10).all()
+        no_alias(tree, total, mesh.rank)
+
+
+def test_a_value_that_is_needed_stays(gloo4: Any) -> None:
+    gloo4.run(a_needed_value_stays)
+
+
+def copies_of_gradients(reduce_dtype: torch.dtype | None) -> None:
+    """The second pass, in which the order is known and buckets go early."""
+    mesh = mc.make_mesh({"a": 4})
+    with as_on_a_device(mesh, "a"):
+        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).to(torch.bfloat16 if reduce_dtype else None)
+        model = data_parallel(model, "a", grads="sum", reduce_dtype=reduce_dtype, mesh=mesh)
+        x = torch.full((2, 32), 1.0 + mesh.rank, dtype=model[0].weight.dtype)
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(x).sum()
+            with Kernels(3 * 32 * 32) as seen:
+                loss.backward()
+        # One to join them; what came is cast back where it was summed in another dtype.
+        assert seen.copies == {"cat": 1, **({"cast": 1} if reduce_dtype else {})}, seen.copies
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
+def test_gradients_of_data_parallelism_are_copied_once(gloo4: Any, reduce_dtype: torch.dtype | None) -> None:
+    gloo4.run(copies_of_gradients, reduce_dtype)
+
+
+def copies_of_shards() -> None:
+    mesh = mc.make_mesh({"replica": 2, "dp": 2})
+    with as_on_a_device(mesh, "replica", "dp"):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(64, 64), "dp", grads="mean", replica_axis="replica", mesh=mesh)
+        x = torch.full((2, 64), 1.0 + mesh.rank)
+        loss = model(x).sum()
+        with Kernels(64 * 64 // 2) as seen:
+            loss.backward()
+        assert seen.copies["clone"] == 0, seen.copies
+        assert seen.copies["cat"] == 1, seen.copies
+        assert model.weight.grad is not None
+        assert torch.allclose(model.weight.grad, torch.full((), 2 * (1 + 2 + 3 + 4) / 4)), model.weight.grad
+
+
+def test_gradients_of_shards_are_copied_once(gloo4: Any) -> None:
+    gloo4.run(copies_of_shards)
+
+
+def one_rank() -> None:
+    mesh = mc.make_mesh({"a": 1})
+    tree = leaves(0)
+    with Kernels(N) as seen:
+        result = mc.all_reduce(tree, "a", mesh=mesh)
+    assert seen.copies == {"cat": 1}
+    no_alias(tree, result, 0)
+
+
+def test_one_rank_copies_once_too() -> None:
+    one_rank()
+
+
+def copies_here() -> None:
+    """On the transports of the CPU, which may have to move bytes to where others read them."""
+    mesh = mc.make_mesh({"a": 4})
+    tree = leaves(mesh.rank)
+    with Kernels(3 * N) as seen:
+        result = mc.all_reduce(tree, "a", mesh=mesh, async_op=True).wait()
+    assert (seen.copies["cat"], seen.copies["clone"], seen.copies["copy"] <= 1) == (1, 0, True), seen.copies
+    no_alias(tree, result, mesh.rank)
+    assert [result[name][0].item() for name in "uvw"] == [6, 10, 14]
+
+
+@pytest.mark.parametrize("where", ["gloo4", "pool4"])
+def test_later_on_the_cpu(request: pytest.FixtureRequest, where: str) -> None:
+    request.getfixturevalue(where).run(copies_here)
+
+
+def test_later_in_process() -> None:
+    """Ranks take turns, so that a mode of one would see what the others do."""
+
+    def main() -> list[float]:
+        mesh = mc.make_mesh({"a": 4})
+        tree = leaves(mesh.rank)
+        result = mc.all_reduce(tree, "a", mesh=mesh, async_op=True).wait()
+        no_alias(tree, result, mesh.rank)
+        return [result[name][0].item() for name in "uvw"]
+
+    assert mc.launch(main, ranks=4) == [[6, 10, 14]] * 4
+
+
+# ------------------------------------------------------------------------------------------- the host waits once for all
+
+
+def reads_of_missing(missing: int, mixed: bool) -> list[int]:
+    """How often backward reads numbers of a device, when this many leaves have no gradient on any rank but one."""
+    mesh = mc.make_mesh({"a": 4})
+    with as_on_a_device(mesh, "a"):
+        names = [f"w{at}" for at in range(8)]
+        tree = {name: torch.ones(3, dtype=torch.float64 if mixed and at % 2 else torch.float32, requires_grad=True)
+                for at, name in enumerate(names)}  # fmt: skip
+        for _ in range(2):  # the first pass finds out the order
+            varied = mc.pvary(tree, "a", mesh=mesh, bucket_mb=1e-5)
+            used = names[: 8 - missing] + (names[-1:] if mesh.rank == 2 and missing else [])
+            loss = sum((varied[name].double().sum() * (1 + mesh.rank) for name in used), torch.zeros(()))
+            lists: list[int] = []
+            tolist: Callable[[Tensor], Any] = Tensor.tolist
+            Tensor.tolist = lambda x: (lists.append(x.numel()), tolist(x))[1]  # type: ignore[method-assign]
+            try:
+                with Kernels() as seen:
+                    found = torch.autograd.grad(loss, list(tree.values()), allow_unused=True)
+            finally:
+                Tensor.tolist = tolist  # type: ignore[method-assign]
+        for at, g in enumerate(found):
+            if at < 8 - missing:
+                assert g is not None
+                assert g.eq(10).all()
+            elif at == 7:
+                assert g is not None
+                assert g.eq(3).all()
+            else:
+                assert g is None, at
+        return [seen.reads, len(lists)]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "two"])
+def test_leaves_without_a_gradient_cost_one_wait_in_all(gloo4: Any, mixed: bool) -> None:
+    assert gloo4.run(reads_of_missing, 0, mixed) == [[0, 0]] * 4
+    for missing in (2, 6):
+        assert gloo4.run(reads_of_missing, missing, mixed) == [[0, 1]] * 4
