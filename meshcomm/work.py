@@ -16,7 +16,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.mesh import Axis
-from meshcomm.runtime.call import Call
+from meshcomm.runtime.call import Call, for_later, told
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.pending import Pending, TimedOutError
@@ -26,7 +26,7 @@ from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.watch import here
 
-__all__ = ["Source", "Work", "begun", "checked_limit", "limited", "wait"]
+__all__ = ["Kind", "Limit", "Source", "Work", "begun", "kind_of", "wait"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -117,43 +117,6 @@ class Work(Generic[T]):
                 self._source = None
         return self._value
 
-    def wait_or_give_up(self, timeout: float) -> T:
-        """The result, or CommError after so many seconds; then nobody can wait for it any more. The others, when they
-        come, get what this rank has given; under guard they are told, and this rank gets the result if all have come.
-        """
-        if self._over:
-            return self.wait()
-        self._claimed = True
-        try:
-            return self._finished_or_withdrawn(timeout)
-        except TimedOutError as late:
-            error = CommError(self._too_late(timeout, late))
-        with self._lock, contextlib.suppress(Exception):
-            self._over, self._error = True, error
-            source, self._source = self._source, None
-            if (record := source.record()) is not None and record[ENDED] is None:
-                failed(record, error)
-            source.abandon()
-        raise error
-
-    def _finished_or_withdrawn(self, timeout: float) -> T:
-        try:
-            return self._finished(timeout)
-        except TimedOutError:
-            if not self._source.withdraw(timeout):
-                raise
-        return self._finished(None)
-
-    def _too_late(self, waited: float, late: TimedOutError) -> str:
-        call, axis, record = self._call, self._axis, self._source.record()
-        if call is None or axis is None or record is None:
-            return self._late(waited, str(late), again=False)
-        link: Any = axis.link
-        log = link.log
-        absent = range(len(log.ranks)) if late.missing is None else late.missing
-        found = peers.account([log.ranks[i] for i in absent]) if self._rank is None else ""
-        return late_text(Late(call.what, log, record, waited, late.missing, late.came, late.known, found, call.axis))
-
     @contextlib.contextmanager
     def _locked(self, timeout: float | None) -> Iterator[None]:
         lock = getattr(self, "_lock", None)
@@ -227,19 +190,9 @@ class Work(Generic[T]):
                 yield
         return self.wait()
 
-    def _late(self, waited: float, absent: str = "", *, again: bool = True) -> str:
-        call = getattr(self, "_call", None)
-        what, got = ("wait", "") if call is None else (call.what, str(call))
+    def _late(self, waited: float, absent: str = "") -> str:
         since = time.monotonic() - self._began
-        return text(
-            what,
-            f"not done after {waited:.3g} s of waiting, {since:.3g} s after it began.",
-            got="; ".join(part for part in (got, absent) if part),
-            fix=("wait again, nothing is lost; or" if again else "the call was given up;")
-            + " see where the other ranks are, for one of them has not made this call"
-            " (py-spy dump --pid, faulthandler.dump_traceback_later; among in-process ranks that is an error which"
-            " names the rank and the line)",
-        )
+        return _not_done(getattr(self, "_call", None), waited, since, absent, "wait again, nothing is lost; or")
 
     def __repr__(self) -> str:
         call = getattr(self, "_call", None)
@@ -310,18 +263,86 @@ def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[A
     """A work whose result is ``result``, or what that will be; ``x`` is the one tensor that it is about, if it is."""
     if not isinstance(result, Pending):
         return Work(result)
-    dtype, shape = (None, ()) if x is None else (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x
-    return Work(result, noted(result.record(), Call(what, axis=axis, dtype=dtype, shape=shape).here()), axis)
+    return Work(result, _noted(what, axis, x, result), axis)
 
 
-def limited(fn: Callable[..., Any], timeout: object, async_op: bool, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a public collective: begin it, wait so long, and give it up then."""
-    seconds = checked_limit(fn.__name__, timeout, async_op)
-    work: Work[Any] = fn(*args, **kwargs, async_op=True)
-    return work.wait_or_give_up(seconds)
+def _noted(what: str, axis: Axis, x: Tensor | Kind | None, result: Pending) -> Call:
+    dtype, shape = (None, ()) if x is None else kind_of(x) if isinstance(x, Tensor) else x
+    return noted(result.record(), Call(what, axis=axis, dtype=dtype, shape=shape).here())
 
 
-def checked_limit(where: str, timeout: object, async_op: bool) -> float:
+def kind_of(x: Tensor) -> Kind:
+    """Its dtype and shape."""
+    return x.dtype, tuple(x.shape)
+
+
+class Limit:
+    """The time-out of one call that gives its result. It stands where others say whether they want a Work."""
+
+    __slots__ = ("_end", "seconds")
+
+    def __init__(self, where: str, timeout: object, async_op: bool) -> None:
+        self.seconds = _checked_limit(where, timeout, async_op)
+        self._end = time.monotonic() + self.seconds
+
+    def __enter__(self) -> Limit:
+        told.waits = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        told.waits = False
+
+    def settled(self, what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Any:
+        """The result, or CommError when the time is up; then nobody can wait for it any more. The others, when they
+        come, get what this rank has given; under guard they are told, and this rank gets the result if all have come.
+        """
+        if not isinstance(result, Pending):
+            return result
+        call = _noted(what, axis, x, result)
+        try:
+            with for_later(False):
+                return self._in_time(result)
+        except TimedOutError as late:
+            error = CommError(self._too_late(call, axis, result.record(), late))
+        with contextlib.suppress(Exception):
+            if (record := result.record()) is not None and record[ENDED] is None:
+                failed(record, error)
+            result.abandon()
+        raise error
+
+    def _in_time(self, result: Pending) -> Any:
+        try:
+            return result.wait(max(1e-3, self._end - time.monotonic()))
+        except TimedOutError:
+            if not result.withdraw(self.seconds):
+                raise
+        return result.wait(None)
+
+    def _too_late(self, call: Call, axis: Axis, record: Any, late: TimedOutError) -> str:
+        if record is None:
+            return _not_done(call, self.seconds, self.seconds, str(late), "the call was given up;")
+        link: Any = axis.link
+        log = link.log
+        absent = range(len(log.ranks)) if late.missing is None else late.missing
+        found = peers.account([log.ranks[i] for i in absent]) if current_rank() is None else ""
+        return late_text(
+            Late(call.what, log, record, self.seconds, late.missing, late.came, late.known, found, call.axis)
+        )
+
+
+def _not_done(call: Call | None, waited: float, since: float, absent: str, fix: str) -> str:
+    what, got = ("wait", "") if call is None else (call.what, str(call))
+    return text(
+        what,
+        f"not done after {waited:.3g} s of waiting, {since:.3g} s after it began.",
+        got="; ".join(part for part in (got, absent) if part),
+        fix=f"{fix} see where the other ranks are, for one of them has not made this call"
+        " (py-spy dump --pid, faulthandler.dump_traceback_later; among in-process ranks that is an error which"
+        " names the rank and the line)",
+    )
+
+
+def _checked_limit(where: str, timeout: object, async_op: bool) -> float:
     """The seconds of a time-out of a single call."""
     if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open():
         what = "timeout= in compiled code or under a torch.func transform."

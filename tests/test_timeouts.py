@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import meshcomm as mc
 from meshcomm.collectives import one_rank
@@ -88,6 +90,33 @@ def test_derivatives(run4: Any) -> None:
     assert run4(gradients) == [[2 * (rank + 1) * 4 * i for i in range(4)] for rank in range(4)]
 
 
+def as_without(profiled: bool) -> None:
+    """A call with a time-out is one that waits, to autograd, to a trace and to the profiler."""
+    with mc.use_mesh(mc.make_mesh({"a": 4})):
+        for op in ("sum", "max"):
+            nodes, gradients, lines, ranges = ([] for _ in range(4))
+            for more in ({}, {"timeout": LONG}):
+                x = torch.arange(4.0, requires_grad=True)
+                seen = profile(activities=[ProfilerActivity.CPU], acc_events=True) if profiled else nullcontext()
+                with seen, mc.trace() as t:
+                    y = mc.all_reduce(x * (1 + mc.axis_index("a")), "a", op, **more)  # forward
+                    tree = mc.all_gather({"x": x, "n": torch.arange(2)}, "a", **more)
+                    (y.sum() + tree["x"].square().sum()).backward()
+                    mc.gather(x.detach(), "a", **more)
+                nodes.append([len(node.next_functions) for node in (y.grad_fn, y.grad_fn.next_functions[0][0])])
+                gradients.append(x.grad.tolist())
+                lines.append([(e.operation, e.backward, e.asynchronous, str(e.site)) for e in t.events])
+                if profiled:
+                    ranges.append(sorted(event.name for event in seen.events() if event.name.startswith("meshcomm.")))
+            for with_and_without in (nodes, gradients, lines, ranges)[: 4 if profiled else 3]:
+                assert with_and_without[0] == with_and_without[1]
+
+
+def test_a_call_with_a_time_out_is_one_that_waits(pool4: Any) -> None:
+    pool4.run(as_without, True)
+    mc.launch(as_without, ranks=4, args=(False,))
+
+
 def given_up() -> dict[str, str]:
     """Rank 0 gives up every call; the others make them later, and get what it has given."""
     mesh, other = mc.make_mesh({"a": 4}), mc.make_mesh({"all": 4})
@@ -104,7 +133,7 @@ def given_up() -> dict[str, str]:
             if name != "scatter without like":
                 call(mesh)
             else:  # of its two steps rank 0 has made the first
-                one_rank._scatter_header(X if mesh.rank == 1 else None, mesh.axis("a"), 1, 0, None)
+                one_rank._scatter_header(X if mesh.rank == 1 else None, mesh.axis("a"), 1, 0, False)
     for _ in range(2):
         assert mc.all_reduce(torch.ones(2), "a", mesh=mesh, timeout=LONG).tolist() == [4, 4]
         mc.barrier("a", mesh=mesh)

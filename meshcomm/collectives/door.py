@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,9 +18,11 @@ from meshcomm.collectives.rule import Params, Rule, apply, start
 from meshcomm.mesh import Axis, Mesh
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.watch import here
-from meshcomm.work import begun, limited
+from meshcomm.work import Kind, Limit, begun
 
-__all__ = ["Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside", "carried"]
+__all__ = [
+    "Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside", "carried", "handed", "started",
+]  # fmt: skip
 
 
 class Now(TypedDict, total=False):
@@ -67,12 +70,13 @@ class LaterOfLocal(TypedDict, total=False):
 
 
 def aside(fn: Callable[..., Any], /, *args: Any) -> Any:
-    """A call of ``fn``, a public collective, that is watched or has a time-out: by who watches, or begun, waited for so
-    long, and given up then. Each of the two calls ``fn`` again without itself. ``args``: all, as ``fn`` has them.
+    """A call of ``fn``, a public collective, that is watched or has a time-out: by who watches, or with a Limit in
+    place of ``async_op``. Each of the two calls ``fn`` again without itself. ``args``: all, as ``fn`` has them.
     """
     given = dict(zip(fn.__code__.co_varnames, args, strict=False))
     if here.watcher is None:
-        return limited(fn, given.pop("timeout"), given.pop("async_op"), **given)
+        with Limit(fn.__name__, given.pop("timeout"), given["async_op"]) as given["async_op"]:
+            return fn(**given)
     if "x" not in given:
         return here.watcher.made(fn, given["axis"], given["mesh"], **given)
     return here.watcher.collective(fn, given.pop("x"), given.pop("axis"), **given)
@@ -84,7 +88,7 @@ def carried(
     axis: Axis,
     params_of: Callable[[Tensor], Params],
     bucket_mb: float,
-    async_op: bool,
+    async_op: bool | Limit,
     in_rows: Callable[[], tuple[Params, Rows]] | None = None,
     *,
     shaped: Callable[[Tensor], Tensor] | None = None,
@@ -99,18 +103,19 @@ def carried(
         axis: over which.
         params_of: what the rule is given beside a tensor; raises for one that it cannot take.
         bucket_mb: the MiB of the leaves that go together.
-        async_op: whether to give a Work.
+        async_op: whether to give a Work, or within which limit to wait.
         in_rows: gives what the rule is given beside a bucket, and how leaves lie in it; None: each leaf goes by itself.
         shaped: what the rule takes in place of a tensor; the tensor by default.
         ragged: as in :func:`buckets.leaves_of`.
         dims: the same.
     """
-    where, run = rule.name, start if async_op else apply
+    where = rule.name
     if isinstance(x, Tensor):
         check.tensor(where, x, axis)
         params = params_of(x)
-        y = run(rule, x if shaped is None else shaped(x), axis, params)
-        return begun(where, axis, x, y) if async_op else y
+        own = x if shaped is None else shaped(x)
+        return started(rule, own, axis, params, async_op, x) if async_op else apply(rule, own, axis, params)
+    run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
     leaves, spec, said = buckets.leaves_of(where, x, axis, params_of, ragged, dims)
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
     if in_rows is None:
@@ -130,4 +135,22 @@ def carried(
             said,
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return begun(where, axis, None, tree) if async_op else tree
+    return handed(where, axis, None, tree, async_op) if async_op else tree
+
+
+def started(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit, seen: Tensor | None = None) -> Any:
+    """What a collective that does not wait, or within a limit, gives of one tensor. ``seen``: as the user has it."""
+    seen = x if seen is None else seen
+    if isinstance(how, Limit):
+        return start(rule, x, axis, params, ended=lambda y: how.settled(rule.name, axis, seen, y))
+    return begun(rule.name, axis, seen, start(rule, x, axis, params))
+
+
+def handed(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, how: bool | Limit) -> Any:
+    """A result that may be under way, within the limit, or the Work of it."""
+    return how.settled(what, axis, x, result) if isinstance(how, Limit) else begun(what, axis, x, result)
+
+
+def _as_it_is(y: Any) -> Any:
+    """Of a tree: all parts are begun before one of them is waited for."""
+    return y

@@ -6,8 +6,7 @@ n = size of the axis.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, overload
@@ -17,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import check
-from meshcomm.collectives.door import Later, Now, aside
+from meshcomm.collectives.door import Later, Now, aside, handed
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -26,8 +25,9 @@ from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
+from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
-from meshcomm.work import Work, begun, checked_limit
+from meshcomm.work import Kind, Limit, Work, kind_of
 
 __all__ = ["barrier", "exchange", "gather", "recv", "reduce", "scatter", "send"]
 
@@ -59,12 +59,23 @@ def _called(axis: Axis, op: Op, *given: object, x: Tensor | None = None) -> Abst
     return calling(axis, Call(op.name, given, op.compared[: len(given)], None, axis, *seen))
 
 
-def _kept(x: Tensor, later: bool) -> Tensor:
+def _made(
+    op: Op, given: tuple[object, ...], axis: Axis, x: Tensor | Kind | None, how: bool | Limit, go: Callable[[Link], Any]
+) -> Any:
+    """What ``go`` makes of the link of the axis, or the Work of it; ``x``: a tensor that all give alike, or what is
+    known of one that not all have.
+    """
+    with _called(axis, op, *given, x=x if isinstance(x, Tensor) else None), for_later(bool(how)):
+        y = go(axis.link)
+        return handed(op.name, axis, x, y, how) if how else y
+
+
+def _kept(x: Tensor, later: bool | Limit) -> Tensor:
     """A copy of what is read after the call."""
     return x.detach().clone(memory_format=torch.contiguous_format) if later else x
 
 
-def _kept_posts(posts: list[Post], later: bool) -> list[Post]:
+def _kept_posts(posts: list[Post], later: bool | Limit) -> list[Post]:
     return [(_kept(x, later), dst, tag) for x, dst, tag in posts]
 
 
@@ -128,9 +139,7 @@ def reduce(
     check.reducible("reduce", x, op, ax)
     dst = check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
-    with _called(ax, REDUCE, op, dst, x=x), for_later(async_op):
-        y = ax.link.reduce(_kept(x, async_op), op, dst)
-    return begun("reduce", ax, x, y) if async_op else y
+    return _made(REDUCE, (op, dst), ax, x, async_op, lambda link: link.reduce(_kept(x, async_op), op, dst))
 
 
 @overload
@@ -198,9 +207,7 @@ def gather(
     def join(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
 
-    with _called(ax, GATHER, dst, place, x=x), for_later(async_op):
-        y = then(ax.link.gather(_kept(x, async_op), dst), join)
-    return begun("gather", ax, x, y) if async_op else y
+    return _made(GATHER, (dst, place), ax, x, async_op, lambda link: then(link.gather(_kept(x, async_op), dst), join))
 
 
 @overload
@@ -263,12 +270,11 @@ def scatter(
 
     Source: MPI_Scatter.
     """
-    if here.watcher is not None or (timeout is not None and like is not None):
+    if here.watcher is not None or timeout is not None:
         return aside(scatter, x, axis, src, dim, like, mesh, async_op, timeout)
-    end = None if timeout is None else time.monotonic() + checked_limit("scatter", timeout, async_op)
     ax = check.axis_of("scatter", axis, mesh)
     src = check.checked_index("scatter", src, ax, "src")
-    if async_op and like is None:
+    if async_op and like is None and not isinstance(async_op, Limit):
         check.explain(
             "scatter", "async_op=True without like=: what comes is not known before it is waited for.", ax,
             fix="pass like= on all ranks, a tensor with the shape, dtype and device of the result",
@@ -276,7 +282,7 @@ def scatter(
     with held() if like is None else nullcontext():
         problem = _scatter_problem(x, ax, src, dim, like)
     if like is None:  # a rank that has found an error says so in the header: the others would wait for it
-        like = _scatter_header(None if problem else x, ax, src, dim, end)
+        like = _scatter_header(None if problem else x, ax, src, dim, async_op)
         if problem is not None and ax.index != src:
             ax.link.refuse("scatter", str(problem).split("\n", 1)[0], ax)
     if problem is not None:
@@ -284,18 +290,8 @@ def scatter(
     rows = None
     if x is not None:
         place = dim % x.ndim
-        rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
-    later = async_op or end is not None
-    with _called(ax, SCATTER, src), for_later(later):
-        y = ax.link.scatter(None if rows is None else _kept(rows, later), like, src)
-    if end is not None:
-        return _until(end, ax, like, y)
-    return begun("scatter", ax, like, y) if async_op else y
-
-
-def _until(end: float, axis: Axis, x: Tensor | None, result: Any) -> Any:
-    """One of the two steps of a scatter, which end by then."""
-    return begun("scatter", axis, x, result).wait_or_give_up(max(1e-3, end - time.monotonic()))
+        rows = _kept(x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous(), async_op)
+    return _made(SCATTER, (src,), ax, kind_of(like), async_op, lambda link: link.scatter(rows, like, src))
 
 
 def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Tensor | None) -> MeshError | None:
@@ -330,16 +326,15 @@ def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Ten
     return None
 
 
-def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, end: float | None) -> Tensor:
+def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, how: bool | Limit) -> Tensor:
     """Shape, dtype and device of the slices, sent by ``src``; raises on every rank when it has none."""
     values: list[int] = []
     if x is not None:
         shape = slice_shape(x, dim % x.ndim, axis.size)
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
     values += [0] * (_MOST_DIMS + 3 - len(values))
-    with _called(axis, SCATTER, src), for_later(end is not None):
-        told = axis.link.agree(values, src)
-    [(code, elsewhere, ndim, *lengths)] = told if end is None else _until(end, axis, None, told)
+    told = _made(SCATTER, (src,), axis, None, how, lambda link: link.agree(values, src))
+    [(code, elsewhere, ndim, *lengths)] = told
     if axis.index == src and x is not None:
         return x.new_empty(slice_shape(x, dim % x.ndim, axis.size))
     if code == 0:
@@ -407,9 +402,8 @@ def send(
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     _not_oneself("send", dst, ax)
-    with _called(ax, SEND), for_later(async_op):
-        done = then(ax.link.exchange(_kept_posts([post], async_op), []), lambda _: None)
-    return begun("send", ax, x, done) if async_op else None
+    posts = _kept_posts([post], async_op)
+    return _made(SEND, (), ax, kind_of(x), async_op, lambda link: then(link.exchange(posts, []), lambda _: None))
 
 
 @overload
@@ -468,9 +462,8 @@ def recv(
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     _not_oneself("recv", src, ax)
-    with _called(ax, RECV), for_later(async_op):
-        y = then(ax.link.exchange([], [want]), lambda got: got[0])
-    return begun("recv", ax, (dtype, want[1]), y) if async_op else y
+    kind = dtype, want[1]
+    return _made(RECV, (), ax, kind, async_op, lambda link: then(link.exchange([], [want]), lambda got: got[0]))
 
 
 @overload
@@ -542,9 +535,7 @@ def exchange(
         got = iter(received)
         return [next(kept if want[0] == ax.index else got) for want in wants]
 
-    with _called(ax, EXCHANGE), for_later(async_op):
-        y = then(ax.link.exchange(sent, away), sort)
-    return begun("exchange", ax, None, y) if async_op else y
+    return _made(EXCHANGE, (), ax, None, async_op, lambda link: then(link.exchange(sent, away), sort))
 
 
 @overload
@@ -597,9 +588,7 @@ def barrier(
     ax = check.axis_of("barrier", axis, mesh)
     limit = duration("barrier", timeout)
     if limit is None:
-        with _called(ax, BARRIER), for_later(async_op):
-            done = ax.link.barrier()
-        return begun("barrier", ax, None, done) if async_op else None
+        return _made(BARRIER, (), ax, None, async_op, lambda link: then(link.barrier(), lambda _: None))
     if async_op:
         check.explain("barrier", "timeout= with async_op=True.", ax, fix="give the time-out to the wait of the work")
     with _called(ax, BARRIER, limit.total_seconds()):

@@ -15,10 +15,10 @@ from typing_extensions import Unpack
 
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.buckets import ELEMENTS
-from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside, carried
+from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside, carried, started
 from meshcomm.collectives.gather import cut_in_rows, gather_over
 from meshcomm.collectives.overlap import vary_tree
-from meshcomm.collectives.rule import Rule, apply, start
+from meshcomm.collectives.rule import Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
@@ -240,7 +240,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     ax = check.axis_of("pvary", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("pvary", x, ax)
-        return begun("pvary", ax, x, start(_PVARY, x, ax)) if async_op else _vary(x, ax)
+        return started(_PVARY, x, ax, (), True) if async_op else _vary(x, ax)
     leaves, spec, _ = buckets.leaves_of("pvary", x, ax)
     buckets.checked_size("pvary", bucket_mb, ax)
     real = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
@@ -328,7 +328,7 @@ def all_reduce(
         if exact:
             check.exact("all_reduce", x, op, ax)
             op = f"exact {op}"
-        return begun("all_reduce", ax, x, start(rule, x, ax, (op,))) if async_op else apply(rule, x, ax, (op,))
+        return started(rule, x, ax, (op,), async_op) if async_op else apply(rule, x, ax, (op,))
     called = f"exact {op}" if exact else op
 
     def params_of(leaf: Tensor) -> tuple[str]:

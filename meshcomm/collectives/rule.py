@@ -34,6 +34,7 @@ from meshcomm._torch import (
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import Call, for_later, told
+from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.ops import Op
@@ -87,6 +88,7 @@ class Rule:
         self.ragged = None if ragged is None else params.index(ragged)
         self.whose = None if whose is None else params.index(whose)
         self.agreed = tuple(param for param in params if param in op.compared)
+        self.backward = _backward(self)
         # Function.apply looks for torch.func and what has leaked out of it, which `apply` below does: 3 of 10 µs.
         self.node: Any = super(Function, _backward_only(self)).apply  # type: ignore[misc]
         self.function: Any = _for_transforms(self).apply
@@ -106,8 +108,16 @@ class Rule:
         fixed = () if self.ragged is None else shape[: given[self.ragged]] + shape[given[self.ragged] + 1 :]
         return Call(self.name, given, self.agreed, None, None, dtype, shape, fixed, tree)
 
-    def announced(self, x: Tensor, axis: Axis, params: Params, needs_grad: bool | None, tree: Described) -> Tensor:
-        """Run it, and tell a link that wants to know meanwhile what is called."""
+    def announced(
+        self,
+        x: Tensor,
+        axis: Axis,
+        params: Params,
+        needs_grad: bool | None,
+        tree: Described,
+        ended: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Run it, and tell a link that wants to know meanwhile what is called. ``ended``: see :func:`start`."""
         link, given, before = axis.link, params[: len(self.agreed)], told.call
         whose = None if self.whose is None else params[self.whose]
         try:
@@ -118,9 +128,11 @@ class Rule:
             elif link.hears:
                 told.call = (self.noted, given, x.dtype, x.shape), tree, whose
             if self.local or not profiler_on():
-                return self.run(x, axis, *params)
+                y = self.run(x, axis, *params)
+                return y if ended is None else ended(y)
             with in_range(self.name, axis, x.dtype, x.shape):
-                return self.run(x, axis, *params)
+                y = self.run(x, axis, *params)
+                return y if ended is None else ended(y)
         finally:
             told.call = before
 
@@ -146,8 +158,17 @@ def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Describe
     return rule.run(x, axis, *params)
 
 
-def start(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Described = ()) -> Any:
-    """Begin ``rule`` on ``x``: the result, or a Pending of it. ``x`` may change after the call."""
+def start(
+    rule: Rule,
+    x: Tensor,
+    axis: Axis,
+    params: Params = (),
+    tree: Described = (),
+    ended: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
+    """Begin ``rule`` on ``x``: the result, or a Pending of it. ``x`` may change after the call. ``ended``: what a
+    caller that waits by itself does with either; then one node is made, as if :func:`apply` had been called.
+    """
     if torch.compiler.is_compiling() or functorch_active() or dual_level_open():
         return apply(rule, x, axis, params, tree)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
@@ -158,11 +179,14 @@ def start(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Describe
             own = own.clone(memory_format=torch.contiguous_format)
         before, told.later = told.later, True  # as ``for_later`` does, without its calls
         try:
-            raw = rule.announced(own, axis, params, needs_grad, tree)
+            raw = rule.announced(own, axis, params, needs_grad, tree, ended)
         finally:
             told.later = before
     if not needs_grad:
         return raw
+    if ended is not None:
+        site = call_site()
+        return then(raw, lambda y: _come(unwrap_if_dead(x), rule, axis, params, [y], site))
     pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
     token = _Start.apply(unwrap_if_dead(x), pair)  # type: ignore[no-untyped-call]
     return then(raw, lambda y: pair.finish(token, x, y))
@@ -252,6 +276,27 @@ class _Pass:
         self.begun = False
 
 
+class _Come(Function):
+    """The node of a call that was waited for before: ``came`` has its result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rule: Rule, axis: Axis, params: Params, came: list[Tensor], site: CallSite
+    ) -> Tensor:
+        ctx.rule, ctx.axis, ctx.params, ctx.call_site = rule, axis, params, site
+        axis.link.ledger.at_once += 1
+        if rule.saves:
+            ctx.save_for_backward(x, *came)
+        return came.pop()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return *ctx.rule.backward(ctx, g), None, None
+
+
+_come: Any = plain_apply(_Come)
+
+
 class _Start(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pair: _Pair) -> Tensor:
@@ -321,7 +366,7 @@ def _backward_only(rule: Rule) -> type[Function]:
             ctx.save_for_backward(x, y)
         return y
 
-    return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": _backward(rule)})
+    return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": staticmethod(rule.backward)})
 
 
 def _for_transforms(rule: Rule) -> type[Function]:
@@ -355,17 +400,17 @@ def _for_transforms(rule: Rule) -> type[Function]:
         {
             "forward": staticmethod(forward),
             "setup_context": staticmethod(setup_context),
-            "backward": _backward(rule),
+            "backward": staticmethod(rule.backward),
             "jvp": staticmethod(jvp),
             "vmap": staticmethod(vmap),
         },
     )
 
 
-def _backward(rule: Rule) -> Any:
+def _backward(rule: Rule) -> Callable[..., tuple[Tensor, None, None, None]]:
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         if not rule.saves:  # saved tensors are gone after one backward pass, even if there are none
             return rule.transpose(g, ctx.axis, *ctx.params), None, None, None
         return rule.transpose(g, ctx.axis, *ctx.saved_tensors, *ctx.params), None, None, None
 
-    return staticmethod(backward)
+    return backward

@@ -159,6 +159,8 @@ class _Told(threading.local):
     """
     later = False
     """Whether the call is waited for later: its primitives then give a Pending where they would have to wait."""
+    waits = False
+    """Whether who makes the call waits for it nevertheless."""
 
 
 told = _Told()

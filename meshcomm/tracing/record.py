@@ -13,7 +13,7 @@ import torch
 
 from meshcomm._torch import backward_pass
 from meshcomm.mesh import Axis
-from meshcomm.runtime.call import Call, messages_of
+from meshcomm.runtime.call import Call, messages_of, told
 from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
 from meshcomm.runtime.pending import Pending, TimedOutError
@@ -44,7 +44,7 @@ class Record:
         self._dtype = None if x is None else x.dtype
         self._shape: tuple[int, ...] = () if x is None else tuple(x.shape)
         self._bytes = bytes_of(what, axis.size, axis.index)
-        self.asynchronous = what.asynchronous
+        self.asynchronous = what.asynchronous and not told.waits
         self.backward = backward_pass() != -1
         self.site = _site()
         self.waited = 0
