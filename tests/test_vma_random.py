@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vma_checks import F64, OLD, I, N, V, kind, on_ranks, ones, zeros
+from vma_checks import F64, I, N, V, kind, on_ranks, ones, zeros
 
 import meshcomm as mc
 from meshcomm import watch
@@ -18,8 +18,9 @@ from meshcomm.spmd.types.rules import torch_rules
 # --------------------------------------------------------------------------------------------------------------- random
 
 
-def known_as_random(name: str) -> bool:
-    return name in torch_rules.RANDOM or torch_rules._drops(name) is not None
+def known_as_random(func: Any) -> bool:
+    kind = torch_rules.kind_of(func)
+    return kind.random or kind.drops is not None
 
 
 SEEDED = sorted(
@@ -33,29 +34,46 @@ SEEDED = sorted(
 def test_every_random_operation_is_known() -> None:
     """A backward gets the random state of its forward."""
     assert len(SEEDED) > 40
-    assert [name for name in SEEDED if not known_as_random(name) and not name.endswith("_backward")] == []
+    assert [
+        name for name in SEEDED if not known_as_random(getattr(torch.ops.aten, name)) and not name.endswith("_backward")
+    ] == []
 
 
 def test_every_random_function_of_nn_is_known() -> None:
     written = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
     settled = {"constant_", "ones_", "zeros_", "eye_", "dirac_"}
     assert settled < set(written)
-    assert [name for name in written if not known_as_random(name)] == sorted(settled)
+    assert [name for name in written if not known_as_random(getattr(nn.init, name))] == sorted(settled)
     assert set(written) <= torch_rules.OVERWRITES
     drops = [name for name in dir(F) if "dropout" in name and callable(getattr(F, name)) and name != "Dropout"]
     assert len(drops) >= 6
-    assert [name for name in [*drops, "gumbel_softmax", "rrelu", "rrelu_"] if not known_as_random(name)] == []
+    assert [
+        name for name in [*drops, "gumbel_softmax", "rrelu", "rrelu_"] if not known_as_random(getattr(F, name))
+    ] == []
 
 
 @pytest.mark.parametrize(
     "table",
-    ["HOST", "FRESH", "ALIKE", "EACH", "RANDOM", "SETTLES", "OVERWRITES", "_IN_PLACE", "_DROPOUT", "_NOISY", "_STATISTICS"],
-)  # fmt: skip
+    ["HOST", "FRESH", "ALIKE", "EACH", "RANDOM", "SETTLES", "OVERWRITES", "_IN_PLACE", "DROPS", "STATISTICS"],
+)
 def test_the_rules_name_functions_that_exist(table: str) -> None:
     homes = (torch, Tensor, F, nn.init, torch.ops.aten)
-    newer = {"_flash_attention_forward_no_dropout_inplace"} if OLD else set()
-    lost = {name for name in getattr(torch_rules, table) if not any(hasattr(home, name) for home in homes)}
-    assert lost <= newer
+    assert {name for name in getattr(torch_rules, table) if not any(hasattr(home, name) for home in homes)} == set()
+
+
+def lstm_by_name(x: Tensor, *, dropout: float, train: bool) -> Tensor:
+    model = mc.mark_varying(nn.LSTM(6, 6, 2, dtype=F64), ())
+    zero = zeros(2, 4, 6)
+    told: dict[str, Any] = {"has_biases": True, "num_layers": 2, "bidirectional": False, "batch_first": False}
+    weights = model._flat_weights
+    y: Tensor = torch.lstm(x, hx=(zero, zero), params=weights, dropout=dropout, train=train, **told)[0].sum(0)
+    return y
+
+
+def lstm_of_packed(x: Tensor, *, train: bool) -> Tensor:
+    model = mc.mark_varying(nn.LSTM(6, 6, 2, dropout=0.5, dtype=F64), ()).train(train)
+    y: Tensor = model(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4]), batch_first=True))[0].data
+    return y
 
 
 ROWS, IMAGE, VOLUME = ones(4, 6), ones(1, 2, 8, 8), ones(1, 2, 8, 8, 8)
@@ -82,6 +100,8 @@ MIXES: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
     "gru": (lambda x: mc.mark_varying(nn.GRU(6, 6, 2, dropout=0.5, dtype=F64), ())(x), ROWS[None]),
     "rnn": (lambda x: mc.mark_varying(nn.RNN(6, 6, 2, dropout=0.5, dtype=F64), ())(x), ROWS[None]),
     "aten": (lambda x: torch.ops.aten.native_dropout(x, 0.5, True), ROWS),
+    "lstm, by name": (lambda x: lstm_by_name(x, dropout=0.5, train=True), ROWS[None]),
+    "lstm, packed": (lambda x: lstm_of_packed(x, train=True), ROWS[None]),
 }  # fmt: skip
 
 
@@ -119,6 +139,13 @@ QUIET: dict[str, Callable[[Tensor], Any]] = {
     "heads": lambda x: mc.mark_varying(nn.MultiheadAttention(6, 2, 0.5, dtype=F64), ()).eval()(x, x, x)[0],
     "lstm": lambda x: mc.mark_varying(nn.LSTM(6, 6, 2, dropout=0.5, dtype=F64), ()).eval()(x)[0],
     "lstm, p=0": lambda x: mc.mark_varying(nn.LSTM(6, 6, 2, dtype=F64), ())(x)[0],
+    "lstm, by name, no training": lambda x: lstm_by_name(x, dropout=0.5, train=False),
+    "lstm, by name, p=0": lambda x: lstm_by_name(x, dropout=0.0, train=True),
+    "lstm, packed, no training": lambda x: lstm_of_packed(x, train=False),
+    "native": lambda x: torch.native_dropout(x, 0.5, False)[0],
+    "native, by name": lambda x: torch.native_dropout(x, train=False, p=0.5)[0],
+    "aten": lambda x: torch.ops.aten.native_dropout(x, 0.5, None)[0],
+    "rrelu with noise": lambda x: torch.ops.aten.rrelu_with_noise(x, zeros(1, 4, 6)),
 }
 
 

@@ -30,23 +30,8 @@ def handler_of(func: Any) -> Handler | None:
     try:
         return _handlers[func]
     except KeyError:
-        draws = _refuse_if_it_draws if kind_of(func).drops is not None or _is_random(func) else None
-        return _handlers.setdefault(func, draws)
-
-
-def _is_random(func: Any) -> bool:
-    """Whether an operation of this name uses a generator."""
-    if hasattr(func, "tags"):
-        return torch.Tag.nondeterministic_seeded in func.tags
-    name = getattr(func, "__name__", "")
-    if getattr(func, "__module__", "") == nn.init.__name__:
-        return name not in ("constant_", "ones_", "zeros_", "eye_", "dirac_")  # should more of them ask modes one day
-    if not hasattr(func, "overloads"):
-        if name.startswith("__") or not (getattr(func, "__module__", None) or "torch").startswith("torch"):
-            return False
-        func = getattr(torch.ops.aten, name, None)
-    overloads = getattr(func, "overloads", list)
-    return any(torch.Tag.nondeterministic_seeded in getattr(func, each).tags for each in overloads())
+        kind = kind_of(func)
+        return _handlers.setdefault(func, _refuse_if_it_draws if kind.random or kind.drops is not None else None)
 
 
 R = TypeVar("R", bound=Callable[..., Any])

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded
 from meshcomm.spmd.types.sizes.size_rules import SIZED, words
 
 __all__ = ["RANDOM", "Kind", "kind_of"]
@@ -78,59 +79,13 @@ RANDOM = words(
 """Draw numbers, of what they are given no more than shapes and parameters."""
 
 
-class _Dropout(NamedTuple):
-    """Where a function that drops has its probability (or bounds) and whether it trains."""
-
-    p: int
-    p_name: str
-    training: int
-    training_default: bool
-
-
-_NOWHERE = 99
-_DROPOUT = {
-    "dropout": _Dropout(1, "p", 2, True),
-    "dropout_": _Dropout(1, "p", 2, True),
-    "dropout1d": _Dropout(1, "p", 2, True),
-    "dropout2d": _Dropout(1, "p", 2, True),
-    "dropout3d": _Dropout(1, "p", 2, True),
-    "feature_dropout": _Dropout(1, "p", 2, True),
-    "feature_dropout_": _Dropout(1, "p", 2, True),
-    "native_dropout": _Dropout(1, "p", 2, True),
-    "alpha_dropout": _Dropout(1, "p", 2, False),
-    "alpha_dropout_": _Dropout(1, "p", 2, False),
-    "feature_alpha_dropout": _Dropout(1, "p", 2, False),
-    "feature_alpha_dropout_": _Dropout(1, "p", 2, False),
-    "rrelu": _Dropout(_NOWHERE, "", 3, False),
-    "rrelu_": _Dropout(_NOWHERE, "", 3, False),
-    "scaled_dot_product_attention": _Dropout(4, "dropout_p", -1, True),
-    "multi_head_attention_forward": _Dropout(10, "dropout_p", 13, True),
-    "_scaled_dot_product_flash_attention": _Dropout(3, "dropout_p", -1, True),
-    "_scaled_dot_product_flash_attention_for_cpu": _Dropout(3, "dropout_p", -1, True),
-    "_scaled_dot_product_attention_math": _Dropout(4, "dropout_p", -1, True),
-    "_scaled_dot_product_attention_math_for_mps": _Dropout(4, "dropout_p", -1, True),
-    "_scaled_dot_product_fused_attention_overrideable": _Dropout(4, "dropout_p", -1, True),
-    "_scaled_dot_product_efficient_attention": _Dropout(5, "dropout_p", -1, True),
-    "_scaled_dot_product_cudnn_attention": _Dropout(5, "dropout_p", -1, True),
-    "_flash_attention_forward": _Dropout(7, "dropout_p", -1, True),
-    "_flash_attention_forward_no_dropout_inplace": _Dropout(8, "dropout_p", -1, True),
-    "_efficient_attention_forward": _Dropout(8, "dropout_p", -1, True),
-    "_cudnn_rnn": _Dropout(11, "dropout", 12, True),
-    "miopen_rnn": _Dropout(10, "dropout", 11, True),
-}
-_RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
-_NOISY = words(
+DROPS = words(
     """
-    gumbel_softmax rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional _fused_dropout
+    dropout1d dropout2d dropout3d multi_head_attention_forward gumbel_softmax fractional_max_pool2d
+    fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
     """
 )
-"""Random functions of a value, as dropout is."""
-_POOLS = words(
-    """
-    fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
-    """
-)
-"""Draw where to pool, unless they are given the numbers."""
+"""Random functions of a value that torch does not tag as such; all others that draw and are not above are, too."""
 
 
 @dataclass(frozen=True, slots=True)  # asked of each operation: a NamedTuple takes twice as long
@@ -190,9 +145,6 @@ def kind_of(func: Any) -> Kind:
         return Kind(name, runs_backward=True, seeds="grad_tensors")
     if func is torch.autograd.grad:
         return Kind(name, runs_backward=True, gradients=True)
-    drops = _drops(name)
-    if drops is None and name not in RANDOM and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-        drops = None if name.endswith("_backward") else _always
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     kind = Kind(
         name,
@@ -202,13 +154,13 @@ def kind_of(func: Any) -> Kind:
         each=name in EACH or name.startswith(("_foreach_", "_fused_")),
         in_place=in_place,
         random=name in RANDOM,
-        drops=drops,
+        drops=_drops(func, name),
         settles=name in SETTLES,
         hooks=name in HOOKS,
         asks=name in SETTLES - HOOKS and not in_place,
         overwrites=name in OVERWRITES,
         parts=_of_torch_distributed(func) and any(word in name for word in _PARTS),
-        silent=_silent(name, getattr(func, "__module__", None) == "torch.nn.functional"),
+        silent=_silent(func, name),
         shares=name == "detach",
         lends=name in LENDS,
         from_data=name in ("tensor", "as_tensor", "asarray"),
@@ -225,58 +177,44 @@ _IN_PLACE = words(
 )
 
 
-def _drops(name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
-    if name in _NOISY:
-        return _always
-    if name in _RECURRENT:
-        return _recurrent
-    if name in _POOLS:
-        return _without_samples
-    where = _DROPOUT.get(name)
-    if where is None:
+def _drops(func: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
+    """Says of a call whether it draws: unless it is told to drop nothing, not to train, or what is drawn."""
+    if name in RANDOM or name.endswith("_backward") or not (name in DROPS or is_seeded(func)):
         return None
+    forms = forms_of(func)
 
     def drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        p = args[where.p] if len(args) > where.p else kwargs.get(where.p_name, 0.0 if "attention" in name else 0.5)
-        training = where.training_default
-        if 0 <= where.training < len(args):
-            training = args[where.training]
-        for word in ("training", "train"):
-            training = kwargs.get(word, training)
-        return bool(training) and p != 0
+        given = by_name(forms, args, kwargs)
+        p = given.get("p", given.get("dropout_p", given.get("dropout")))
+        training = given.get("training", given.get("train", True))
+        return p != 0 and bool(training) and given.get("_random_samples") is None
 
     return drops
 
 
-def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return True
-
-
-_STATISTICS = words(
+STATISTICS = words(
     """
-    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update
-    cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts
+    batch_norm instance_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+    _batch_norm_with_update cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats
+    batch_norm_gather_stats_with_counts batch_norm_update_stats
     """
 )
+"""Normalisations that write into statistics without a word, unless they are told to use these."""
 
 
-def _silent(name: str, of_python: bool) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any]] | None:
+def _silent(func: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any]] | None:
     """The statistics of normalisations, and what fused optimizers update."""
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return lambda args, kwargs: [*args[0], args[1]]
-    if name == "batch_norm_update_stats" or (of_python and name in ("batch_norm", "instance_norm")):
-        place, default = 1, name != "batch_norm"
-    elif name in _STATISTICS or name in ("batch_norm", "instance_norm"):
-        place, default = 3, True
-    else:
+    if name not in STATISTICS:
         return None
+    forms = forms_of(func)
 
     def silent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", default))
-        if training is False:
+        given = by_name(forms, args, kwargs)
+        if given.get("training", given.get("use_input_stats")) is False:
             return []
-        found = [*args[place : place + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-        return [x for x in found if isinstance(x, Tensor)]
+        return [x for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Tensor)]
 
     return silent
 
@@ -288,16 +226,3 @@ def _of_torch_distributed(func: Any) -> bool:
     return str(getattr(func, "__module__", None)).startswith(
         ("torch.distributed", "torch._ops._c10d", "torch._ops.c10d")
     )
-
-
-def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The first bool of a recurrent layer says whether it has biases; behind it stand how many layers it has, its
-    dropout and whether it trains.
-    """
-    at = next((i for i, arg in enumerate(args) if isinstance(arg, bool)), len(args))
-    return len(args) <= at + 3 or (args[at + 2] != 0 and bool(args[at + 3]))
-
-
-def _without_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A pool at places of its own choice."""
-    return kwargs.get("_random_samples") is None
