@@ -41,6 +41,8 @@ def of_one_rank_and_objects() -> None:
     mc.barrier("b")
     mc.all_gather_object("it", "a")
     mc.sync_seed("b")
+    metrics = mc.Metrics({"loss": "mean", "tokens": "sum"})
+    metrics.reduce("b")
 
 
 def sharded() -> None:
@@ -51,7 +53,14 @@ def sharded() -> None:
 WANTED: dict[Callable[[], object], dict[str, int]] = {
     reduced_and_shifted: {"all_reduce a f32[3]": 2, "shift a,b i64[2]": 1},
     begun_and_waited_for: {"all_gather b f32[4]": 1, "reduce_scatter b f32[8]": 1},
-    of_one_rank_and_objects: {"gather a f32[2]": 1, "barrier b": 1, "all_gather_object a": 2, "broadcast b i64[1]": 1},
+    of_one_rank_and_objects: {
+        "gather a f32[2]": 1,
+        "barrier b": 1,
+        "all_gather_object a": 2,
+        "broadcast b i64[1]": 1,
+        "Metrics.reduce b": 1,
+        "Metrics.reduce b f64[2, 2]": 1,
+    },
     sharded: {"scatter a": 1, "all_gather a f32[8]": 1, "reduce_scatter a f32[16]": 1, "all_reduce a i64[1]": 1},
 }
 

@@ -165,9 +165,10 @@ class Metrics:
         with _torch.outside_transforms(), torch.no_grad():
             mine = self._packed(ax)
             self._agree(ax)
-            with calling(ax, Call("Metrics.reduce", tuple(self._kinds.items()), tuple(self._kinds), None, ax)):
-                rows = ax.link.all_gather(mine)
-            total, count = rows.cpu().unbind(-1)  # [n, metrics]
+            given = tuple(self._kinds.items()), tuple(self._kinds)
+            with calling(ax, Call("Metrics.reduce", *given, None, ax, mine.dtype, mine.shape)):
+                rows = ax.link.agree(mine.cpu().view(torch.int64).flatten().tolist())  # the bits of each number
+            total, count = torch.tensor(rows, device="cpu").view(torch.float64).view(-1, *mine.shape).unbind(-1)
             found = {
                 name: _whole(kind, total[:, i], float(count[:, i].sum()))
                 for i, (name, kind) in enumerate(self._kinds.items())

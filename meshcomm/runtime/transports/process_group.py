@@ -549,15 +549,8 @@ class ProcessLink(PacketLink):
 
     @recorded
     def barrier(self) -> object:
-        """An all_reduce of one element on the CPU where it can be, else on the device: it needs no device of its
-        own.
-        """
-        kind = "cpu" if not self._kinds or "cpu" in self._kinds else next(iter(self._kinds))
-
-        def see(flag: Tensor) -> None:
-            flag.item()  # on an accelerator, wait on the host too
-
-        return then(self._all_reduce(torch.zeros(1, device=kind), "sum"), see)
+        """By a number, which needs no device of its own; on an accelerator the host waits too, for it reads it."""
+        return then(self.agree([0], op="sum"), lambda _: None)
 
     @recorded
     def barrier_within(self, seconds: float) -> None:
