@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import einops  # noqa: F401  # all that meshcomm imports, before the forks
-import numpy  # noqa: F401  # ICN001
+import numpy  # noqa: F401  # ICN001  # all that meshcomm imports, before the forks
 import torch
 import torch.distributed  # before the forks, too
 from torch import Tensor
