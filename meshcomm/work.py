@@ -54,10 +54,17 @@ class Work(Generic[T]):
     """
 
     _value: T
+    _claimed = True
+    """Until it is made."""
+    _error: BaseException | None = None
+    _call: Call | None = None
+    _axis: Axis | None = None
+    _rank: Any = None
+    _lock: Any = None
+    """Ranks of one process need none: they run one at a time."""
 
     def __init__(self, source: Any, call: Call | None = None, axis: Axis | None = None) -> None:
         self._claimed = False
-        self._error: BaseException | None = None
         self._over = not isinstance(source, (Pending, Work))
         if self._over:
             self._value = source
@@ -66,7 +73,7 @@ class Work(Generic[T]):
         self._call, self._axis = call, axis
         self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         self._rank = current_rank()
-        self._lock = threading.RLock() if self._rank is None else contextlib.nullcontext()
+        self._lock = threading.RLock() if self._rank is None else None
         self._began = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -119,16 +126,13 @@ class Work(Generic[T]):
 
     @contextlib.contextmanager
     def _locked(self, timeout: float | None) -> Iterator[None]:
-        lock = getattr(self, "_lock", None)
-        if lock is None or isinstance(lock, contextlib.nullcontext):
-            yield  # ranks of one process run one at a time
-            return
-        if not lock.acquire(timeout=-1 if timeout is None else timeout):
+        if self._lock is not None and not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             raise CommError(self._late(timeout or 0.0))
         try:
             yield
         finally:
-            lock.release()
+            if self._lock is not None:
+                self._lock.release()
 
     def _finish(self, timeout: float | None) -> Any:
         if isinstance(self._source, _Follow):
@@ -178,7 +182,7 @@ class Work(Generic[T]):
             fail("then", f"fn is not callable but {type(fn).__name__}.", fix="a function of the result")
         if torch.compiler.is_compiling():
             return Work(fn(self.wait()))
-        return Work(_Follow(self, fn), getattr(self, "_call", None), getattr(self, "_axis", None))
+        return Work(_Follow(self, fn), self._call, self._axis)
 
     def __await__(self) -> Generator[Any, None, T]:
         turns = 0
@@ -192,15 +196,14 @@ class Work(Generic[T]):
 
     def _late(self, waited: float, absent: str = "") -> str:
         since = time.monotonic() - self._began
-        return _not_done(getattr(self, "_call", None), waited, since, absent, "wait again, nothing is lost; or")
+        return _not_done(self._call, waited, since, absent, "wait again, nothing is lost; or")
 
     def __repr__(self) -> str:
-        call = getattr(self, "_call", None)
         state = "failed" if self._error is not None else "done" if self._over else "under way"
-        return f"<Work {state}{'' if call is None else f': {call}'}>"
+        return f"<Work {state}{'' if self._call is None else f': {self._call}'}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_claimed", True) or self._over or forks.is_fork():
+        if self._claimed or self._over or forks.is_fork():
             return
         if self._rank is not None and self._rank.world.cancelled:  # another rank's error is what matters
             return

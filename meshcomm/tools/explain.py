@@ -129,10 +129,6 @@ def read(folder: Path) -> tuple[dict[int, Dump], list[str]]:
     return dumps, damaged
 
 
-def _name_of(axis: Any) -> str:
-    return repr(axis if isinstance(axis, str) else tuple(axis))
-
-
 # ------------------------------------------------------------------------------------------------- one group's story
 
 
@@ -157,16 +153,14 @@ class Story:
     def name(self) -> str:
         """``axis 'dp'``."""
         axes = [axis["name"] for group in self.members.values() for axis in group.facts["axes"]]
-        return f"axis {_name_of(axes[0])}" if axes else f"the group of ranks {self.title}"
+        shown = [repr(axis if isinstance(axis, str) else tuple(axis)) for axis in axes[:1]]
+        return f"axis {shown[0]}" if shown else f"the group of ranks {self.title}"
 
     def place(self, rank: int) -> str:
         """``dp=3,tp=1``."""
-        groups = [] if rank not in self.dumps else list(self.dumps[rank].groups.values())
-        mine = self.members.get(rank)
-        for group in [*([mine] if mine else []), *groups]:
-            for axis in group.facts["axes"]:
-                return ",".join(f"{name}={at}" for name, at in axis["coordinate"].items())
-        return f"rank {rank}"
+        known = [self.members[rank], *self.dumps[rank].groups.values()] if rank in self.dumps else []
+        axis = next((axis for group in known for axis in group.facts["axes"]), None)
+        return f"rank {rank}" if axis is None else ",".join(f"{n}={at}" for n, at in axis["coordinate"].items())
 
     def divergence(self) -> Divergence | None:
         """The first call that not all make alike."""
@@ -198,14 +192,9 @@ class Story:
         dump = self.dumps[rank]
         if dump.under_way:
             title, call = dump.under_way[-1]
-            over = "" if title == self.title else Story(title, (), self.dumps).name_in(dump)
+            over = "" if title == self.title else Story(title, (rank,), self.dumps).name.removeprefix("axis ")
             return f"called {call.over(over)}, and has not come"
         return f"has not come, and is in no collective{f' but at {dump.where}' if dump.where else ''}"
-
-    def name_in(self, dump: Dump) -> str:
-        """The name of the group in the words of one rank."""
-        axes = dump.groups[self.title].facts["axes"]
-        return _name_of(axes[0]["name"]) if axes else f"the group of ranks {self.title}"
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Rank, place, last completed, now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import signal
@@ -16,7 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,20 +29,7 @@ from meshcomm.errors import fail
 from meshcomm.runtime import recorder
 from meshcomm.runtime.callsite import CallSite, called_in, is_ours
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import (
-    BEGAN,
-    DTYPE,
-    ENDED,
-    NUMBER,
-    OP,
-    ROOT,
-    SHAPE,
-    THREAD,
-    WHAT,
-    Log,
-    Record,
-    Ring,
-)
+from meshcomm.runtime.recorder import Log, Record, Ring
 
 __all__ = ["FOLDER", "FORMAT", "dump_collectives", "dump_on_time_out", "listen"]
 
@@ -170,40 +159,34 @@ def _group(log: Log) -> dict[str, Any]:
 
 
 def _call(group: int, record: Record, number: int, offset: float, found: tuple[str, CallSite] | None) -> dict[str, Any]:
-    call, ended = recorder.call_of(record), record[ENDED]
+    call, ended = recorder.call_of(record), record[recorder.ENDED]
     public, site = found or ("", None)
     if call is not None:
         public, site = call.what, call.site or site
     return {
         "all": number,
         "group": group,
-        "number": record[NUMBER],
-        "what": record[WHAT],
-        "called": public or record[WHAT],
+        "number": record[recorder.NUMBER],
+        "what": record[recorder.WHAT],
+        "called": public or record[recorder.WHAT],
         "words": recorder.text_of(record, public),
-        "op": record[OP],
-        "dtype": None if record[DTYPE] is None else str(record[DTYPE]).removeprefix("torch."),
-        "shape": list(record[SHAPE]),
-        "root": record[ROOT],
+        "op": record[recorder.OP],
+        "dtype": None if record[recorder.DTYPE] is None else str(record[recorder.DTYPE]).removeprefix("torch."),
+        "shape": list(record[recorder.SHAPE]),
+        "root": record[recorder.ROOT],
         "state": recorder.state_of(record),
         "why": ended if isinstance(ended, str) else "",
-        "began": record[BEGAN] + offset,
-        "began_monotonic": record[BEGAN],
+        "began": record[recorder.BEGAN] + offset,
+        "began_monotonic": record[recorder.BEGAN],
         "ended": ended + offset if isinstance(ended, float) else None,
         "site": "" if site is None else str(site),
         "path": "" if site is None else site.file,
     }
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _under_way(records: Iterable[Record]) -> dict[int, tuple[str, CallSite]]:
     """The public function and the line of the calls that threads are in, by record: a thread is in its last one."""
-    last = {record[THREAD]: record for record in records if record[ENDED] is None}
+    last = {record[recorder.THREAD]: record for record in records if record[recorder.ENDED] is None}
     frames = sys._current_frames()
     found = {id(record): called_in(frames[thread]) for thread, record in last.items() if thread in frames}
     return {key: each for key, each in found.items() if each is not None}
@@ -222,17 +205,17 @@ def _threads(ring: Ring) -> list[dict[str, Any]]:
         {
             "name": thread.name,
             "main": thread is main,
-            "frames": [_frame(frame) for frame in list(_frames(top))[:_DEPTH]],
+            "frames": [_frame(*place) for place in itertools.islice(traceback.walk_stack(top), _DEPTH)],
         }
         for ident, top in sys._current_frames().items()
         if (thread := threads.get(ident)) is not None and thread.name != _NAME
     ]
 
 
-def _frame(frame: FrameType) -> dict[str, Any]:
+def _frame(frame: FrameType, line: int) -> dict[str, Any]:
     path = frame.f_code.co_filename
     return {
-        "site": f"{os.path.basename(path)}:{frame.f_lineno}",
+        "site": f"{os.path.basename(path)}:{line}",
         "in": frame.f_code.co_name,
         "user": not is_ours(path),
     }

@@ -167,15 +167,16 @@ def _see_ourselves(listener: socket.socket, host: str, port: int) -> None:
 
 
 def _reached(host: str, port: int, timeout: timedelta) -> TCPStore:
-    def connect() -> TCPStore:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
     try:
-        return within(timeout, connect)
+        return within(timeout, lambda: _client(host, port, timeout))
     except RuntimeError as error:
         what = f"no answer from rank 0's store at {host}:{port} within {timeout.total_seconds():g} s."
         fix = "start all ranks; check MASTER_ADDR and MASTER_PORT, the firewall, and rank 0's own messages"
         fail("init", what, got=_first_line(error), fix=fix, kind=CommError)
+
+
+def _client(host: str, port: int, timeout: timedelta) -> TCPStore:
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def within(timeout: timedelta, do: Callable[[], T]) -> T:
@@ -255,9 +256,7 @@ def _announced(path: Path, timeout: timedelta) -> TCPStore:
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             port, secret = path.read_text().split()
             socket.create_connection((LOOPBACK, int(port)), timeout=left).close()
-            store = TCPStore(
-                LOOPBACK, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left)
-            )
+            store = _client(LOOPBACK, int(port), timedelta(seconds=left))
             if store.check(["meshcomm/secret"]) and store.get("meshcomm/secret").decode() == secret:
                 store.set_timeout(timeout)
                 return store

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -33,13 +32,11 @@ _KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 class Plan:
     """What a worker must know before its first task."""
 
-    rank: int
-    ranks: int
     port: int
-    backend: str | None
-    guard: bool | None
-    timeout: timedelta
+    """Of the store on loopback at which the ranks meet."""
     environ: dict[str, str]
+    world: dict[str, Any]
+    """What to ask ``init`` for."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def _settle(plan: Plan) -> None:
     os.environ.update(plan.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // plan.ranks))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // plan.world["world_size"]))
     with contextlib.suppress(ValueError):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # Forked copies of one random state would hide a missing broadcast. Python's own is renewed by itself.
@@ -121,10 +118,8 @@ def _end_with_parent() -> None:
 
 
 def _join(plan: Plan) -> None:
-    store = rendezvous.tcp_store(rendezvous.LOOPBACK, plan.port, serve=False, timeout=plan.timeout)
-    world.launched_as(
-        store=store, rank=plan.rank, world_size=plan.ranks, backend=plan.backend, timeout=plan.timeout, guard=plan.guard
-    )
+    store = rendezvous.tcp_store(rendezvous.LOOPBACK, plan.port, serve=False, timeout=plan.world["timeout"])
+    world.launched_as(store=store, **plan.world)
 
 
 def _perform(task: bytes) -> Any:

@@ -229,10 +229,10 @@ class _Crew:
     def __init__(self, ranks: int, backend: str | None, limit: timedelta | None, guard: bool | None) -> None:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             fail("launch", "ranks must be a positive int.", got=repr(ranks))
-        self._ranks, self._backend, self._guard = ranks, backend, switch("launch", "guard", guard)
+        self._ranks, self._limit, guard = ranks, limit, switch("launch", "guard", guard)
         # A collective does not wait longer than the run may last.
-        self._limit = limit
-        self._timeout = world.DEFAULT_TIMEOUT if limit is None else min(world.DEFAULT_TIMEOUT, limit)
+        self._timeout = min(world.DEFAULT_TIMEOUT, limit or world.DEFAULT_TIMEOUT)
+        self._asked = {"world_size": ranks, "backend": backend, "timeout": self._timeout, "guard": guard}
         self._pipes: list[Connection] = []
         self._workers: list[BaseProcess] = []
 
@@ -241,9 +241,7 @@ class _Crew:
         context = _context()
         self._store = rendezvous.loopback_server(self._timeout)
         for rank in range(self._ranks):
-            plan = Plan(
-                rank, self._ranks, self._store.port, self._backend, self._guard, self._timeout, dict(os.environ)
-            )
+            plan = Plan(self._store.port, dict(os.environ), {**self._asked, "rank": rank})
             mine, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, plan), name=f"meshcomm-rank-{rank}")
             self._pipes.append(mine)
