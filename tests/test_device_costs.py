@@ -18,6 +18,7 @@ import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.parallel import data_parallel, fully_shard
 from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm.runtime.transports import dtypes
 
 aten = torch.ops.aten
 COPIES = {
@@ -257,3 +258,107 @@ def test_leaves_without_a_gradient_cost_one_wait_in_all(gloo4: Any, mixed: bool)
     assert gloo4.run(reads_of_missing, 0, mixed) == [[0, 0]] * 4
     for missing in (2, 6):
         assert gloo4.run(reads_of_missing, missing, mixed) == [[0, 1]] * 4
+
+
+# ---------------------------------------------------------------------------------------------------- maxima of floats
+
+
+def in_order(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Floats as integers of the same order, in the plainest way, and the way back."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    ints = torch.int64 if wide == torch.float64 else torch.int32
+    info = torch.iinfo(ints)
+
+    def flip(bits: Tensor) -> Tensor:
+        return torch.where(bits < 0, bits ^ info.max, bits)
+
+    bits = torch.where(x.isnan(), info.max if op == "max" else info.min, flip(x.to(wide).view(ints)))
+    return bits, lambda bits: flip(bits).view(wide).to(x.dtype)
+
+
+def patterns(dtype: torch.dtype) -> Tensor:
+    """Every one of 16 bits; of more bits, every kind of number and of NaN, and many others."""
+    width, ints = dtype.itemsize * 8, {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    if width == 16:
+        return torch.arange(2**16, dtype=torch.int32).to(ints).view(dtype)
+    info, limits = torch.iinfo(ints), torch.finfo(dtype)
+    drawn = torch.randint(info.min, info.max, (10_000,), dtype=ints, generator=torch.Generator().manual_seed(3)).view(
+        dtype
+    )
+    numbers = [0.0, float("inf"), limits.max, limits.tiny, limits.smallest_normal, 5e-324, 1.0]
+    infinity = torch.tensor(float("inf"), dtype=dtype).view(ints).item()
+    nans = torch.tensor(
+        [infinity + 1, info.max, infinity + (1 << (width // 4)), -1, info.min + infinity + 1], dtype=ints
+    )
+    return torch.cat([drawn, torch.tensor(numbers, dtype=dtype), -torch.tensor(numbers, dtype=dtype), nans.view(dtype)])
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_floats_are_ordered_bit_for_bit(dtype: torch.dtype, op: str) -> None:
+    """By look-up and by arithmetic, which ranks may mix; NaN, both zeros and what is not normal included."""
+    x = patterns(dtype)
+    clothes = dtypes.dress(op, dtype)
+    assert clothes is not None
+    expected, back = in_order(x, op)
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for way in (None, lambda x: False):
+        with pytest.MonkeyPatch.context() as patch:
+            if way is not None:
+                patch.setattr(dtypes, "_can_look_up", way)
+            bits = clothes.on(x)
+            assert torch.equal(bits, expected)
+            assert torch.equal(clothes.off(bits).view(ints), back(expected).view(ints))
+            assert torch.equal(clothes.on(x.view(-1, 1)[:, 0][::2].reshape(-1)), expected[::2])
+            assert clothes.off(clothes.on(x[:4].view(2, 2))).shape == (2, 2)
+            assert clothes.off(clothes.on(x[:1].view(()))).shape == ()
+            assert clothes.off(clothes.on(x[:0])).shape == (0,)
+            assert torch.equal(x.view(ints), patterns(dtype).view(ints))
+
+
+def kernels_of_maxima(dtype: torch.dtype) -> list[list[str]]:
+    mesh = mc.make_mesh({"a": 4})
+    found = []
+    with as_on_a_device(mesh, "a"):
+        x = torch.arange(8).to(dtype) * (-1) ** mesh.rank
+        x[7] = float("nan") if mesh.rank == 2 else 1
+        x[6] = -0.0 if mesh.rank else 0.0
+        for op in ("max", "min"):
+            mc.all_reduce(x, "a", op, mesh=mesh)  # what is looked up is made once
+            with Kernels(1) as seen:
+                y = mc.all_reduce(x, "a", op, mesh=mesh)
+            found.append(seen.names)
+            expected = [0.0, *(i if op == "max" else -i for i in range(1, 6))]
+            assert y[:6].tolist() == expected
+            assert y[7].isnan()
+            assert y[6] == 0
+            assert y[6].signbit().item() == (op == "min")
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "most"), [*zip(FLOATS, [6, 4, 8, 8], strict=True)], ids=str)
+def test_a_maximum_takes_few_kernels(gloo4: Any, dtype: torch.dtype, most: int) -> None:
+    for names in gloo4.run(kernels_of_maxima, dtype)[0]:
+        assert len(names) == most, names
+
+
+def kernels_of_the_slope() -> list[str]:
+    mesh = mc.make_mesh({"a": 4})
+    nan = float("nan")
+    with as_on_a_device(mesh, "a"):
+        x = torch.tensor([1.0, float(mesh.rank), nan, nan if mesh.rank == 1 else 9.0, -0.0 if mesh.rank else 0.0])
+        x.requires_grad_()
+        y = mc.all_reduce(x, "a", "max", mesh=mesh)
+        g = torch.ones(5)
+        with Kernels(1) as seen:
+            (found,) = torch.autograd.grad(y, x, g)
+        assert found.tolist() == [0.25, float(mesh.rank == 3), 0.25, float(mesh.rank == 1), 0.25]
+    return seen.names
+
+
+def test_those_that_attain_a_maximum_share_its_gradient_in_few_kernels(gloo4: Any) -> None:
+    names = gloo4.run(kernels_of_the_slope)[0]
+    assert len(names) == 7, names  # equal, NaN, or, as a number; a copy that is summed; its share, times the gradient

@@ -61,7 +61,7 @@ def _local_factor(x: Tensor, y: Tensor, axis: Axis, op: str) -> Tensor:
         everyone = gather_over(x.unsqueeze(0), axis, 0)
         mine = torch.arange(axis.size, device=x.device) == axis.index_tensor.to(x.device)
         return torch.where(mine.view(-1, *[1] * x.ndim), 1, everyone).prod(0)
-    attained = ((x == y) | (x.isnan() & y.isnan())).to(x.dtype).detach()
+    attained = ((x == y) | x.isnan()).to(x.dtype).detach()  # where x is NaN, so is y
     return attained / _sum_over(attained, axis)
 
 

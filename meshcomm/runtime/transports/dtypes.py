@@ -7,6 +7,7 @@ integers widened, floats under max and min as integers of the same order, in whi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm._torch import outside_transforms
 from meshcomm.runtime.transports import exact
 
 __all__ = ["HALF", "Dress", "dress", "fold", "from_bytes", "plain", "to_bytes"]
@@ -81,23 +83,69 @@ def dress(op: str, dtype: torch.dtype) -> Dress | None:
 
 
 def _ordered(dtype: torch.dtype, op: str) -> Dress:
-    """Floats as integers of the same order, NaN beyond the infinities on the side that wins."""
+    """Floats as integers of the same order, NaN beyond the infinities on the side that wins: in few kernels of an
+    accelerator's, so what has 16 bits is looked up.
+    """
     ints = _ORDERED[dtype]
     info = torch.iinfo(ints)
     floats = torch.float64 if ints == torch.int64 else torch.float32
     winner = info.max if op == "max" else info.min
 
     def flip(bits: Tensor) -> Tensor:  # its own inverse
-        return bits ^ ((bits >> (info.bits - 1)) & info.max)
+        sign = bits >> (info.bits - 1)
+        return sign.bitwise_and_(info.max).bitwise_xor_(bits)
 
-    def on(x: Tensor) -> Tensor:
-        x = plain(x).to(floats)
-        return torch.where(x.isnan(), winner, flip(x.view(ints)))
+    def ordered(x: Tensor) -> Tensor:
+        x = x.to(floats)
+        return flip(x.view(ints)).masked_fill_(x.isnan(), winner)
 
-    def off(bits: Tensor) -> Tensor:
+    def floating(bits: Tensor) -> Tensor:
         return flip(bits).view(floats).to(dtype)
 
+    def every_ordered(patterns: Tensor) -> Tensor:
+        return ordered(patterns.view(dtype))
+
+    def every_floating(patterns: Tensor) -> Tensor:
+        # The half of the bits that bfloat16 has; the other one is all ones in what is negative.
+        wide = patterns.to(ints)
+        return floating(wide << 16 | wide >> 15 & 0xFFFF)
+
+    def on(x: Tensor) -> Tensor:
+        x = plain(x)
+        if dtype not in HALF or not _can_look_up(x):
+            return ordered(x)
+        return _looked_up(_table(every_ordered, x.device), x)
+
+    def off(bits: Tensor) -> Tensor:
+        if dtype != torch.bfloat16 or not _can_look_up(bits):
+            return floating(bits)
+        return _looked_up(
+            _table(every_floating, bits.device), bits.view(torch.int16).unflatten(-1, (-1, 2))[..., _HIGH]
+        )
+
     return Dress(on, off)
+
+
+_HIGH = int(sys.byteorder == "little")
+
+
+def _can_look_up(x: Tensor) -> bool:
+    """Not what is traced, which has a type of its own, and not while a graph of a device's is captured: what is made
+    then is there when the graph has run, and not before. Both ways give the same numbers.
+    """
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.ndim > 0 and type(x.detach()) is Tensor and not capturing
+
+
+@cache
+def _table(fn: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    """What ``fn`` gives of every pattern of 16 bits."""
+    with outside_transforms():
+        return fn(torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16))
+
+
+def _looked_up(table: Tensor, x: Tensor) -> Tensor:
+    return table.index_select(0, x.view(torch.uint16).to(torch.int32).view(-1)).view(x.shape)
 
 
 _BLOCK = 2**18
