@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ __all__ = [
     "likely",
     "listeners",
     "names",
+    "raise_alone",
     "shape_text",
     "text",
 ]
@@ -84,7 +86,16 @@ def fail(where: str, what: str, *, got: str = "", fix: str = "", kind: type[Exce
     if listeners and kind is MeshError and not _held.depth:
         for listener in listeners:
             listener(message)
-    raise kind(message) from None
+    raise_alone(kind(message))
+
+
+def raise_alone(error: Exception) -> NoReturn:
+    """Raise it without the exception that is being handled, if any: only then ``from None``, which dynamo of torch 2.11
+    fails of with an error of its own.
+    """
+    if sys.exc_info()[0] is None:
+        raise error
+    raise error from None
 
 
 def names(items: Iterable[object]) -> str:

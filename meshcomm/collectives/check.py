@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from meshcomm.errors import MeshError, fail, is_held, names, shape_text, text
+from meshcomm.errors import MeshError, fail, is_held, names, raise_alone, shape_text, text
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.transports.exact import MOST_RANKS
@@ -49,7 +49,7 @@ def explain(where: str, what: str, axis: Axis, *, x: Tensor | None = None, got: 
     message = text(where, what, got="; ".join(parts), fix=fix)
     if talks(where) and not (torch.compiler.is_compiling() or is_held()):
         axis.link.refuse(where, message.split("\n", 1)[0], axis)
-    raise MeshError(message) from None
+    raise_alone(MeshError(message))
 
 
 def mesh_of(where: str, name: AxisName, mesh: Mesh | None) -> Mesh:
