@@ -7,60 +7,35 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from meshcomm.parallel import checkpoint, fsdp
-    from meshcomm.parallel.batch_norm import SyncBatchNorm, convert_batch_norm, sync_batch_norm
-    from meshcomm.parallel.clip import clip_grad_norm
-    from meshcomm.parallel.data.ddp import data_parallel, join
-    from meshcomm.parallel.data.micro_batches import no_sync, reduce_gradients
-    from meshcomm.parallel.fsdp.module import fully_shard
-    from meshcomm.parallel.fsdp.state import Piece, counts, pieces
-    from meshcomm.parallel.full_state import full_state_dict, load_full_state_dict
-    from meshcomm.parallel.tensor.functions import (
-        column_linear,
-        enter,
-        heads_of,
-        leave,
-        parallel_attention,
-        row_linear,
-        sequence_layer_norm,
-        sequence_rms_norm,
-        vocab_cross_entropy,
-        vocab_embedding,
-    )
-    from meshcomm.parallel.tensor.module import tensor_parallel, whole_parameters
-    from meshcomm.parallel.tensor.plan import Column
-
-__all__ = [
-    "Column",
-    "Piece",
-    "SyncBatchNorm",
-    "checkpoint",
-    "clip_grad_norm",
-    "column_linear",
-    "convert_batch_norm",
-    "counts",
-    "data_parallel",
-    "enter",
-    "fsdp",
-    "full_state_dict",
-    "fully_shard",
-    "heads_of",
-    "join",
-    "leave",
-    "load_full_state_dict",
-    "no_sync",
-    "parallel_attention",
-    "pieces",
-    "reduce_gradients",
-    "row_linear",
-    "sequence_layer_norm",
-    "sequence_rms_norm",
-    "sync_batch_norm",
-    "tensor_parallel",
-    "vocab_cross_entropy",
-    "vocab_embedding",
-    "whole_parameters",
-]
+    from meshcomm.parallel import checkpoint as checkpoint
+    from meshcomm.parallel import fsdp as fsdp
+    from meshcomm.parallel.batch_norm import SyncBatchNorm as SyncBatchNorm
+    from meshcomm.parallel.batch_norm import convert_batch_norm as convert_batch_norm
+    from meshcomm.parallel.batch_norm import sync_batch_norm as sync_batch_norm
+    from meshcomm.parallel.clip import clip_grad_norm as clip_grad_norm
+    from meshcomm.parallel.data.ddp import data_parallel as data_parallel
+    from meshcomm.parallel.data.ddp import join as join
+    from meshcomm.parallel.data.micro_batches import no_sync as no_sync
+    from meshcomm.parallel.data.micro_batches import reduce_gradients as reduce_gradients
+    from meshcomm.parallel.fsdp.module import fully_shard as fully_shard
+    from meshcomm.parallel.fsdp.state import Piece as Piece
+    from meshcomm.parallel.fsdp.state import counts as counts
+    from meshcomm.parallel.fsdp.state import pieces as pieces
+    from meshcomm.parallel.full_state import full_state_dict as full_state_dict
+    from meshcomm.parallel.full_state import load_full_state_dict as load_full_state_dict
+    from meshcomm.parallel.tensor.functions import column_linear as column_linear
+    from meshcomm.parallel.tensor.functions import enter as enter
+    from meshcomm.parallel.tensor.functions import heads_of as heads_of
+    from meshcomm.parallel.tensor.functions import leave as leave
+    from meshcomm.parallel.tensor.functions import parallel_attention as parallel_attention
+    from meshcomm.parallel.tensor.functions import row_linear as row_linear
+    from meshcomm.parallel.tensor.functions import sequence_layer_norm as sequence_layer_norm
+    from meshcomm.parallel.tensor.functions import sequence_rms_norm as sequence_rms_norm
+    from meshcomm.parallel.tensor.functions import vocab_cross_entropy as vocab_cross_entropy
+    from meshcomm.parallel.tensor.functions import vocab_embedding as vocab_embedding
+    from meshcomm.parallel.tensor.module import tensor_parallel as tensor_parallel
+    from meshcomm.parallel.tensor.module import whole_parameters as whole_parameters
+    from meshcomm.parallel.tensor.plan import Column as Column
 
 # Imported when first asked for: each program needs a part, and checkpoints need DTensor, which takes a second.
 _MODULES = ("checkpoint", "fsdp")
@@ -83,6 +58,8 @@ _LATER = {
     }.items()
     for name in names.split()
 }
+
+__all__ = [*_MODULES, *_LATER]
 
 if not typing.TYPE_CHECKING:  # a type checker would take every name for one of these
 

@@ -119,25 +119,24 @@ class _Sums:
                 self.table[place] += norm**kind * share
 
     def _place(self, p: nn.Parameter) -> tuple[int, float]:
-        """Where in the table it counts, and how much of it."""
+        """Where in the table it counts, and how much of it: what several ranks have, on each of them in part."""
         cut = set(declared(p))
         unknown = cut.difference(self.axes)
         if unknown:
             what = f"a parameter of shape {list(p.shape)} was said to vary along {sorted(unknown)}."
             fail(_WHERE, what, got=f"mesh {self.mesh.shape}", fix="pass mesh=, the mesh that has all axes")
-        ranks, elsewhere = self.mesh.size, 1
+        elsewhere = 1
         for part in self.parts.get(id(p), ()):
             if (part.mesh.shape, part.mesh.ranks) == (self.mesh.shape, self.mesh.ranks):
                 cut |= set(axes_in(part.axis))
             else:
                 elsewhere *= part.mesh.size_of(part.axis)
-        if elsewhere == 1:
-            return sum(2**at for at, axis in enumerate(self.axes) if axis in cut), 1.0
-        copies = ranks / (elsewhere * math.prod(self.mesh.shape[axis] for axis in cut))
+        copies = self.mesh.size / (elsewhere * math.prod(self.mesh.shape[axis] for axis in cut))
         if copies < 1:
             what = f"a parameter of shape {list(p.shape)} is cut in more parts than the mesh has ranks."
             fail(_WHERE, what, got=f"mesh {self.mesh.shape}", fix="pass mesh=, the mesh of all ranks")
-        return len(self.table) - 1, 1 / copies
+        place = sum(2**at for at, axis in enumerate(self.axes) if axis in cut)
+        return place if elsewhere == 1 else len(self.table) - 1, 1 / copies
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(g, self.kind, dtype=_wide(g)).to(self.device, self.table.dtype)
@@ -149,15 +148,8 @@ class _Sums:
         """The norm over all ranks."""
         every = all_gather_invariant(self.table[None], self.axes, mesh=self.mesh)
         self._compare(every)
-        inf = math.isinf(self.kind)
-        total = every.amax() if inf else (every @ self._shares()).sum() ** (1 / self.kind)
+        total = every.amax() if math.isinf(self.kind) else every.sum() ** (1 / self.kind)
         return total.to(self.dtype or torch.get_default_dtype())
-
-    def _shares(self) -> Tensor:
-        """How much of what a rank has counts: what several ranks have, on each of them in part."""
-        sizes, places = self.mesh.shape, range(len(self.table) - 1)
-        shares = [1 / math.prod(sizes[axis] for axis in self._uncut(place)) for place in places]
-        return torch.tensor([*shares, 1.0], dtype=self.table.dtype, device=self.device)
 
     def _uncut(self, place: int) -> list[str]:
         return [axis for at, axis in enumerate(self.axes) if not place & 2**at]
@@ -180,11 +172,12 @@ class _Sums:
     def _differs(self, place: int, axis: str, low: Tensor, high: Tensor) -> None:
         cut = [name for name in self.axes if name not in self._uncut(place)]
         what = f"gradients of parameters {f'that are cut along {cut} alone' if cut else 'that are not cut'} differ"
-        power = 1.0 if math.isinf(self.kind) else 1 / self.kind
+        copies, power = math.prod(self.mesh.shape[name] for name in self._uncut(place)), 1 / self.kind
+        least, most = (x.item() if math.isinf(self.kind) else (x.item() * copies) ** power for x in (low, high))
         fail(
             _WHERE,
             f"{what} between ranks along {axis!r}, where they count once.",
-            got=f"norms from {low.item() ** power:.6g} to {high.item() ** power:.6g}; mesh {self.mesh.shape}",
+            got=f"norms from {least:.6g} to {most:.6g}; mesh {self.mesh.shape}",
             fix=f"mc.mark_varying(module, {axis!r}) if each rank has other weights there; else reduce gradients before",
         )
 

@@ -52,6 +52,11 @@ class Policy:
     device: torch.device
     offload: bool
 
+    @property
+    def axes(self) -> list[Axis]:
+        """Those that gradients are reduced over, one after the other."""
+        return [self.axis] if self.replica is None else [self.axis, self.replica]
+
 
 @dataclass
 class Counts:
@@ -149,7 +154,7 @@ class Flow:
 
     def hear(self, marks: list[int]) -> Callable[[], list[int]]:
         """Which of them any rank has set: numbers of the host's, so that nobody waits for a device."""
-        axes = [axis for axis in (self.policy.axis, self.policy.replica) if axis is not None and axis.size > 1]
+        axes = [axis for axis in self.policy.axes if axis.size > 1]
         if not (axes and marks):
             return lambda: marks
         first = begin_to_agree(_words(marks), axes[0], op="bor")

@@ -175,7 +175,7 @@ def fully_shard(
     owner = Sharded(policy, torch.empty(0, device=policy.device))
     plan = _owned(module, chosen, ignore, apart)
     own = {id(slot.param) for slots in plan.values() for slot in slots}
-    for over in (ax,) if replica is None else (ax, replica):
+    for over in policy.axes:
         refuse_overlap(where, module, over, own)
     seed = _shared_seed(policy) if any(slot.param.is_meta for slots in plan.values() for slot in slots) else 0
     made: dict[str, list[Group]] = {}
@@ -198,8 +198,7 @@ def fully_shard(
     register(module, owner)
     know(module, ax.mesh, {id(slot.param): _part(ax, group, at, slot) for group, at, slot in owner.slots()})
     mark_states(module)
-    reduced = (ax.name, *(() if replica is None else (replica.name,)))
-    owner.mean = mean_of(module, grads, ax.mesh, reduced, mean_over)
+    owner.mean = mean_of(module, grads, ax.mesh, tuple(over.name for over in policy.axes), mean_over)
     return module
 
 
@@ -371,8 +370,7 @@ def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> T
 
 def _share_buffers(module: nn.Module, policy: Policy) -> None:
     buffers = [each for each in module.buffers() if not each.is_meta]
-    axes = (policy.axis, *(() if policy.replica is None else (policy.replica,)))
-    for axis in axes:
+    for axis in policy.axes:
         take_from(0, buffers, axis)
 
 
@@ -387,7 +385,7 @@ def _part(axis: Axis, group: Group, at: int, slot: Slot) -> Part:
 
 def _shared_seed(policy: Policy) -> int:
     seed = int(torch.randint(2**48, (), device="cpu").item())
-    for axis in (policy.axis, *(() if policy.replica is None else (policy.replica,))):
+    for axis in policy.axes:
         [[seed]] = agree([seed], axis, 0)
     return seed
 
