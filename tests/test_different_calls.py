@@ -7,6 +7,7 @@ between ranks is in ``ALIKE``.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -262,6 +263,71 @@ def test_every_rank_is_told_once_what_differs(told: list[dict[str, list[str]]], 
         assert f"here (index {rank})" in texts[0] or "which expects" in texts[0], texts[0]
         assert "call different" in texts[0] or "fix: " in texts[0]
         assert right == "[6.0, 10.0, 14.0]"
+
+
+# ------------------------------------------------------------------------------------ in-process, and under guard
+
+NAMED: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
+    "op": (reduced("sum", 3), reduced("max", 3), "op='sum' {usual}, 'max' {odd}"),
+    "dim": (
+        lambda r: mc.all_gather(MATRIX, "a"), lambda r: mc.all_gather(MATRIX, "a", 1), "dim=0 {usual}, 1 {odd}"
+    ),
+    "dst": (lambda r: mc.reduce(MATRIX, "a"), lambda r: mc.reduce(MATRIX, "a", 1), "dst=0 {usual}, 1 {odd}"),
+    "perm": (
+        lambda r: mc.permute(MATRIX, "a", [(0, 1)]), lambda r: mc.permute(MATRIX, "a", [(1, 0)]),
+        "perm=((0, 1),) {usual}, ((1, 0),) {odd}",
+    ),
+    "shape": (reduced("sum", 2, 3), reduced("sum", 3, 2), "shape=[2, 3] {usual}, [3, 2] {odd}"),
+    "dtype": (reduced("sum", 3), reduced("sum", 3, dtype=I32), "dtype=torch.float32 {usual}, torch.int32 {odd}"),
+    "leaf": (
+        lambda r: mc.all_reduce({"w": ones(2), "b": ones(3)}, "a"),
+        lambda r: mc.all_reduce({"w": ones(2), "b": ones(3, dtype=I32)}, "a"),
+        "x['b']=f32[3] {usual}, i32[3] {odd}",
+    ),
+    "operation": (reduced("sum", 3), lambda r: mc.all_gather(ones(3), "a"), "all_gather f32[3] (dim=0)"),
+}  # fmt: skip
+
+
+def named_in(name: str) -> str:
+    with mc.use_mesh(mc.make_mesh({"a": -1})) as mesh:
+        try:
+            NAMED[name][mesh.rank == ODD](mesh.rank)
+        except mc.CommError as error:
+            return str(error)
+        return ""
+
+
+def all_named() -> list[str]:
+    texts = []
+    for name in NAMED:
+        texts.append(named_in(name))
+        with mc.use_mesh(mc.make_mesh({"a": -1})):
+            mc.barrier("a", timeout=60)
+    return texts
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_in_process_the_argument_is_named_and_both_values(name: str) -> None:
+    with pytest.raises(mc.CommError, match="different calls") as caught:
+        mc.launch(named_in_process, ranks=4, args=(name,))
+    assert NAMED[name][2].format(usual="on ranks 0, 1", odd="on rank 2") in str(caught.value)
+    assert "operation=" not in str(caught.value)
+
+
+def named_in_process(name: str) -> None:
+    with mc.use_mesh(mc.make_mesh({"a": -1})) as mesh:
+        NAMED[name][mesh.rank == ODD](mesh.rank)
+
+
+@pytest.mark.parametrize("pool", ["guarded4", "guarded4_at_the_store"])
+def test_under_guard_the_argument_is_named_and_both_values(request: pytest.FixtureRequest, pool: str) -> None:
+    for rank, texts in enumerate(request.getfixturevalue(pool).run(all_named)):
+        for name, text in zip(NAMED, texts, strict=True):
+            values = re.split(r" \{\w+\}(?:, )?", NAMED[name][2])
+            assert "different calls" in text, (rank, name, text)
+            for value in filter(None, values):
+                assert value.partition("=")[2] in text.partition("; ")[2] or name == "operation", (rank, name, text)
+            assert name == "operation" or f"; {values[0].partition('=')[0]}=" in text, (rank, name, text)
 
 
 # -------------------------------------------------------------------------------------------------- what may differ

@@ -7,7 +7,7 @@ memory compare its digest, ranks of one process compare it as it is, and :mod:`m
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 import re
 import threading
 from collections.abc import Sequence
@@ -30,12 +30,14 @@ from meshcomm.runtime.words import (
     sentence,
 )
 
-__all__ = ["AxisAt", "Call", "Meant", "Post", "Said", "Want", "for_later", "messages_of", "told"]
+__all__ = ["AxisAt", "Call", "Post", "Said", "Want", "for_later", "messages_of", "told"]
 
 _RUNS = 250
 """The most runs of an all_to_all that are compared."""
 _LEAVES = 1000
 """The leaves of a tree that are put into words."""
+_PARTS = 50
+"""Those and the arguments that are told to others with each call."""
 _NAMED = re.compile(r"( \w*dim=\d+)+$")
 """The dims at the end of a leaf's path."""
 _GRADIENTS = {False: 0, True: 1, None: 2}
@@ -117,8 +119,24 @@ class Call(NamedTuple):
     @property
     def words(self) -> Words:
         """For others."""
-        runs = (tuple(self.send), tuple(self.recv)) if len(self.send) <= _RUNS else ((), ())
-        return Words(place_of(self.axis), self.text, axis_text(self.axis), self.at, *runs)
+        runs = (list(self.send), list(self.recv)) if len(self.send) <= _RUNS else ([], [])
+        meant = self.meaning
+        parts = dict(itertools.islice(meant.parts.items(), _PARTS))
+        return Words(place_of(self.axis), self.text, axis_text(self.axis), self.at, *runs, parts, meant.moved)
+
+    @property
+    def meaning(self) -> Words:
+        """What all that call the same have in common: what the digest stands for."""
+        parts = {
+            "operation": self.what,
+            **{name: repr(value) for name, value in zip(self.names, self.given, strict=True)},
+        }
+        for path, dtype, shape in self.tree[:_LEAVES]:
+            bare = _NAMED.sub("", path)
+            parts[f"x{bare}"] = shape_text(dtype, shape) + path[len(bare) :]
+        if not self.tree and self.dtype is not None:
+            parts |= {"dtype": str(self.dtype), "shape": str(list(self.shape))}
+        return Words("", self.text, "", "", parts=parts, moved=repr((self.moved, self.fixed)))
 
     # ------------------------------------------------------------------------------------------- whether it is the same
 
@@ -210,51 +228,3 @@ class Said(NamedTuple):
     def agrees(self, digest: tuple[int, int], gradient: int) -> bool:
         """Whether another rank has called the same."""
         return self.digest == digest and gradients_agree(self.gradient, gradient)
-
-
-class Meant(NamedTuple):
-    """What a digest stands for, in words."""
-
-    call: str
-    """``all_reduce f32[8] (op='sum')``."""
-    parts: Sequence[Sequence[str]]
-    """Names and values of what is compared; ``operation``, ``dtype`` and ``shape`` among them."""
-    moved: str
-    """What the primitive sees."""
-
-    @staticmethod
-    def of(call: Call) -> Meant:
-        """This one."""
-        parts = [("operation", call.what)]
-        parts += [(name, repr(value)) for name, value in zip(call.names, call.given, strict=True)]
-        for path, dtype, shape in call.tree[:_LEAVES]:
-            bare = _NAMED.sub("", path)
-            parts.append((f"x{bare}", shape_text(dtype, shape) + path[len(bare) :]))
-        if not call.tree and call.dtype is not None:
-            parts += [("dtype", str(call.dtype)), ("shape", str(list(call.shape)))]
-        return Meant(call.text, parts, repr((call.moved, call.fixed)))
-
-    def write(self) -> bytes:
-        """For others."""
-        return json.dumps(self).encode()
-
-    @staticmethod
-    def read(data: bytes) -> Meant:
-        """The inverse of ``write``."""
-        return Meant(*json.loads(data))
-
-    def unlike(self, other: Meant) -> list[tuple[str, str, str]]:
-        """What differs: its name, its value here and its value there."""
-        mine, theirs = (_pairs(each.parts) for each in (self, other))
-        if mine["operation"] != theirs["operation"]:
-            return [("operation", mine["operation"], theirs["operation"])]
-        names = [name for name in (*mine, *(each for each in theirs if each not in mine)) if name != "operation"]
-        if self.moved == other.moved:  # then these may differ, with sizes
-            names = [name for name in names if name not in ("dtype", "shape")]
-        none = "not there"
-        found = [(name, mine.get(name, none), theirs.get(name, none)) for name in names]
-        return [each for each in found if each[1] != each[2]]
-
-
-def _pairs(parts: Sequence[Sequence[str]]) -> dict[str, str]:
-    return dict(zip(*zip(*parts, strict=True), strict=True)) if parts else {}

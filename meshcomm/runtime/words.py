@@ -7,20 +7,24 @@ axis, from which line.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshcomm.errors import shape_text
 
 __all__ = [
-    "Words", "arguments_text", "axis_text", "call_text", "calls_text", "leaves_text", "messages_text", "place_of",
-    "primitive_arguments", "primitive_text", "sentence", "told",
+    "Words", "arguments_text", "axis_text", "call_text", "calls_text", "differing", "leaves_text", "messages_text",
+    "place_of", "primitive_arguments", "primitive_text", "sentence", "told",
 ]  # fmt: skip
 
 _MOST = 900
 """Characters of a call: of a large tree the first leaves."""
 _LEAVES = 8
 """The leaves of a tree that are named."""
+_GROUPS, _PARTS = 3, 4
+"""How much of what differs is told of."""
+_SHORT = 300
+"""Characters of a value that are shown."""
 _TO = ("permute", "reduce", "gather")
 """The primitives whose one rank is where something goes to."""
 
@@ -83,8 +87,12 @@ class Words(NamedTuple):
     """``all_reduce f32[8] (op='sum')``."""
     axis: str
     site: str
-    send: tuple[int, ...] = ()
-    recv: tuple[int, ...] = ()
+    send: Sequence[int] = ()
+    recv: Sequence[int] = ()
+    parts: Mapping[str, str] = {}
+    """Names and values of what is compared; ``operation``, ``dtype`` and ``shape`` among them."""
+    moved: str = ""
+    """What the primitive sees."""
 
     def __str__(self) -> str:
         return sentence(self.call, self.axis, self.site)
@@ -96,8 +104,19 @@ class Words(NamedTuple):
     @staticmethod
     def read(data: bytes) -> Words:
         """The inverse of ``write``."""
-        place, call, axis, site, send, recv = json.loads(data)
-        return Words(place, call, axis, site, tuple(send), tuple(recv))
+        return Words(*json.loads(data))
+
+    def unlike(self, other: Words) -> list[tuple[str, str, str]]:
+        """What differs, the operation or arguments: its name, its value here and its value there."""
+        mine, theirs = self.parts, other.parts
+        names = [*mine, *(each for each in theirs if each not in mine)]
+        if mine.get("operation") != theirs.get("operation"):
+            names = ["operation"]
+        if self.moved == other.moved:  # then these may differ, with sizes
+            names = [name for name in names if name not in ("dtype", "shape")]
+        none = "not there"
+        found = [(name, mine.get(name, none), theirs.get(name, none)) for name in names]
+        return [each for each in found if each[1] != each[2]]
 
 
 def place_of(axis: Any) -> str:
@@ -129,11 +148,29 @@ def told(groups: Sequence[tuple[Sequence[str], str]]) -> str:
 
 
 def calls_text(calls: Iterable[Words]) -> str:
-    """Who called what, equal calls together."""
-    groups: dict[str, list[str]] = {}
+    """Who called what, equal calls together, and which arguments of them differ."""
+    groups: dict[str, list[Words]] = {}
     for words in calls:
-        groups.setdefault(f"called {words}", []).append(words.place)
-    return told([(places, did) for did, places in groups.items()])
+        groups.setdefault(f"called {words}", []).append(words)
+    places = {did: [words.place for words in same] for did, same in groups.items()}
+    unlike = differing([(f"on {_some(places[did])}", same[0]) for did, same in groups.items()], operation=False)
+    return "; ".join([told([(where, did) for did, where in places.items()]), *unlike.values()])
+
+
+def differing(groups: Sequence[tuple[str, Words]], *, operation: bool = True) -> dict[str, str]:
+    """The arguments that differ, by name: ``op='sum' on dp=0, 'max' on dp=1``. Each group: who it is, and what it
+    called; the others are compared with the first. ``operation``: where that differs, say so.
+    """
+    shown: dict[str, list[str]] = {}
+    for there, theirs in groups[1 : 1 + _GROUPS]:
+        here, mine = groups[0]
+        for name, own, other in mine.unlike(theirs)[:_PARTS]:
+            shown.setdefault(name, [f"{name}={_cut(own)} {here}"]).append(f"{_cut(other)} {there}")
+    return {name: ", ".join(each) for name, each in shown.items() if operation or name != "operation"}
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= _SHORT else f"{value[:_SHORT]} ..."
 
 
 def _some(places: Sequence[str]) -> str:

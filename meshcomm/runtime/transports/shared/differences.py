@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn, Protocol
 
 from meshcomm.errors import CommError, text
-from meshcomm.runtime.call import Meant
 from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.process.memory import Box
 from meshcomm.runtime.transports.shared.lexicon import find
 from meshcomm.runtime.transports.shared.words import CODE, COUNT, DIGEST, PLACE, ROOT, entry_of, name_of, named, said
+from meshcomm.runtime.words import Words, differing
 
 __all__ = ["Boxes", "Given", "compare_given", "differ_in", "runs_differ"]
 
 _COMPARED = 4
 """How many calls are compared at a time."""
-_GROUPS, _PARTS = 3, 4
-"""How much of what differs is told of."""
-_SHORT = 300
-"""Characters of a value that are shown."""
+_PARTS = 4
+"""The arguments that are named as what should be the same."""
 
 Given = tuple[int, int]
 """The number of a call and its digest."""
@@ -84,16 +82,14 @@ def differ_in(mail: Boxes, number: int) -> NoReturn:
         groups.setdefault((entry[DIGEST], min(-1, entry[ROOT])), []).append(i)
     ordered = sorted(groups.values(), key=lambda indices: (len(indices), mail.index in indices))
     calls = "; ".join(f"{named(indices)} {_call_of(meant[indices[0]], entries[indices[0]])}" for indices in ordered)
-    others = [indices for indices in ordered if mail.index not in indices]
-    unlike = [(indices, mine.unlike(meant[indices[0]])) for indices in others]
-    differing = list(dict.fromkeys(name for _, found in unlike for name, _, _ in found))
+    others = [(f"on {named(indices)}", meant[indices[0]]) for indices in ordered if mail.index not in indices]
+    unlike = differing([(f"here (index {mail.index})", mine), *others])
     lengths = dims_said({i: each.call for i, each in meant.items()}, len(boxes))
-    got = [each for each in (_values(mail.index, unlike), f"call {number} of a group of {len(boxes)}") if each]
     told = text(
-        mine.parts[0][1] if mine.parts else name_of(entries[mail.index][CODE]),
+        mine.parts.get("operation") or name_of(entries[mail.index][CODE]),
         f"the ranks called different things: {calls}.",
-        got="; ".join(got),
-        fix="" if lengths else _fix(differing),
+        got="; ".join([*unlike.values(), f"call {number} of a group of {len(boxes)}"]),
+        fix="" if lengths else _fix(unlike),
     )
     raise CommError(hinted(told + lengths, backward=in_backward()))
 
@@ -109,39 +105,25 @@ def runs_differ(mail: Boxes, number: int, source: tuple[int, int], other: tuple[
     raise CommError(hinted(text("all_to_all", what, got=got, fix=fix) + lengths, backward=in_backward()))
 
 
-def _all_meant(mail: Boxes, number: int) -> dict[int, Meant]:
+def _all_meant(mail: Boxes, number: int) -> dict[int, Words]:
     boxes = ((i, mail.box(i)) for i in sorted((mail.index, *mail.others)))
     return {i: _meant(mail, i, entry) for i, box in boxes if (entry := entry_of(box, number)) is not None}
 
 
-def _meant(mail: Boxes, index: int, entry: Sequence[int]) -> Meant:
+def _meant(mail: Boxes, index: int, entry: Sequence[int]) -> Words:
     with contextlib.suppress(ValueError):  # nothing there, or it is just being written over
-        return Meant.read(find(mail.words(index), entry[PLACE], entry[DIGEST]))
+        return Words.read(find(mail.words(index), entry[PLACE], entry[DIGEST]))
     name = name_of(entry[CODE])
-    return Meant(said(entry[CODE], entry[COUNT], entry[ROOT]), [("operation", name)], "")
+    return Words("", said(entry[CODE], entry[COUNT], entry[ROOT]), "", "", parts={"operation": name})
 
 
-def _call_of(meant: Meant, entry: Sequence[int]) -> str:
+def _call_of(meant: Words, entry: Sequence[int]) -> str:
     """With the leaf whose gradient it is."""
     return said(entry[CODE], entry[COUNT], entry[ROOT]) if entry[ROOT] < -1 else meant.call
 
 
-def _values(here: int, unlike: Sequence[tuple[Sequence[int], Sequence[tuple[str, str, str]]]]) -> str:
-    """``op='sum' on index 0 (here), op='max' on index 2``, of each name that differs."""
-    shown: dict[str, list[str]] = {}
-    for indices, found in unlike[:_GROUPS]:
-        for name, mine, theirs in found[:_PARTS]:
-            said_of = shown.setdefault(name, [f"{name}={_cut(mine)} here (index {here})"])
-            said_of.append(f"{_cut(theirs)} on {named(indices)}")
-    return "; ".join(", ".join(each) for each in shown.values())
-
-
-def _cut(value: str) -> str:
-    return value if len(value) <= _SHORT else f"{value[:_SHORT]} ..."
-
-
-def _fix(differing: Sequence[str]) -> str:
+def _fix(unlike: Iterable[str]) -> str:
     same = "make the same calls in the same order on all ranks"
-    leaves, names = ("leaves of x" if name.startswith("x") else name for name in differing), list[str]()
-    names = [name for name in dict.fromkeys(leaves) if name != "operation"]
+    leaves = ("leaves of x" if name.startswith("x") else name for name in unlike if name != "operation")
+    names = list(dict.fromkeys(leaves))
     return f"{same}, with the same {', '.join(names[:_PARTS])}" if names else same

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshcomm.runtime.call import Call, Meant
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.process.memory import ENTRIES, Box
 from meshcomm.runtime.transports.protocol import PRIMITIVES, REDUCE_OPS
 from meshcomm.runtime.transports.shared.lexicon import Lexicon, Meaning
@@ -43,7 +43,7 @@ def meaning_of(
         call = call._replace(dtype=dtype, shape=shape)
     call = call._replace(tree=tree or call.tree, moved=(name, op, dtype, seen, root))
     code = _CALL[name] + _OP[op] + _DTYPE[dtype]
-    return known.learn(key, code, call.digest[0], Meant.of(call).write())
+    return known.learn(key, code, call.digest[0], call.meaning.write())
 
 
 def _alone(name: str, op: str, root: int) -> Call:

@@ -27,7 +27,7 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.protocol import Defaults
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.runtime.whose import differ
-from meshcomm.runtime.words import axis_text, sentence
+from meshcomm.runtime.words import axis_text, differing, sentence
 
 __all__ = ["InProcessLink"]
 
@@ -87,10 +87,10 @@ class _Meeting:
                 groups.append((each.call, [each.rank.index]))
             else:
                 same.append(each.rank.index)
-        lines = []
-        for call, ranks in groups:
-            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
-            lines.append(f"  {who} called {call}")
+        called = [(f"rank{'s'[: len(ranks) - 1]} {', '.join(map(str, sorted(ranks)))}", call) for call, ranks in groups]
+        lines = [f"  {who} called {call}" for who, call in called]
+        unlike = differing([(f"on {who}", call.meaning) for who, call in called], operation=False)
+        lines += [f"  {each}" for each in unlike.values()]
         return hinted(f"meshcomm: {title}\n" + "\n".join(lines) + self.lengths())
 
 
