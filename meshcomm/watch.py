@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Watcher", "here", "paused"]
+__all__ = ["Watcher", "drawing", "here", "paused", "watched_by"]
 
 
 class Watcher(Protocol):
@@ -41,9 +42,6 @@ class Watcher(Protocol):
     def made_whole(self, x: Tensor, what: str, mesh: Any) -> None:
         """Note that ``x`` is invariant along all axes of ``mesh``."""
 
-    def paused(self) -> AbstractContextManager[None]:
-        """What runs inside is the library's own and not looked at."""
-
 
 class _Here(threading.local):
     watcher: Watcher | None = None
@@ -58,4 +56,25 @@ here = _Here()
 
 def paused() -> AbstractContextManager[None]:
     """What runs inside is the library's own: who watches this thread, if anybody, does not look at it."""
-    return nullcontext() if here.watcher is None else here.watcher.paused()
+    return nullcontext() if here.watcher is None else watched_by(None)
+
+
+@contextmanager
+def watched_by(watcher: Watcher | None) -> Iterator[None]:
+    """What runs inside is looked at by this one, or by nobody."""
+    outer, here.watcher = here.watcher, watcher
+    try:
+        yield
+    finally:
+        here.watcher = outer
+
+
+@contextmanager
+def drawing(along: frozenset[str], over: Any) -> Iterator[None]:
+    """Inside, random functions draw differently along these axes of a mesh, and alike along all others."""
+    outer = here.draws_along, here.draws_over
+    here.draws_along, here.draws_over = along, over
+    try:
+        yield
+    finally:
+        here.draws_along, here.draws_over = outer

@@ -24,7 +24,7 @@ from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import ENDED, failed, noted
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank
-from meshcomm.watch import here
+from meshcomm.watch import paused
 
 __all__ = ["Kind", "Limit", "Source", "Work", "begun", "kind_of", "wait"]
 
@@ -139,8 +139,7 @@ class Work(Generic[T]):
             return self._source.wait(timeout)
         grad, inference = self._modes
         with contextlib.ExitStack() as stack:
-            if here.watcher is not None:
-                stack.enter_context(here.watcher.paused())
+            stack.enter_context(paused())
             if _torch.functorch_active():
                 stack.enter_context(_torch.outside_transforms())
             if torch.is_inference_mode_enabled() != inference:

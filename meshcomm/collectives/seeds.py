@@ -15,7 +15,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh, axes_in
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.random_state import RandomState, mixed
-from meshcomm.watch import here, paused
+from meshcomm.watch import drawing, paused
 
 __all__ = ["fork_rng", "forks_open", "sync_seed"]
 
@@ -145,13 +145,12 @@ def fork_rng(axis: AxisName | tuple[()], *, seed: int | None = None, mesh: Mesh 
         torch.empty(0, device=over.device)  # in use from now on, and its state is one of those to exchange
     if seed is None:
         seed = _agreed(where, over.axis_names, over)
-    outer, along = RandomState(), (here.draws_along, here.draws_over)
+    outer = RandomState()
     _local.forks += 1
-    here.draws_along, here.draws_over = frozenset(parts), over
     try:
         RandomState(mixed(int(seed), _APART), index).load()
-        yield
+        with drawing(frozenset(parts), over):
+            yield
     finally:
         outer.load()
-        here.draws_along, here.draws_over = along
         _local.forks -= 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -147,11 +146,6 @@ def _communicates(step: Step) -> bool:
     return step.op in ("all_gather_invariant", "all_to_all") or (step.op == "permute" and step.elements > 0)
 
 
-def _unwatched() -> AbstractContextManager[None]:
-    """What is between two layouts has no type that a watcher of this thread knows."""
-    return nullcontext() if watch.here.watcher is None else watch.here.watcher.paused()
-
-
 class _OnTheWay(Pending):
     """A tensor between two steps of a plan."""
 
@@ -175,7 +169,7 @@ class _OnTheWay(Pending):
 
     def wait(self, timeout: float | None) -> Tensor:
         """Take the rest of the steps, all within the time."""
-        with _unwatched():
+        with watch.paused():  # what is between two layouts has no type
             return self._wait(None if timeout is None else time.monotonic() + timeout)
 
     def _wait(self, end: float | None) -> Tensor:

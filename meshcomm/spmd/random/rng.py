@@ -13,7 +13,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.runtime.transports.threads.random_state import mixed
 from meshcomm.spmd.random.draws import WHERE, Cut, Draws
 from meshcomm.spmd.random.functions import handler_of
-from meshcomm.watch import here
+from meshcomm.watch import drawing
 
 __all__ = ["rng"]
 
@@ -81,13 +81,8 @@ def rng(layout: str, *, seed: int | tuple[int, ...], mesh: Mesh | None = None) -
     parsed = parse(WHERE, layout, sizes)
     place = over.axis(over.axis_names[0], WHERE).coordinate
     draws = Draws(Cut(layout, parsed, sizes, place), _key(seed), handler_of)
-    along = here.draws_along, here.draws_over
-    here.draws_along, here.draws_over = frozenset(parsed.axes), over
-    try:
-        with draws:
-            yield
-    finally:
-        here.draws_along, here.draws_over = along
+    with drawing(frozenset(parsed.axes), over), draws:
+        yield
 
 
 def _key(seed: object) -> int:

@@ -34,7 +34,7 @@ from meshcomm.spmd.types.check_vma import checked_mode
 from meshcomm.spmd.types.checker import Checker
 from meshcomm.spmd.types.reachable import Reachable
 from meshcomm.spmd.types.vma import marked
-from meshcomm.watch import here
+from meshcomm.watch import here, paused
 
 __all__ = ["shard_map"]
 
@@ -332,7 +332,7 @@ class _Run:
         not_in_a_body(self.mesh)
         for laid in self.cut:
             here.watcher.whole(WHERE, laid.value, laid.label, self.mesh)
-        with here.watcher.paused():
+        with paused():
             results = self._inside()
         for y in tree_flatten(results)[0]:
             if isinstance(y, Tensor):

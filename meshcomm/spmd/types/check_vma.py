@@ -19,7 +19,7 @@ from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.leaf_numbers import next_time, numbered
 from meshcomm.spmd.types.seen_changes import moment
 from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, declare
-from meshcomm.watch import here
+from meshcomm.watch import here, watched_by
 
 __all__ = ["check_vma", "checked_axes", "checked_mode", "mark_varying"]
 
@@ -87,11 +87,11 @@ def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[
     Source: ``check_vma`` of ``jax.shard_map``.
     """
     if checked_mode("check_vma", mode) is False:
-        outer, here.watcher = here.watcher, None
+        outer = here.watcher
         try:
-            yield
+            with watched_by(None):
+                yield
         finally:
-            here.watcher = outer
             if isinstance(outer, Checker):
                 outer.passed = moment()
         return

@@ -16,7 +16,6 @@ from meshcomm.errors import VaryingError, fail, names
 from meshcomm.spmd.types.core import WHERE
 from meshcomm.spmd.types.rules.collectives import Collectives
 from meshcomm.spmd.types.rules.functions import Functions, watch_all
-from meshcomm.spmd.types.rules.hooks import Hooks
 from meshcomm.spmd.types.rules.operands import (
     differentiated,
     text_of,
@@ -27,7 +26,7 @@ from meshcomm.spmd.types.sizes.varying_numbers import Varying
 __all__ = ["Checker"]
 
 
-class Checker(Functions, Sizes, Hooks, Collectives):
+class Checker(Functions, Sizes, Collectives):
     """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""
 
     def __enter__(self) -> Self:

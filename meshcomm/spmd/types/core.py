@@ -60,7 +60,7 @@ from meshcomm.spmd.types.vma import (
     writes,
     written_in,
 )
-from meshcomm.watch import Watcher, here
+from meshcomm.watch import Watcher, here, watched_by
 
 __all__ = ["WHERE", "Core"]
 
@@ -108,18 +108,9 @@ class Core(TorchFunctionMode):
             self._growing.clear()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What runs inside is not looked at. Modes stay on: another checker may start inside."""
-        outer, here.watcher = here.watcher, None
-        try:
-            yield
-        finally:
-            here.watcher = outer
-
-    @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
         """What runs inside is not looked at, and is seen by no other mode either."""
-        with self.paused(), without_modes():
+        with watched_by(None), without_modes():
             yield
 
     # ------------------------------------------------------------------------------------------------- types of tensors

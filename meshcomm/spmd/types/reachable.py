@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from meshcomm.mesh import Mesh
 
-__all__ = ["Reachable", "in_place_of"]
+__all__ = ["Reachable", "in_place_of", "package_of"]
 
 _MANY = 10_000
 """Containers with more entries are data, and looking through them at each call would take long."""
@@ -44,7 +44,7 @@ class Reachable:
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         self.slots: list[_Slot] = []
         self._seen: dict[int, Any] = {}
-        self._packages = {_package(part) for root in roots for part in _callables(root)}
+        self._packages = {package_of(part) for root in roots for part in _callables(root)}
         for root in roots:
             self._look(root, "")
 
@@ -85,7 +85,7 @@ class Reachable:
         elif isinstance(thing, (set, frozenset, deque)):
             for part in list(thing)[:_MANY]:
                 self._look(part, name)
-        elif _package(type(thing)) not in _OPAQUE:
+        elif package_of(type(thing)) not in _OPAQUE:
             if hasattr(thing, "__dict__"):
                 self._entries(vars(thing), vars(thing), name, isinstance(thing, Module))
             for slot in _slots(type(thing)):
@@ -109,7 +109,7 @@ class Reachable:
             self._value(value, name, *_attribute(cell, "cell_contents"))
         self._value(fn.__defaults__, "default", *_attribute(fn, "__defaults__"))
         self._look(fn.__kwdefaults__, "default")
-        if _package(fn) in self._packages:  # libraries have tensors of their own
+        if package_of(fn) in self._packages:  # libraries have tensors of their own
             self._entries(fn.__globals__, [name for name in _names(fn.__code__) if name in fn.__globals__], "")
         self._look(fn.__dict__, "")
 
@@ -129,7 +129,8 @@ def _slots(cls: type) -> Iterator[str]:
         yield from (slots,) if isinstance(slots, str) else slots
 
 
-def _package(thing: Any) -> str:
+def package_of(thing: Any) -> str:
+    """The library, or the program, that a thing comes from."""
     return str(getattr(thing, "__module__", None)).split(".")[0]
 
 

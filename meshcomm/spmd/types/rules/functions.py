@@ -1,10 +1,12 @@
-"""What the checker of varying types makes of a backward pass, and of custom functions of autograd."""
+"""What the checker of varying types makes of a backward pass, of hooks on gradients, which run in it, and of custom
+functions of autograd.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,7 +28,7 @@ from meshcomm.errors import names
 from meshcomm.mesh import current_mesh, use_mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.foreign_memory import lend
-from meshcomm.spmd.types.reachable import Reachable
+from meshcomm.spmd.types.reachable import Reachable, package_of
 from meshcomm.spmd.types.rules.operands import (
     along_of,
     replaced,
@@ -49,22 +51,23 @@ from meshcomm.spmd.types.vma import (
     swap_notes,
     unknown_in,
 )
-from meshcomm.watch import Watcher, here
+from meshcomm.watch import Watcher, here, watched_by
 
 __all__ = ["Functions", "watch_all"]
 
 
 class Functions(Operations):
-    """Gradients have the types of their values; a custom function takes care of its own backward."""
+    """Gradients have the types of their values, and a hook must leave them so; a custom function takes care of its own
+    backward.
+    """
 
     def _backward(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gradients have the types of their values; what runs in backward is not looked at."""
         args, kwargs = self._seeded(kind, args, kwargs)
-        outer, here.watcher = here.watcher, None
         try:
-            result = func(*args, **kwargs)
+            with watched_by(None):
+                result = func(*args, **kwargs)
         finally:
-            here.watcher = outer
             self.passed = moment()
             self._grown()
             if not (
@@ -117,6 +120,47 @@ class Functions(Operations):
             kwargs = {key: replaced(value, others) if key == name else value for key, value in kwargs.items()}
         return args, kwargs
 
+    def _hooked(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of register_hook and the like, with a hook that is looked at while it runs."""
+        x, hook = args[0], args[-1]
+        mine = self.type_of(x)
+        if len(args) != 2 or not callable(hook) or mine is None or not mine.axes < self._all:
+            return args
+        if package_of(hook) in _LIBRARIES:
+            return args
+        after = name == "register_post_accumulate_grad_hook"
+        return x, self._watched(hook, self._of_gradient(mine), f"{name} at {call_site()}", after)
+
+    def _watched(self, hook: Callable[[Tensor], Any], kind: Type, where: str, after: bool) -> Callable[[Tensor], Any]:
+        @functools.wraps(hook, updated=())
+        def watched(x: Tensor) -> Any:
+            g = x.grad if after else x
+            if g is None:
+                return hook(x)
+            with self:
+                with without_modes():
+                    self._note(g, kind)
+                result = hook(x)
+                with without_modes():
+                    for changed in (g, x.grad if after else result):
+                        self._left(changed, kind, where)
+            return result
+
+        return watched
+
+    def _left(self, g: Any, kind: Type, where: str) -> None:
+        """A gradient after a hook."""
+        theirs = self.type_of(g) if isinstance(g, Tensor) else None
+        if theirs is not None and (extra := theirs.axes - kind.axes):
+            self._refuse(
+                f"a hook of {where}",
+                f"makes the gradient of a value that is invariant along {names(sorted(extra))} vary along it.",
+                f"the gradient {text_of(g)}, {along_of(theirs)}",
+                "multiply in forward, where a pvary is inserted; or reduce what it is changed by",
+            )
+
+    # ----------------------------------------------------------------------------------------------- custom functions
+
     def function(self, cls: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A custom function of autograd: its backward takes care of what happens in its forward."""
         if cls is CheckpointFunction:
@@ -132,21 +176,18 @@ class Functions(Operations):
         with self._apart():
             args, kwargs, also = without_numbers(args, kwargs)
             operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)] + also
-            found = self._types(operands, cls.__name__)
-            kinds = found if found is None else found + self._beside(cls, args, kwargs, operands)
-            whole, given = join(kinds, cls.__name__) if kinds else INVARIANT, args
-            if found:
-                args, kwargs = self._evened(operands, found, whole, cls.__name__, args, kwargs)
+            name, run = cls.__name__, functools.partial(own, cls)
+            found = self._types(operands, name)
+            if found is None:
+                return self._unseen(Kind(name), run, args, kwargs, operands)
+            kinds = found + self._beside(cls, args, kwargs, operands)
+            whole, given = join(kinds, name) if kinds else INVARIANT, args
+            args, kwargs = self._evened(operands, found, whole, name, args, kwargs)
             versions = versions_of(operands)
-            result = self._run(own, (cls, *args), kwargs, cls.__name__, args is not given)
-            if found is not None:
-                self._note_all(result, whole, operands)
-                guessed(result, operands, cls.__name__)
-                self._changed(operands, versions, whole, cls.__name__, evened=args is not given)
-            else:
-                for x, before, after in zip(operands, versions, versions_of(operands), strict=True):
-                    if before != after:
-                        self._unknown_in(x, operands, cls.__name__)
+            result = self._run(run, args, kwargs, name, args is not given)
+            self._note_all(result, whole, operands)
+            guessed(result, operands, name)
+            self._changed(operands, versions, whole, name, evened=args is not given)
         return result
 
     def _beside(
@@ -162,7 +203,7 @@ class Functions(Operations):
             if kind is None and torch.is_grad_enabled() and any(y.requires_grad for y in operands):
                 self._unknown(x, [x], cls.__name__)
             found.append(kind)
-        if str(cls.__module__).split(".")[0] not in _LIBRARIES:
+        if package_of(cls) not in _LIBRARIES:
             found += [self.type_of(x) for x in _others(Reachable(*_parts(cls)), known)]
         return [kind for kind in found if kind is not None and kind.axes]
 
@@ -180,19 +221,19 @@ class Functions(Operations):
                     if kind is not None and marked(value) is None:
                         self._note(value, kind)
                         carried(before, value)
-            first = not found
-            with self._watching() if first else self, use_mesh(self.mesh if current is None else current):
+            first = not found  # then this is among the modes, and has only to look
+            with (
+                watched_by(cast(Watcher, self)) if first else self,
+                use_mesh(self.mesh if current is None else current),
+            ):
                 result = run(*values)
             if first:
                 inside.extend(several(result))
                 found.extend(self._kinds(inside))
             return result
 
-        outer, here.watcher = here.watcher, None
-        try:
+        with watched_by(None):
             result = own(CheckpointFunction, tracked, preserve, *given)
-        finally:
-            here.watcher = outer
         with without_modes():
             for y, kind, before in zip(several(result), found, inside, strict=True):
                 if kind is not None:
@@ -204,18 +245,9 @@ class Functions(Operations):
         with without_modes():
             return [self.type_of(x) if isinstance(x, Tensor) else None for x in values]
 
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Look again, where this is still among the modes."""
-        here.watcher = cast(Watcher, self)
-        try:
-            yield
-        finally:
-            here.watcher = None
-
 
 _LIBRARIES = ("torch", "meshcomm")
-"""Custom functions of these say themselves what they do."""
+"""Hooks of these know what they do, and custom functions say it themselves."""
 
 
 def _parts(cls: Any) -> Iterator[Any]:

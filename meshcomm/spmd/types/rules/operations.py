@@ -209,10 +209,14 @@ class Operations(Leaves):
         """What takes an unknown value gives unknown ones, in what it writes into, too."""
         versions = versions_of(operands)
         result = func(*args, **kwargs)
+        self._unknown_in_changed(operands, versions, kind.name)
+        return result
+
+    def _unknown_in_changed(self, operands: Sequence[Tensor], versions: Sequence[int], name: str) -> None:
+        """Something unknown was written into those that have changed since."""
         for x, before, after in zip(operands, versions, self._saw(operands, versions), strict=True):
             if before != after:
-                self._unknown_in(x, operands, kind.name)
-        return result
+                self._unknown_in(x, operands, name)
 
     def _unknown_in(self, x: Tensor, operands: Sequence[Tensor], name: str) -> None:
         """Something unknown was written into ``x``, which must not be taken for what it was."""
@@ -378,13 +382,10 @@ class Operations(Leaves):
                         self._unknown_in(x, group, kind.name)
                     elif (mine := self.type_of(x)) is None or mine.axes != whole.axes:
                         self._written(x, whole, kind.name)
-            elif before != (now := self._saw(group, before)):
-                if whole is not None:
-                    self._changed(group, before, whole, kind.name)
-                    continue
-                for x, old, new in zip(group, before, now, strict=True):
-                    if old != new:
-                        self._unknown_in(x, group, kind.name)
+            elif whole is not None:
+                self._changed(group, before, whole, kind.name)
+            else:
+                self._unknown_in_changed(group, before, kind.name)
         return result
 
     def _get(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
