@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.parallel.data.ddp import data_parallel
-from meshcomm.parallel.fsdp.module import fully_shard
-from meshcomm.parallel.tensor.functions import (
+from meshcomm.parallel import (
     column_linear,
     enter,
     heads_of,
@@ -32,6 +30,8 @@ from meshcomm.parallel.tensor.functions import (
     vocab_cross_entropy,
     vocab_embedding,
 )
+from meshcomm.parallel.data.ddp import data_parallel
+from meshcomm.parallel.fsdp.module import fully_shard
 from meshcomm.parallel.tensor.module import tensor_parallel, whole_parameters
 from meshcomm.parallel.tensor.plan import Column
 from meshcomm.spmd.types.check_vma import check_vma, mark_varying

@@ -1,11 +1,11 @@
-"""Tensor and sequence parallelism as functions: matrices, vocabularies and heads are cut over an axis.
+"""Tensor and sequence parallelism as functions: matrices are cut over an axis, and activations along the sequence.
 
     column   "b s d, (tp f) d -> b s (tp f)"              x is the same on all ranks, its gradient is summed
     row      "b s (tp f), d (tp f) -> b s d"              ends in a sum
     with sequence=True activations between them are cut along s, "b (tp s) d": an all_gather, and a reduce_scatter
 
 Weights lie as torch's modules have them. b batch, s sequence (the last dim but one), d width, f features of a layer,
-v vocabulary, h heads, k length of a head, n size of the axis.
+n size of the axis.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 
 __all__ = [
-    "column_linear", "enter", "heads_of", "leave", "parallel_attention", "row_linear", "sequence_layer_norm",
-    "sequence_rms_norm", "vocab_cross_entropy", "vocab_embedding",
+    "are_tensors", "column_linear", "enter", "leave", "row_linear", "sequence_layer_norm", "sequence_rms_norm",
 ]  # fmt: skip
 
 
@@ -213,7 +212,7 @@ def row_linear(
     return y + (pvary(bias, axis, mesh=mesh) if sequence else bias)
 
 
-def _are_tensors(where: str, axis: Axis, **given: Tensor | None) -> None:
+def are_tensors(where: str, axis: Axis, **given: Tensor | None) -> None:
     """Those that are given are tensors, of whatever class: the first one, which is communicated, is a plain one."""
     for number, (name, x) in enumerate(given.items()):
         if x is not None and (number == 0 or not isinstance(x, Tensor)):
@@ -231,7 +230,7 @@ def _fits(
     alike: tuple[Tensor | None, ...],
 ) -> None:
     ax = check.axis_of(where, axis, mesh)
-    _are_tensors(where, ax, x=x, weight=weight, bias=bias)
+    are_tensors(where, ax, x=x, weight=weight, bias=bias)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         what = f"weight {list(weight.shape)} does not fit x.shape[-1] = {x.shape[-1] if x.ndim else 'none'}."
         check.explain(where, what, ax, x=x, fix="weight is [out, in], this rank's part")
@@ -243,314 +242,6 @@ def _fits(
             name = "weight" if p is weight else "bias"
             what = f"{name} is {p.dtype}, x is {x.dtype}."
             check.explain(where, what, ax, x=x, fix="cast one of them, or use autocast")
-
-
-# ------------------------------------------------------------------------------------------------------ vocabularies
-
-
-@Op("vocab_embedding", "ids invariant", composed=True)
-def vocab_embedding(
-    ids: Tensor,
-    weight: Tensor,
-    *,
-    axis: AxisName,
-    padding_idx: int | None = None,
-    sequence: bool = False,
-    mesh: Mesh | None = None,
-) -> Tensor:
-    """Look up rows of a table of which each rank has a part.
-
-    ::
-
-        "(tp v) d"  ->  "b s d"                           with sequence: "b (tp s) d"
-
-    Type: ids invariant; weight varying; the result invariant, varying with ``sequence``.
-
-    Args:
-        ids: integers ``[...]``, from 0 to v - 1.
-        weight: ``[v/n, d]``, this rank's rows.
-        axis: a name, or a tuple of names.
-        padding_idx: an id whose row gets no gradient.
-        sequence: whether each rank keeps a part of the last dim of ``ids``.
-        mesh: the current mesh by default.
-
-    Returns: ``[..., d]``; ``[..., s/n, d]`` with ``sequence``.
-
-    Backward: each rank's rows get their gradients; with ``sequence`` the gradient is gathered first.
-
-    Cost: an all_reduce of the result; with ``sequence`` a reduce_scatter.
-
-    Raises:
-        MeshError: ids that are no integers, or (on the CPU) not in the vocabulary; no such axis.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import vocab_embedding
-        >>> mesh = mc.make_mesh({"tp": 2})
-        >>> table = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
-        >>> def look_up():
-        ...     return vocab_embedding(torch.tensor([3, 0]), table.chunk(2)[mesh.rank], axis="tp", mesh=mesh).tolist()
-        >>> mc.launch(look_up, ranks=2)
-        [[[13.0], [10.0]], [[13.0], [10.0]]]
-
-    Source: Megatron-LM.
-    """
-    ax = check.axis_of("vocab_embedding", axis, mesh)
-    _are_tensors("vocab_embedding", ax, ids=ids, weight=weight)
-    if weight.ndim != 2:
-        check.explain("vocab_embedding", f"weight {list(weight.shape)} is not [v/n, d].", ax, fix="this rank's rows")
-    count = weight.shape[0] * ax.size
-    if padding_idx is not None and not (check.whole_number(padding_idx) and -count <= padding_idx < count):
-        what = f"padding_idx={padding_idx!r} is not in a vocabulary of {count}."
-        check.explain("vocab_embedding", what, ax, fix="an id of the whole vocabulary, or None")
-    rows, mine = _own_rows("vocab_embedding", ids, weight.shape[0], ax)
-    padding = None
-    if padding_idx is not None:
-        local = padding_idx % count - ax.index * weight.shape[0]
-        padding = local if 0 <= local < weight.shape[0] else None
-    found = F.embedding(rows, weight, padding).masked_fill(~mine.unsqueeze(-1), 0)
-    return leave(found, axis, sequence=sequence, mesh=ax.mesh)
-
-
-def _own_rows(where: str, ids: Tensor, count: int, axis: Axis, *, ignored: int | None = None) -> tuple[Tensor, Tensor]:
-    """Where in this rank's part each id is (0 if elsewhere), and whether it is there."""
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        check.explain(where, "ids are not integers.", axis, x=ids, fix="cast with x.long()")
-    total = count * axis.size
-    if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
-        known = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
-        low, high = (int(bound) for bound in known.aminmax())
-        if low < 0 or high >= total:
-            wrong = low if low < 0 else high
-            fix = f"ids from 0 to {total - 1}, of the whole vocabulary" if total else "each rank has a part of it"
-            check.explain(where, f"id {wrong} is not in a vocabulary of {total}.", axis, x=ids, fix=fix)
-    rows = ids - axis.index_tensor.to(ids.device) * count
-    mine = (rows >= 0) & (rows < count)
-    return rows.masked_fill(~mine, 0), mine
-
-
-@Op("vocab_cross_entropy", "logits varying", composed=True)
-def vocab_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    axis: AxisName,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    mesh: Mesh | None = None,
-) -> Tensor:
-    """Cross-entropy of logits of which each rank has a part of the vocabulary; they are never gathered.
-
-    ::
-
-        "b s (tp v), b s ->"
-
-    Type: logits varying; target and result invariant: reduce it over the other axes only.
-
-    Args:
-        logits: ``[..., v/n]``, floating point; half precision is computed in float32.
-        target: integers ``[...]``, from 0 to v - 1, or ``ignore_index``.
-        axis: a name, or a tuple of names.
-        reduction: "mean" over what is not ignored, "sum", or "none".
-        ignore_index: a target that counts nothing.
-        label_smoothing: how much of the target is spread evenly over the vocabulary, from 0 to 1.
-        mesh: the current mesh by default.
-
-    Returns: ``[]``; ``[...]`` with "none". The dtype of the logits, float32 for half precision.
-
-    Backward: softmax minus target, each rank its part; nothing is sent.
-
-    Cost: all_reduces of one number per target for the maximum, and of two (three with smoothing) for the sums.
-
-    Raises:
-        MeshError: shapes that do not fit; targets that are no integers, or (on the CPU) not in the vocabulary; an
-            unknown reduction; no such axis.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import vocab_cross_entropy
-        >>> mesh = mc.make_mesh({"tp": 2})
-        >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
-        >>> def loss():
-        ...     mine = logits.chunk(2, 1)[mesh.rank]
-        ...     return round(vocab_cross_entropy(mine, torch.tensor([2]), axis="tp", mesh=mesh).item(), 4)
-        >>> mc.launch(loss, ranks=2)
-        [1.3863, 1.3863]
-
-    Source: Megatron-LM.
-    """
-    where = "vocab_cross_entropy"
-    ax = check.axis_of(where, axis, mesh)
-    _are_tensors(where, ax, logits=logits, target=target)
-    if not logits.is_floating_point():
-        check.explain(where, "logits are not floating point.", ax, x=logits, fix="cast with x.float()")
-    if logits.shape[:-1] != target.shape or not logits.ndim:
-        check.explain(
-            where, f"target {list(target.shape)} does not fit the logits.", ax, x=logits, fix="[...] for [..., v/n]"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        check.explain(where, f"reduction={reduction!r} is none of 'mean', 'sum', 'none'.", ax, fix="one of them")
-    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
-        check.explain(where, f"label_smoothing={label_smoothing!r} is not from 0 to 1.", ax, fix="such as 0.1")
-    rows, mine = _own_rows(where, target, logits.shape[-1], ax, ignored=ignore_index)
-    x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    with torch.no_grad():  # it cancels
-        top = all_reduce(x.amax(-1), axis, "max", mesh=ax.mesh)
-    x = x - pvary(top, axis, mesh=ax.mesh).unsqueeze(-1)
-    picked = x.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
-    parts = [x.exp().sum(-1), picked, *([x.sum(-1)] if label_smoothing else [])]
-    sums = all_reduce(torch.stack(parts), axis, mesh=ax.mesh)
-    log = sums[0].log()
-    loss = log - sums[1]
-    if label_smoothing:
-        even = log - sums[2] / (logits.shape[-1] * ax.size)
-        loss = (1 - label_smoothing) * loss + label_smoothing * even
-    counted = target != ignore_index
-    loss = loss.masked_fill(~counted, 0)
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
-
-
-# ------------------------------------------------------------------------------------------------------------- heads
-
-
-@Op("heads_of", "V -> V", communicates=False, composed=True)
-def heads_of(weight: Tensor, heads: int, *, axis: AxisName, mesh: Mesh | None = None) -> Tensor:
-    """This rank's heads of a weight that all ranks have whole, because there are fewer heads than ranks.
-
-    ::
-
-        4 ranks, 2 heads          rank 0, 1  [w0]          rank 2, 3  [w1]
-
-    Type: varying -> varying: :func:`meshcomm.pvary` of a replicated weight.
-
-    Args:
-        weight: ``[h*k, ...]``, a weight or a bias.
-        heads: h, which divides n.
-        axis: a name, or a tuple of names.
-        mesh: the current mesh by default.
-
-    Returns: ``[k, ...]``, a view.
-
-    Backward: zeros for the other heads; the all_reduce of pvary sums over the ranks that share one.
-
-    Cost: nothing; the weight is on all ranks.
-
-    Raises:
-        MeshError: heads that do not divide the axis or the weight; no such axis.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import heads_of
-        >>> mesh = mc.make_mesh({"tp": 4})
-        >>> mc.launch(lambda: heads_of(torch.tensor([1.0, 2.0]), 2, axis="tp", mesh=mesh).item(), ranks=4)
-        [1.0, 1.0, 2.0, 2.0]
-
-    Source: grouped-query attention (Ainslie et al., 2023) with more ranks than groups.
-    """
-    ax = check.axis_of("heads_of", axis, mesh)
-    _are_tensors("heads_of", ax, weight=weight)
-    if not weight.ndim:
-        check.explain("heads_of", "weight has no dims.", ax, fix="[h*k, ...]")
-    if not check.whole_number(heads) or heads < 1 or ax.size % heads or weight.shape[0] % heads:
-        what = (
-            f"{heads!r} heads do not divide axis {ax.name!r} (size {ax.size}) and weight.shape[0] = {weight.shape[0]}."
-        )
-        check.explain("heads_of", what, ax, x=weight, fix="where the axis divides the heads, cut the weight")
-    length = weight.shape[0] // heads
-    return weight.narrow(0, ax.index // (ax.size // heads) * length, length)
-
-
-@Op("parallel_attention", "as :func:`enter` and :func:`leave` have it", composed=True)
-def parallel_attention(
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    *,
-    axis: AxisName,
-    heads: int,
-    kv_heads: int | None = None,
-    causal: bool = True,
-    sequence: bool = False,
-    mesh: Mesh | None = None,
-) -> Tensor:
-    """Attention of which each rank computes some heads.
-
-    ::
-
-        "b s d, (tp h k) d -> b s (tp h k)" for q, k, v;  attention per head;  "b s (tp h k), d (tp h k) -> b s d"
-
-    Type: as :func:`enter` and :func:`leave` have it; weights varying.
-
-    Args:
-        x: ``[b, s, d]``; ``[b, s/n, d]`` with ``sequence``.
-        q: ``[h*k/n, d]``, this rank's heads.
-        k: ``[kv_heads*k/n, d]``; where there are fewer of them than ranks ``[k, d]``, as :func:`heads_of` gives.
-        v: as ``k``.
-        out: ``[d, h*k/n]``.
-        axis: a name, or a tuple of names.
-        heads: h, of all ranks; the axis divides them.
-        kv_heads: of keys and values, which groups of query heads share; h by default.
-        causal: whether a place sees those before it only.
-        sequence: whether activations outside are cut along the sequence.
-        mesh: the current mesh by default.
-
-    Returns: the shape of ``x``.
-
-    Backward: one sum for the gradient of ``x``, whatever the number of weights.
-
-    Cost: one all_reduce forwards and one backwards; with ``sequence`` an all_gather and a reduce_scatter each way.
-
-    Raises:
-        MeshError: heads that the axis does not divide; kv_heads that neither divide nor are divided by the axis;
-            weights that do not fit.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import parallel_attention
-        >>> mesh = mc.make_mesh({"tp": 2})
-        >>> def attend():
-        ...     w = torch.eye(4).chunk(2)[mesh.rank]  # two heads of length two
-        ...     return parallel_attention(torch.ones(1, 3, 4), w, w, w, w.T, axis="tp", heads=2, mesh=mesh).sum().item()
-        >>> mc.launch(attend, ranks=2)
-        [12.0, 12.0]
-
-    Source: Megatron-LM; Ainslie et al., 2023.
-    """
-    where = "parallel_attention"
-    ax = check.axis_of(where, axis, mesh)
-    _are_tensors(where, ax, x=x, q=q, k=k, v=v, out=out)
-    kv_heads = heads if kv_heads is None else kv_heads
-    for name, number in (("heads", heads), ("kv_heads", kv_heads)):
-        if not check.whole_number(number) or number < 1:
-            check.explain(where, f"{name}={number!r} is not a positive int.", ax, fix="how many there are on all ranks")
-    if heads % ax.size or heads % kv_heads or (kv_heads % ax.size and ax.size % kv_heads):
-        what = (
-            f"{heads} heads and {kv_heads} of keys and values cannot be divided over axis {ax.name!r} (size {ax.size})."
-        )
-        check.explain(where, what, ax, x=x, fix="heads that the axis divides, and kv_heads that divide them")
-    if x.ndim < 2:
-        check.explain(where, f"x {list(x.shape)} is not [b, s, d].", ax, x=x, fix="x.unsqueeze(0) for a batch of one")
-    here, groups = heads // ax.size, max(1, kv_heads // ax.size)
-    length = q.shape[0] // here if q.ndim else 0
-    for name, weight, count in (("q", q, here), ("k", k, groups), ("v", v, groups)):
-        if tuple(weight.shape) != (count * length, x.shape[-1]):
-            what = f"{name} {list(weight.shape)} is not [{count * length}, {x.shape[-1]}]."
-            check.explain(where, what, ax, x=x, fix="[heads here * length, d], this rank's heads")
-    if tuple(out.shape) != (x.shape[-1], here * length):
-        what = f"out {list(out.shape)} is not [{x.shape[-1]}, {here * length}]."
-        check.explain(where, what, ax, x=x, fix="[d, heads here * length], this rank's columns")
-    x = enter(x, axis, sequence=sequence, mesh=ax.mesh)
-    queries, keys, values = (
-        F.linear(x, weight).unflatten(-1, (count, length)).transpose(-2, -3)
-        for weight, count in ((q, here), (k, groups), (v, groups))
-    )
-    y = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, enable_gqa=here != groups)
-    return row_linear(y.transpose(-2, -3).flatten(-2), out, axis=axis, sequence=sequence, mesh=ax.mesh)
 
 
 # ------------------------------------------------------------------------------------------------------------- norms
@@ -641,7 +332,7 @@ def _varied(
     where: str, x: Tensor, params: tuple[Tensor | None, ...], axis: AxisName, mesh: Mesh | None, eps: float | None
 ) -> list[Tensor | None]:
     ax = check.axis_of(where, axis, mesh)
-    _are_tensors(where, ax, x=x)
+    are_tensors(where, ax, x=x)
     if not x.ndim:
         check.explain(where, "x has no dims.", ax, x=x, fix="[..., s/n, d]")
     if not x.is_floating_point():

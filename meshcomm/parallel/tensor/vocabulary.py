@@ -1,0 +1,183 @@
+"""Vocabularies of which each rank has a part: looked up, and predicted.
+
+b batch, s sequence, d width, v vocabulary, n size of the axis.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshcomm.collectives import check
+from meshcomm.collectives.reduce import all_reduce, pvary
+from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.tensor.functions import are_tensors, leave
+from meshcomm.runtime.ops import Op
+
+__all__ = ["vocab_cross_entropy", "vocab_embedding"]
+
+
+@Op("vocab_embedding", "ids invariant", composed=True)
+def vocab_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    axis: AxisName,
+    padding_idx: int | None = None,
+    sequence: bool = False,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """Look up rows of a table of which each rank has a part.
+
+    ::
+
+        "(tp v) d"  ->  "b s d"                           with sequence: "b (tp s) d"
+
+    Type: ids invariant; weight varying; the result invariant, varying with ``sequence``.
+
+    Args:
+        ids: integers ``[...]``, from 0 to v - 1.
+        weight: ``[v/n, d]``, this rank's rows.
+        axis: a name, or a tuple of names.
+        padding_idx: an id whose row gets no gradient.
+        sequence: whether each rank keeps a part of the last dim of ``ids``.
+        mesh: the current mesh by default.
+
+    Returns: ``[..., d]``; ``[..., s/n, d]`` with ``sequence``.
+
+    Backward: each rank's rows get their gradients; with ``sequence`` the gradient is gathered first.
+
+    Cost: an all_reduce of the result; with ``sequence`` a reduce_scatter.
+
+    Raises:
+        MeshError: ids that are no integers, or (on the CPU) not in the vocabulary; no such axis.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import vocab_embedding
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> table = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
+        >>> def look_up():
+        ...     return vocab_embedding(torch.tensor([3, 0]), table.chunk(2)[mesh.rank], axis="tp", mesh=mesh).tolist()
+        >>> mc.launch(look_up, ranks=2)
+        [[[13.0], [10.0]], [[13.0], [10.0]]]
+
+    Source: Megatron-LM.
+    """
+    ax = check.axis_of("vocab_embedding", axis, mesh)
+    are_tensors("vocab_embedding", ax, ids=ids, weight=weight)
+    if weight.ndim != 2:
+        check.explain("vocab_embedding", f"weight {list(weight.shape)} is not [v/n, d].", ax, fix="this rank's rows")
+    count = weight.shape[0] * ax.size
+    if padding_idx is not None and not (check.whole_number(padding_idx) and -count <= padding_idx < count):
+        what = f"padding_idx={padding_idx!r} is not in a vocabulary of {count}."
+        check.explain("vocab_embedding", what, ax, fix="an id of the whole vocabulary, or None")
+    rows, mine = _own_rows("vocab_embedding", ids, weight.shape[0], ax)
+    padding = None
+    if padding_idx is not None:
+        local = padding_idx % count - ax.index * weight.shape[0]
+        padding = local if 0 <= local < weight.shape[0] else None
+    found = F.embedding(rows, weight, padding).masked_fill(~mine.unsqueeze(-1), 0)
+    return leave(found, axis, sequence=sequence, mesh=ax.mesh)
+
+
+def _own_rows(where: str, ids: Tensor, count: int, axis: Axis, *, ignored: int | None = None) -> tuple[Tensor, Tensor]:
+    """Where in this rank's part each id is (0 if elsewhere), and whether it is there."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        check.explain(where, "ids are not integers.", axis, x=ids, fix="cast with x.long()")
+    total = count * axis.size
+    if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
+        known = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
+        low, high = (int(bound) for bound in known.aminmax())
+        if low < 0 or high >= total:
+            wrong = low if low < 0 else high
+            fix = f"ids from 0 to {total - 1}, of the whole vocabulary" if total else "each rank has a part of it"
+            check.explain(where, f"id {wrong} is not in a vocabulary of {total}.", axis, x=ids, fix=fix)
+    rows = ids - axis.index_tensor.to(ids.device) * count
+    mine = (rows >= 0) & (rows < count)
+    return rows.masked_fill(~mine, 0), mine
+
+
+@Op("vocab_cross_entropy", "logits varying", composed=True)
+def vocab_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    axis: AxisName,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """Cross-entropy of logits of which each rank has a part of the vocabulary; they are never gathered.
+
+    ::
+
+        "b s (tp v), b s ->"
+
+    Type: logits varying; target and result invariant: reduce it over the other axes only.
+
+    Args:
+        logits: ``[..., v/n]``, floating point; half precision is computed in float32.
+        target: integers ``[...]``, from 0 to v - 1, or ``ignore_index``.
+        axis: a name, or a tuple of names.
+        reduction: "mean" over what is not ignored, "sum", or "none".
+        ignore_index: a target that counts nothing.
+        label_smoothing: how much of the target is spread evenly over the vocabulary, from 0 to 1.
+        mesh: the current mesh by default.
+
+    Returns: ``[]``; ``[...]`` with "none". The dtype of the logits, float32 for half precision.
+
+    Backward: softmax minus target, each rank its part; nothing is sent.
+
+    Cost: all_reduces of one number per target for the maximum, and of two (three with smoothing) for the sums.
+
+    Raises:
+        MeshError: shapes that do not fit; targets that are no integers, or (on the CPU) not in the vocabulary; an
+            unknown reduction; no such axis.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import vocab_cross_entropy
+        >>> mesh = mc.make_mesh({"tp": 2})
+        >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+        >>> def loss():
+        ...     mine = logits.chunk(2, 1)[mesh.rank]
+        ...     return round(vocab_cross_entropy(mine, torch.tensor([2]), axis="tp", mesh=mesh).item(), 4)
+        >>> mc.launch(loss, ranks=2)
+        [1.3863, 1.3863]
+
+    Source: Megatron-LM.
+    """
+    where = "vocab_cross_entropy"
+    ax = check.axis_of(where, axis, mesh)
+    are_tensors(where, ax, logits=logits, target=target)
+    if not logits.is_floating_point():
+        check.explain(where, "logits are not floating point.", ax, x=logits, fix="cast with x.float()")
+    if logits.shape[:-1] != target.shape or not logits.ndim:
+        check.explain(
+            where, f"target {list(target.shape)} does not fit the logits.", ax, x=logits, fix="[...] for [..., v/n]"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        check.explain(where, f"reduction={reduction!r} is none of 'mean', 'sum', 'none'.", ax, fix="one of them")
+    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
+        check.explain(where, f"label_smoothing={label_smoothing!r} is not from 0 to 1.", ax, fix="such as 0.1")
+    rows, mine = _own_rows(where, target, logits.shape[-1], ax, ignored=ignore_index)
+    x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    with torch.no_grad():  # it cancels
+        top = all_reduce(x.amax(-1), axis, "max", mesh=ax.mesh)
+    x = x - pvary(top, axis, mesh=ax.mesh).unsqueeze(-1)
+    picked = x.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
+    parts = [x.exp().sum(-1), picked, *([x.sum(-1)] if label_smoothing else [])]
+    sums = all_reduce(torch.stack(parts), axis, mesh=ax.mesh)
+    log = sums[0].log()
+    loss = log - sums[1]
+    if label_smoothing:
+        even = log - sums[2] / (logits.shape[-1] * ax.size)
+        loss = (1 - label_smoothing) * loss + label_smoothing * even
+    counted = target != ignore_index
+    loss = loss.masked_fill(~counted, 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
