@@ -29,10 +29,10 @@ _SCATTERS = has(
 )
 
 
-def allgather_base(group: dist.ProcessGroup, out: Tensor, x: Tensor) -> dist.Work:
+def allgather_base(group: dist.ProcessGroup, out: Tensor, x: Tensor, options: Any) -> dist.Work:
     """Gather into one buffer; the public ``all_gather_into_tensor`` costs some µs more of Python."""
     if _GATHERS:
-        return group._allgather_base(out, x)
+        return group._allgather_base(out, x, options)
     return _begun(dist.all_gather_into_tensor(out, x, group=group, async_op=True))
 
 
@@ -51,11 +51,13 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 
 def begin_messages(todo: list[dist.P2POp]) -> list[dist.Work]:
-    """``batch_isend_irecv``; one by one in a group that is not torch's own class, in which torch 2.15 does not find the
-    backend of a device.
+    """``batch_isend_irecv`` for each device, for it gives back the works of one alone; one by one in a group that is
+    not torch's own class, in which torch 2.15 does not find the backend of a device.
     """
     if type(todo[0].group) is dist.ProcessGroup:
-        return dist.batch_isend_irecv(todo)
+        devices = dict.fromkeys(each.tensor.device for each in todo)
+        batches = [[each for each in todo if each.tensor.device == device] for device in devices]
+        return [work for batch in batches for work in dist.batch_isend_irecv(batch)]
     peer = {dist.isend: "group_dst", dist.irecv: "group_src"}
     return [
         _begun(each.op(each.tensor, group=each.group, tag=each.tag, **{peer[each.op]: each.group_peer}))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -35,7 +36,7 @@ def gathers() -> None:
     group = dist.group.WORLD
     assert group is not None
     rank, out = dist.get_rank(), torch.empty(8)
-    _torch.allgather_base(group, out, torch.full((2,), float(rank))).wait()
+    _torch.allgather_base(group, out, torch.full((2,), float(rank)), AllgatherOptions()).wait()
     assert_close(out, torch.arange(4.0).repeat_interleave(2))
 
 

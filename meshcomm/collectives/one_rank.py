@@ -369,7 +369,8 @@ def send(
         x: a tensor of any shape and dtype.
         axis: a name, or a tuple of names, of which the first is major.
         dst: the index along ``axis`` to send to.
-        tag: messages between two ranks meet in order per tag; below 2**30.
+        tag: messages between two ranks meet in order per tag; below 2**30. On a backend that matches messages by their
+            order alone (NCCL), 0 here, and tags only in ``exchange``, with all that have one in one call on both sides.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
@@ -435,7 +436,8 @@ def recv(
         src: the index along ``axis`` to receive from.
         shape: the shape that is sent.
         dtype: the dtype that is sent.
-        tag: messages between two ranks meet in order per tag; below 2**30.
+        tag: messages between two ranks meet in order per tag; below 2**30. On a backend that matches messages by their
+            order alone (NCCL), 0 here, and tags only in ``exchange``, with all that have one in one call on both sides.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
@@ -489,7 +491,8 @@ def exchange(
     Type: varying -> varying.
 
     Args:
-        sends: ``(x, dst)`` or ``(x, dst, tag)`` each.
+        sends: ``(x, dst)`` or ``(x, dst, tag)`` each. On a backend that matches messages by their order alone (NCCL)
+            the tags order those of one call, and are compared with the other side's.
         recvs: ``(src, shape, dtype)`` or ``(src, shape, dtype, tag)`` each.
         axis: a name, or a tuple of names, of which the first is major.
         mesh: the current mesh by default.
@@ -616,7 +619,8 @@ def _checked_post(where: str, entry: object, axis: Axis) -> Post:
     check.checked_index(where, dst, axis, "dst")
     _checked_tag(where, tag, axis)
     check.no_gradient(where, x, axis, "use permute or shift")
-    return x, int(dst), int(tag)
+    home = axis.mesh.device  # where it is received: all ranks move it the same way
+    return x if axis.mesh.in_process else x.detach().to(home), int(dst), int(tag)
 
 
 def _checked_want(where: str, entry: object, axis: Axis) -> Want:
@@ -638,6 +642,11 @@ def _checked_want(where: str, entry: object, axis: Axis) -> Want:
 def _checked_tag(where: str, tag: object, axis: Axis) -> None:
     if not check.whole_number(tag) or not 0 <= tag < 2**30:  # type: ignore[operator]
         check.explain(where, f"tag={tag!r} is not a tag.", axis, fix="an int from 0 to 2**30 - 1")
+    if tag and where not in (may := axis.link.tagged(axis.mesh.device)):
+        check.explain(
+            where, f"tag={tag}, but what moves tensors on {axis.mesh.device} matches messages by their order.", axis,
+            fix="leave the tag out" + (", or give all that have tags to one exchange, on both sides" if may else ""),
+        )  # fmt: skip
 
 
 def _not_oneself(where: str, index: int, axis: Axis) -> None:

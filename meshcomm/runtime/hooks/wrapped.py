@@ -88,6 +88,10 @@ class WrappedLink(Defaults):
         """As the inner link does."""
         return self.inner.check_device(device, strict)
 
+    def tagged(self, device: torch.device) -> tuple[str, ...]:
+        """As the inner link does."""
+        return self.inner.tagged(device)
+
     def all_reduce(self, x: Tensor, op: str) -> Any:
         """Wrapped."""
         return self._same("all_reduce", x, lambda: self.inner.all_reduce(x, op), op)

@@ -30,6 +30,15 @@ from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, r
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.compiled import TracedLink
+from meshcomm.runtime.transports.device_post import (
+    KNOW_NO_TAGS,
+    Outbox,
+    begin_all,
+    check_tags,
+    messages_for,
+    queued,
+    tags_of,
+)  # fmt: skip
 from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.post import CALLS, Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.turns import Channel, Turn
@@ -60,7 +69,6 @@ _SMALL = 2**19
 _KEEP = 2**26
 """The most bytes of memory that stay for the next sum: fresh pages cost as much as a tenth of moving it."""
 _ROUND = 1024
-_ANY = dist.AllToAllOptions()
 _TIMED_OUT = "imed out"
 """What gloo says when a time is up."""
 _CHANNELS, _MOST_CALLS = 2**15, 2**14
@@ -100,16 +108,16 @@ class ProcessLink(PacketLink):
         self.ranks = ranks
         self.size = len(ranks)
         self.index = index
-        backends = dist.get_backend_config(base)
+        self._backends = backends = dist.get_backend_config(base)
         self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
         kinds = self._kinds or {"cuda": backends}
         self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
-        self._options, self._scatter_options = _all_options()
-        self._sum = self._options["sum"]
+        self._sum, self._sum_later = (_options("AllreduceOptions", later, reduceOp="sum") for later in (False, True))
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
         self.walker: Walker | None = None
+        self._outbox = Outbox()
         self._calls = 0
         self._room: Tensor | None = None
 
@@ -142,6 +150,7 @@ class ProcessLink(PacketLink):
         """Of everything that belongs to a process group, for it is about to end."""
         self._making = threading.Lock()
         self.makers.clear()
+        self._outbox.drop()
         for name in ("group", "turn", "base", "mail", "channel"):
             vars(self).pop(name, None)
         self._room = None
@@ -155,13 +164,19 @@ class ProcessLink(PacketLink):
 
     def copies(self, name: str, x: Tensor) -> bool:
         """A broadcast begins with a copy; so does what the backend reduces in place."""
-        return name == "broadcast" or (name == "all_reduce" and not self._on_gloo)
+        return name == "broadcast" or (name == "all_reduce" and not (self._on_gloo and x.is_cpu))
 
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Whether a backend is registered for this kind of device."""
         if device.type == "meta" or (self._kinds and device.type not in self._kinds):
             return f"the mesh moves tensors on {', '.join(sorted(self._kinds)) or 'real devices'}"
         return None
+
+    def tagged(self, device: torch.device) -> tuple[str, ...]:
+        """All of them over gloo; where order alone matches messages, those of one exchange, if gloo can tell of it."""
+        if self._kinds.get(device.type, self._backends) not in KNOW_NO_TAGS:
+            return super().tagged(device)
+        return ("exchange",) if self._on_gloo else ()
 
     def _folds(self, x: Tensor, op: str) -> bool:
         return (self._on_gloo and x.is_cpu) or super()._folds(x, op)
@@ -171,16 +186,19 @@ class ProcessLink(PacketLink):
         if op != "sum" or (dtype := x.dtype) not in _DIRECT or (self._on_gloo and x.is_cpu):
             return self._all_reduce(x, op)
         # With as little as can be around the backend's call: each line is felt.
+        if queued:
+            begin_all()
         shape = x.shape
         record = [self._next(), "all_reduce", "sum", dtype, shape, monotonic(), None, None, -1, get_ident()]
         self._keep(record)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         if 0 not in shape:
             try:
-                work = self.group.allreduce([y], self._sum)
                 if told.later:
+                    work = self.group.allreduce([y], self._sum_later)
                     return cast(Tensor, Marked(cast(Any, self._finish("all_reduce", work, y)), record))
-                work.wait()
+                if (work := self.group.allreduce([y], self._sum)) is not None:
+                    work.wait()
             except CommError as error:
                 failed(record, error)
                 raise
@@ -192,6 +210,8 @@ class ProcessLink(PacketLink):
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
+            if told.later and self._folds(x, op):  # then all gather x, and only a sum begins with a copy
+                x = x.clone(memory_format=torch.contiguous_format)
             return super().all_reduce(x, op)
         if self.size == 2:
             return self._with_the_other(x, op)
@@ -216,7 +236,8 @@ class ProcessLink(PacketLink):
             return super().gather_flat(x)
         out = x.new_empty(self.size * x.numel())
         record = self._note("all_gather", "", x.dtype, x.shape)
-        work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x))
+        options = _options("AllgatherOptions", True)
+        work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x, options))
         return cast(Tensor, Marked(Started(work, out, partial(self._error, "all_gather"), gloo=False, keep=x), record))
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
@@ -225,7 +246,7 @@ class ProcessLink(PacketLink):
         if not self._is_direct(x) or not (native or x.dtype in (torch.float32, torch.float64)):
             return super().scatter_flat(x, op)
         where, each = "reduce_scatter", x.numel() // self.size
-        out, options = x.new_empty(each), self._scatter_options[op if native else "sum"]
+        out, options = x.new_empty(each), _options("ReduceScatterOptions", True, reduceOp=op if native else "sum")
         record = self._note(where, op, x.dtype, (self.size, each))
         work = self._start(where, lambda: _torch.reduce_scatter_base(self.group, out, x, options))
         got = cast(Tensor, Marked(Started(work, out, partial(self._error, where), gloo=False, keep=x), record))
@@ -292,6 +313,8 @@ class ProcessLink(PacketLink):
         return CALLS + self.channel.number % _CHANNELS * _MOST_CALLS + self._calls
 
     def _start(self, what: str, start: Callable[[], T]) -> T:
+        if queued:
+            begin_all()
         try:
             return start()
         except CommError:
@@ -322,13 +345,17 @@ class ProcessLink(PacketLink):
             return None
         return Late(record[WHAT], self.log, record, monotonic() - record[BEGAN], found=found)
 
-    def _finish(self, what: str, work: dist.Work, result: T) -> T:
-        """``result``, once ``work`` is done."""
+    def _finish(self, what: str, work: dist.Work | None, result: T) -> T:
+        """``result``, once ``work`` is done: NCCL gives none where it was asked for the result at once, for then all
+        is done on the caller's stream, without a hop to its own and back.
+        """
         if told.later:
             on_gloo = self._on_gloo and (result is None or cast(Any, result).is_cpu)
+            assert work is not None
             return cast(T, Started(work, result, partial(self._error, what), gloo=on_gloo))
         try:
-            work.wait()
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise self._error(what, error) from error
         return result
@@ -348,8 +375,10 @@ class ProcessLink(PacketLink):
     def _reduce_own(self, x: Tensor, op: str) -> Tensor:
         if not x.numel():
             return x
+        if queued:
+            begin_all()
         try:
-            work = self.group.allreduce([x], self._options[op])
+            work = self.group.allreduce([x], _options("AllreduceOptions", told.later, reduceOp=op))
         except RuntimeError as error:
             raise self._error("all_reduce", error) from error
         return self._finish("all_reduce", work, x)
@@ -361,7 +390,8 @@ class ProcessLink(PacketLink):
             return rows
         if self._on_gloo and x.is_cpu and self.size <= FEW:
             return self._gather_directly(rows, x)
-        work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x))
+        options = _options("AllgatherOptions", told.later)
+        work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x, options))
         return self._finish("all_gather", work, rows)
 
     def _gather_directly(self, rows: Tensor, x: Tensor) -> Tensor:
@@ -408,7 +438,7 @@ class ProcessLink(PacketLink):
         if not x.numel():
             return out
         flat = x.view(-1)  # torch's fake backend copies a chunk of the input, with its shape
-        options = self._scatter_options[op]
+        options = _options("ReduceScatterOptions", told.later, reduceOp=op)
         work = self._start("reduce_scatter", lambda: _torch.reduce_scatter_base(self.group, out, flat, options))
         return self._finish("reduce_scatter", work, out)
 
@@ -422,7 +452,8 @@ class ProcessLink(PacketLink):
     def _swap(self, where: str, out: Tensor, x: Tensor, recv: list[int], send: list[int]) -> Sequence[dist.Work]:
         """Runs of ``x`` to all, runs of ``out`` from all."""
         if not self._by_messages(x):
-            return [self._start(where, lambda: self.group.alltoall_base(out, x, recv, send, _ANY))]
+            options = _options("AllToAllOptions", told.later)
+            return [self._start(where, lambda: self.group.alltoall_base(out, x, recv, send, options))]
         parts, rows, me = x.split(send), out.split(recv), self.index
         rows[me].copy_(parts[me])
         others = [(me + step) % self.size for step in range(1, self.size)]
@@ -452,8 +483,7 @@ class ProcessLink(PacketLink):
             others = [i for i in range(self.size) if i != src]
             posts = [(y, i) for i in others] if self.index == src else []
             return self._end(self._begin(posts, [] if posts else [(y, src)], self._tag()), y)
-        options = dist.BroadcastOptions()
-        options.rootRank = src
+        options = _options("BroadcastOptions", told.later, rootRank=src)
         work = self._start("broadcast", lambda: self.group.broadcast([y], options))
         return self._finish("broadcast", work, y)
 
@@ -469,8 +499,7 @@ class ProcessLink(PacketLink):
             y = x.clone(memory_format=torch.contiguous_format)
             if not y.numel():
                 return y
-            options = _options(dist.ReduceOptions(), _OPS[op])
-            options.rootRank = dst
+            options = _options("ReduceOptions", told.later, reduceOp=op, rootRank=dst)
             work = self._start("reduce", lambda: self.group.reduce([y], options))
             return self._finish("reduce", work, y)
 
@@ -534,18 +563,33 @@ class ProcessLink(PacketLink):
         return then(self._end([*envelopes, *sending], (), keep=kept), opened)
 
     def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
-        sent = [(dtypes.to_bytes(x), dst, tag) for x, dst, tag in posts]
-        buffers = [
-            dtypes.to_bytes(torch.empty(shape, dtype=dtype, device=device)) for _, shape, dtype, _, device in wants
-        ]
-        todo = [dist.P2POp(dist.isend, x, group=self.base, tag=tag, group_peer=dst) for x, dst, tag in sent]
-        todo += [
-            dist.P2POp(dist.irecv, buffer, group=self.base, tag=want[3], group_peer=want[0])
-            for buffer, want in zip(buffers, wants, strict=True)
-        ]
-        works: list[dist.Work] = self._start("exchange", lambda: _torch.begin_messages(todo)) if todo else []
-        got = [dtypes.from_bytes(buffer, want[2]).view(want[1]) for buffer, want in zip(buffers, wants, strict=True)]
-        return self._end(works, got, keep=sent, cpu=all(x.is_cpu for x in (*(post[0] for post in sent), *got)))
+        """As an accelerator's backend does it: see ``device_post.py``."""
+        if not (posts or wants):
+            return []
+        device = posts[0][0].device if posts else wants[0][4]
+        explain = partial(self._error, "exchange")
+        if self._kinds.get(device.type, self._backends) not in KNOW_NO_TAGS:
+            todo, got = messages_for(self.base, posts, wants)
+            works = self._start("exchange", lambda: _torch.begin_messages(todo))
+            return self._end(works, got, keep=todo, cpu=all(each.tensor.is_cpu for each in todo))
+        said = self._tags_agree(posts, wants)
+        todo, got = messages_for(self.group, posts, wants)  # matched by order: in the group of this axis alone
+        begun = self._outbox.put(todo, got, explain)
+        if told.later:
+            return cast("list[Tensor]", then_all([said, begun], lambda both: both[1]))
+        begin_all()
+        return cast("list[Tensor]", begun.wait(None))
+
+    def _tags_agree(self, posts: Sequence[Post], wants: Sequence[Want]) -> object:
+        """Where tags are used both sides say so over gloo: order alone might match others."""
+        if not (mine := tags_of(posts, wants)):
+            return None
+        cpu, route = torch.device("cpu"), route_of(self.name, 0)
+        sent = [(torch.tensor(said, device=cpu), peer, 0) for peer, said in mine.items()]
+        asked = [(peer, (4,), torch.int64, 0, cpu) for peer in mine]
+        routes = [route] * len(mine)
+        found = self._by_post("exchange", sent, asked, routes, routes)
+        return then(found, lambda found: check_tags(mine, found, self.index))
 
     @recorded
     def barrier(self) -> object:
@@ -566,12 +610,10 @@ def _brief(said: str) -> str:
 
 
 @cache
-def _all_options() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of an all_reduce and of a reduce_scatter, by op; nobody changes them."""
-    every = {name: _options(dist.AllreduceOptions(), op) for name, op in _OPS.items()}
-    return every, {name: _options(dist.ReduceScatterOptions(), op) for name, op in _OPS.items()}
-
-
-def _options(options: Any, op: Any) -> Any:
-    options.reduceOp = op
+def _options(name: str, later: bool, **given: Any) -> Any:
+    """torch's options of this name; nobody changes them. ``later``: whether the backend gives a work to wait for."""
+    options = getattr(dist.distributed_c10d, name)()
+    options.asyncOp = later
+    for each, value in given.items():
+        setattr(options, each, _OPS[value] if each == "reduceOp" else value)
     return options

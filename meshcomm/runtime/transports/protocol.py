@@ -137,6 +137,9 @@ class Link(Primitives, Protocol):
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Why tensors on ``device`` cannot be moved (``strict``: without a detour over another one), or None."""
 
+    def tagged(self, device: torch.device) -> tuple[str, ...]:
+        """Which calls may give tags to their messages, of tensors on ``device``."""
+
     def traced(self) -> Link:
         """The same link in a form that compiles."""
 
@@ -177,6 +180,10 @@ class Defaults:
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Every device will do."""
         return None
+
+    def tagged(self, device: torch.device) -> tuple[str, ...]:
+        """All that send or receive."""
+        return "send", "recv", "exchange"
 
     def traced(self: Any) -> Any:
         """Itself: nothing of it compiles, or there is nothing to trace."""

@@ -22,6 +22,7 @@ from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.call import told
 from meshcomm.runtime.recorder import CALL, failed
 from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.device_post import begin_all, queued
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.runtime.transports.shared.differences import compare_given
@@ -237,6 +238,8 @@ class OneHostLink(ProcessLink):
         return self.mail.others
 
     def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> Call:
+        if queued:
+            begin_all()
         mail, dtype, shape = self.mail, x.dtype, x.shape
         said = told.call if self.hears else None
         if said is None:

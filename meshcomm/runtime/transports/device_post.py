@@ -1,0 +1,186 @@
+"""Messages that an accelerator's own backend moves, NCCL above all. It knows no tags: what one rank sends another one
+it matches by order alone. And it does one thing after the other: two ranks that each begin to send, and then to
+receive, wait for one another in the first step, where both are not one batch.
+
+::
+
+    later     exchange ──► queued ──┬─ the first wait ──────────────┐
+                                    ├─ the next call of any kind ───┼──► one batch ──► under way ──► waited for
+    at once   exchange ─────────────┴─ with all that is queued ─────┘
+
+A batch is begun by the thread that waits or calls next, on its stream, after the streams on which its messages were
+made: a thread that only queues (the guard's) touches no device.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.errors import CommError, text
+from meshcomm.runtime.call import Post, Want
+from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.process import accelerator
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.underway import Explain, Started
+
+__all__ = ["KNOW_NO_TAGS", "Outbox", "begin_all", "check_tags", "messages_for", "queued", "tags_of"]
+
+KNOW_NO_TAGS = frozenset({"nccl", "xccl", "hccl"})
+"""Backends that match messages by order."""
+
+queued: list[Outbox] = []
+"""Those of this process with something in them. Whoever makes any other call looks, for others may wait for it."""
+_lock = threading.RLock()
+
+
+def begin_all() -> None:
+    """All that is queued."""
+    with _lock:
+        for outbox in list(queued):
+            outbox.begin()
+
+
+def messages_for(
+    group: dist.ProcessGroup, posts: Sequence[Post], wants: Sequence[Want]
+) -> tuple[list[dist.P2POp], list[Tensor]]:
+    """What torch is told of them, to and from each rank in order of the tags, whatever order they were given in; and
+    the tensors that are received.
+    """
+    room = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype, _, device in wants]
+    todo = [
+        dist.P2POp(dist.isend, dtypes.to_bytes(x), group=group, tag=tag, group_peer=dst)
+        for x, dst, tag in sorted(posts, key=lambda post: post[1:])
+    ]
+    order = sorted(range(len(wants)), key=lambda i: (wants[i][0], wants[i][3]))
+    packed = [dtypes.to_bytes(each) for each in room]
+    todo += [dist.P2POp(dist.irecv, packed[i], group=group, tag=wants[i][3], group_peer=wants[i][0]) for i in order]
+    return todo, [dtypes.from_bytes(each, want[2]).view(want[1]) for each, want in zip(packed, wants, strict=True)]
+
+
+class Outbox:
+    """The messages of one group that have been called for and not begun."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Queued] = []
+
+    def put(self, todo: list[dist.P2POp], result: Any, explain: Explain) -> Queued:
+        """Behind those that are there."""
+        one = Queued(self, todo, result, explain)
+        with _lock:
+            self._waiting.append(one)
+            if self not in queued:
+                queued.append(self)
+        return one
+
+    def begin(self) -> None:
+        """All of it as one batch; who waits is told if that fails."""
+        with _lock:
+            waiting = self.drop()
+            if not waiting:
+                return
+            todo = [each for one in waiting for each in one.todo]
+            _after_who_made(todo, {stream for one in waiting for stream in one.streams})
+            try:
+                found: Sequence[dist.Work] | RuntimeError = _torch.begin_messages(todo)
+            except RuntimeError as error:
+                found = error
+            for one in waiting:
+                one.begun(found)
+
+    def drop(self) -> list[Queued]:
+        """What has not been begun, which this is not to begin any more."""
+        with _lock:
+            waiting, self._waiting = self._waiting, []
+            if self in queued:
+                queued.remove(self)
+        return waiting
+
+
+def _after_who_made(todo: Sequence[dist.P2POp], streams: set[torch.Stream]) -> None:
+    here = accelerator.stream_of(todo[0].tensor)
+    for stream in streams:
+        if here is not None and stream != here:
+            here.wait_stream(stream)
+
+
+class Queued(Pending):
+    """The messages of one call."""
+
+    __slots__ = ("_explain", "_failed", "_outbox", "_result", "_works", "streams", "todo")
+
+    def __init__(self, outbox: Outbox, todo: list[dist.P2POp], result: Any, explain: Explain) -> None:
+        self.todo = todo
+        self.streams = {stream for each in todo if (stream := accelerator.stream_of(each.tensor)) is not None}
+        self._outbox, self._result, self._explain = outbox, result, explain
+        self._works: Sequence[Started] = ()
+        self._failed: RuntimeError | None = None
+
+    def begun(self, found: Sequence[dist.Work] | RuntimeError) -> None:
+        """They are under way, with all that were in the batch; or could not be."""
+        if isinstance(found, RuntimeError):
+            self._failed = found
+        else:
+            self._works = [Started(work, None, self._explain, gloo=False, keep=self.todo) for work in found]
+        self.todo = []
+
+    def _under_way(self) -> Sequence[Started]:
+        self._outbox.begin()
+        if self._failed is not None:
+            raise self._explain(self._failed) from self._failed
+        return self._works
+
+    def wait(self, timeout: float | None) -> Any:
+        """The batch, which is begun now if nobody has."""
+        for work in self._under_way():
+            work.wait(timeout)
+        return self._result
+
+    def done(self) -> bool:
+        """Whether the batch is, which is begun now if nobody has."""
+        return all(work.done() for work in self._under_way())
+
+    def abandon(self) -> None:
+        """The other sides wait all the same."""
+        for work in self._under_way():
+            work.abandon()
+
+
+def tags_of(posts: Sequence[Post], wants: Sequence[Want]) -> dict[int, list[int]]:
+    """For each rank that there are messages to or from, how many and a digest of their tags: of those to it and of
+    those from it. Empty where no tag is used.
+    """
+    if not any((*(post[2] for post in posts), *(want[3] for want in wants))):
+        return {}
+    to = {peer: sorted(tag for _, dst, tag in posts if dst == peer) for peer in _peers(posts, wants)}
+    of = {peer: sorted(want[3] for want in wants if want[0] == peer) for peer in to}
+    return {peer: [*_brief(to[peer]), *_brief(of[peer])] for peer in to}
+
+
+def _peers(posts: Sequence[Post], wants: Sequence[Want]) -> list[int]:
+    return sorted({post[1] for post in posts} | {want[0] for want in wants})
+
+
+def _brief(tags: list[int]) -> tuple[int, int]:
+    return len(tags), zlib.crc32(repr(tags).encode())
+
+
+def check_tags(mine: dict[int, list[int]], found: Sequence[Tensor], index: int) -> None:
+    """What each of the others says of the messages between it and this rank is what this rank says."""
+    for (peer, (*to, count, of)), said in zip(mine.items(), found, strict=True):
+        if said.tolist() != [count, of, *to]:
+            raise CommError(
+                text(
+                    "exchange",
+                    f"index {index} and index {peer} have not given the messages between them the same tags.",
+                    got=f"index {index} sends {to[0]} and receives {count}; index {peer} says otherwise",
+                    fix="on an accelerator's backend send and receive those with tags in one exchange on both sides",
+                )
+            )
