@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import exits
 
-__all__ = ["Messages", "Started", "Steps", "Walker", "apart"]
+__all__ = ["Explain", "Messages", "Started", "Steps", "Walker", "apart"]
 
 Explain = Callable[[RuntimeError], Exception]
 """Says in the library's words what the transport said in its own."""
