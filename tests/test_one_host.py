@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshcomm as mc
+from meshcomm import _torch
 from meshcomm.runtime.process import memory
 from meshcomm.runtime.transports import process_group
-from meshcomm.runtime.transports.shared import transport
+from meshcomm.runtime.transports.shared import mailbox, transport
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 LARGE = 200_000
@@ -154,18 +155,34 @@ def test_an_all_to_all_of_other_lengths_than_expected(pool4: Any) -> None:
 # --------------------------------------------------------------------------------------------- ahead and behind
 
 
-def far_ahead() -> None:
-    """The source does not wait for who reads late, but waits before it writes over what was not read."""
-    mesh = here()
-    count = memory.ENTRIES + 200
+def far_ahead(limit: float) -> None:
+    """The source does not wait for who reads late, but waits before it writes over what was not read: rank 3 reads
+    nothing before the source waits for it, or has given all without.
+    """
+    mesh = mc.make_mesh({"a": 4}, timeout=limit)
+    count, store = memory.ENTRIES + 200, _torch.default_store()
+    key = f"far ahead {mesh.axis('a').link.mail.number} {limit}"
+    more = mailbox._Wait.more
+
+    def seen(wait: Any, missing: Any) -> None:
+        if mesh.rank == 0 and 3 in missing:
+            store.set(key, "the source waits")
+        more(wait, missing)
+
     if mesh.rank == 3:
-        time.sleep(0.2)
-    for number in range(count):
-        assert mc.broadcast(torch.tensor([number + 0.5]), "a", 0, mesh=mesh).item() == number + 0.5
+        store.wait([key])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailbox._Wait, "more", seen)
+        for number in range(count):
+            assert mc.broadcast(torch.tensor([number + 0.5]), "a", 0, mesh=mesh).item() == number + 0.5
+    if mesh.rank == 0:
+        store.set(key, "all was given")
+    if mesh.rank == 3:
+        store.delete_key(key)
 
 
 def test_a_rank_far_ahead(pool4: Any) -> None:
-    pool4.run(far_ahead)
+    pool4.run(far_ahead, 60.0)
 
 
 def many_under_way() -> None:
