@@ -99,8 +99,8 @@ def test_einops_composes_the_same(text: str) -> None:
     assert [["..."] if part == "…" else list(part) or ["1"] for part in composition] == mine
 
 
-def test_names_that_python_keeps_are_names() -> None:
-    """einops has a warning for them, and warnings are errors in these tests."""
+def test_warnings_of_einops_are_kept_from_the_user() -> None:
+    """Warnings are errors in these tests; that einops has some to give shows that there is something to keep."""
     with pytest.warns(RuntimeWarning, match="keywords"):
         ParsedExpression("lambda")
     assert parse("test", "lambda", MESH).names == ("lambda",)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy  # noqa: F401  # ICN001  # all that meshcomm imports, before the forks
+import einops  # noqa: F401  # all that meshcomm imports, before the forks
+import numpy  # noqa: F401  # ICN001
 import torch
 import torch.distributed  # before the forks, too
 from torch import Tensor

@@ -1,6 +1,6 @@
 """The notation: einops' patterns in which parentheses hold mesh axes and a dim, as in ``"(dp b) s (tp d)"``.
 
-They are read here and not by einops, which has no word for where in the string something is wrong.
+einops parses; here is what the parts mean, and where in the string something is wrong.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, NoReturn
+
+from einops.parsing import ParsedExpression
 
 from meshcomm.errors import fail, likely, names
 
@@ -167,8 +170,27 @@ class _Reader:
 
     def layout(self, start: int, end: int) -> Layout:
         """The layout between these places of the string."""
+        at = self._check(start, end)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about names that are keywords
+            try:
+                parsed = ParsedExpression(self.text[start:end])
+            except Exception as error:
+                self.wrong(start, f"einops cannot read this: {error}.", "see einops' documentation of patterns")
+        dims = []
+        for part in parsed.composition:
+            if isinstance(part, str):
+                dims.append(Dim(_ELLIPSIS))
+            elif not part:
+                dims.append(Dim("1"))
+            else:
+                *axes, name = part
+                dims.append(Dim(str(name), tuple(map(str, axes))))
+        return _placed(dims, at)
+
+    def _check(self, start: int, end: int) -> list[int]:
+        """Whatever is wrong is found here, where its place is known. Gives the places of the dims."""
         seen: set[str] = set()
-        dims: list[Dim] = []
         places: list[int] = []
         group: list[tuple[str, int]] | None = None
         opened = behind = start
@@ -181,9 +203,7 @@ class _Reader:
                 if group is None:
                     self.wrong(at, "a parenthesis is closed that was not opened.", 'as in "(tp d)"')
                 self._check_group(group, opened)
-                *axes, (name, place) = group
-                dims.append(Dim(name, tuple(axis for axis, _ in axes)))
-                places.append(place)
+                places.append(group[-1][1])
                 group = None
             else:
                 self._check_name(token, at, seen)
@@ -196,11 +216,10 @@ class _Reader:
                     fix = f"write the dim that it cuts behind it: ({token} name)"
                     self.wrong(at, f"{token!r} is a mesh axis and stands as a dim.", fix)
                 else:
-                    dims.append(Dim(token))
                     places.append(at)
         if group is not None:
             self.wrong(opened, "a parenthesis is not closed.", 'as in "(tp d)"')
-        return _placed(dims, places)
+        return places
 
     def _tokens(self, start: int, end: int) -> Iterator[tuple[str, int]]:
         for found in _TOKEN.finditer(self.text, start, end):
