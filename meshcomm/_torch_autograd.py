@@ -6,6 +6,7 @@ import contextlib
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from meshcomm._versions import find, has, lack
 from meshcomm.errors import fail
 
 __all__ = [
+    "backward_context",
     "backward_pass",
     "current_node",
     "dual_level_open",
@@ -36,6 +38,22 @@ __all__ = [
     "view_again",
     "watch_backward",
 ]
+
+
+_IN_TLS = "torch._C._is_key_in_tls"
+_is_in_tls: Any = find(
+    _IN_TLS, "a checkpoint on an accelerator may not find its mesh where several threads have meshes"
+)
+
+
+def backward_context() -> Context | None:
+    """The context variables of the thread that called the backward pass, on a thread of autograd's too; None outside of
+    one, or where torch does not keep them.
+    """
+    if _is_in_tls is None or not _is_in_tls("context"):
+        return None
+    found = torch._C._get_obj_in_tls("context")
+    return found if isinstance(found, Context) else None
 
 
 def _one() -> Tensor:

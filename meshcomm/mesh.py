@@ -415,6 +415,12 @@ class Mesh:
 
 class _Local(threading.local):
     mesh: Mesh | None = None
+    within = -1
+    """The backward pass in which it became the current one, if it did in one."""
+    first = -1
+    """The key of the first mesh that was current in this thread."""
+    several = False
+    """Whether another one was, too: only then may a graph be of another mesh than the current one."""
 
 
 _local = _Local()
@@ -435,22 +441,26 @@ class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
         if not isinstance(mesh, Mesh):
             fail("use_mesh", f"expected a Mesh, got {type(mesh).__name__}.", fix="mc.make_mesh({...})")
         self._mesh = mesh
-        self._outer: list[Mesh | None] = []
+        self._outer: list[tuple[Mesh | None, int]] = []
 
     def __enter__(self) -> Mesh:
-        self._outer.append(_local.mesh)
-        _local.mesh = self._mesh
-        _graphs_are_of(self._mesh)
+        self._outer.append((_local.mesh, _local.within))
+        _set_current(self._mesh)
+        if not torch.compiler.is_compiling():
+            _local.within = _torch.backward_pass()
+            eras.begin(self._mesh)
         return self._mesh
 
     def __exit__(self, *exc: object) -> None:
-        _local.mesh = self._outer.pop()
-        _graphs_are_of(_local.mesh)
+        _local.mesh, _local.within = self._outer.pop()
+        if not torch.compiler.is_compiling():
+            eras.begin(_local.mesh)
 
 
-def _graphs_are_of(mesh: Mesh | None) -> None:
-    if not torch.compiler.is_compiling():
-        eras.begin(mesh)
+def _set_current(mesh: Mesh | None) -> None:
+    _local.mesh = mesh
+    if mesh is not None and mesh.key != _local.first:
+        _local.several, _local.first = _local.first >= 0, mesh.key
 
 
 def current_mesh() -> Mesh | None:
@@ -464,18 +474,17 @@ def current_mesh() -> Mesh | None:
         Mesh({'dp': 1})
     """
     mesh = _local.mesh
-    if mesh is None and not torch.compiler.is_compiling() and _torch.backward_pass() >= 0:
-        return cast("Mesh | None", eras.of_current_node())
+    if (mesh is None or _local.several) and not torch.compiler.is_compiling():
+        number = _torch.backward_pass()
+        if number >= 0 and (mesh is None or number != _local.within):
+            return cast("Mesh | None", eras.of_current_node() or mesh or eras.of_caller())
     return mesh
 
 
 def _capture_current() -> Callable[[], None]:
     mesh = _local.mesh
 
-    def apply() -> None:
-        _local.mesh = mesh
-
-    return apply
+    return lambda: _set_current(mesh)
 
 
 carry_over(_capture_current)

@@ -14,6 +14,7 @@ from cases import CASES, grid
 from oracle import Oracle
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm.runtime import groups
@@ -271,3 +272,26 @@ def seeded_in_a_new_process() -> list[Any]:
     """Two launches, the first of which is the first to use the device."""
     assert not torch.get_device_module(device()).is_initialized()
     return [mc.launch(draws, ranks=4) for _ in range(2)]
+
+
+def recomputed() -> str:
+    """Checkpoints with the current mesh, random numbers and works, on the thread that autograd has for the device."""
+    mc.init()
+    mesh = mc.make_mesh({"a": 1})
+
+    def part(x: Tensor) -> Tensor:
+        with mc.rng("b", seed=1):
+            x = torch.nn.functional.dropout(mc.pvary(x, "a").sin(), 0.5)
+        return mc.all_reduce(x, "a", async_op=True).wait()
+
+    for reentrant in (False, True):
+        found = []
+        for place in (torch.device("cpu"), mesh.device):
+            x = torch.linspace(0, 1, 16).to(place).requires_grad_()
+            with mc.use_mesh(mesh):
+                y = checkpoint(part, x, use_reentrant=reentrant)
+            y.square().sum().backward()
+            assert x.grad is not None
+            found.append(x.grad.cpu())
+        assert_close(found[1], found[0])
+    return mesh.device.type

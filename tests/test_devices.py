@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import toy_device
 
 import meshcomm as mc
@@ -174,3 +176,82 @@ def test_around_on_a_real_accelerator(tmp_path: Any) -> None:
         for name, value in plain.items():
             if value is not None:
                 assert odd[name] == ("cpu" if name in ("message", "object") else kind, value[1]), name
+
+
+# --------------------------------------------------------------------------------------- a thread of autograd's own
+
+
+class Again(torch.autograd.Function):
+    """As a checkpoint: calls a function again in backward, on the thread that autograd has for the device of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, fn: Any) -> torch.Tensor:
+        ctx.w, ctx.fn = w.detach(), fn
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        w = ctx.w.requires_grad_()
+        with torch.enable_grad():
+            y = ctx.fn(w).sum()
+        return g, torch.autograd.grad(y, w)[0], None
+
+
+def on_autograds_thread(folder: str) -> list[Any]:
+    """Backward of what lies on a device runs on another thread than forward did, beside one with another mesh."""
+    toy_device.register(backend=False)
+    rank = rejoined(folder, "gloo", backend="gloo")
+    mesh, other = mc.make_mesh({"a": 2}), mc.make_mesh({"a": 2})
+    threads: set[str] = set()
+    go, ready = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        x = torch.ones(1, requires_grad=True)
+        with mc.use_mesh(other):
+            for _ in range(200):
+                x = x * 1
+            ready.set()
+            go.wait(200)
+
+    def part(w: torch.Tensor) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        with mc.rng("d", seed=3):
+            y = F.dropout(mc.pvary(w, "a") * (1 + rank), 0.5)
+        with mc.use_mesh(other):
+            y = mc.all_reduce(y, "a")
+        assert mc.current_mesh() is mesh
+        return (mc.all_reduce(y.exp(), "a"), mc.shift(y, "a"))[0]
+
+    def gradient(place: str, inside: bool) -> list[float]:
+        w = torch.full((8,), 0.1).requires_grad_()
+        x = torch.ones(2).requires_grad_()
+        with mc.use_mesh(mesh):
+            loss = Again.apply(x.to(place), w, part).to("cpu").sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert w.grad is not None
+        return w.grad.tolist()
+
+    found = [[gradient("cpu", inside), gradient("toy", inside)] for inside in (False, True)]
+    thread = threading.Thread(target=beside)
+    thread.start()
+    ready.wait(200)
+    try:  # numbers of nodes say nothing now: what is current where backward was called does
+        found += [[gradient("cpu", True), gradient("toy", True)]]
+    finally:
+        go.set()
+        thread.join()
+    return [found, sorted(threads)]
+
+
+@needs_toy
+def test_what_backward_calls_again_on_autograds_thread_is_as_on_the_cpu(tmp_path: Any) -> None:
+    """With the current mesh, random numbers and collectives."""
+    ranks = mc.launch(on_autograds_thread, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=280)
+    for found, threads in ranks:
+        assert len(threads) == 2, "backward did not run on a thread of its own"
+        for on_cpu, on_device in found:
+            assert on_cpu == on_device
+            assert any(on_cpu)

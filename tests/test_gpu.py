@@ -86,6 +86,10 @@ def test_the_primitives_on_nccl(nccl: Callable[..., list[Any]]) -> None:
     nccl(programs.primitives_of_one)
 
 
+def test_what_backward_calls_again(nccl: Callable[..., list[Any]]) -> None:
+    assert nccl(programs.recomputed) == ["cuda"]
+
+
 # --------------------------------------------------------------------------------------------------------------- later
 
 

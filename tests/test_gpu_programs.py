@@ -35,7 +35,12 @@ def test_ranks_of_one_process(widest: None, fn: Callable[..., Any], ranks: int, 
     mc.launch(fn, ranks=ranks, args=args)
 
 
-ALONE: list[Callable[[], Any]] = [programs.one_rank, programs.primitives_of_one, programs.later_on_one_rank]
+ALONE: list[Callable[[], Any]] = [
+    programs.one_rank,
+    programs.primitives_of_one,
+    programs.later_on_one_rank,
+    programs.recomputed,
+]
 
 
 def all_alone() -> list[Any]:
@@ -48,4 +53,4 @@ def test_one_rank_over_gloo() -> None:
     [(first, *others)] = mc.launch(all_alone, ranks=1, runtime="processes", backend="gloo", timeout=200)
     assert first[0] == "cpu"
     assert "cpu:gloo" in first[1]
-    assert others == ["cpu", "cpu"]
+    assert others == ["cpu"] * 3

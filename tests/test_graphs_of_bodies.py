@@ -225,6 +225,27 @@ def test_two_threads_with_other_meshes_are_not_mixed_up() -> None:
     assert seen == [None]
 
 
+def test_a_graph_keeps_its_mesh_within_another_one() -> None:
+    """On every device: on an accelerator's thread nobody sees which mesh is current where backward was called."""
+    first, second = mc.make_mesh({"dp": 1}), mc.make_mesh({"dp": 1})
+    seen: list[Any] = []
+
+    def look(g: Tensor) -> None:
+        seen.append(mc.current_mesh())
+        with mc.use_mesh(second):
+            seen.append(mc.current_mesh())
+        seen.append(mc.current_mesh())
+
+    x = torch.ones(2, requires_grad=True)
+    with mc.use_mesh(first):
+        y = x * 2
+        y.register_hook(look)
+    with mc.use_mesh(second):
+        y.sum().backward()
+        assert mc.current_mesh() is second
+    assert [mesh is first for mesh in seen] == [True, False, True]
+
+
 def test_few_changes_are_kept() -> None:
     meshes = [mc.make_mesh({"dp": 1}), mc.make_mesh({"dp": 1})]
     x = torch.ones(1, requires_grad=True)

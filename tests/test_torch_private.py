@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -276,6 +278,23 @@ class Passes(torch.autograd.Function):
                 Passes.apply(torch.ones(1, requires_grad=True), ctx.seen, False).sum().backward()
             ctx.seen.append(_torch.backward_pass())
         return g, None, None
+
+
+def test_name_backward_context() -> None:
+    """That of the thread which called the pass; on those of autograd in tests/test_devices.py."""
+    mine: ContextVar[int] = ContextVar("mine")
+    mine.set(5)
+    seen: list[Any] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(_torch.backward_context()))
+    y.sum().backward()
+    assert [each and each.get(mine) for each in seen] == [5 if _stashes() else None]
+    assert _torch.backward_context() is None
+
+
+def _stashes() -> bool:
+    return "_stash_obj_in_tls" in inspect.getsource(torch.autograd.graph)  # since torch 2.13 or so
 
 
 def test_name_backward_pass() -> None:

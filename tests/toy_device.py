@@ -114,6 +114,8 @@ def register(backend: bool) -> None:
     """Make the device, and its backend if asked for, known to torch."""
     setup = torch.utils.backend_registration._setup_privateuseone_for_python_backend
     setup("toy")
+    module: Any = torch.get_device_module("toy")
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     library = torch.library.Library("_", "IMPL")
     library.fallback(on_the_cpu, "PrivateUse1")
     _kept.append(library)

@@ -39,7 +39,7 @@ def stream_of(x: Tensor) -> torch.Stream | None:
 
 
 def lend(x: Any, stream: torch.Stream) -> None:
-    """The tensors in ``x`` were made on ``stream``: if this thread uses another one, nobody else gets their memory until
+    """The tensors in ``x`` were made on ``stream``: if this thread uses another one, their memory stays until
     that has come to here.
     """
     if isinstance(x, Tensor):

@@ -2,7 +2,8 @@
 checkpoint, a hook, a custom function) finds it, wherever and on whichever thread it runs.
 
 Autograd numbers the nodes that a thread makes. So it is enough to note, whenever a thread comes to another mesh, the
-number of its next node.
+number of its next node. An accelerator's nodes run on a thread of autograd's own, which has no mesh: there the one of
+the thread that called the backward pass stands in for it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import sys
 import threading
 import weakref
 from bisect import bisect_right
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from meshcomm._torch import current_node, next_sequence_number, sequence_number
+from meshcomm._torch import backward_context, backward_pass, current_node, next_sequence_number, sequence_number
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
-__all__ = ["begin", "of_current_node"]
+__all__ = ["begin", "of_caller", "of_current_node"]
 
 _MOST = 10_000
 """Changes from mesh to mesh that are kept for a thread; the graphs of those before have ended long ago."""
@@ -29,6 +31,8 @@ class _Thread:
 
     def __init__(self, rank: object) -> None:
         self.rank = rank
+        self.by_autograd = backward_pass() >= 0
+        """Whether it came to its first mesh in a backward pass: as a rule it is a thread of autograd's."""
         self.starts: list[int] = []
         self.things: list[weakref.ref[Any] | None] = []
         _threads.add(self)
@@ -58,11 +62,14 @@ class _Eras(threading.local):
 
 
 _eras = _Eras()
+_mine: ContextVar[_Thread] = ContextVar("_mine")
+"""Of the thread whose context it is: torch takes that along to the threads of autograd."""
 
 
 def begin(thing: object | None) -> None:
     """From now on this is the mesh of the nodes that this thread makes."""
     _eras.own.begin(thing)
+    _mine.set(_eras.own)
 
 
 def of_current_node() -> Any:
@@ -80,10 +87,21 @@ def of_current_node() -> Any:
     return found
 
 
+def of_caller() -> Any:
+    """That which is current now in the thread that called the backward pass, if torch says which that is."""
+    context = backward_context()
+    caller = None if context is None else context.get(_mine)
+    return None if caller is None else caller.at(sys.maxsize)
+
+
 def _of(node: Any) -> object | None:
     number = sequence_number(node)
     if current_rank() is not None:
         return _eras.own.at(number)
-    # Autograd has threads of its own, and each thread has its own numbers.
-    every = [thing for each in list(_threads) if each.rank is None and (thing := each.at(number)) is not None]
-    return every[0] if every and all(thing is every[0] for thing in every) else None
+    # Autograd has threads of its own, and each thread has its own numbers; few graphs are made by the former.
+    for by_autograd in (False, True):
+        threads = [each for each in list(_threads) if each.rank is None and each.by_autograd == by_autograd]
+        every = [thing for each in threads if (thing := each.at(number)) is not None]
+        if every:
+            return every[0] if all(thing is every[0] for thing in every) else None
+    return None
