@@ -23,19 +23,19 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.fsdp.state import pieces as pieces
     from meshcomm.parallel.full_state import full_state_dict as full_state_dict
     from meshcomm.parallel.full_state import load_full_state_dict as load_full_state_dict
-    from meshcomm.parallel.tensor.attention import heads_of as heads_of
     from meshcomm.parallel.tensor.attention import parallel_attention as parallel_attention
     from meshcomm.parallel.tensor.functions import column_linear as column_linear
     from meshcomm.parallel.tensor.functions import enter as enter
+    from meshcomm.parallel.tensor.functions import heads_of as heads_of
     from meshcomm.parallel.tensor.functions import leave as leave
     from meshcomm.parallel.tensor.functions import row_linear as row_linear
-    from meshcomm.parallel.tensor.functions import sequence_layer_norm as sequence_layer_norm
-    from meshcomm.parallel.tensor.functions import sequence_rms_norm as sequence_rms_norm
+    from meshcomm.parallel.tensor.functions import vocab_embedding as vocab_embedding
+    from meshcomm.parallel.tensor.losses import vocab_cross_entropy as vocab_cross_entropy
     from meshcomm.parallel.tensor.module import tensor_parallel as tensor_parallel
     from meshcomm.parallel.tensor.module import whole_parameters as whole_parameters
+    from meshcomm.parallel.tensor.norms import sequence_layer_norm as sequence_layer_norm
+    from meshcomm.parallel.tensor.norms import sequence_rms_norm as sequence_rms_norm
     from meshcomm.parallel.tensor.plan import Column as Column
-    from meshcomm.parallel.tensor.vocabulary import vocab_cross_entropy as vocab_cross_entropy
-    from meshcomm.parallel.tensor.vocabulary import vocab_embedding as vocab_embedding
 
 # Imported when first asked for: each program needs a part, and checkpoints need DTensor, which takes a second.
 _MODULES = ("checkpoint", "fsdp")
@@ -49,11 +49,12 @@ _LATER = {
         "meshcomm.parallel.fsdp.module": "fully_shard",
         "meshcomm.parallel.fsdp.state": "Piece counts pieces",
         "meshcomm.parallel.full_state": "full_state_dict load_full_state_dict",
-        "meshcomm.parallel.tensor.attention": "heads_of parallel_attention",
-        "meshcomm.parallel.tensor.functions": "column_linear enter leave row_linear sequence_layer_norm sequence_rms_norm",
+        "meshcomm.parallel.tensor.attention": "parallel_attention",
+        "meshcomm.parallel.tensor.functions": "column_linear enter heads_of leave row_linear vocab_embedding",
+        "meshcomm.parallel.tensor.losses": "vocab_cross_entropy",
         "meshcomm.parallel.tensor.module": "tensor_parallel whole_parameters",
+        "meshcomm.parallel.tensor.norms": "sequence_layer_norm sequence_rms_norm",
         "meshcomm.parallel.tensor.plan": "Column",
-        "meshcomm.parallel.tensor.vocabulary": "vocab_cross_entropy vocab_embedding",
     }.items()
     for name in names.split()
 }

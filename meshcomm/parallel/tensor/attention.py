@@ -13,54 +13,7 @@ from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.tensor.functions import are_tensors, enter, row_linear
 from meshcomm.runtime.ops import Op
 
-__all__ = ["heads_of", "parallel_attention"]
-
-
-@Op("heads_of", "V -> V", communicates=False, composed=True)
-def heads_of(weight: Tensor, heads: int, *, axis: AxisName, mesh: Mesh | None = None) -> Tensor:
-    """This rank's heads of a weight that all ranks have whole, because there are fewer heads than ranks.
-
-    ::
-
-        4 ranks, 2 heads          rank 0, 1  [w0]          rank 2, 3  [w1]
-
-    Type: varying -> varying: :func:`meshcomm.pvary` of a replicated weight.
-
-    Args:
-        weight: ``[h*k, ...]``, a weight or a bias.
-        heads: h, which divides n.
-        axis: a name, or a tuple of names.
-        mesh: the current mesh by default.
-
-    Returns: ``[k, ...]``, a view.
-
-    Backward: zeros for the other heads; the all_reduce of pvary sums over the ranks that share one.
-
-    Cost: nothing; the weight is on all ranks.
-
-    Raises:
-        MeshError: heads that do not divide the axis or the weight; no such axis.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import heads_of
-        >>> mesh = mc.make_mesh({"tp": 4})
-        >>> mc.launch(lambda: heads_of(torch.tensor([1.0, 2.0]), 2, axis="tp", mesh=mesh).item(), ranks=4)
-        [1.0, 1.0, 2.0, 2.0]
-
-    Source: grouped-query attention (Ainslie et al., 2023) with more ranks than groups.
-    """
-    ax = check.axis_of("heads_of", axis, mesh)
-    are_tensors("heads_of", ax, weight=weight)
-    if not weight.ndim:
-        check.explain("heads_of", "weight has no dims.", ax, fix="[h*k, ...]")
-    if not check.whole_number(heads) or heads < 1 or ax.size % heads or weight.shape[0] % heads:
-        what = (
-            f"{heads!r} heads do not divide axis {ax.name!r} (size {ax.size}) and weight.shape[0] = {weight.shape[0]}."
-        )
-        check.explain("heads_of", what, ax, x=weight, fix="where the axis divides the heads, cut the weight")
-    length = weight.shape[0] // heads
-    return weight.narrow(0, ax.index // (ax.size // heads) * length, length)
+__all__ = ["parallel_attention"]
 
 
 @Op("parallel_attention", "as :func:`enter` and :func:`leave` have it", composed=True)

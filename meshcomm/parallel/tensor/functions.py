@@ -1,16 +1,14 @@
-"""Tensor and sequence parallelism as functions: matrices are cut over an axis, and activations along the sequence.
+"""Tensor and sequence parallelism as functions: matrices, vocabularies and heads are cut over an axis.
 
     column   "b s d, (tp f) d -> b s (tp f)"              x is the same on all ranks, its gradient is summed
     row      "b s (tp f), d (tp f) -> b s d"              ends in a sum
     with sequence=True activations between them are cut along s, "b (tp s) d": an all_gather, and a reduce_scatter
 
 Weights lie as torch's modules have them. b batch, s sequence (the last dim but one), d width, f features of a layer,
-n size of the axis.
+v vocabulary, h heads, k length of a head, n size of the axis.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +21,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 
 __all__ = [
-    "are_tensors", "column_linear", "enter", "leave", "row_linear", "sequence_layer_norm", "sequence_rms_norm",
+    "are_tensors", "column_linear", "enter", "heads_of", "leave", "own_rows", "row_linear", "vocab_embedding",
 ]  # fmt: skip
 
 
@@ -244,105 +242,132 @@ def _fits(
             check.explain(where, what, ax, x=x, fix="cast one of them, or use autocast")
 
 
-# ------------------------------------------------------------------------------------------------------------- norms
+# --------------------------------------------------------------------------------------------- vocabularies and heads
 
 
-@Op("sequence_layer_norm", "``x`` and result varying", communicates=False, composed=True)
-def sequence_layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+@Op("vocab_embedding", "ids invariant", composed=True)
+def vocab_embedding(
+    ids: Tensor,
+    weight: Tensor,
     *,
     axis: AxisName,
-    eps: float = 1e-5,
+    padding_idx: int | None = None,
+    sequence: bool = False,
     mesh: Mesh | None = None,
 ) -> Tensor:
-    """Layer norm of activations that are cut along the sequence.
+    """Look up rows of a table of which each rank has a part.
 
-    Type: ``x`` and result varying; weight and bias invariant.
+    ::
+
+        "(tp v) d"  ->  "b s d"                           with sequence: "b (tp s) d"
+
+    Type: ids invariant; weight varying; the result invariant, varying with ``sequence``.
 
     Args:
-        x: ``[..., s/n, d]``.
-        weight: ``[d]``.
-        bias: ``[d]``.
+        ids: integers ``[...]``, from 0 to v - 1.
+        weight: ``[v/n, d]``, this rank's rows.
         axis: a name, or a tuple of names.
-        eps: added to the variance.
+        padding_idx: an id whose row gets no gradient.
+        sequence: whether each rank keeps a part of the last dim of ``ids``.
         mesh: the current mesh by default.
 
-    Returns: the shape of ``x``.
+    Returns: ``[..., d]``; ``[..., s/n, d]`` with ``sequence``.
 
-    Backward: the gradients of weight and bias are summed over the axis.
+    Backward: each rank's rows get their gradients; with ``sequence`` the gradient is gathered first.
 
-    Cost: nothing; an all_reduce of ``[d]`` each in backward.
+    Cost: an all_reduce of the result; with ``sequence`` a reduce_scatter.
 
     Raises:
-        MeshError: a weight that is not ``[d]``; no such axis.
+        MeshError: ids that are no integers, or (on the CPU) not in the vocabulary; no such axis.
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import sequence_layer_norm
+        >>> from meshcomm.parallel import vocab_embedding
         >>> mesh = mc.make_mesh({"tp": 2})
-        >>> mc.launch(lambda: sequence_layer_norm(torch.tensor([[1.0, 3.0]]), axis="tp", eps=0, mesh=mesh).tolist(), 2)
-        [[[-1.0, 1.0]], [[-1.0, 1.0]]]
+        >>> table = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
+        >>> def look_up():
+        ...     return vocab_embedding(torch.tensor([3, 0]), table.chunk(2)[mesh.rank], axis="tp", mesh=mesh).tolist()
+        >>> mc.launch(look_up, ranks=2)
+        [[[13.0], [10.0]], [[13.0], [10.0]]]
 
-    Source: Korthikanti et al., 2022.
+    Source: Megatron-LM.
     """
-    w, b = _varied("sequence_layer_norm", x, (weight, bias), axis, mesh, eps)
-    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+    ax = check.axis_of("vocab_embedding", axis, mesh)
+    are_tensors("vocab_embedding", ax, ids=ids, weight=weight)
+    if weight.ndim != 2:
+        check.explain("vocab_embedding", f"weight {list(weight.shape)} is not [v/n, d].", ax, fix="this rank's rows")
+    count = weight.shape[0] * ax.size
+    if padding_idx is not None and not (check.whole_number(padding_idx) and -count <= padding_idx < count):
+        what = f"padding_idx={padding_idx!r} is not in a vocabulary of {count}."
+        check.explain("vocab_embedding", what, ax, fix="an id of the whole vocabulary, or None")
+    rows, mine = own_rows("vocab_embedding", ids, weight.shape[0], ax)
+    padding = None
+    if padding_idx is not None:
+        local = padding_idx % count - ax.index * weight.shape[0]
+        padding = local if 0 <= local < weight.shape[0] else None
+    found = F.embedding(rows, weight, padding).masked_fill(~mine.unsqueeze(-1), 0)
+    return leave(found, axis, sequence=sequence, mesh=ax.mesh)
 
 
-@Op("sequence_rms_norm", "``x`` and result varying", communicates=False, composed=True)
-def sequence_rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, axis: AxisName, eps: float | None = None, mesh: Mesh | None = None
-) -> Tensor:
-    """RMS norm of activations that are cut along the sequence.
+def own_rows(where: str, ids: Tensor, count: int, axis: Axis, *, ignored: int | None = None) -> tuple[Tensor, Tensor]:
+    """Where in this rank's part each id is (0 if elsewhere), and whether it is there."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        check.explain(where, "ids are not integers.", axis, x=ids, fix="cast with x.long()")
+    total = count * axis.size
+    if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
+        known = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
+        low, high = (int(bound) for bound in known.aminmax())
+        if low < 0 or high >= total:
+            wrong = low if low < 0 else high
+            fix = f"ids from 0 to {total - 1}, of the whole vocabulary" if total else "each rank has a part of it"
+            check.explain(where, f"id {wrong} is not in a vocabulary of {total}.", axis, x=ids, fix=fix)
+    rows = ids - axis.index_tensor.to(ids.device) * count
+    mine = (rows >= 0) & (rows < count)
+    return rows.masked_fill(~mine, 0), mine
 
-    Type: ``x`` and result varying; weight invariant.
+
+@Op("heads_of", "V -> V", communicates=False, composed=True)
+def heads_of(weight: Tensor, heads: int, *, axis: AxisName, mesh: Mesh | None = None) -> Tensor:
+    """This rank's heads of a weight that all ranks have whole, because there are fewer heads than ranks.
+
+    ::
+
+        4 ranks, 2 heads          rank 0, 1  [w0]          rank 2, 3  [w1]
+
+    Type: varying -> varying: :func:`meshcomm.pvary` of a replicated weight.
 
     Args:
-        x: ``[..., s/n, d]``.
-        weight: ``[d]``.
+        weight: ``[h*k, ...]``, a weight or a bias.
+        heads: h, which divides n.
         axis: a name, or a tuple of names.
-        eps: added to the mean square; the smallest of the dtype by default.
         mesh: the current mesh by default.
 
-    Returns: the shape of ``x``.
+    Returns: ``[k, ...]``, a view.
 
-    Backward: the gradient of the weight is summed over the axis.
+    Backward: zeros for the other heads; the all_reduce of pvary sums over the ranks that share one.
 
-    Cost: nothing; an all_reduce of ``[d]`` in backward.
+    Cost: nothing; the weight is on all ranks.
 
     Raises:
-        MeshError: a weight that is not ``[d]``; no such axis.
+        MeshError: heads that do not divide the axis or the weight; no such axis.
 
     Example:
         >>> import torch, meshcomm as mc
-        >>> from meshcomm.parallel import sequence_rms_norm
-        >>> mesh = mc.make_mesh({"tp": 2})
-        >>> mc.launch(lambda: sequence_rms_norm(torch.tensor([[2.0, 2.0]]), axis="tp", mesh=mesh).tolist(), ranks=2)
-        [[[1.0, 1.0]], [[1.0, 1.0]]]
+        >>> from meshcomm.parallel import heads_of
+        >>> mesh = mc.make_mesh({"tp": 4})
+        >>> mc.launch(lambda: heads_of(torch.tensor([1.0, 2.0]), 2, axis="tp", mesh=mesh).item(), ranks=4)
+        [1.0, 1.0, 2.0, 2.0]
 
-    Source: Korthikanti et al., 2022; Zhang and Sennrich, 2019.
+    Source: grouped-query attention (Ainslie et al., 2023) with more ranks than groups.
     """
-    (w,) = _varied("sequence_rms_norm", x, (weight,), axis, mesh, eps)
-    return F.rms_norm(x, x.shape[-1:], w, eps)
-
-
-def _varied(
-    where: str, x: Tensor, params: tuple[Tensor | None, ...], axis: AxisName, mesh: Mesh | None, eps: float | None
-) -> list[Tensor | None]:
-    ax = check.axis_of(where, axis, mesh)
-    are_tensors(where, ax, x=x)
-    if not x.ndim:
-        check.explain(where, "x has no dims.", ax, x=x, fix="[..., s/n, d]")
-    if not x.is_floating_point():
-        check.explain(where, "x is not floating point.", ax, x=x, fix="cast with x.float()")
-    if eps is not None and (not isinstance(eps, (int, float)) or not eps >= 0):
-        check.explain(where, f"eps={eps!r} is not a number from 0 on.", ax, x=x, fix="such as 1e-5")
-    for p in params:
-        if p is not None and not isinstance(p, Tensor):
-            check.tensor(where, p, ax, "a parameter")
-        if p is not None and p.shape != x.shape[-1:]:
-            what = f"a parameter of shape {list(p.shape)} is not [{math.prod(x.shape[-1:])}]."
-            check.explain(where, what, ax, x=x, fix="[d], the same on every rank")
-    return [None if p is None else pvary(p, axis, mesh=ax.mesh) for p in params]
+    ax = check.axis_of("heads_of", axis, mesh)
+    are_tensors("heads_of", ax, weight=weight)
+    if not weight.ndim:
+        check.explain("heads_of", "weight has no dims.", ax, fix="[h*k, ...]")
+    if not check.whole_number(heads) or heads < 1 or ax.size % heads or weight.shape[0] % heads:
+        what = (
+            f"{heads!r} heads do not divide axis {ax.name!r} (size {ax.size}) and weight.shape[0] = {weight.shape[0]}."
+        )
+        check.explain("heads_of", what, ax, x=weight, fix="where the axis divides the heads, cut the weight")
+    length = weight.shape[0] // heads
+    return weight.narrow(0, ax.index // (ax.size // heads) * length, length)

@@ -19,11 +19,9 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.cut_parameters import Dim, know
 from meshcomm.parallel.stand_ins import PLAIN_TABLES, Site, become, seen_as
-from meshcomm.parallel.tensor.attention import heads_of
-from meshcomm.parallel.tensor.functions import enter, leave
+from meshcomm.parallel.tensor.functions import enter, heads_of, leave, vocab_embedding
 from meshcomm.parallel.tensor.plan import WHERE, Column, Named, Style, indivisible
 from meshcomm.parallel.tensor.streams import Streams
-from meshcomm.parallel.tensor.vocabulary import vocab_embedding
 
 __all__ = ["HERE", "Parallel", "known_of", "layers_of"]
 
