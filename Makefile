@@ -34,13 +34,14 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-newest lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
+.PHONY: help venv demo test test-all test-newest test-gpu lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
 	@echo 'make test        tests, doctests and the code of the README, as far as they start no programs of their own'
 	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, all cases, a minute of soak'
 	@echo 'make test-newest the tests of one process, on the newest torch ($(NEWEST))'
+	@echo 'make test-gpu    what is to be known from a machine with GPUs, in one file (docs/gpu.md); PYTHON=... runs that interpreter as it is'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make format      rewrite the files as ruff wants them'
 	@echo 'make bench       what a collective costs the host'
@@ -70,6 +71,15 @@ test-all: $(VENV)/.installed
 
 test-newest:
 	$(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes and not thorough" $(IN_PROCESS) $(ARGS)'
+
+# An interpreter that was asked for is used as it is: a machine with GPUs may have torch and no network.
+ifeq ($(origin PYTHON),command line)
+test-gpu:
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
+else
+test-gpu: $(VENV)/.installed
+	$(PY) -m benchmarks.gpu $(ARGS)
+endif
 
 lint: $(VENV)/.linters
 	$(PY) -m ruff check .

@@ -482,7 +482,7 @@ class ProcessLink(PacketLink):
         if self._by_messages(y):
             others = [i for i in range(self.size) if i != src]
             posts = [(y, i) for i in others] if self.index == src else []
-            return self._end(self._begin(posts, [] if posts else [(y, src)], self._tag()), y)
+            return self._end(self._begin(posts, [] if self.index == src else [(y, src)], self._tag()), y)
         options = _options("BroadcastOptions", told.later, rootRank=src)
         work = self._start("broadcast", lambda: self.group.broadcast([y], options))
         return self._finish("broadcast", work, y)
