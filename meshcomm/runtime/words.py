@@ -14,7 +14,7 @@ from meshcomm.errors import shape_text
 
 __all__ = [
     "Words", "arguments_text", "axis_text", "call_text", "calls_text", "differing", "leaves_text", "messages_text",
-    "place_of", "primitive_arguments", "primitive_text", "sentence", "told",
+    "place_of", "primitive_arguments", "primitive_text", "ranks_text", "sentence",
 ]  # fmt: skip
 
 _MOST = 900
@@ -133,7 +133,7 @@ def axis_text(axis: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- several ranks
 
 
-def told(groups: Sequence[tuple[Sequence[str], str]]) -> str:
+def ranks_text(groups: Sequence[tuple[Sequence[str], str]]) -> str:
     """``dp=3,tp=1 called ... at train.py:88; the other 7 called ... at train.py:91``: the fewest first.
 
     Each group: the places of its ranks, and what they did.
@@ -154,7 +154,7 @@ def calls_text(calls: Iterable[Words]) -> str:
         groups.setdefault(f"called {words}", []).append(words)
     places = {did: [words.place for words in same] for did, same in groups.items()}
     unlike = differing([(f"on {_some(places[did])}", same[0]) for did, same in groups.items()], operation=False)
-    return "; ".join([told([(where, did) for did, where in places.items()]), *unlike.values()])
+    return "; ".join([ranks_text([(where, did) for did, where in places.items()]), *unlike.values()])
 
 
 def differing(groups: Sequence[tuple[str, Words]], *, operation: bool = True) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshcomm.runtime.hooks.dumps import FORMAT
-from meshcomm.runtime.words import sentence, told
+from meshcomm.runtime.words import ranks_text, sentence
 
 __all__ = ["Dump", "Story", "main", "read"]
 
@@ -272,7 +272,7 @@ class Divergence:
             groups.setdefault(f"called {call.over()}", []).append(self.story.place(rank))
         for rank in self.absent:
             groups.setdefault(self.story.doing(rank), []).append(self.story.place(rank))
-        what = told([(places, did) for did, places in groups.items()])
+        what = ranks_text([(places, did) for did, places in groups.items()])
         return f"{self.story.name}, call {self.number}: {what}"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.hooks.guard.boards import Group, Shelf
 from meshcomm.runtime.ops import talks
-from meshcomm.runtime.words import told
+from meshcomm.runtime.words import ranks_text
 
 __all__ = [
     "DEADLOCK", "FEW_LOOKS", "FIRST_PAUSE", "LONG", "Guard", "Status", "Wait", "current", "failed", "home",
@@ -386,7 +386,7 @@ class Guard:
             else:
                 elsewhere = reason or self._home(status) or "computing, or waiting for something else"
                 groups.setdefault(elsewhere, []).append(self.name(rank))
-        return told([(places, did) for did, places in groups.items()])
+        return ranks_text([(places, did) for did, places in groups.items()])
 
 
 _current: list[Guard] = []
