@@ -7,7 +7,6 @@ from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
 from meshcomm.collectives.place import axis_index, axis_size
 from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
 from meshcomm.collectives.seeds import fork_rng, sync_seed
-from meshcomm.collectives.tie import tie
 from meshcomm.errors import CommError, MeshError, VaryingError
 from meshcomm.launch import launch
 from meshcomm.make_mesh import make_mesh
@@ -20,7 +19,8 @@ from meshcomm.work import Work, wait
 if typing.TYPE_CHECKING:
     import meshcomm.parallel  # noqa: F401
     from meshcomm.collectives.exchange import all_to_all, permute, shift
-    from meshcomm.collectives.one_rank import barrier, exchange, gather, recv, reduce, scatter, send
+    from meshcomm.collectives.messages import exchange, recv, send, tie
+    from meshcomm.collectives.one_rank import barrier, gather, reduce, scatter
     from meshcomm.collectives.scan import scan
     from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
     from meshcomm.layout.einsum import einsum
@@ -143,7 +143,8 @@ _LATER = {
     name: module
     for module, names in {
         "meshcomm.collectives.exchange": "all_to_all permute shift",
-        "meshcomm.collectives.one_rank": "barrier exchange gather recv reduce scatter send",
+        "meshcomm.collectives.messages": "exchange recv send tie",
+        "meshcomm.collectives.one_rank": "barrier gather reduce scatter",
         "meshcomm.collectives.scan": "scan",
         "meshcomm.layout.dtensor": "from_dtensor layout_from placements to_dtensor",
         "meshcomm.layout.einsum": "einsum",

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import Required, TypedDict
 
@@ -16,12 +17,17 @@ from meshcomm.collectives import buckets, check
 from meshcomm.collectives.buckets import Rows
 from meshcomm.collectives.rule import Params, Rule, apply, start
 from meshcomm.mesh import Axis, Mesh
+from meshcomm.runtime.call import Call, for_later
+from meshcomm.runtime.hooks.ranges import calling
+from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
-from meshcomm.work import Kind, Limit, begun
+from meshcomm.work import Kind, Limit, begun, kind_of
 
 __all__ = [
-    "Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside", "carried", "handed", "started",
+    "Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside", "carried", "kept", "made",
+    "started",
 ]  # fmt: skip
 
 
@@ -135,7 +141,7 @@ def carried(
             said,
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
-    return handed(where, axis, None, tree, async_op) if async_op else tree
+    return _handed(where, axis, None, tree, async_op) if async_op else tree
 
 
 def started(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit, seen: Tensor | None = None) -> Any:
@@ -146,9 +152,27 @@ def started(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit
     return begun(rule.name, axis, seen, start(rule, x, axis, params))
 
 
-def handed(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, how: bool | Limit) -> Any:
+def _handed(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, how: bool | Limit) -> Any:
     """A result that may be under way, within the limit, or the Work of it."""
     return how.settled(what, axis, x, result) if isinstance(how, Limit) else begun(what, axis, x, result)
+
+
+def made(
+    op: Op, given: tuple[object, ...], axis: Axis, x: Tensor | Kind | None, how: bool | Limit, go: Callable[[Link], Any]
+) -> Any:
+    """What ``go`` makes of the link of the axis where nothing is differentiable, or the Work of it. ``given``: those of
+    the arguments that are compared; ``x``: a tensor that all give alike, or what is known of one that not all have.
+    """
+    seen = kind_of(x) if isinstance(x, Tensor) else (None, ())
+    call = Call(op.name, given, op.compared[: len(given)], None, axis, *seen)
+    with calling(axis, call), for_later(bool(how)):
+        y = go(axis.link)
+        return _handed(op.name, axis, x, y, how) if how else y
+
+
+def kept(x: Tensor, later: bool | Limit) -> Tensor:
+    """A copy of what is read after the call, if it is."""
+    return x.detach().clone(memory_format=torch.contiguous_format) if later else x
 
 
 def _as_it_is(y: Any) -> Any:
