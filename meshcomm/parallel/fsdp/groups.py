@@ -9,7 +9,6 @@ backward. Between the two goes an empty tensor, never an unfinished sum.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,94 +26,17 @@ from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.gathered_again import Again
+from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
 from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import Pending, settled
 
-__all__ = ["Counts", "Door", "Flow", "Group", "Policy", "Slot", "Use", "connect"]
+__all__ = ["Flow", "Group", "Use", "connect"]
 
 _GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
 _AT_LAST = 0
 """The number of autograd's that comes after all of the user's."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What is the same for all units."""
-
-    axis: Axis
-    replica: Axis | None
-    op: str
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    prefetch: int
-    device: torch.device
-    offload: bool
-
-    @property
-    def axes(self) -> list[Axis]:
-        """Those that gradients are reduced over, one after the other."""
-        return [self.axis] if self.replica is None else [self.axis, self.replica]
-
-
-@dataclass
-class Counts:
-    """What a sharded module has communicated: calls, bytes that this rank has then, and what was started ahead."""
-
-    gathers: int = 0
-    regathers: int = 0
-    ahead: int = 0
-    reductions: int = 0
-    replica_reductions: int = 0
-    bytes_gathered: int = 0
-    bytes_reduced: int = 0
-
-
-_raw: Any = dict.__getitem__
-"""What is registered under a name behind a door."""
-
-
-class Door(dict[str, "nn.Parameter | None"]):
-    """A module's table of parameters: iterated over it gives the shards; looked into it gives the whole parameters
-    while these are there. It has them gathered when a part of forward looks that no unit's forward surrounds, and when
-    a checkpoint computes a part of forward again in backward.
-    """
-
-    def __init__(self, table: dict[str, nn.Parameter | None]) -> None:
-        super().__init__(table)
-        self.views: dict[str, Tensor] = {}
-        self.openers: dict[str, Callable[[], bool]] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        view = self.views.get(name)
-        if view is not None:
-            return view
-        opener = self.openers.get(name)
-        if opener is not None and opener():
-            return self.views[name]
-        return super().__getitem__(name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
-        """Of what is registered; the units that are copied show their own."""
-        copied = memo[id(self)] = Door({})
-        for name in self:
-            dict.__setitem__(copied, name, copy.deepcopy(_raw(self, name), memo))
-        return copied
-
-
-@dataclass(eq=False)
-class Slot:
-    """One parameter, wherever it is registered."""
-
-    name: str
-    param: nn.Parameter
-    sites: list[tuple[Door, str]]
-
-    def copied(self, memo: dict[int, Any]) -> Slot:
-        """That of a copy of the module."""
-        sites = [(copy.deepcopy(door, memo), name) for door, name in self.sites]
-        return Slot(self.name, copy.deepcopy(self.param, memo), sites)
 
 
 @dataclass(eq=False)
@@ -145,7 +67,7 @@ class Flow:
         heard = self.hear([mark for sums in self.flight for mark in sums.marks])
         self.advance()
         for sums in self.flight:
-            sums.totals()
+            sums.land()
         start = 0
         found = heard()
         for sums in self.flight:
@@ -224,20 +146,20 @@ class Group:
 
     def is_swapped(self) -> bool:
         """Whether somebody (``functional_call``) has put other tensors in the place of parameters."""
-        return bool([name for door, name, param in self._registered if _raw(door, name) is not param])
+        return bool([name for door, name, param in self._registered if raw(door, name) is not param])
 
     def swap_in(self) -> bool:
         """Take over parameters that a load has put in the place of ours; whether all are parameters that fit."""
         for at, slot in enumerate(self.slots):
             door, name = slot.sites[0]
-            found = _raw(door, name)
+            found = raw(door, name)
             if type(found) is not nn.Parameter or tuple(found.shape) != self.layout.shape_at(at, self.index):
                 return False
-            if any(_raw(other, alias) is not found for other, alias in slot.sites):
+            if any(raw(other, alias) is not found for other, alias in slot.sites):
                 return False
         for slot in self.slots:
             door, name = slot.sites[0]
-            slot.param = _raw(door, name)
+            slot.param = raw(door, name)
         self._make_again()
         return True
 
@@ -254,7 +176,7 @@ class Group:
 
     def flat_of_slots(self) -> Tensor:
         """The shard, as a function of whatever stands in the place of the parameters: for ``torch.func``."""
-        pieces = [_raw(*slot.sites[0]) for slot in self.slots]
+        pieces = [raw(*slot.sites[0]) for slot in self.slots]
         return self.layout.padded(self.row.join(pieces, self.shard))
 
     # -------------------------------------------------------------------------------------------- gathering
@@ -345,8 +267,7 @@ class Group:
             packed = torch.zeros(self.layout.total, dtype=dtype, device=policy.device)
         else:
             packed = kept[0]
-        total = _Reduction(self, packed, later=False).total()
-        for at, piece in zip(needy, self.pieces(total, needy), strict=True):
+        for at, piece in zip(needy, _Reduction(self, needy, packed, later=False).pieces(), strict=True):
             if marks[at]:
                 p = self.slots[at].param
                 p.grad = piece if p.grad is None else p.grad + piece
@@ -420,13 +341,13 @@ class Use:
         differentiable = torch.is_grad_enabled() or torch.is_anomaly_enabled()
         if not differentiable:
             owner.advance()
-        sums = _Sums(self)
+        sums = _Sums()
         start = 0
         for group, places in zip(self.groups, self.needy, strict=True):
             if places:
                 own = gradients[start : start + len(places)]
                 start += len(places)
-                sums.add(group, places, own, later=not differentiable)
+                sums.add(group, places, own, collects=self.collects, later=not differentiable)
         if not sums.reductions:
             return False
         self.results[_torch.backward_pass()] = sums
@@ -442,17 +363,18 @@ class Use:
 class _Sums:
     """The gradients of a unit's parameters in one backward pass, and whether there are any."""
 
-    __slots__ = ("_use", "marks", "reductions")
+    __slots__ = ("marks", "reductions")
 
-    def __init__(self, use: Use) -> None:
-        self._use = use
+    def __init__(self) -> None:
         self.reductions: list[_Reduction] = []
         self.marks: list[int] = []
         """Of each parameter that gets gradients whether this rank has one, or has collected one; once the sums have
         landed, whether any rank has.
         """
 
-    def add(self, group: Group, needy: list[int], gradients: Sequence[Tensor | None], later: bool) -> None:
+    def add(
+        self, group: Group, needy: list[int], gradients: Sequence[Tensor | None], *, collects: bool, later: bool
+    ) -> None:
         """Start to reduce the gradients of a group, or collect them."""
         owner = group.owner
         packed = group.packed(needy, gradients, owner.policy.device)
@@ -461,44 +383,39 @@ class _Sums:
             before, seen = group.kept
             packed, group.kept = packed + before, None
             marks = [mark | seen[at] for mark, at in zip(marks, needy, strict=True)]
-        if self._use.collects:
+        if collects:
             collected = [0] * len(group.slots)
             for at, mark in zip(needy, marks, strict=True):
                 collected[at] = mark
             group.kept = packed.detach(), collected
         else:
             self.marks += marks
-            self.reductions.append(_Reduction(group, packed, later))
+            self.reductions.append(_Reduction(group, needy, packed, later))
 
     def advance(self) -> None:
         """Each one takes its step."""
         for reduction in self.reductions:
             reduction.advance()
 
-    def totals(self) -> list[Tensor]:
-        """What has become of them."""
-        return [reduction.total() for reduction in self.reductions]
+    def land(self) -> None:
+        """Wait for them."""
+        for reduction in self.reductions:
+            reduction.total()
 
     def pieces(self) -> list[Tensor | None]:
         """The gradients of the shards, none where no rank has one."""
-        found: list[Tensor | None] = []
-        sums = iter(self.totals())
-        for group, needy in zip(self._use.groups, self._use.needy, strict=True):
-            if needy:
-                found += group.pieces(next(sums), needy)
-        if 0 in self.marks:
-            return [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
-        return found
+        found = [piece for reduction in self.reductions for piece in reduction.pieces()]
+        return [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
 
 
 class _Reduction:
     """A sum of gradients over the ranks on its way."""
 
-    __slots__ = ("_group", "_over_replicas", "_value")
+    __slots__ = ("_group", "_needy", "_over_replicas", "_value")
 
-    def __init__(self, group: Group, packed: Tensor, later: bool) -> None:
+    def __init__(self, group: Group, needy: Sequence[int], packed: Tensor, later: bool) -> None:
         policy = group.owner.policy
-        self._group = group
+        self._group, self._needy = group, needy
         self._over_replicas = False
         with for_later(later):
             self._value: Any = group.scatter(packed)
@@ -527,6 +444,10 @@ class _Reduction:
         self.advance()
         self._settle()
         return self._value  # type: ignore[no-any-return]
+
+    def pieces(self) -> list[Tensor]:
+        """The gradients of the shards."""
+        return self._group.pieces(self.total(), self._needy)
 
 
 class _Shards(Function):

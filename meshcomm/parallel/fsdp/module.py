@@ -24,7 +24,8 @@ from meshcomm.parallel.cut_parameters import Flat, Part, checked_module, know, r
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.fsdp.flat_buffers import Layout
-from meshcomm.parallel.fsdp.groups import Door, Group, Policy, Slot
+from meshcomm.parallel.fsdp.groups import Group
+from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, register, sharded_of
 from meshcomm.parallel.stand_ins import Around, follow_recurrent

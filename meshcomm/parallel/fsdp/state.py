@@ -1,7 +1,4 @@
-"""What goes with a fully sharded module: accumulation, counters, whole states.
-
-n = size of the axis, p = number of elements of all parameters.
-"""
+"""What can be asked of a fully sharded module: its counters, and which part of each parameter this rank has."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import nn
 
 from meshcomm.errors import fail, likely, names
-from meshcomm.parallel.fsdp.groups import Counts
+from meshcomm.parallel.fsdp.slots import Counts
 from meshcomm.parallel.fsdp.units import owner_of
 
 __all__ = ["Piece", "all_matched", "counts", "pieces"]

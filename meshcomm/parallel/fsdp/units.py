@@ -18,7 +18,8 @@ from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again
 from meshcomm.parallel.fsdp.gathered_again import Again
-from meshcomm.parallel.fsdp.groups import Door, Flow, Group, Slot, Use, connect
+from meshcomm.parallel.fsdp.groups import Flow, Group, Use, connect
+from meshcomm.parallel.fsdp.slots import Door, Slot
 from meshcomm.runtime.pending import Pending, settled
 
 __all__ = ["Sharded", "Unit", "is_sharded", "owner_of", "register", "sharded_of"]

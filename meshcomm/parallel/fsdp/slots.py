@@ -1,0 +1,93 @@
+"""Where the parameters of a fully sharded module stand, and what is the same for all of its units."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm.mesh import Axis
+
+__all__ = ["Counts", "Door", "Policy", "Slot", "raw"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is the same for all units."""
+
+    axis: Axis
+    replica: Axis | None
+    op: str
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    prefetch: int
+    device: torch.device
+    offload: bool
+
+    @property
+    def axes(self) -> list[Axis]:
+        """Those that gradients are reduced over, one after the other."""
+        return [self.axis] if self.replica is None else [self.axis, self.replica]
+
+
+@dataclass
+class Counts:
+    """What a sharded module has communicated: calls, bytes that this rank has then, and what was started ahead."""
+
+    gathers: int = 0
+    regathers: int = 0
+    ahead: int = 0
+    reductions: int = 0
+    replica_reductions: int = 0
+    bytes_gathered: int = 0
+    bytes_reduced: int = 0
+
+
+raw: Any = dict.__getitem__
+"""What is registered under a name behind a door."""
+
+
+class Door(dict[str, "nn.Parameter | None"]):
+    """A module's table of parameters: iterated over it gives the shards; looked into it gives the whole parameters
+    while these are there. It has them gathered when a part of forward looks that no unit's forward surrounds, and when
+    a checkpoint computes a part of forward again in backward.
+    """
+
+    def __init__(self, table: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(table)
+        self.views: dict[str, Tensor] = {}
+        self.openers: dict[str, Callable[[], bool]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        view = self.views.get(name)
+        if view is not None:
+            return view
+        opener = self.openers.get(name)
+        if opener is not None and opener():
+            return self.views[name]
+        return super().__getitem__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+        """Of what is registered; the units that are copied show their own."""
+        copied = memo[id(self)] = Door({})
+        for name in self:
+            dict.__setitem__(copied, name, copy.deepcopy(raw(self, name), memo))
+        return copied
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter, wherever it is registered."""
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[Door, str]]
+
+    def copied(self, memo: dict[int, Any]) -> Slot:
+        """That of a copy of the module."""
+        sites = [(copy.deepcopy(door, memo), name) for door, name in self.sites]
+        return Slot(self.name, copy.deepcopy(self.param, memo), sites)
