@@ -83,8 +83,7 @@ class _Cut:
     """
 
     __slots__ = (
-        "axes", "bits", "coming", "dim", "ends", "late", "leaving",
-        "longer", "moves", "next", "number", "steps", "wanted", "wrong",
+        "axes", "bits", "dim", "ends", "leaving", "longer", "moves", "number", "steps", "wanted", "wrong",
     )  # fmt: skip
 
     def __init__(self, search: _Search, dim: int, axes: tuple[str, ...]) -> None:
@@ -119,16 +118,6 @@ class _Cut:
         """The fewest that take all of them to where they belong."""
         self.moves = sum([ranks - ranks // n for n in flows.values()])
         """The least that sends the others elsewhere, in parts of a piece."""
-        self.next, self.coming, self.late = 0, 0, 0
-        """The bit of the axis that the dim is to be cut over next, where others have to leave it before that; what it
-        costs more to cut it so later, or not to have cut anything over it until then, in parts of a piece; and what
-        it costs more to have them out of the way if another dim is cut over it now."""
-        if self.wrong and same < len(goal):
-            self.next = search.bits[goal[same]]
-            self.coming = ranks - ranks // sizes[goal[same]]
-            if axes[same] not in home:
-                riding = ranks // math.prod(flows.values())
-                self.late = riding - riding // sizes[axes[same]]
         self.ends = [(axes[first:], search.number(axes[first:]), axes[:first]) for first in range(len(axes))]
         """The axes that can leave it in one step, the number of ranks along them, and what is left."""
         self.longer: dict[tuple[str, ...], _Cut | None] = {}
@@ -179,9 +168,8 @@ class _Search:
         largest = sorted(sizes.values(), reverse=True)
         self.largest = list(itertools.accumulate(largest, operator.mul))
         self.smallest = largest[-1]
-        most = _most_pieces(shape, largest)
-        self.all_cut = most == self.ranks
-        self.least = self.whole // most
+        self.least = self.whole // min(self.ranks, math.prod([math.gcd(length, self.ranks) for length in shape]))
+        """No piece is smaller."""
 
     def number(self, axes: Sequence[str]) -> int:
         """How many ranks there are along these axes."""
@@ -314,9 +302,8 @@ class _Search:
             left = self.left(node.each)
             sent = max(0, self.goal - left.elements) + self._sent(left.moved)
             return sent, left.dims if self.whole else 0, left.dims + left.shards
-        bits, wanted, wrong, steps, leaving, moves = 0, 0, 0, 0, 1, 0
+        wanted, wrong, steps, leaving, moves = 0, 0, 0, 1, 0
         for cut in node:
-            bits |= cut.bits
             wanted += cut.wanted
             if cut.wrong:
                 wrong += 1
@@ -326,10 +313,6 @@ class _Search:
         missing = len(self.home) - wanted
         if not wrong:
             return 0, 0, missing
-        if self.all_cut:
-            for cut in node:
-                if cut.next:
-                    moves += cut.late if bits & cut.next else cut.coming
         left = self.left(_numbers(node))
         gathered = self.goal - min(left.elements, self.goal // leaving)
         straight = gathered + self._sent(max(moves, left.moved)), wrong, steps + missing
@@ -407,31 +390,3 @@ def _place(axis: str, state: State) -> tuple[int, tuple[str, ...]] | None:
         if axis in axes:
             return dim, axes[: axes.index(axis)]
     return None
-
-
-def _most_pieces(shape: tuple[int, ...], largest: list[int]) -> int:
-    """Into how many pieces axes of these sizes, the largest first, can cut a tensor at the most."""
-    ranks = math.prod(largest)
-    start = tuple(sorted(math.gcd(length, ranks) for length in shape))
-    if _can_all_cut(start, largest):
-        return ranks
-    found, reached = 1, {start: 1}
-    for size in largest:
-        for lengths, pieces in list(reached.items()):
-            for rest in _cut_once(lengths, size):
-                reached[rest] = max(pieces * size, reached.get(rest, 1))
-        found = max(reached.values())
-    return found
-
-
-def _can_all_cut(lengths: tuple[int, ...], sizes: Sequence[int]) -> bool:
-    return not sizes or any(_can_all_cut(rest, sizes[1:]) for rest in _cut_once(lengths, sizes[0]))
-
-
-def _cut_once(lengths: tuple[int, ...], size: int) -> set[tuple[int, ...]]:
-    """The lengths that are left when one of these is cut so."""
-    return {
-        tuple(sorted((*lengths[:dim], length // size, *lengths[dim + 1 :])))
-        for dim, length in enumerate(lengths)
-        if length % size == 0
-    }
