@@ -83,22 +83,15 @@ class _Cut:
     """
 
     __slots__ = (
-        "axes", "bits", "dim", "ends", "leaving", "longer", "moves", "number", "steps", "wanted", "wrong",
+        "axes", "dim", "ends", "leaving", "longer", "moves", "number", "steps", "wanted", "wrong",
     )  # fmt: skip
 
     def __init__(self, search: _Search, dim: int, axes: tuple[str, ...]) -> None:
         self.dim, self.axes = dim, axes
         sizes, home, goal = search.sizes, search.home, search.target[dim]
-        number, bits, wanted = 1, 0, 0
-        for axis in axes:
-            number *= sizes[axis]
-            bits |= search.bits[axis]
-            wanted += axis in home
-        self.number = number
+        self.number = search.number(axes)
         """Of pieces."""
-        self.bits = bits
-        """One for each axis."""
-        self.wanted = wanted
+        self.wanted = sum([axis in home for axis in axes])
         """How many of the axes the target cuts anything over."""
         same = 0
         while same < len(axes) and same < len(goal) and axes[same] == goal[same]:
@@ -156,7 +149,6 @@ class _Search:
         self.target, self.shape, self.sizes = target, shape, sizes
         self.whole = math.prod(shape)
         self.ranks = math.prod(sizes.values())
-        self.bits = {axis: 1 << at for at, axis in enumerate(sizes)}
         self.home = {axis: dim for dim, axes in enumerate(target) for axis in axes}
         """The dim that the target cuts over each."""
         self._cuts: dict[tuple[int, tuple[str, ...]], _Cut] = {}
@@ -248,7 +240,8 @@ class _Search:
         numbers = _numbers(node)
         mine = self.left(numbers).elements
         yield _Numbers(numbers), mine, 1, _PERMUTE
-        free = [(axis,) for axis in self.sizes if not any(cut.bits & self.bits[axis] for cut in node)]
+        used = {axis for cut in node for axis in cut.axes}
+        free = [(axis,) for axis in self.sizes if axis not in used]
         for dim in reversed(range(len(node))):  # of equals the last one is tried first
             before, cut, behind = node[:dim], node[dim], node[dim + 1 :]
             for axis in free:
