@@ -47,10 +47,15 @@ class _Processes:
 
     in_process = False
 
-    def here(self) -> tuple[int, int] | None:
-        """This process; None when there is no world any more."""
+    def rank(self) -> int | None:
+        """This process's rank in the world; None when there is no world any more."""
         here = world.current()
-        return None if here is None else (here.rank, here.size)
+        return None if here is None else here.rank
+
+    def world_size(self) -> int | None:
+        """How many processes there are."""
+        here = world.current()
+        return None if here is None else here.size
 
     def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
         """Names a mesh that is made now, alike in all of its processes."""
@@ -77,10 +82,15 @@ class _InProcess(_OneDevice):
 
     in_process = True
 
-    def here(self) -> tuple[int, int] | None:
+    def rank(self) -> int | None:
         """The rank that is running; None outside a launch."""
         here = current_rank()
-        return None if here is None else (here.index, here.world.size)
+        return None if here is None else here.index
+
+    def world_size(self) -> int | None:
+        """How many ranks the launch has."""
+        here = current_rank()
+        return None if here is None else here.world.size
 
     def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
         """Names a mesh that is made now: by a rank, alike on all of them; outside of a launch it is the one object."""
@@ -107,9 +117,13 @@ class _Solo(_OneDevice):
 
     in_process = False
 
-    def here(self) -> tuple[int, int]:
+    def rank(self) -> int | None:
         """The only one."""
-        return 0, 1
+        return 0
+
+    def world_size(self) -> int | None:
+        """One."""
+        return 1
 
     def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
         """Nobody asks."""
@@ -187,7 +201,7 @@ def make_mesh(
     limit = duration("make_mesh", timeout)
     mesh = _mesh_over(shape, ranks, limit)
     mesh.strict, mesh.timeout = strict, limit
-    if (mesh.place.here() or (0,))[0] == 0:  # the first rank, or who calls all of them
+    if not mesh.place.rank():  # the first rank, or who calls all of them
         say_if_untested()
     return mesh
 
@@ -222,8 +236,7 @@ def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None, timeout: time
 
 def _with_links(mesh: Mesh) -> Mesh:
     """Set up the axes now, while all ranks are here together."""
-    here = mesh.place.here()
-    if here is not None and here[0] in mesh.ranks:
+    if mesh.place.rank() in mesh.ranks:
         for name in mesh.axis_names:
             mesh.axis(name)
     return mesh

@@ -48,8 +48,11 @@ class Place(Protocol):
     in_process: bool
     """Whether they are threads of this process."""
 
-    def here(self) -> tuple[int, int] | None:
-        """Which rank of the world asks, and how many the world has; None outside of it."""
+    def rank(self) -> int | None:
+        """Who asks, in the world; None outside of it."""
+
+    def world_size(self) -> int | None:
+        """How many ranks the world has; None outside of it."""
 
     def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
         """Names a mesh that is made now, alike on all of its ranks."""
@@ -229,14 +232,13 @@ class Mesh:
 
     def own_index(self) -> int:
         """:attr:`rank`, for the library itself: no checker is asked."""
-        here = self.place.here()
-        if here is None:
+        mine = self.place.rank()
+        if mine is None:
             self._outside_a_rank("mesh.rank")
-        mine, size = here
-        if size != self.world_size:
+        if self.place.world_size() != self.world_size:
             fail(
                 "mesh.rank",
-                f"a mesh made for {self.world_size} ranks is used among {size}.",
+                f"a mesh made for {self.world_size} ranks is used among {self.place.world_size()}.",
                 got=f"mesh {self._shape}",
                 fix="launch as many ranks as the mesh has, or make the mesh inside the launched function",
             )
@@ -337,7 +339,7 @@ class Mesh:
 
     def _resolve(self, name: AxisName, where: str) -> Axis:
         parts = self._checked_names(name, where)
-        if self.place.here() is None:
+        if self.place.rank() is None:
             self._outside_a_rank(where)
         rank = current_rank() if self.in_process else None
         # A name and the tuple of it alone are one axis; and two threads that ask for it find the same.
