@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import _torch, watch
 from meshcomm.errors import fail, likely, names
-from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads import eras
@@ -107,8 +107,7 @@ class Axis:
         """
         if self.is_traced:
             return self
-        link = bare(self.link).traced()
-        return Axis(self.mesh, self.name, self.ranks, self.index, link, index_tensor)
+        return Axis(self.mesh, self.name, self.ranks, self.index, self.link.traced(), index_tensor)
 
     def places(self) -> dict[int, str]:
         """Rank of the world to its place on the mesh: ``dp=1,tp=0``."""
@@ -357,7 +356,7 @@ class Mesh:
         link = SoloLink() if alone else self.place.link(ranks, self.timeout, self._identity, parts)
         index = ranks.index(self.ranks[self.own_index()])
         found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, index, link)
-        if (log := getattr(bare(link), "log", None)) is not None:
+        if (log := log_of(link)) is not None:
             log.named(found.name, found.coordinate)
         return found
 

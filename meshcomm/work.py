@@ -19,6 +19,7 @@ from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, for_later, told
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
+from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import ENDED, failed, noted
@@ -324,7 +325,8 @@ class Limit:
         if record is None:
             return _not_done(call, self.seconds, self.seconds, str(late), "the call was given up;")
         link: Any = axis.link
-        log = link.log
+        log = log_of(link)
+        assert log is not None  # of which the record is
         absent = range(len(log.ranks)) if late.missing is None else late.missing
         found = peers.account([log.ranks[i] for i in absent]) if current_rank() is None else ""
         return late_text(

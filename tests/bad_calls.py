@@ -22,7 +22,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import meshcomm as mc
 from meshcomm import _torch, parallel
 from meshcomm.parallel import Column, checkpoint, fsdp
-from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.runtime.transports.threads.transport import InProcessLink
@@ -1006,7 +1005,7 @@ bad("full_state_dict", "dst beyond the mesh", lambda h: parallel.full_state_dict
 
 PRIMITIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather", "scatter", "exchange",
-    "barrier", "barrier_within", "run",
+    "barrier", "barrier_within",
 )  # fmt: skip
 _here = threading.local()  # ranks of one process are threads
 
@@ -1015,7 +1014,7 @@ _here = threading.local()  # ranks of one process are threads
 def silent() -> Iterator[None]:
     """Where ``_here.count`` is set, primitives of all links and the making of process groups are counted there."""
     places: list[tuple[Any, str, Any]] = [(_torch, "new_group", _torch.new_group)]
-    kinds: list[Any] = [InProcessLink, PacketLink, WrappedLink]
+    kinds: list[Any] = [InProcessLink, PacketLink]
     for kind in kinds:
         kinds += kind.__subclasses__()
         places += [(kind, name, vars(kind)[name]) for name in PRIMITIVES if name in vars(kind)]

@@ -23,7 +23,6 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import meshcomm as mc
-from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.transports.process_group import ProcessLink
 
 F64 = torch.float64
@@ -52,7 +51,7 @@ def compiled(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., A
 def without_group_names(code: str, mesh: mc.Mesh) -> str:
     """The code with each process group called by its axis: which group it is may differ between ranks."""
     called = {dist.group.WORLD.group_name: "world"}
-    links = {axis: bare(mesh.axis(axis).link) for axis in mesh.axis_names}
+    links = {axis: mesh.axis(axis).link for axis in mesh.axis_names}
     called |= {link.group.group_name: axis for axis, link in links.items() if isinstance(link, ProcessLink)}
     for name, axis in called.items():
         code = re.sub(rf"""['"]{re.escape(name)}['"]""", f"<{axis}>", code)

@@ -27,10 +27,9 @@ import meshcomm as mc
 from meshcomm._torch import default_store
 from meshcomm.runtime.hooks.guard import guard as guards
 from meshcomm.runtime.hooks.guard.boards import Group, StoreBoard, StoreShelf
-from meshcomm.runtime.hooks.guard.link import GuardedLink
+from meshcomm.runtime.hooks.guard.link import Guarded
 from meshcomm.runtime.hooks.guard.setup import _ended_afar
 from meshcomm.runtime.hooks.guard.store import PatientStore
-from meshcomm.runtime.hooks.wrapped import bare
 
 F64 = torch.float64
 BOTH = ("dp", "tp")
@@ -434,7 +433,7 @@ def trained() -> list[float]:
 def is_guarded() -> None:
     with square() as mesh:
         assert guards.current() is not None
-        assert isinstance(mesh.axis("dp").link, GuardedLink)
+        assert [isinstance(hook, Guarded) for hook in mesh.axis("dp").link.hooks] == [True]
 
 
 class LateError(Exception):
@@ -625,12 +624,11 @@ def sums_over_all() -> float:
 
 
 def without() -> None:
-    """No link is wrapped, and nobody listens."""
+    """No link has a hook, and nobody listens."""
     assert guards.current() is None
     with square() as mesh:
         link = mesh.axis("dp").link
-        assert not isinstance(link, GuardedLink)
-        assert link is bare(link)
+        assert not link.hooks
         assert not link.watched
 
 

@@ -23,11 +23,12 @@ from meshcomm._torch import default_store
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.guard import messages, store
 from meshcomm.runtime.hooks.guard.boards import Group
-from meshcomm.runtime.hooks.guard.link import _Meeting
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.guard.store import PatientStore
+from meshcomm.runtime.hooks.guard.stored import _StoreMeeting
+from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.transports.protocol import Primitive
+from meshcomm.runtime.transports.shared.mailbox import Call as MailCall
 
 
 @pytest.fixture(params=["guarded4", "guarded4_at_the_store"], ids=["shared", "store"])
@@ -368,27 +369,24 @@ def test_an_interrupt_when_all_have_come(guarded: Any, name: str) -> None:
 def interrupted_at_last_in_a_collective() -> None:
     """The same where all ranks make the call, at the moment that the last one has come, and while it is put down."""
     mesh = mc.make_mesh({"a": 4})
-    wait, post = _Meeting.wait_for_all, _Meeting.say
-
-    def waits(self: Any, *args: Any) -> None:
-        _Meeting.wait_for_all = wait  # type: ignore[method-assign]
-        wait(self, *args)
-        raise KeyboardInterrupt
-
-    def says(self: Any, *args: Any) -> None:
-        _Meeting.say = post  # type: ignore[method-assign]
-        post(self, *args)
-        while not self._all_came():
-            time.sleep(1e-3)
-        raise KeyboardInterrupt
-
-    for name, broken in (("wait_for_all", waits), ("say", says)):
+    at_the_store = not mesh.axis("a").link.shares_memory
+    kind: Any = _StoreMeeting if at_the_store else MailCall
+    for name in ("wait_for_all", "say" if at_the_store else "post"):
         for _ in range(3):
             if mesh.rank:
                 assert mc.all_reduce(torch.ones(3), "a", mesh=mesh).tolist() == 3 * [4]
                 continue
+            step = getattr(kind, name)
+
+            def then_an_interrupt(self: Any, *args: Any, step: Any = step, name: str = name, **kwargs: Any) -> None:
+                setattr(kind, name, step)
+                step(self, *args, **kwargs)
+                while not (self.all_came() if at_the_store else self.look()):
+                    time.sleep(1e-3)
+                raise KeyboardInterrupt
+
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_Meeting, name, broken)
+                patch.setattr(kind, name, then_an_interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     mc.all_reduce(torch.ones(3), "a", mesh=mesh)
     goes_on(mesh)
@@ -446,9 +444,9 @@ def one_round(letters: list[Letters], shape: Places, chance: random.Random, more
     def part(me: int, pause: float, limit: float) -> None:
         posts = [(torch.ones(2), dst, 0) for src, dst in shape if src == me]
         wants = [(src, (2,), torch.float32, 0, torch.device("cpu")) for src, dst in shape if dst == me]
-        what = Primitive("exchange", None, (), lambda: None, posts=posts, wants=wants)
+        what = Running("exchange", (posts, wants), Call("exchange"), None, True, lambda: None)
         time.sleep(pause)
-        under_way = letters[me].run(what, Call("exchange"), True)
+        under_way = letters[me].run(what)
         try:
             with contextlib.suppress(TimedOutError):
                 under_way.wait(limit + more)

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import test_timeouts
 import torch
+from conftest import PoolWith
 from test_timeouts import CALLS, LONG, SOON, X
 
 import meshcomm as mc
-from meshcomm.runtime.hooks.guard.link import Room
+from meshcomm.runtime.hooks.guard.stored import StoreRoom
 from meshcomm.runtime.pending import TimedOutError
+from meshcomm.runtime.transports.shared.mailbox import Call
 
 COLLECTIVES = {name: call for name, call in CALLS.items() if name not in ("send and recv", "exchange")}
 LATE = 3
@@ -227,7 +229,7 @@ def test_a_barrier_too(guarded: Any, tmp_path: Path) -> None:
         assert "absent: " in text
 
 
-# ------------------------------------------------------------------------------------------- stopped when all agree
+# ---------------------------------------------------------------------------- stopped in its call, or when all agree
 
 
 def later(mesh: mc.Mesh) -> None:
@@ -265,27 +267,34 @@ STILL: dict[str, tuple[Callable[[mc.Mesh], None], int]] = {
 
 @contextlib.contextmanager
 def still_after(calls: int, signs: Signs) -> Iterator[None]:
-    """This rank agrees to the call after so many, and does nothing until the others have given up."""
-    meet, left = Room.meet, [calls]
+    """This rank agrees to the call after so many, and does nothing until the others are through: on shared memory it
+    agrees by the entry of the call itself.
+    """
+    left = [calls]
 
-    def meets(self: Room, *args: Any, **kwargs: Any) -> None:
-        meet(self, *args, **kwargs)
-        left[0] -= 1
-        if left[0] == -1:
-            signs.wait("told")
+    def then_stands(step: Callable[..., Any]) -> Callable[..., Any]:
+        def steps(*args: Any, **kwargs: Any) -> Any:
+            found = step(*args, **kwargs)
+            left[0] -= 1
+            if left[0] == -1:
+                signs.wait("told")
+            return found
+
+        return steps
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Room, "meet", meets)
+        patch.setattr(Call, "post", then_stands(Call.post))
+        patch.setattr(StoreRoom, "meet", then_stands(StoreRoom.meet))
         yield
 
 
-def stands_still(what: str, folder: str) -> str:
+def stands_still(what: str, folder: str, more: int = 0) -> str:
     """The last rank stands still between the agreement and its part."""
     act, before = STILL[what]
     mesh, signs, told = mc.make_mesh({"a": 4}, timeout=4), Signs(folder), ""
     mc.barrier("a", mesh=mesh, timeout=LONG)  # however late one of them begins
     mc.all_reduce(X, "a", mesh=mesh)
-    with still_after(before, signs) if mesh.rank == LATE else contextlib.nullcontext():
+    with still_after(before + more, signs) if mesh.rank == LATE else contextlib.nullcontext():
         try:
             act(mesh)
         except (mc.CommError, TimedOutError) as error:
@@ -295,8 +304,76 @@ def stands_still(what: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("what", STILL)
-def test_a_rank_that_stands_still_when_all_have_agreed(guarded4: Any, tmp_path: Path, what: str) -> None:
-    for text in guarded4.run(stands_still, what, str(tmp_path))[:LATE]:
-        assert text.startswith("CommError meshcomm."), text
-        assert "\n  fix: " in text
-        assert "over axis 'a'" in text or "over 'a'" in text, text
+def test_a_rank_that_stands_still_in_its_last_call_keeps_nobody(guarded4: Any, tmp_path: Path, what: str) -> None:
+    more = 1 if what == "backward of a tree" else 0
+    assert guarded4.run(stands_still, what, str(tmp_path), more) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    "what", [what if what == "wait" else pytest.param(what, marks=pytest.mark.thorough) for what in STILL]
+)
+def test_a_rank_that_stands_still_when_all_have_agreed(tmp_path: Path, what: str) -> None:
+    # A pool of its own, for gloo has closed its pairs afterwards.
+    with PoolWith(4, MESHCOMM_GUARD="1", MESHCOMM_SHARED_MEMORY="0") as pool:
+        for text in pool.run(stands_still, what, str(tmp_path))[:LATE]:
+            assert text.startswith("CommError meshcomm."), text
+            assert "\n  fix: " in text
+            assert "over axis 'a'" in text or "over 'a'" in text, text
+
+
+# ------------------------------------------------------------------------------------------------ on shared memory alone
+
+
+class BrokenOffError(Exception):
+    """Of a handler of a signal."""
+
+
+def broken_off(when_all_are_there: bool, folder: str) -> str:
+    """In the last rank a signal's handler raises between the entry of its call and the wait for the others."""
+    mesh, signs, told = mc.make_mesh({"a": 4}), Signs(folder), ""
+    mc.all_reduce(X, "a", mesh=mesh)
+
+    def raises(call: Call, *args: Any) -> None:
+        while when_all_are_there and call.missing:
+            call.look()
+            time.sleep(1e-3)
+        raise BrokenOffError
+
+    if mesh.rank == LATE:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Call, "expect", raises)
+            with pytest.raises(BrokenOffError):
+                mc.all_reduce(X, "a", mesh=mesh)
+        signs.say("broken", LATE)
+    else:
+        while not when_all_are_there and not (signs.folder / f"broken {LATE}").exists():
+            time.sleep(1e-3)
+        try:
+            assert torch.equal(mc.all_reduce(X, "a", mesh=mesh), 4 * X)
+        except mc.CommError as error:
+            told = str(error)
+    works_on(mesh)
+    return told
+
+
+@pytest.mark.parametrize("when_all_are_there", [False, True])
+def test_who_is_interrupted_before_it_waits(guarded4: Any, tmp_path: Path, when_all_are_there: bool) -> None:
+    for text in guarded4.run(broken_off, when_all_are_there, str(tmp_path))[:LATE]:
+        assert ("it was interrupted by BrokenOffError" in text) is not when_all_are_there, text
+
+
+def far_ahead(folder: str) -> list[int]:
+    """All but the last rank issue works on and on before it comes: as many as a mailbox holds in half of itself."""
+    mesh, signs, count = mc.make_mesh({"a": 4}), Signs(folder), 2100
+    if mesh.rank == LATE:
+        signs.wait("issued")
+    works = [mc.all_reduce(torch.tensor(i), "a", mesh=mesh, async_op=True) for i in range(count)]
+    signs.say("issued", mesh.rank)
+    found = [int(work.wait()) for work in works]
+    works_on(mesh)
+    return [i for i, value in enumerate(found) if value != 4 * i]
+
+
+@pytest.mark.thorough
+def test_works_that_are_issued_far_ahead(guarded4: Any, tmp_path: Path) -> None:
+    assert guarded4.run(far_ahead, str(tmp_path)) == [[]] * 4

@@ -22,7 +22,6 @@ import torch
 import meshcomm as mc
 from meshcomm.runtime import recorder
 from meshcomm.runtime.hooks.dumps import FOLDER, dump_collectives
-from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.tools import explain
 
 HERE = Path(__file__).name
@@ -44,7 +43,7 @@ def line_of(text: str) -> str:
 
 def some_calls(folder: str) -> None:
     mesh = mc.make_mesh({"dp": 2, "tp": 2})
-    log = bare(mesh.axis("dp").link).log
+    log = mesh.axis("dp").link.log
     first, messages = log.begun, log.messages
     x = torch.ones(2, 3, requires_grad=True)
     mc.all_reduce(x, "dp", "max", mesh=mesh)
@@ -107,7 +106,7 @@ def test_the_word_for_how_a_call_ended(end: float | str | None, state: str) -> N
 
 def many() -> tuple[int, list[int]]:
     mesh = mc.make_mesh({"a": 4})
-    log = bare(mesh.axis("a").link).log
+    log = mesh.axis("a").link.log
     for _ in range(recorder.MOST + 10):
         mc.all_reduce(torch.ones(1), "a", mesh=mesh)
     numbers = [record[recorder.NUMBER] for record in log.records]

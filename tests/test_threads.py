@@ -14,7 +14,6 @@ import torch
 
 import meshcomm as mc
 from meshcomm.runtime import groups
-from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.process import memory
 
 POOLS = ["pool4", "gloo4", "guarded4", "guarded4_at_the_store"]
@@ -156,12 +155,12 @@ def test_meshes_that_are_dropped_leave_nothing_behind(pool4: Any) -> None:
 def groups_of_torch() -> tuple[bool, bool, list[int]]:
     """A backend whose collectives are torch's own has a group for each sequence, and gives it back."""
     first, second = mc.make_mesh({"q": 4}), mc.make_mesh({"r": 4})
-    links = [bare(mesh.axis(name).link) for mesh, name in ((first, "q"), (second, "r"))]
+    links = [mesh.axis(name).link for mesh, name in ((first, "q"), (second, "r"))]
     own = [link.group for link in links]
     numbers = []
     for _ in range(4):
         mesh = mc.make_mesh({"s": 4})
-        group = bare(mesh.axis("s").link).group
+        group = mesh.axis("s").link.group
         numbers.append(id(group))
         mc.barrier("s", timeout=200, mesh=mesh)
         del mesh, group

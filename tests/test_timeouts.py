@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 import meshcomm as mc
 from meshcomm.collectives import one_rank
 from meshcomm.runtime.health import lateness
-from meshcomm.runtime.hooks.wrapped import bare
 
 SOON = 0.05
 LONG = 60.0
@@ -137,7 +136,7 @@ def given_up() -> dict[str, str]:
     for _ in range(2):
         assert mc.all_reduce(torch.ones(2), "a", mesh=mesh, timeout=LONG).tolist() == [4, 4]
         mc.barrier("a", mesh=mesh)
-    link = bare(mesh.axis("a").link)
+    link = mesh.axis("a").link
     assert len(link.mail.open) <= 1
     assert not link.mail.dropped
     return told
@@ -278,7 +277,7 @@ def test_under_the_checker_of_varying_types() -> None:
 def meshes() -> tuple[str, int]:
     usual, same = mc.make_mesh({"a": 4}), mc.make_mesh({"a": 4}, timeout=None)
     short, again = mc.make_mesh({"a": 4}, timeout=0.5), mc.make_mesh({"a": 4}, timeout=timedelta(seconds=0.5))
-    links = [bare(mesh.axis("a").link) for mesh in (usual, same, short, again)]
+    links = [mesh.axis("a").link for mesh in (usual, same, short, again)]
     assert len({link.name for link in links}) == 4
     assert links[0].base is links[1].base
     assert links[2].base is links[3].base
@@ -322,7 +321,7 @@ def test_in_process_meshes_take_one() -> None:
 
 def over_sockets() -> list[str]:
     mesh, short = mc.make_mesh({"a": 2}), mc.make_mesh({"b": 2}, timeout=4)
-    assert not hasattr(type(bare(mesh.axis("a").link)), "mail")
+    assert not hasattr(type(mesh.axis("a").link), "mail")
     told = []
     lateness._GRACE = lateness._LEAST = LONG  # however much later the time of the other one is up
     mc.all_gather(X, "a", mesh=mesh)

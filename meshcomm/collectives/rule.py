@@ -36,7 +36,6 @@ from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import Call, for_later, told
 from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.runtime.hooks.ranges import in_range
-from meshcomm.runtime.hooks.wrapped import bare
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
 
@@ -329,7 +328,7 @@ _finish: Any = plain_apply(_Finish)  # under a transform too
 
 def refuse_in_process(name: str, axis: Axis) -> None:
     """Compiled code runs without the change-overs that in-process ranks need."""
-    bare(axis.link)  # what a graph was compiled with: it is compiled again where a trace has put another one there
+    _ = axis.link.hooks  # a graph is compiled again where somebody else listens: a trace is told of it then
     if axis.mesh.in_process and axis.size > 1:
         fail(
             name,

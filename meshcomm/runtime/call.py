@@ -30,7 +30,7 @@ from meshcomm.runtime.words import (
     sentence,
 )
 
-__all__ = ["AxisAt", "Call", "Post", "Said", "Want", "for_later", "messages_of", "told"]
+__all__ = ["AxisAt", "Call", "Post", "Said", "Want", "for_later", "gradients_agree", "messages_of", "told"]
 
 _RUNS = 250
 """The most runs of an all_to_all that are compared."""

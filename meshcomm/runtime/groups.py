@@ -25,7 +25,6 @@ from meshcomm.errors import CommError, text
 from meshcomm.runtime import recorder
 from meshcomm.runtime.health import attendance, lateness
 from meshcomm.runtime.hooks import dumps
-from meshcomm.runtime.hooks.wrapped import WrappedLink
 from meshcomm.runtime.process import exits, forks, memory
 from meshcomm.runtime.process.memory import HERE, Neighbours
 from meshcomm.runtime.start import world
@@ -39,7 +38,6 @@ __all__ = ["group_of", "identify", "identity", "link_of"]
 _families: dict[tuple[tuple[int, ...], timedelta], Family] = {}
 _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
 _links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
-_wrapped: weakref.WeakSet[WrappedLink] = weakref.WeakSet()
 _mails: dict[int, Mail] = {}
 _let_go: deque[tuple[weakref.ref[Family], str, str, bool]] = deque()
 """Sequences that this rank needs no more, of which there may be something at the store."""
@@ -61,9 +59,7 @@ def identify(shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
     return identity(shape, ranks, made[key])
 
 
-def link_of(
-    ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]
-) -> ProcessLink | WrappedLink:
+def link_of(ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> ProcessLink:
     """A link for this axis of the mesh of this identity, between these ranks of the world in this order, with this
     time-out or the world's.
     """
@@ -75,14 +71,10 @@ def link_of(
     name = f"{mesh}, {limit.total_seconds():g} s: {','.join(axis)} over {','.join(map(str, ranks))}"
     made = _made(here, family, name)
     _links.add(made)
-    if guard is None:
-        _keep(here, made, family, name, made.place)
-        return made
-    wrapped: ProcessLink | WrappedLink = guard.under_guard(made, name, limit.total_seconds())
-    if isinstance(wrapped, WrappedLink):
-        _wrapped.add(wrapped)
-    _keep(here, made, family, name, guard.place_of(name))
-    return wrapped
+    if guard is not None:
+        guard.put_under_guard(made, name, limit.total_seconds())
+    _keep(here, made, family, name, made.place if guard is None else guard.place_of(name))
+    return made
 
 
 def _keep(here: world.ProcessWorld, link: ProcessLink, family: Family, name: str, barrier: str) -> None:
@@ -211,8 +203,8 @@ def group_of(ranks: tuple[int, ...], timeout: timedelta | None = None) -> dist.P
 
 
 def _forget() -> None:
-    for wrapped in list(_wrapped):
-        wrapped.end()
+    for hook in [hook for link in list(_links) for hook in link.hooks]:
+        hook.end()
     for guard in _guards:
         guard.end()
     recorder.retire()
@@ -221,7 +213,6 @@ def _forget() -> None:
     for link in list(_links):
         link.let_go()
     _links.clear()
-    _wrapped.clear()
     _meshes.clear()
     _families.clear()
     _let_go.clear()

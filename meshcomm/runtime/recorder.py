@@ -23,8 +23,8 @@ from meshcomm.runtime.words import call_text, messages_text, primitive_arguments
 
 __all__ = [
     "BEGAN", "CALL", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SHAPE", "THREAD", "WHAT", "Log",
-    "Marked", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "noted", "own_ring", "recorded", "retire",
-    "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of", "wall",
+    "Marked", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "noted", "noted_in", "own_ring", "recorded",
+    "retire", "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of", "wall",
 ]  # fmt: skip
 
 MOST = 1000
@@ -281,7 +281,7 @@ def _forked() -> None:
 
 
 def recorded(primitive: F, name: str = "") -> F:
-    """A primitive of a link with a ``log``, which keeps the outermost call."""
+    """A primitive of a link with a ``log``, or the ``run`` of a hook with one; the log keeps the outermost call."""
     name = name or primitive.__name__
 
     @functools.wraps(primitive)
@@ -289,7 +289,7 @@ def recorded(primitive: F, name: str = "") -> F:
         log: Log = self.log
         if log.inside:
             return primitive(self, *args)
-        record = _noted(log, name, args)
+        record = noted_in(log, name, args)
         log.inside = True
         try:
             result = primitive(self, *args)
@@ -306,7 +306,10 @@ def recorded(primitive: F, name: str = "") -> F:
     return cast(F, noted)
 
 
-def _noted(log: Log, name: str, args: tuple[Any, ...]) -> Record:
+def noted_in(log: Log, name: str, args: tuple[Any, ...]) -> Record:
+    """The record of a primitive that begins."""
+    if name == "run":  # of a hook, which is given what runs
+        name, args = args[0].name, args[0].args
     if name == "exchange":
         return log.message(*args)
     if name.startswith("barrier"):

@@ -115,26 +115,16 @@ class Recorder(Hook):
         return result
 
 
-class _Watched:
-    """A primitive under way, whose end is recorded by who waits for it; otherwise it passes for the one inside."""
+class _Watched(Pending):
+    """A primitive under way, whose end is recorded by who waits for it."""
 
-    __slots__ = ("__weakref__", "_record", "_source")
+    __slots__ = ("_record", "_source")
 
-    def __init__(self, source: Any, record: Record) -> None:
+    def __init__(self, source: Pending, record: Record) -> None:
         self._source, self._record = source, record
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """That of the one inside: as with links."""
-        return type(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _Watched.__slots__:
-            raise AttributeError(name)
-        return getattr(self._source, name)
-
     def meet(self) -> None:
-        """Where the one inside can: wait for the others to make the call, and note how long."""
+        """As the one inside, and note how long."""
         began = _clock()
         self._source.meet()
         if self._record.ended is None:
@@ -158,10 +148,26 @@ class _Watched:
 
     def done(self) -> bool:
         """As the one inside; what is done has ended."""
-        done: bool = self._source.done()
+        done = self._source.done()
         if done:
             self._record.end()
         return done
+
+    def read_early(self) -> bool:
+        """Pass it on."""
+        return self._source.read_early()
+
+    def record(self) -> Any:
+        """The source's."""
+        return self._source.record()
+
+    def withdraw(self, seconds: float) -> bool:
+        """Pass it on."""
+        return self._source.withdraw(seconds)
+
+    def abandon(self) -> None:
+        """Pass it on."""
+        self._source.abandon()
 
 
 # ---------------------------------------------------------------------------------------------- coming and going

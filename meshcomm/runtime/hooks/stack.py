@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from meshcomm.runtime.call import Call, Post, Want, for_later, told
+from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
 
-__all__ = ["Hook", "Running", "put_on", "take_off"]
+__all__ = ["Hook", "Running", "log_of", "put_on", "take_off"]
 
 
 class Running(NamedTuple):
@@ -61,9 +62,25 @@ class Running(NamedTuple):
         """Those that an exchange sends and expects."""
         return self.args if self.name == "exchange" else ((), ())
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks, beside what the call says."""
+        x = self.like
+        if x is None:
+            return (self.name,) if self.name != "barrier_within" else (self.name, *self.args)
+        if self.name == "all_to_all":
+            return self.name, x.dtype, x.device.type
+        more = {"permute": (), "scatter": self.args[2:]}.get(self.name, self.args[1:])
+        return self.name, x.dtype, x.device.type, tuple(x.shape), *more
+
 
 class Hook:
     """Who wants to know of every primitive of a link, and may hold it back. What is not overridden lets all pass."""
+
+    log: Any = None
+    """Where it notes the calls from when they are made on, if it does."""
+    compares = False
+    """Whether it finds out if the ranks call the same: then the transport need not be told of calls."""
 
     def announce(self, call: Call) -> None:
         """What the next primitives on this thread belong to."""
@@ -79,6 +96,9 @@ class Hook:
     def refuse(self, where: str, why: str, axis: object) -> None:
         """This rank does not make the call ``where`` that the others may make, for it was wrong."""
 
+    def end(self) -> None:
+        """The group is about to end: no more calls."""
+
 
 def put_on(link: Any, hook: Hook) -> None:
     """Ask ``hook`` first from now on."""
@@ -88,6 +108,12 @@ def put_on(link: Any, hook: Hook) -> None:
 def take_off(link: Any, hook: Hook) -> None:
     """Ask it no more; the last one leaves the link as it was."""
     _change(link, lambda hooks: tuple(each for each in hooks if each is not hook))
+
+
+def log_of(link: Any) -> Log | None:
+    """Where the calls of a link are noted first: by a hook, or by its transport, if one does."""
+    found: Log | None = next((hook.log for hook in link.hooks if hook.log is not None), getattr(link, "log", None))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ how it is done
@@ -145,8 +171,7 @@ def _with_hooks(kind: Any) -> type:
         return not any(hook.defers(name, x) for hook in self.hooks) and kind.copies(self, name, x)
 
     def takes_parts(self: Any, device: torch.device, dtype: torch.dtype) -> bool:
-        late = any(hook.defers("all_reduce", torch.empty(0, dtype=dtype, device=device)) for hook in self.hooks)
-        return not late and kind.takes_parts(self, device, dtype)
+        return not any(hook.compares for hook in self.hooks) and kind.takes_parts(self, device, dtype)
 
     sums = _hooked("all_reduce", lambda self, x, _: kind.sum_parts(self, x))
 
@@ -170,12 +195,14 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         here, later = stack.here, told.later
 
         def go() -> Any:
-            here.inside = True
+            here.inside, before = True, told.call
+            if any(hook.compares for hook in stack):
+                told.call = None
             try:
                 with for_later(later):
                     return own(self, *args)
             finally:
-                here.inside = False
+                here.inside, told.call = False, before
 
         call = told.call if isinstance(told.call, Call) else _UNKNOWN
         what = Running(name, args, call, self, later, go)

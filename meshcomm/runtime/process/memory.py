@@ -33,9 +33,7 @@ __all__ = [
     "GONE",
     "HERE",
     "LEAVING",
-    "NOTE",
     "NOTES",
-    "NOTE_RING",
     "PAGE",
     "READERS",
     "STATE",
@@ -141,6 +139,10 @@ class Segment:
     def returned(self, place: int) -> None:
         """A reader has finished."""
         self.flags[place] = 0
+
+    def take_back(self) -> None:
+        """No reader will come."""
+        self.flags[:READERS] = _NOBODY
 
     def wanted(self) -> list[tuple[Segment, Reader]]:
         """The readers that are alive and have not finished."""
@@ -288,7 +290,7 @@ ENTRIES = 4096
 """The entries of a mailbox: how far a rank may run ahead of the others."""
 ENTRY = 16
 _ENTRIES_AT = 128
-_STATE = 0
+_STATE, _TURN, _COUNT = 0, 1, 2
 HERE, LEAVING, GONE = 0, 1, 2
 _DRAINED = 8
 _FAR = 2**62
@@ -300,12 +302,12 @@ _BOXES = 2 * PAGE
 _MOST_BOXES = 1000
 _TRIED = 4
 """How many boxes are looked at, whether they can serve again."""
-NOTES, NOTE_RING, NOTE = 2**16, 8, 4096
-"""What the guard writes: bytes for the process, the calls of a group that it keeps, and bytes for one of them."""
+NOTES = 2**16
+"""Bytes for what the guard writes of the process."""
 WORDS = 2**22
 """Bytes for what the calls of a process are in words."""
 _NOTES_AT = 8 * (_BOXES + _MOST_BOXES * _BOX)
-_WORDS_AT = _NOTES_AT + NOTES + _MOST_BOXES * NOTE_RING * NOTE
+_WORDS_AT = _NOTES_AT + NOTES
 _ARENA = _WORDS_AT + WORDS
 
 
@@ -337,6 +339,15 @@ class Box:
         """As that reader."""
         self.cells[self._base + _DRAINED + place] = number
 
+    def say_count(self, turn: int, count: int) -> None:
+        """How many calls this rank has made, in this meeting of all."""
+        self.cells[self._base + _COUNT] = count
+        self.cells[self._base + _TURN] = turn  # last
+
+    def count(self, turn: int) -> int | None:
+        """What was said in this meeting."""
+        return self.cells[self._base + _COUNT] if self.cells[self._base + _TURN] == turn else None
+
     def clear(self, calls: int) -> None:
         """As it was before so many calls."""
         first = self._base + _ENTRIES_AT
@@ -352,8 +363,6 @@ class Retired(NamedTuple):
     """Of this rank in the group."""
     calls: int
     """How many there were."""
-    noted: bool
-    """Whether the guard has written here."""
     others: Mapping[int, Arena]
     """By index."""
 
@@ -384,11 +393,6 @@ class Arena:
     def notes(self) -> memoryview[int]:
         """Bytes about this process as a whole."""
         return self._memory.view[_NOTES_AT : _NOTES_AT + NOTES]
-
-    def notes_of(self, place: int) -> memoryview[int]:
-        """Bytes about the last calls of the group with this box."""
-        start = _NOTES_AT + NOTES + place * NOTE_RING * NOTE
-        return self._memory.view[start : start + NOTE_RING * NOTE]
 
     def words(self) -> memoryview[int]:
         """Bytes about what has been called."""
@@ -433,9 +437,6 @@ class Arena:
                         box.drain(old.place, _FAR)
                 self._cells[_DIRECTORY + 1 + 2 * at] = 0
                 mine.clear(old.calls)
-                if old.noted:
-                    notes = self.notes_of(at)
-                    notes[:] = bytes(len(notes))
                 return at
             self._retired.append(old)
         return None

@@ -5,7 +5,7 @@ n = number of ranks in the group. Tensors are dense; results are always new stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,27 +16,9 @@ from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then
 
-__all__ = ["PRIMITIVES", "REDUCE_OPS", "Defaults", "Link", "Parts", "Primitive"]
+__all__ = ["PRIMITIVES", "REDUCE_OPS", "Defaults", "Link", "Parts"]
 
 REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor", "exact sum", "exact mean")
-
-
-class Primitive(NamedTuple):
-    """One primitive that is about to run."""
-
-    name: str
-    x: Tensor | None
-    """What this rank gives, if it is one tensor."""
-    key: tuple[Any, ...]
-    """What must be equal on all ranks, beside what the call says."""
-    go: Callable[[], Any]
-    """Runs it on the link inside."""
-    send: Sequence[int] = ()
-    """The lengths of the runs to each index, of an all_to_all."""
-    recv: Sequence[int] = ()
-    posts: Sequence[Post] = ()
-    """The messages of an exchange."""
-    wants: Sequence[Want] = ()
 
 
 class Parts(NamedTuple):

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from meshcomm.runtime.call import Said
 from meshcomm.runtime.hooks.guard.store import the_store
-from meshcomm.runtime.process.memory import NOTE, NOTE_RING, NOTES, Neighbour, arena
-from meshcomm.runtime.transports.shared.transport import Mail
+from meshcomm.runtime.process.memory import NOTES, Neighbour, arena
 from meshcomm.runtime.words import Words
 
 __all__ = [
@@ -26,7 +24,6 @@ __all__ = [
     "Board",
     "Entry",
     "Group",
-    "SharedBoard",
     "SharedShelf",
     "Shelf",
     "StoreBoard",
@@ -71,14 +68,8 @@ class Entry(NamedTuple):
 class Board(Protocol):
     """The calls of one group."""
 
-    def post(self, number: int, entry: Entry) -> None:
-        """Write what this rank does as its call of this number; once more to change it."""
-
     def look(self, index: int, number: int) -> Entry | None:
         """What another one has written, if it has."""
-
-    def forget(self, number: int) -> None:
-        """All have read what this rank has written up to this call."""
 
     def say_count(self, turn: int, count: int) -> None:
         """How many calls this rank has made, in this meeting."""
@@ -110,87 +101,6 @@ class Group(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------- shared memory
-
-_STATE = 1
-"""Cells: the number, the state, two of the digest, gradient, errors, lengths of the words and of the reason."""
-_CELLS, _DATA, _WHY_AT, _COUNT_AT = 8, 128, 2560, 128 - 16
-_LAST = NOTE // 8
-
-
-class SharedBoard:
-    """Entries in a ring, each with its number, which is written last."""
-
-    def __init__(self, mail: Mail, index: int) -> None:
-        self._mail, self._index = mail, index
-        mail.noted = True
-        place = arena().place(mail.key)
-        assert place is not None
-        own = arena().notes_of(place)
-        self._views: list[memoryview[int] | None] = [None] * len(mail.neighbours)
-        self._cells: list[memoryview[int] | None] = [None] * len(mail.neighbours)
-        self._views[index], self._cells[index] = own, own.cast("q")
-
-    def post(self, number: int, entry: Entry) -> None:
-        """Whoever reads meanwhile sees the number of another call, or none."""
-        view, cells = self._views[self._index], self._cells[self._index]
-        assert view is not None
-        assert cells is not None
-        at = number % NOTE_RING
-        base, why = at * NOTE, entry.why.encode()[: NOTE - _WHY_AT]
-        data = entry.data if len(entry.data) <= _WHY_AT - _DATA else _shortened(entry.data)
-        if cells[at * _LAST] != number:
-            cells[at * _LAST] = 0
-            view[base + _DATA : base + _DATA + len(data)] = data
-        view[base + _WHY_AT : base + _WHY_AT + len(why)] = why
-        rest = (*entry.digest, entry.gradient, entry.errors, len(data), len(why))
-        cells[at * _LAST + 2 : at * _LAST + _CELLS] = array("q", rest)
-        cells[at * _LAST + _STATE] = entry.state
-        cells[at * _LAST] = number
-
-    def look(self, index: int, number: int) -> Entry | None:
-        """From the memory of the other process, once it has made its part."""
-        cells = self._cells[index] or self._map(index)
-        at = number % NOTE_RING
-        if cells is None or cells[at * _LAST] < number:
-            return None
-        view = self._views[index]
-        assert view is not None
-        found, state, *digest, gradient, errors, length, why = cells[at * _LAST : at * _LAST + _CELLS].tolist()
-        base = at * NOTE
-        data = bytes(view[base + _DATA : base + _DATA + length])
-        reason = bytes(view[base + _WHY_AT : base + _WHY_AT + why]).decode(errors="replace")
-        if found != number or cells[at * _LAST] != number:  # it is far ahead
-            return Entry(GAVE_UP, (0, 0), 2, data, 0, "it has gone on without the others")
-        return Entry(state, (digest[0], digest[1]), gradient, data, errors, reason)
-
-    def _map(self, index: int) -> memoryview[int] | None:
-        neighbour = self._mail.neighbours[index]
-        place = None if neighbour is None else neighbour.arena.place(self._mail.key)
-        if neighbour is not None and place is not None:
-            view = neighbour.arena.notes_of(place)
-            self._views[index], self._cells[index] = view, view.cast("q")
-        return self._cells[index]
-
-    def forget(self, number: int) -> None:
-        """It is written over."""
-
-    def say_count(self, turn: int, count: int) -> None:
-        """In the space before the first entry's words."""
-        own = self._cells[self._index]
-        assert own is not None
-        own[_COUNT_AT // 8 : _COUNT_AT // 8 + 2] = array("q", (turn, count))
-
-    def counts(self, turn: int) -> list[int | None]:
-        """From all."""
-        cells = [self._cells[i] or self._map(i) for i in range(len(self._views))]
-        said = [(0, 0) if each is None else each[_COUNT_AT // 8 : _COUNT_AT // 8 + 2].tolist() for each in cells]
-        return [count if other == turn else None for other, count in said]
-
-
-def _shortened(data: bytes) -> bytes:
-    words = Words.read(data)
-    return words._replace(call=words.call[:400], site=words.site[-200:], send=(), recv=()).write()[: _WHY_AT - _DATA]
-
 
 _SHEET = NOTES // 2
 
@@ -228,12 +138,8 @@ class SharedShelf:
 
     def has_posted(self, rank: int, group: Group, number: int) -> bool:
         """In that rank's memory."""
-        found = self._arenas[rank]
-        place = found.place(group.key)
-        if place is None:
-            return False
-        cells = found.notes_of(place).cast("q")
-        return any(cells[at * _LAST] >= number for at in range(NOTE_RING))
+        box = self._arenas[rank].box(group.key)
+        return box is not None and box.cells[box.at(number)] >= number
 
 
 # --------------------------------------------------------------------------------------------------------- the store

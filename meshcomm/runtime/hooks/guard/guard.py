@@ -189,28 +189,31 @@ class Guard:
     @contextmanager
     def waiting(self, wait: Wait, *, for_program: bool) -> Iterator[Callable[[], None]]:
         """Around a wait; what it gives is to be called when the wait has become long."""
-
-        def long() -> None:
-            keys = (*wait.keys.items(), *wait.unless)
-            if wait.told == (keys,):
-                return
-            with self._lock:
-                wait.told = (keys,)  # first: whoever is interrupted from here on takes it back
-                if wait not in self._status.waits:
-                    self._status.waits.append(wait)
-                if for_program and self.is_alone():
-                    self._status.main = (0, 0, wait.id) if wait.keys else (wait.group.key, wait.number, 0)
-                self._tell()
-
         try:
-            yield long
+            yield lambda: self.tell_of(wait, for_program)
         finally:
-            if wait.told:
-                self._leave(wait, for_program)
+            self.no_more(wait, for_program)
 
-    def _leave(self, wait: Wait, for_program: bool) -> None:
+    def tell_of(self, wait: Wait, for_program: bool) -> None:
+        """It has become long."""
+        keys = (*wait.keys.items(), *wait.unless)
+        if wait.told == (keys,):
+            return
+        with self._lock:
+            wait.told = (keys,)  # first: whoever is interrupted from here on takes it back
+            if wait not in self._status.waits:
+                self._status.waits.append(wait)
+            if for_program and self.is_alone():
+                self._status.main = (0, 0, wait.id) if wait.keys else (wait.group.key, wait.number, 0)
+            self._tell()
+
+    def no_more(self, wait: Wait, for_program: bool) -> None:
+        """It is over."""
+        if not wait.told:
+            return
         with self._lock:
             self._status.waits[:] = [each for each in self._status.waits if each is not wait]
+            wait.told = ()
             if for_program:
                 self._status.main = None
             self._tell()

@@ -29,13 +29,13 @@ from typing import Any, NoReturn
 import torch
 
 from meshcomm.errors import CommError, described, shape_text, text
-from meshcomm.runtime.call import Call, for_later, messages_of
+from meshcomm.runtime.call import messages_of
 from meshcomm.runtime.hooks.guard.batches import GAVE_UP, GOING, LEAVING, Batch, Side, Together
 from meshcomm.runtime.hooks.guard.boards import Group
 from meshcomm.runtime.hooks.guard.guard import DEADLOCK, LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.store import the_store
 from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Task
-from meshcomm.runtime.transports.protocol import Primitive
+from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.words import Words
 
 __all__ = ["Letters"]
@@ -63,26 +63,25 @@ class Letters:
         self._going: list[tuple[str, list[str]]] = []  # words that are read until these keys are gone
         self._since = self._number = 0
 
-    def run(self, what: Primitive, announced: Call, later: bool) -> Any:
+    def run(self, what: Running) -> Any:
         """Meet the other sides, then go; on a thread of its own if it is waited for later."""
-        words = announced.here(messages=messages_of(what.posts, what.wants)).words
-        self.guard.places = getattr(announced.axis, "places", dict)()
+        words = what.call.here(messages=messages_of(*what.messages)).words
+        self.guard.places = getattr(what.call.axis, "places", dict)()
         with self._lock:
             passage = self._take_places(what, words)
         if not passage.batch.sides:
             return what.go()
         passage.post()
-        if later:
+        if what.asynchronous:
             return self._posted(passage, what)
         return passage.go(what, for_program=True)
 
-    def _posted(self, passage: _Passage, what: Primitive) -> Begun:
+    def _posted(self, passage: _Passage, what: Running) -> Begun:
         """On a thread of its own."""
         task = Task(lambda: passage.go(what, for_program=False))
 
         def live() -> None:
-            with for_later():
-                task.run()
+            task.run()
             with contextlib.suppress(CommError):
                 self._sweep_for(_SWEEPING)
 
@@ -140,11 +139,12 @@ class Letters:
         while not self.sweep() and time.monotonic() < end:
             time.sleep(10 * _PAUSE)
 
-    def _take_places(self, what: Primitive, words: Words) -> _Passage:
+    def _take_places(self, what: Running, words: Words) -> _Passage:
         """Messages of one route keep their order: these come after those ``before``."""
-        me, sides, before, over = self.index, [], [], threading.Event()
-        todo = [((me, dst, tag), dst, shape_text(x.dtype, x.shape), True) for x, dst, tag in what.posts]
-        todo += [((src, me, tag), src, shape_text(dtype, shape), False) for src, shape, dtype, tag, _ in what.wants]
+        (posts, wants), me = what.messages, self.index
+        sides, before, over = [], [], threading.Event()
+        todo = [((me, dst, tag), dst, shape_text(x.dtype, x.shape), True) for x, dst, tag in posts]
+        todo += [((src, me, tag), src, shape_text(dtype, shape), False) for src, shape, dtype, tag, _ in wants]
         for route, other, shown, sends in todo:
             count = self._counts[route, sends] = self._counts.get((route, sends), 0) + 1
             sides.append(Side(other, route[2], count, sends, shown))
@@ -185,7 +185,7 @@ class _Passage:
             self._end()
             raise
 
-    def go(self, what: Primitive, *, for_program: bool) -> Any:
+    def go(self, what: Running, *, for_program: bool) -> Any:
         """Meet, then go, in order. Who is interrupted when all have come does its part first: the others go."""
         try:
             interrupted = self._met(for_program)

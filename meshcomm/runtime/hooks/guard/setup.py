@@ -10,6 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,15 +18,17 @@ from meshcomm import _torch, errors
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.hooks.guard import guard as guards
-from meshcomm.runtime.hooks.guard.boards import Group, SharedBoard, SharedShelf, StoreBoard, StoreShelf
+from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
 from meshcomm.runtime.hooks.guard.guard import Guard, Wait
-from meshcomm.runtime.hooks.guard.link import GuardedLink, Room
+from meshcomm.runtime.hooks.guard.mail import GuardedByMail, MailRoom
 from meshcomm.runtime.hooks.guard.store import PatientStore, set_store, the_store
+from meshcomm.runtime.hooks.guard.stored import GuardedAtTheStore, StoreRoom
+from meshcomm.runtime.hooks.stack import put_on
 from meshcomm.runtime.process import home, memory, table
 from meshcomm.runtime.recorder import Log, Owner
 from meshcomm.runtime.transports.process_group import ProcessLink
 
-__all__ = ["agree_to_make", "begin", "end", "is_on", "place_of", "under_guard"]
+__all__ = ["agree_to_make", "begin", "end", "is_on", "place_of", "put_under_guard"]
 
 _PAUSE = 2e-3
 _HERE, _LEAVING = "here", "leaving"
@@ -111,20 +114,22 @@ def _all_stay(keys: Iterable[str]) -> bool:
     return all(store.check([key]) for key in keys) and all(store.peek(key) == _HERE.encode() for key in keys)
 
 
-def under_guard(link: ProcessLink, name: str, timeout: float) -> GuardedLink | ProcessLink:
-    """The link of the sequence of calls of this name, guarded if the guard is on."""
+def put_under_guard(link: ProcessLink, name: str, timeout: float) -> None:
+    """The link of the sequence of calls of this name, if the guard is on."""
     guard = guards.current()
     if guard is None:
-        return link
+        return
     shared = link.shares_memory and isinstance(guard.shelf, SharedShelf)
     digest, at = hashlib.sha256(name.encode()).digest(), place_of(name)
     log, inner = link.log, Log(link.ranks, link.index)
     inner.title, inner.axes, inner.meeting = log.title, log.axes, log.meeting
     link.note_in(inner)
-    link.hears = False  # what comes there was compared
     group = Group(link.mail.key if shared else int.from_bytes(digest[:7], "little"), link.ranks, at)
-    board = SharedBoard(link.mail, link.index) if shared else StoreBoard(group, link.index)
-    return GuardedLink(link, Room(link.index, guard, group, board, timeout), log)
+    near: Any = link
+    if shared:
+        put_on(link, GuardedByMail(MailRoom(near, guard, group, timeout), log))
+    else:
+        put_on(link, GuardedAtTheStore(StoreRoom(link.index, guard, group, timeout), log))
 
 
 def place_of(name: str) -> str:

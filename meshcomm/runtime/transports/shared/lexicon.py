@@ -47,19 +47,28 @@ class Lexicon:
 
     def learn(self, key: Hashable, code: int, digest: int, words: bytes) -> Meaning:
         """What is called so from now on."""
+        with self._lock:
+            meaning = Meaning(code, digest, self._write(digest, words))
+            self.known[key] = meaning
+            return meaning
+
+    def write(self, digest: int, words: bytes) -> int:
+        """The place of words that are said once."""
+        with self._lock:
+            return self._write(digest, words)
+
+    def _write(self, digest: int, words: bytes) -> int:
         need = _HEAD + -(-len(words) // 8) * 8
         if need > _HALF:
             words, need = b"", _HEAD
-        with self._lock:
-            if len(self.known) >= _MOST or self._end + need > _HALF:
-                self.known.clear()
-                self._half, self._end = 1 - self._half, 0
-            place = self._half * _HALF + self._end
-            self._cells[place // 8], self._cells[place // 8 + 1] = digest, len(words)
-            self._words[place + _HEAD : place + _HEAD + len(words)] = words
-            self._end += need
-            meaning = self.known[key] = Meaning(code, digest, place)
-            return meaning
+        if len(self.known) >= _MOST or self._end + need > _HALF:
+            self.known.clear()
+            self._half, self._end = 1 - self._half, 0
+        place = self._half * _HALF + self._end
+        self._cells[place // 8], self._cells[place // 8 + 1] = digest, len(words)
+        self._words[place + _HEAD : place + _HEAD + len(words)] = words
+        self._end += need
+        return place
 
 
 def find(words: memoryview[int], place: int, digest: int) -> bytes:

@@ -1,4 +1,20 @@
-"""One call of a collective among ranks that share memory: what a rank lends to the others, waits for, and reads."""
+"""One call of a collective among ranks that share memory: what a rank lends to the others, waits for, and reads.
+
+A call meets once. Without guard it is read when those have come that it reads from; under guard all have to come, and
+all read or none does::
+
+                                             all have come, say the same, and none is leaving
+        post: the entry says MADE ──────────────────────────────────────────► read ──► what was lent is returned
+          │   ▲                   │
+          │   │ all have come     │ one says something else, or has given up
+          ▼   │                   ▼
+        LEAVING ────────────► GAVE_UP                                      nobody reads: what was lent is taken back
+               somebody has   (EXPIRED: for a time-out of its own)
+               not come
+
+Who wants to give up says that it is leaving, and then looks once more. Who sees all looks once more at what they say:
+so either it sees who is leaving, and waits for what becomes of that, or who is leaving sees all, and stays.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +27,9 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import sub
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -39,21 +56,25 @@ from meshcomm.runtime.process.memory import (
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Log, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.shared.differences import Given, compare_given, differ_in, runs_differ
-from meshcomm.runtime.transports.shared.lexicon import Meaning, lexicon
+from meshcomm.runtime.transports.shared.lexicon import Meaning, find, lexicon
 from meshcomm.runtime.transports.shared.words import (
     CODE,
     COUNT,
     DIGEST,
     ENTRY_CELLS,
     FD,
+    GRADIENT,
     KEPT,
     LATER,
     LENGTH,
     OFFSET,
     PERMUTE,
+    PLACE,
     ROOT,
     SERIAL,
     SIZE,
+    STANDS,
+    WHY,
     dtype_of,
     entry_of,
     last_said,
@@ -63,7 +84,7 @@ from meshcomm.runtime.transports.shared.words import (
 )
 from meshcomm.runtime.whose import differ
 
-__all__ = ["Call", "Caller", "Fill", "Mail", "Reading", "retire", "take_leave"]
+__all__ = ["Call", "Caller", "Fill", "Heard", "Mail", "Meaning", "Reading", "Watch", "retire", "take_leave"]
 
 _LOOKS = 100
 """How often a rank looks and gives way before it sleeps."""
@@ -93,6 +114,73 @@ class Caller(Protocol):
     size: int
 
 
+class Watch(Protocol):
+    """Who wants that all ranks make a call, or none does: the guard, of one call."""
+
+    meaning: Meaning
+    stands: int
+    gradient: int
+    reason: int
+    """What the entry says at first."""
+    wavers: bool
+    """Whether this rank is about to give up, or has."""
+    for_program: bool
+    """Whether the program does nothing else while it waits."""
+
+    def begin(self, call: Call) -> None:
+        """Its number is known."""
+
+    def __enter__(self) -> object:
+        """It is waited for."""
+
+    def __exit__(self, *error: object) -> None:
+        """No more."""
+
+    def see(self) -> None:
+        """Called now and then in a wait: CommError if this rank gives up."""
+
+    def see_behind(self, number: int, behind: Sequence[int]) -> None:
+        """Called now and then before the call of this number is made, in a wait for those who have to follow first:
+        CommError if they will not.
+        """
+
+    def is_hopeless(self) -> bool:
+        """Whether a wait would give up."""
+
+    def weigh(self, entries: Mapping[int, tuple[int, int, int]]) -> tuple[bool, bool]:
+        """Whether a rank is about to give up, and whether one has, or has called something else, by digest, stand and
+        gradient of each of the others.
+        """
+
+    def differ(self) -> NoReturn:
+        """One has."""
+
+    def runs_differ(self) -> NoReturn:
+        """In an all_to_all one sends what another one does not expect."""
+
+    def withdraw(self, seconds: float) -> bool:
+        """Give up, unless all have come, since so many seconds are over; whether that can be had."""
+
+    def resign(self, why: str) -> bool:
+        """Give up for this reason, unless all have come; whether this rank has."""
+
+    def settle(self) -> None:
+        """Who was interrupted when it was about to give up has done so, or stays."""
+
+
+class Heard(NamedTuple):
+    """What another rank has written of a call, for who watches it."""
+
+    digest: int
+    stands: int
+    gradient: int
+    words: bytes
+    """Nothing if they have been written over."""
+    text: str
+    """What is known then."""
+    why: bytes
+
+
 class Mail:
     """The mailboxes of one group: the own one, those of the others, and the number of the last call."""
 
@@ -103,7 +191,7 @@ class Mail:
         self.own = memory.arena().make_box(key)
         self.boxes: list[Box | None] = [self.own if each is None else each.arena.box(key) for each in neighbours]
         self.number = 0
-        self.adopted = self.noted = False
+        self.adopted = False
         self.user: Callable[[], object | None] | None = None
         """Gives whoever uses it, while somebody does."""
         self.lock = threading.Lock()
@@ -121,6 +209,10 @@ class Mail:
             _look_after(self)
         return self.user is not None and self.user() is None and not self.open
 
+    def is_far(self) -> bool:
+        """Whether the next call has to see first that the others have followed."""
+        return (self.number + 1) % (ENTRIES // 4) == 0
+
     def box(self, index: int) -> Box | None:
         """That of another rank, once it has made it."""
         found = self.boxes[index]
@@ -129,6 +221,21 @@ class Mail:
             assert neighbour is not None
             found = self.boxes[index] = neighbour.arena.box(self.key)
         return found
+
+    def heard(self, index: int, number: int) -> Heard | None:
+        """Of the call of this number, if that rank has made it."""
+        found = entry_of(self.box(index), number)
+        if found is None:
+            return None
+        text = said(found[CODE], found[COUNT], found[ROOT])
+        words, why = self.words_at(index, found[PLACE], found[DIGEST]), b""
+        if found[WHY]:
+            why = self.words_at(index, found[WHY] - 1, number)
+        return Heard(found[DIGEST], found[STANDS], found[GRADIENT], words, text, why)
+
+    def words_at(self, index: int, place: int, digest: int) -> bytes:
+        """What a rank of the group has written there under this digest; nothing if it has been written over."""
+        return find(self.words(index), place, digest)
 
     def words(self, index: int) -> memoryview[int]:
         """What a rank of the group has called, in words."""
@@ -140,13 +247,22 @@ class Call:
     """One call of a collective by this rank, from its entry until everything is read."""
 
     __slots__ = (
-        "_entries", "_error", "_fill", "_first", "_lent", "_looking", "_missing", "_once", "_opened", "_over",
-        "_own", "_partly", "_result", "_segments", "_tables", "code", "count", "digest", "link", "mail", "number",
-        "packed", "place", "record", "root", "total",
+        "_decided", "_entries", "_error", "_fill", "_first", "_lent", "_looking", "_missing", "_odd", "_once",
+        "_opened", "_over", "_own", "_partly", "_result", "_segments", "_sources", "_tables", "code", "count",
+        "digest", "link", "mail", "number", "packed", "place", "record", "root", "total", "watch",
     )  # fmt: skip
 
-    def __init__(self, link: Caller, mail: Mail, meaning: Meaning, count: int, root: int, record: Record) -> None:
-        self.link, self.mail, self.record = link, mail, record
+    def __init__(
+        self,
+        link: Caller,
+        mail: Mail,
+        meaning: Meaning,
+        count: int,
+        root: int,
+        record: Record,
+        watch: Watch | None = None,
+    ) -> None:
+        self.link, self.mail, self.record, self.watch = link, mail, record, watch
         self.code, self.digest, self.place = meaning
         self.count, self.root = count, root
         self.total = 1
@@ -154,7 +270,9 @@ class Call:
         self.number = 0
         self._missing: list[int] = list(link.mail.others)
         self._entries: dict[int, list[int]] = {}
+        self._sources: Sequence[int] = link.mail.others
         self._partly = False  # not compared with those of all others
+        self._decided = self._odd = False  # under guard: whether all read, or none does
         self._fill: Fill | None = None
         self._first: Fill | None = None
         self._opened: list[Tensor] | None = None
@@ -171,24 +289,33 @@ class Call:
         self,
         packed: Tensor | None,
         readers: Sequence[int],
+        sources: Sequence[int],
         *,
         spare: int = 0,
         table: Sequence[int] | None = None,
         write: Callable[[Tensor], object] | None = None,
     ) -> None:
-        """Lend ``packed`` to the readers and tell everybody. ``spare``: bytes behind it. ``table``: where the run for
-        each rank begins and the last one ends, and how long those are that it expects, in elements of ``packed``.
-        ``write``: writes what is lent, of which ``packed`` then has the shape alone.
+        """Lend ``packed`` to the readers and tell everybody. ``sources``: who lends something to this rank, known from
+        the first: of whoever is interrupted nothing else may be returned. ``spare``: bytes behind it. ``table``: where
+        the run for each rank begins and the last one ends, and how long those are that it expects, in elements of
+        ``packed``. ``write``: writes what is lent, of which ``packed`` then has the shape alone.
         """
         if self.mail.dropped:
             _look_after(self.mail)
-        self.packed = packed
+        self.packed, self._sources = packed, sources
+        if self.watch is None:
+            self._missing, self._partly = list(sources), len(sources) < len(self.mail.others)
         try:
             self._lend(packed, readers, spare, table, write)
             with self.mail.lock:
                 self._enter()
-        except BaseException:  # nobody will hear of it
-            if self._lent is not None:
+        except BaseException:
+            own = self.mail.own
+            if self.number and own.cells[own.at(self.number)] == self.number:  # Ctrl-C, and the others have heard of it
+                if self.watch is not None:
+                    self.watch.begin(self)
+                self.drop()
+            elif self._lent is not None:
                 for place in (*readers, self.link.index):
                     self._lent.returned(place)
             raise
@@ -232,63 +359,110 @@ class Call:
     def _enter(self) -> None:
         mail, lent = self.mail, self._lent
         self.number = number = mail.number + 1
-        if number % (ENTRIES // 4) == 0:
+        if mail.is_far():
             self._make_way()
         at, cells = mail.own.at(number), mail.own.cells
         where = (lent.fd, lent.serial, lent.whole, lent.kept) if lent is not None else (0, 0, 0, 0)
         place = (lent.offset, lent.size) if lent is not None else (0, 0)
-        said_of = (self.code, self.count, self.root, *where, told.later, *place, self.digest, self.place)
+        watch = self.watch
+        says = (0, 0, 0) if watch is None else (watch.stands, watch.gradient, watch.reason)
+        said_of = (self.code, self.count, self.root, *where, told.later, *place, self.digest, self.place, *says)
+        cells[at] = 0  # what stood there is not to be written to any more
         cells[at + 1 : at + ENTRY_CELLS] = array("q", said_of)
         mail.open[number] = self
         if lent is not None:
             lent.number = number
         mail.number = number
-        cells[at] = number  # last: now it is there
+        try:
+            if watch is not None:
+                watch.begin(self)
+        finally:  # Ctrl-C, too: the number is taken
+            cells[at] = number  # last: now it is there
 
     def _make_way(self) -> None:
         """Say what was seen, and wait until the others have seen what will be written over."""
         mail = self.mail
         end = time.monotonic() + mail.timeout
-        waiting = list(mail.others)
-        first = _Wait(self, end)
-        while True:
-            calls = list(mail.open.items())  # other threads finish theirs
-            for _, call in calls:
-                call.look()
-            seen = next((number - 1 for number, call in calls if call._missing), self.number - 1)
-            for i in mail.others:
-                box = mail.box(i)
-                if box is not None:
-                    box.drain(mail.index, seen)
-            waiting = [i for i in waiting if mail.own.drained(i) < self.number - ENTRIES // 2]
-            if not waiting:
-                return
-            first.more(waiting)
+        waiting, watch = list(mail.others), self.watch
+        first = _Wait(self, end, None if watch is None else partial(watch.see_behind, self.number))
+        with watch or contextlib.nullcontext():
+            while True:
+                calls = list(mail.open.items())  # other threads finish theirs
+                seen = next((number - 1 for number, call in calls if not call.look()), self.number - 1)
+                for i in mail.others:
+                    box = mail.box(i)
+                    if box is not None:
+                        box.drain(mail.index, seen)
+                waiting = [i for i in waiting if mail.own.drained(i) < self.number - ENTRIES // 2]
+                if not waiting:
+                    return
+                first.more(waiting)
 
     # -------------------------------------------------------------------------------------------- what it waits for
 
-    def expect(self, sources: Sequence[int], fill: Fill, result: Any, first: Fill | None = None) -> None:
-        """What shall be read, what shall be done with it (and ``first``, for the others), and what comes out."""
-        self._partly = len(sources) < len(self.mail.others)
-        with self._looking:
-            self._entries = {i: entry for i, entry in self._entries.items() if i in sources}
-            self._missing = [i for i in sources if i not in self._entries]
+    def expect(self, fill: Fill, result: Any, first: Fill | None = None) -> None:
+        """What shall be done with what is read (and ``first``, for the others), and what comes out."""
         self._fill, self._first, self._result = fill, first, result
 
     def look(self) -> bool:
-        """Whether all have come."""
-        if not self._missing:
+        """Whether all have come that it waits for; under guard whether it is decided what becomes of it."""
+        watch = self.watch  # once: another thread may end the call
+        if (not self._missing and watch is None) or self._decided:
             return True
         with self._looking:
-            missing = []
+            missing, come = [], not self._missing
             for i in self._missing:
                 box = self.mail.boxes[i] or self.mail.box(i)
                 if box is not None and box.cells[at := box.at(self.number)] == self.number:
                     self._entries[i] = box.cells[at : at + ENTRY_CELLS].tolist()
+                    come = True
                 else:
                     missing.append(i)
             self._missing = missing
-        return not missing
+            if watch is None:
+                return not missing
+            if come and not self._decided:
+                self._decide(watch)
+            return self._decided
+
+    def _decide(self, watch: Watch) -> None:
+        sure, odd, stands, gradient = not self._missing, False, watch.stands, watch.gradient
+        for i, entry in self._entries.items():
+            if sure:  # now that all are there
+                entry[STANDS] = self.stands_of(i)
+            odd = odd or entry[DIGEST] != self.digest or entry[STANDS] != stands or entry[GRADIENT] != gradient
+        if odd or watch.wavers:
+            said_of = {i: (entry[DIGEST], entry[STANDS], entry[GRADIENT]) for i, entry in self._entries.items()}
+            leaving, self._odd = watch.weigh(said_of)
+            sure = sure and not leaving
+        self._decided = sure or self._odd
+
+    def stands_of(self, index: int) -> int:
+        """What one that has come says now."""
+        box = self.mail.box(index)
+        assert box is not None
+        return box.cells[box.at(self.number) + STANDS]
+
+    @property
+    def is_decided(self) -> bool:
+        """Under guard: whether it is known what becomes of it."""
+        return self._decided
+
+    @property
+    def is_odd(self) -> bool:
+        """Under guard: whether nobody reads."""
+        return self._odd
+
+    def doubt(self) -> None:
+        """One has given up."""
+        self._odd = self._decided = True
+
+    def stand(self, stands: int, why: int = 0) -> None:
+        """Say how this rank stands to it now, and where the reason is; unless a later call stands there."""
+        at, cells, number = self.mail.own.at(self.number), self.mail.own.cells, self.number
+        if cells[at] == number:
+            cells[at + WHY] = why
+            cells[at + STANDS] = stands
 
     def is_hopeless(self) -> bool:
         """Whether it cannot come to an end, for somebody has left before coming."""
@@ -297,6 +471,9 @@ class Call:
     def wait_for_all(self, timeout: float) -> None:
         """Until all have come; CommError if they will not."""
         if self.look():
+            return
+        if self.watch is not None:
+            self.wait_within(None)
             return
         wait = _Wait(self, time.monotonic() + timeout)
         while not self.look():
@@ -307,14 +484,17 @@ class Call:
         """Those that have not come."""
         return self._missing
 
-    def wait_within(self, timeout: float) -> bool:
-        """Whether all have come within the time."""
-        end = time.monotonic() + timeout
-        wait = _Wait(self, None)
-        while not self.look():
-            if time.monotonic() > end:
-                return False
-            wait.more(self._missing)
+    def wait_within(self, timeout: float | None) -> bool:
+        """Whether all have come within the time; CommError if they will not, as far as somebody watches."""
+        end, watch = math.inf if timeout is None else time.monotonic() + timeout, self.watch
+        wait = _Wait(self, None, None if watch is None else lambda _: watch.see())
+        if watch is not None:
+            watch.for_program = timeout is None
+        with watch or contextlib.nullcontext():
+            while not self.look():
+                if time.monotonic() > end:
+                    return False
+                wait.more(self._missing)
         return True
 
     # ---------------------------------------------------------------------------------------------- what it reads
@@ -370,19 +550,48 @@ class Call:
         if self._lent is not None:
             self._lent.returned(place)
         self.mail.open.pop(self.number, None)
+        self._decided, self.watch = True, None  # that knows this call: a circle would keep the result
         self._fill = self._first = self._opened = self.packed = self._own = self._lent = None
         self._segments = {}
 
+    def quit(self, error: Exception) -> None:
+        """Nobody reads it: all ranks know that, or will."""
+        with self._once:
+            if not self._over:
+                self._error, self._decided = error, True
+                self._take_back()
+                self._end(self._segments)
+
+    def _take_back(self) -> None:
+        """What was lent, once: it may be lent again then."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.take_back()
+
+    def drop(self) -> None:
+        """Nobody waits for it: what was lent to this rank is returned all the same, when all have come."""
+        if not self._over and self not in self.mail.dropped:
+            self.mail.dropped.append(self)
+
     def give_up(self) -> None:
-        """Return what was lent to this rank, if the call cannot come to an end any more."""
+        """Return what was lent to this rank, if the call cannot come to an end any more. Under guard nobody has read
+        then, and each takes back its own.
+        """
+        watch = self.watch
+        if watch is not None:
+            watch.settle()
         if not self.is_hopeless():
+            return
+        why = f"{named(self._missing)} did not come before the end: {self}."
+        if watch is not None:
+            watch.resign(why)
             return
         with self._once:
             if not self._over:
-                self._error = CommError(text(self.name, f"{named(self._missing)} did not come before the end: {self}."))
+                self._error = CommError(text(self.name, why))
                 segments: dict[int, Segment] = {}
-                for i, entry in self._entries.items():
-                    if entry[SERIAL]:
+                for i in self._sources:
+                    if (entry := self._entries.get(i)) is not None and entry[SERIAL]:
                         with contextlib.suppress(CommError):
                             segments[i] = self._borrow(entry, i)
                 self._end(segments)
@@ -395,14 +604,18 @@ class Call:
     def _got(self, segments: dict[int, Segment]) -> list[Tensor]:
         link = self.link
         packed = self.packed
-        wrong, lost = False, None
-        for i, entry in self._entries.items():
+        wrong, lost, watch = False, None, self.watch
+        if self._odd and watch is not None:
+            self._take_back()
+            watch.differ()
+        for i in self._sources:
+            entry = self._entries[i]
             if entry[SERIAL]:
                 try:
                     segments[i] = self._borrow(entry, i)
                 except CommError as error:  # the others want back what they have lent
                     lost = error
-            wrong = wrong or entry[DIGEST] != self.digest or self._another_root(entry)
+            wrong = wrong or (watch is None and (entry[DIGEST] != self.digest or self._another_root(entry)))
         if wrong:
             differ_in(self.mail, self.number)
         if lost is not None:
@@ -430,6 +643,8 @@ class Call:
         wanted = list(zip(*(table[size + 1 :] for table in tables), strict=True))
         if sent != wanted:
             assert self.packed is not None
+            if self.watch is not None:
+                self.watch.runs_differ()
             width = dtype_of(self.code).itemsize // self.packed.element_size()
             pairs = ((i, j) for i in range(size) for j in range(size))
             i, j = next((i, j) for i, j in pairs if sent[i][j] != wanted[i][j])
@@ -544,10 +759,11 @@ class Call:
 class _Wait:
     """Waiting for other ranks: look, give way, sleep, and now and then see whether they are alive."""
 
-    __slots__ = ("_call", "_end", "_gone", "_looks", "_next", "_pause")
+    __slots__ = ("_call", "_end", "_gone", "_looks", "_next", "_pause", "_sees")
 
-    def __init__(self, call: Call, end: float | None) -> None:
-        self._call, self._end = call, end
+    def __init__(self, call: Call, end: float | None, sees: Callable[[Sequence[int]], None] | None = None) -> None:
+        """``sees``: who else asks now and then whether those that are missing will come."""
+        self._call, self._end, self._sees = call, end, sees
         self._looks, self._pause, self._next = 0, _FIRST_PAUSE, 0.0
         self._gone: dict[int, str] = {}
 
@@ -565,7 +781,7 @@ class _Wait:
         now = time.monotonic()
         if now > self._next:
             self._next = now + _ALIVE
-            self._see(missing)
+            (self._sees or self._see)(missing)
         if self._end is not None and now > self._end:
             self._call.expire(list(missing))
 
@@ -596,7 +812,8 @@ class Reading(Pending):
         """Wait for the others, and read."""
         call = self._call
         call.record[THREAD] = threading.get_ident()
-        if not call.wait_within(call.mail.timeout if timeout is None else timeout):
+        limit = call.mail.timeout if timeout is None and call.watch is None else timeout
+        if not call.wait_within(limit):
             missing = list(call.missing)
             has = "has" if len(missing) == 1 else "have"
             found = "" if timeout is not None else peers.account([call.link.ranks[i] for i in missing])
@@ -610,7 +827,14 @@ class Reading(Pending):
 
     def done(self) -> bool:
         """Whether all have come, or somebody will not."""
-        return self._call.look() or self._call.is_hopeless()
+        call = self._call
+        watch = call.watch
+        return call.look() or (call.is_hopeless() if watch is None else watch.is_hopeless())
+
+    def withdraw(self, seconds: float) -> bool:
+        """Under guard."""
+        watch = self._call.watch
+        return self._call._over or (watch is not None and watch.withdraw(seconds))
 
     def meet(self) -> None:
         """Wait until all have made the call, and read what can be read without waiting more."""
@@ -626,11 +850,9 @@ class Reading(Pending):
 
     def abandon(self) -> None:
         """What was lent to us must be returned all the same."""
-        call = self._call
-        if call.record[ENDED] is None:
-            call.record[ENDED] = DROPPED
-        if call.number in call.mail.open and call not in call.mail.dropped:
-            call.mail.dropped.append(call)
+        if self._call.record[ENDED] is None:
+            self._call.record[ENDED] = DROPPED
+        self._call.drop()
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, TypeError):  # at the end of the interpreter
@@ -680,6 +902,8 @@ def _finish(call: Call) -> None:
     """For those who do not wait: whatever the caller is in the middle of has nothing to do with it."""
     # Its result may have been made in inference mode.
     with contextlib.suppress(Exception), _torch.outside_transforms(), torch.inference_mode():
+        if call.is_odd:
+            call.quit(CommError("the ranks have made different calls"))
         call.finish()
 
 
@@ -699,7 +923,7 @@ def retire(mail: Mail) -> None:
     """This rank makes no more calls here: its box may serve another sequence when the others have retired theirs."""
     mail.own.say(GONE)
     others = {i: other.arena for i, other in enumerate(mail.neighbours) if other is not None}
-    memory.arena().retire(memory.Retired(mail.key, mail.index, mail.number, mail.noted, others))
+    memory.arena().retire(memory.Retired(mail.key, mail.index, mail.number, others))
 
 
 def take_leave(mails: Sequence[Mail]) -> None:

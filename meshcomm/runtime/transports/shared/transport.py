@@ -13,21 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from threading import get_ident
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from meshcomm.runtime.call import Call as Announced
-from meshcomm.runtime.call import told
-from meshcomm.runtime.recorder import CALL, failed
+from meshcomm.runtime.call import for_later, told
+from meshcomm.runtime.recorder import CALL, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.device_post import begin_all, queued
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.mailbox import Call, Fill, Mail, Reading, retire, take_leave
-from meshcomm.runtime.transports.shared.words import meaning_of
+from meshcomm.runtime.transports.shared.mailbox import Call, Fill, Mail, Reading, Watch, retire, take_leave
+from meshcomm.runtime.transports.shared.words import code_of, meaning_of
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class OneHostLink(ProcessLink):
 
     mail: Mail
     hears = shares_memory = True
+    watches: dict[int, tuple[Watch, Record]] = {}  # noqa: RUF012
+    """Of each thread's next call, where somebody wants that all ranks make it, or none does: it is noted already."""
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
@@ -68,8 +71,12 @@ class OneHostLink(ProcessLink):
         out = torch.empty_like(packed)
         flat, result = dtypes.from_bytes(out, x.dtype), dtypes.from_bytes(out, x.dtype).view(x.shape)
         in_parts = self._in_parts(x)
-        call.post(packed, self._others, spare=self._spare(flat) if in_parts else 0)
+        call.post(packed, self._others, self._others, spare=self._spare(flat) if in_parts else 0)
         return self._reduced(call, in_parts, op, flat, result)
+
+    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
+        """It is read where it is lent."""
+        return self.all_reduce(x, op) if x.is_cpu else super().all_reduce_own(x, op)
 
     def _in_parts(self, x: Tensor) -> bool:
         return self.size > 2 and x.nbytes > _ONE_STEP
@@ -82,7 +89,7 @@ class OneHostLink(ProcessLink):
             return [dtypes.from_bytes(each, out.dtype) for each in got]
 
         if not in_parts:
-            return self._done(call, self._others, lambda got: dtypes.fold(op, as_numbers(got), out=out), result)
+            return self._done(call, lambda got: dtypes.fold(op, as_numbers(got), out=out), result)
 
         def first(got: list[Tensor]) -> None:
             call.reduce_own(as_numbers(got), op, out)
@@ -90,14 +97,16 @@ class OneHostLink(ProcessLink):
         def rest(got: list[Tensor]) -> None:
             call.reduce_others(as_numbers(got), op, out)
 
-        return self._done(call, self._others, rest, result, first)
+        return self._done(call, rest, result, first)
 
     def sum_parts(self, x: Parts) -> Tensor:
         """They are written straight to where the others read them."""
         out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
         call = self._call("all_reduce", "sum", out)
         in_parts = self._in_parts(out)
-        call.post(out, self._others, spare=self._spare(out) if in_parts else 0, write=lambda own: _write(own, x))
+        call.post(
+            out, self._others, self._others, spare=self._spare(out) if in_parts else 0, write=lambda own: _write(own, x)
+        )
         return self._reduced(call, in_parts, "sum", out, out)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -107,9 +116,9 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = packed.new_empty((self.size, packed.numel()))
         call = self._call("all_gather", "", x)
-        call.post(packed, self._others)
+        call.post(packed, self._others, self._others)
         result = dtypes.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
-        return self._done(call, self._others, lambda got: _copy_rows(out, got), result)
+        return self._done(call, lambda got: _copy_rows(out, got), result)
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Everybody reduces its row of all."""
@@ -119,13 +128,13 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
         call = self._call("reduce_scatter", op, x)
-        call.post(packed, self._others)
+        call.post(packed, self._others, self._others)
         mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
 
         def fill(got: list[Tensor]) -> None:
             dtypes.fold(op, [dtypes.from_bytes(each, x.dtype)[mine] for each in got], out=out.view(-1))
 
-        return self._done(call, self._others, fill, out)
+        return self._done(call, fill, out)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """All read their runs of all; a table says where those begin."""
@@ -138,14 +147,14 @@ class OneHostLink(ProcessLink):
         call = self._call("all_to_all", "", x)
         call.count = 0  # it may differ
         starts = [0, *accumulate(width * run for run in send)]
-        call.post(packed, self._others, table=[*starts, *runs])
+        call.post(packed, self._others, self._others, table=[*starts, *runs])
 
         def fill(got: list[Tensor]) -> None:
             for i, (part, whole) in enumerate(zip(out.split(runs), got, strict=True)):
                 start, end = call.table_of(i)
                 part.copy_(whole[start:end])
 
-        return self._done(call, self._others, fill, dtypes.from_bytes(out, x.dtype))
+        return self._done(call, fill, dtypes.from_bytes(out, x.dtype))
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """One reads from one."""
@@ -155,14 +164,15 @@ class OneHostLink(ProcessLink):
         out = torch.zeros_like(packed) if source is None else torch.empty_like(packed)
         call = self._call("permute", "", x)
         call.root = -1 if destination is None else destination
-        call.post(packed, () if destination in (None, self.index) else (destination,))
+        sources = () if source in (None, self.index) else (source,)
+        call.post(packed, () if destination in (None, self.index) else (destination,), sources)
 
         def fill(got: list[Tensor]) -> None:
             if source is not None:
                 out.copy_(got[source])
 
         result = dtypes.from_bytes(out, x.dtype).view(x.shape)
-        return self._done(call, () if source in (None, self.index) else (source,), fill, result)
+        return self._done(call, fill, result)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """All read from one."""
@@ -171,10 +181,9 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = torch.empty_like(packed)
         call = self._call("broadcast", "", x, src)
-        call.post(packed, self._others if self.index == src else ())
+        call.post(packed, *self._from_one(src))
         result = dtypes.from_bytes(out, x.dtype).view(x.shape)
-        sources = () if self.index == src else (src,)
-        return self._done(call, sources, lambda got: out.copy_(got[src]), result)
+        return self._done(call, lambda got: out.copy_(got[src]), result)
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """One reads from all."""
@@ -184,13 +193,13 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = torch.empty_like(x) if self.index == dst else None
         call = self._call("reduce", op, x, dst)
-        call.post(packed, () if self.index == dst else (dst,))
+        call.post(packed, *self._to_one(dst))
 
         def fill(got: list[Tensor]) -> None:
             if out is not None:
                 dtypes.fold(op, [dtypes.from_bytes(each, x.dtype) for each in got], out=out.view(-1))
 
-        return self._done(call, self._others if self.index == dst else (), fill, out)
+        return self._done(call, fill, out)
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """One reads from all."""
@@ -199,11 +208,11 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = packed.new_empty((self.size if self.index == dst else 0, packed.numel()))
         call = self._call("gather", "", x, dst)
-        call.post(packed, () if self.index == dst else (dst,))
+        call.post(packed, *self._to_one(dst))
         if self.index != dst:
-            return self._done(call, (), lambda _: None, None)
+            return self._done(call, lambda _: None, None)
         result = dtypes.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
-        return self._done(call, self._others, lambda got: _copy_rows(out, got), result)
+        return self._done(call, lambda got: _copy_rows(out, got), result)
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """All read their rows from one."""
@@ -212,18 +221,17 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(like[None][:0] if x is None else x)
         out = packed.new_empty(like.nbytes // packed.element_size())
         call = self._call("scatter", "", like, src)
-        call.post(packed, self._others if self.index == src else ())
         call.total = self.size
+        call.post(packed, *self._from_one(src))
         mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
         result = dtypes.from_bytes(out, like.dtype).view(like.shape)
-        sources = () if self.index == src else (src,)
-        return self._done(call, sources, lambda got: out.copy_(got[src][mine]), result)
+        return self._done(call, lambda got: out.copy_(got[src][mine]), result)
 
     def barrier(self) -> object:
         """Entries without anything."""
         call = self._call("barrier", "", torch.empty(0, dtype=torch.uint8, device="cpu"))
-        call.post(None, ())
-        return self._done(call, self._others, lambda _: None, None)
+        call.post(None, (), self._others)
+        return self._done(call, lambda _: None, None)
 
     def barrier_within(self, seconds: float) -> None:
         """As in the base: all are here, and what was not compared before can be."""
@@ -237,9 +245,33 @@ class OneHostLink(ProcessLink):
     def _others(self) -> tuple[int, ...]:
         return self.mail.others
 
+    def _from_one(self, src: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Who reads from this rank, and whom it reads from."""
+        return (self._others, ()) if self.index == src else ((), (src,))
+
+    def _to_one(self, dst: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return ((), self._others) if self.index == dst else ((dst,), ())
+
+    def meet(self, name: str, dtype: torch.dtype) -> None:
+        """An entry, as ``watch`` says, before a call that goes another way."""
+        if queued:
+            begin_all()
+        watched = self.watches.pop(get_ident(), None)
+        assert watched is not None
+        call = self._watched_call(watched, code_of(name, "", dtype), 0, -1)
+        with for_later(False):
+            call.post(None, (), self._others)
+            self._done(call, lambda _: None, None)
+
+    def _watched_call(self, watched: tuple[Watch, Record], code: int, count: int, root: int) -> Call:
+        watch, record = watched
+        return Call(self, self.mail, watch.meaning._replace(code=code), count, root, record, watch)
+
     def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> Call:
         if queued:
             begin_all()
+        if self.watches and (watched := self.watches.pop(get_ident(), None)) is not None:
+            return self._watched_call(watched, code_of(name, op, x.dtype), x.numel(), root)
         mail, dtype, shape = self.mail, x.dtype, x.shape
         said = told.call if self.hears else None
         if said is None:
@@ -260,17 +292,18 @@ class OneHostLink(ProcessLink):
             call.of(whose.word)
         return call
 
-    def _done(self, call: Call, sources: Sequence[int], fill: Fill, result: T, first: Fill | None = None) -> T:
-        call.expect(sources, fill, result, first)
-        if told.later:
-            return cast(T, Reading(call))
+    def _done(self, call: Call, fill: Fill, result: T, first: Fill | None = None) -> T:
         try:
+            call.expect(fill, result, first)
+            if told.later:
+                return cast(T, Reading(call))
             call.wait_for_all(self.mail.timeout)
+            return cast(T, call.conclude())
         except BaseException as error:
-            failed(call.record, error)
-            self.mail.dropped.append(call)
+            if call.record[ENDED] is None:
+                failed(call.record, error)
+            call.drop()
             raise
-        return cast(T, call.conclude())
 
 
 def _brief(call: Announced) -> tuple[Any, ...]:

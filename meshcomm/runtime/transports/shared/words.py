@@ -15,13 +15,16 @@ from meshcomm.runtime.whose import ordinal_of
 from meshcomm.runtime.words import primitive_text
 
 __all__ = [
-    "CODE", "COUNT", "DIGEST", "ENTRY_CELLS", "FD", "KEPT", "LATER", "LENGTH", "OFFSET", "PERMUTE", "PLACE", "ROOT",
-    "SERIAL", "SIZE", "dtype_of", "entry_of", "last_said", "meaning_of", "name_of", "named", "said",
+    "CODE", "COUNT", "DIGEST", "ENTRY_CELLS", "FD", "GRADIENT", "KEPT", "LATER", "LENGTH", "OFFSET", "PERMUTE", "PLACE",
+    "ROOT", "SERIAL", "SIZE", "STANDS", "WHY", "code_of", "dtype_of", "entry_of", "last_said", "meaning_of", "name_of",
+    "named", "said",
 ]  # fmt: skip
 
-_NUMBER, CODE, COUNT, ROOT, FD, SERIAL, SIZE, KEPT, LATER, OFFSET, LENGTH, DIGEST, PLACE, ENTRY_CELLS = range(14)
+(_NUMBER, CODE, COUNT, ROOT, FD, SERIAL, SIZE, KEPT, LATER, OFFSET, LENGTH, DIGEST, PLACE, STANDS, GRADIENT, WHY,
+ ENTRY_CELLS) = range(17)  # fmt: skip
 """The cells of an entry: the number of the call, what is called, where what is lent lies, a digest of the call, and
-where in the lexicon its words are.
+where in the lexicon its words are. Under guard also how the rank stands to the call, whether it needs a gradient, and
+where the reason is for which it was given up: see the guard.
 """
 
 _DTYPES = tuple(
@@ -42,13 +45,17 @@ def meaning_of(
     if call.dtype is None and name != "barrier":
         call = call._replace(dtype=dtype, shape=shape)
     call = call._replace(tree=tree or call.tree, moved=(name, op, dtype, seen, root))
-    code = _CALL[name] + _OP[op] + _DTYPE[dtype]
-    return known.learn(key, code, call.digest[0], call.meaning.write())
+    return known.learn(key, code_of(name, op, dtype), call.digest[0], call.meaning.write())
 
 
 def _alone(name: str, op: str, root: int) -> Call:
     """Of a primitive that belongs to no call that is known."""
     return Call(name, (op or None, None if root < 0 else root), ("op", "root"))
+
+
+def code_of(name: str, op: str, dtype: torch.dtype) -> int:
+    """A primitive, its op and the dtype of its tensor in one number."""
+    return _CALL[name] + _OP[op] + _DTYPE[dtype]
 
 
 def name_of(code: int) -> str:

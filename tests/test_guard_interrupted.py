@@ -1,0 +1,323 @@
+"""Under guard, whatever happens to a rank at one moment: all get the right result or all an error, soon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_timeouts import LONG
+
+import meshcomm as mc
+from meshcomm.runtime.hooks.guard import boards
+from meshcomm.runtime.hooks.guard.guard import Guard
+from meshcomm.runtime.hooks.guard.mail import _Watch
+from meshcomm.runtime.hooks.guard.meeting import Meeting
+from meshcomm.runtime.hooks.stack import Running
+from meshcomm.runtime.transports.shared.mailbox import Call
+
+MANY = 2**18
+"""Elements that do not lie in a small segment."""
+
+
+class Alarm(Exception):  # noqa: N818
+    """What a handler of a signal raises."""
+
+
+class Signs:
+    """What ranks tell each other by files."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def say(self, what: str) -> None:
+        (self.folder / what).touch()
+
+    def wait(self, *whats: str) -> None:
+        end = time.monotonic() + LONG
+        while not all((self.folder / what).exists() for what in whats):
+            assert time.monotonic() < end, whats
+            time.sleep(1e-3)
+
+
+def works_on(mesh: mc.Mesh) -> None:
+    mc.barrier("a", timeout=LONG, mesh=mesh)
+    assert mc.all_reduce(torch.tensor(10.0**mesh.rank), "a", mesh=mesh).item() == 1111
+
+
+def result_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What it gives, or the first words of its error."""
+    try:
+        return fn(*args, **kwargs).tolist()
+    except (mc.CommError, Alarm) as error:
+        return f"{type(error).__name__} {error}"
+
+
+def once(step: Callable[..., Any], *, before: bool = False, when: Callable[..., bool] = lambda *_: True) -> Any:
+    """``step``, in which an alarm goes off the first time that it is called so."""
+    left = [True]
+
+    def steps(*args: Any, **kwargs: Any) -> Any:
+        rings = left[0] and when(*args)
+        if rings:
+            left[0] = False
+            if before:
+                raise Alarm
+        found = step(*args, **kwargs)
+        if rings:
+            raise Alarm
+        return found
+
+    return steps
+
+
+def leaves(self: Meeting, state: int, *_: object) -> bool:
+    return state == boards.LEAVING
+
+
+def gives_up(self: Meeting, state: int, *_: object) -> bool:
+    return state in (boards.GAVE_UP, boards.EXPIRED)
+
+
+def stays(self: Meeting, state: int, *_: object) -> bool:
+    return state == boards.MADE
+
+
+MOMENTS: dict[str, tuple[type, str, Any]] = {
+    "before it says that it leaves": (_Watch, "write", {"before": True, "when": leaves}),
+    "when it has said that it leaves": (_Watch, "write", {"when": leaves}),
+    "while it looks again": (_Watch, "all_came", {}),
+    "while it looks for the reason": (_Watch, "is_behind", {}),
+    "before it says that it gives up": (_Watch, "write", {"before": True, "when": gives_up}),
+    "when it has said that it gives up": (_Watch, "write", {"when": gives_up}),
+    "before it is put down": (_Watch, "over", {"before": True}),
+}
+
+
+def alarmed(folder: str, asynchronous: bool) -> list[tuple[str, list[Any]]]:
+    """Rank 0 gives up a call before the last one has made it, and an alarm goes off at this moment of it."""
+    mesh, x, found = mc.make_mesh({"a": 4}), torch.ones(3), []
+    for k, (kind, name, how) in enumerate(MOMENTS.values()):
+        signs = Signs(folder)
+        works_on(mesh)
+        if mesh.rank == 3:
+            signs.wait(f"alarmed {k}")
+        if mesh.rank:
+            got = [result_of(mc.all_reduce, x, "a", mesh=mesh)]
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kind, name, once(getattr(kind, name), **how))
+                if asynchronous:
+                    work = mc.all_reduce(x, "a", mesh=mesh, async_op=True)
+                    source: Any = work._source
+                    with pytest.raises(Alarm):
+                        source.withdraw(0.1)
+                    signs.say(f"alarmed {k}")
+                    got = [result_of(work.wait)]
+                else:
+                    got = [result_of(mc.all_reduce, x, "a", mesh=mesh, timeout=0.2)]
+                    signs.say(f"alarmed {k}")
+        found.append(got[0])
+        works_on(mesh)
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waits", "work"])
+def test_an_alarm_while_a_rank_gives_up(guarded4: Any, tmp_path: Path, asynchronous: bool) -> None:
+    start = time.monotonic()
+    results = guarded4.run(alarmed, str(tmp_path), asynchronous)
+    assert time.monotonic() - start < LONG
+    for moment, first, *others in zip(MOMENTS, *results, strict=True):
+        assert others[0] == others[1] == others[2] or all("CommError" in each for each in others), (moment, others)
+        if first == 3 * [4.0]:
+            assert others[0] == 3 * [4.0], moment
+        elif "CommError" in first:
+            assert "CommError" in others[0], (moment, others)
+        else:
+            assert "Alarm" in first, (moment, first)
+            assert not asynchronous
+
+
+def store_lost(folder: str) -> Any:
+    """Rank 0 cannot ask why the last one does not come."""
+    mesh, signs, x = mc.make_mesh({"a": 4}), Signs(folder), torch.ones(MANY)
+    mc.all_reduce(x, "a", mesh=mesh)
+
+    def lost(*_: object, **__: object) -> str:
+        raise mc.CommError("the store does not answer")
+
+    if mesh.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Guard, "why_never", lost)
+            got = result_of(mc.all_gather, x, "a", mesh=mesh)
+        work = mc.all_gather(100 * x, "a", mesh=mesh, async_op=True)  # what it gave may be written over now
+        signs.say("lost")
+        signs.wait("over 1", "over 2", "over 3")
+        work._claimed = True
+    else:
+        if mesh.rank == 3:
+            signs.wait("lost")
+        got = result_of(mc.all_gather, x, "a", mesh=mesh)
+        signs.say(f"over {mesh.rank}")
+    return got if isinstance(got, str) else sorted(set(got))
+
+
+def test_a_rank_that_cannot_ask_for_the_others(guarded4: Any, tmp_path: Path) -> None:
+    for got in guarded4.run(store_lost, str(tmp_path)):
+        assert "CommError" in got
+
+
+def interrupted_between(folder: str, name: str) -> list[float]:
+    """Rank 1 is interrupted when its entry is there, in a call in which nothing is lent to it by some; then it is slow
+    to read what they have lent to it.
+    """
+    mesh, signs = mc.make_mesh({"a": 4}), Signs(folder)
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "reduce": lambda x: mc.reduce(x, "a", dst=0, mesh=mesh),
+        "gather": lambda x: mc.gather(x, "a", dst=0, mesh=mesh),
+        "broadcast": lambda x: mc.broadcast(x, "a", src=0, mesh=mesh),
+        "shift": lambda x: mc.shift(x, "a", wrap=True, mesh=mesh),
+    }
+    mc.barrier("a", mesh=mesh)
+    enter, expect = Call._enter, Call.expect
+
+    def enters(self: Call) -> None:
+        enter(self)
+        while not self.look():  # under guard the others get an error as long as they have not come
+            time.sleep(1e-3)
+        raise Alarm
+
+    if mesh.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Call, "_enter", enters)
+            with pytest.raises(Alarm):
+                calls[name](torch.ones(MANY))
+        signs.wait(*(f"posted {i}" for i in (0, 2, 3)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Call, "expect", lambda *args: (signs.wait("again 0", "again 2", "again 3"), expect(*args)))
+            y = mc.all_gather(torch.ones(MANY), "a", mesh=mesh)
+    else:
+        calls[name](torch.ones(MANY))
+        time.sleep(0.3)  # all but rank 1 have returned what was lent
+
+        def posted(*args: Any) -> None:
+            signs.say(f"posted {mesh.rank}")
+            expect(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Call, "expect", posted)
+            y = mc.all_gather(torch.ones(MANY), "a", mesh=mesh)
+    work = mc.all_gather(torch.full((MANY,), 100.0), "a", mesh=mesh, async_op=True)
+    signs.say(f"again {mesh.rank}")
+    work.wait()
+    return sorted(set(y.tolist()))
+
+
+@pytest.mark.parametrize("name", ["reduce", "gather", "broadcast", "shift"])
+@pytest.mark.parametrize("pool", ["guarded4", "pool4"], ids=["guard", "none"])
+def test_what_was_not_lent_is_not_returned(
+    request: pytest.FixtureRequest, pool: str, name: str, tmp_path: Path
+) -> None:
+    for got in request.getfixturevalue(pool).run(interrupted_between, str(tmp_path), name):
+        assert got == [1.0]
+
+
+def on_another_device() -> list[str]:
+    """Rank 0 computes on the host, and the others say that they do not."""
+    mesh, found = mc.make_mesh({"a": 4}), []
+    x, key = torch.ones(4), Running.key.fget  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank:
+            there = property(lambda self: tuple("cuda" if each == "cpu" else each for each in key(self)))
+            patch.setattr(Running, "key", there)
+        for call in (mc.all_reduce, mc.all_gather, mc.broadcast):
+            with pytest.raises(mc.CommError) as caught:
+                call(x, "a", mesh=mesh)  # type: ignore[operator]
+            found.append(str(caught.value))
+    works_on(mesh)
+    return found
+
+
+def test_ranks_on_several_kinds_of_device(guarded4: Any) -> None:
+    for text in [text for texts in guarded4.run(on_another_device) for text in texts]:
+        assert "the ranks made different calls" in text, text
+
+
+def far_ahead() -> tuple[float, str]:
+    """The last one does not come any more, and the others need not wait for it for long."""
+    mesh, works = mc.make_mesh({"a": 4}, timeout=LONG), []
+    mc.barrier("a", mesh=mesh)
+    if mesh.rank == 3:
+        return 0.0, "CommError"
+    start = time.monotonic()
+    told = ""
+    while not told and len(works) < 5000:
+        try:
+            works.append(mc.all_reduce(torch.ones(2), "a", mesh=mesh, async_op=True))
+        except mc.CommError as error:
+            told = f"CommError {error}"
+    for work in works:
+        work._claimed = True
+    assert len(works) > 2000
+    return time.monotonic() - start, told
+
+
+def test_who_is_far_ahead_of_one_that_does_not_come(guarded4: Any) -> None:
+    found = guarded4.run(far_ahead)
+    for took, text in found:
+        assert took < LONG / 2
+        assert "CommError" in text
+    assert any("has returned from its function" in text for _, text in found)
+
+
+def a_ring_later() -> list[Any]:
+    """Rank 0 finds that a call was another one when a new one stands where it was."""
+    mesh, x, ring = mc.make_mesh({"a": 4}), torch.ones(2), 4096
+    mail: Any = mesh.axis("a").link.mail  # type: ignore[attr-defined]
+    mc.barrier("a", mesh=mesh)
+    first = mc.all_reduce(x, "a", "max" if mesh.rank == 0 else "sum", mesh=mesh, async_op=True)
+    first._claimed = True
+    number = mail.number
+    while mail.number < number + ring - 1:
+        mc.barrier("a", mesh=mesh)
+    if mesh.rank == 0:
+        last = mc.all_reduce(x, "a", mesh=mesh, async_op=True)
+        with pytest.raises(mc.CommError, match="different calls"):
+            first.wait()
+        return last.wait().tolist()
+    time.sleep(1.0)
+    return mc.all_reduce(x, "a", mesh=mesh).tolist()
+
+
+def test_a_difference_that_is_read_late(guarded4: Any) -> None:
+    assert guarded4.run(a_ring_later) == 4 * [[4.0, 4.0]]
+
+
+def ended_while_it_leaves(folder: str) -> Any:
+    """Rank 0 says that it is about to give up, and nothing more for a while, as one that is killed then."""
+    mesh, signs, x = mc.make_mesh({"a": 4}), Signs(folder), torch.ones(MANY)
+    write = _Watch.write
+
+    def writes(self: _Watch, state: int, why: str = "") -> None:
+        write(self, state, why)
+        if state == boards.LEAVING:
+            signs.say("leaves")
+            signs.wait("over 1", "over 2", "over 3")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 0:
+            patch.setattr(_Watch, "write", writes)
+            got = result_of(mc.all_gather, x, "a", mesh=mesh, timeout=0.2)
+        else:
+            signs.wait("leaves")
+            patch.setattr(Meeting, "is_gone", lambda *_: True)
+            got = result_of(mc.all_gather, x, "a", mesh=mesh)
+            signs.say(f"over {mesh.rank}")
+    return got if isinstance(got, str) else sorted(set(got))
+
+
+def test_a_rank_that_ends_while_it_leaves(guarded4: Any, tmp_path: Path) -> None:
+    assert guarded4.run(ended_while_it_leaves, str(tmp_path)) == 4 * [[1.0]]
