@@ -34,7 +34,7 @@ from meshcomm._torch import (
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import Call, for_later, told
-from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
@@ -87,7 +87,6 @@ class Rule:
         self.ragged = None if ragged is None else params.index(ragged)
         self.whose = None if whose is None else params.index(whose)
         self.agreed = tuple(param for param in params if param in op.compared)
-        self.backward = _backward(self)
         # Function.apply looks for torch.func and what has leaked out of it, which `apply` below does: 3 of 10 µs.
         self.node: Any = super(Function, _backward_only(self)).apply  # type: ignore[misc]
         self.function: Any = _for_transforms(self).apply
@@ -126,12 +125,11 @@ class Rule:
                 link.announce(call)
             elif link.hears:
                 told.call = (self.noted, given, x.dtype, x.shape), tree, whose
+            run: Callable[..., Tensor] = self.run if ended is None else lambda *given: ended(self.run(*given))
             if self.local or not profiler_on():
-                y = self.run(x, axis, *params)
-                return y if ended is None else ended(y)
+                return run(x, axis, *params)
             with in_range(self.name, axis, x.dtype, x.shape):
-                y = self.run(x, axis, *params)
-                return y if ended is None else ended(y)
+                return run(x, axis, *params)
         finally:
             told.call = before
 
@@ -185,7 +183,7 @@ def start(
         return raw
     if ended is not None:
         site = call_site()
-        return then(raw, lambda y: _come(unwrap_if_dead(x), rule, axis, params, [y], site))
+        return then(raw, lambda y: rule.node(unwrap_if_dead(x), axis, params, [site, y]))
     pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
     token = _Start.apply(unwrap_if_dead(x), pair)  # type: ignore[no-untyped-call]
     return then(raw, lambda y: pair.finish(token, x, y))
@@ -275,27 +273,6 @@ class _Pass:
         self.begun = False
 
 
-class _Come(Function):
-    """The node of a call that was waited for before: ``came`` has its result."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, rule: Rule, axis: Axis, params: Params, came: list[Tensor], site: CallSite
-    ) -> Tensor:
-        ctx.rule, ctx.axis, ctx.params, ctx.call_site = rule, axis, params, site
-        axis.link.ledger.at_once += 1
-        if rule.saves:
-            ctx.save_for_backward(x, *came)
-        return came.pop()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return *ctx.rule.backward(ctx, g), None, None
-
-
-_come: Any = plain_apply(_Come)
-
-
 class _Start(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pair: _Pair) -> Tensor:
@@ -356,16 +333,20 @@ def _title(rule: Rule) -> str:
 def _backward_only(rule: Rule) -> type[Function]:
     """The cheapest Function: no torch.func."""
 
-    def forward(ctx: Any, x: Tensor, axis: Axis, params: Params, tree: Described) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, params: Params, tree: Described | list[Any]) -> Tensor:
         ctx.axis, ctx.params = axis, params
         axis.link.ledger.at_once += 1
-        hears = axis.link.hears or profiler_on()
-        y = rule.announced(x, axis, params, True, tree) if hears else rule.run(x, axis, *params)
+        y: Tensor
+        if isinstance(tree, list):  # who makes the node has waited for the result, and says where
+            ctx.call_site, y = tree
+        else:
+            hears = axis.link.hears or profiler_on()
+            y = rule.announced(x, axis, params, True, tree) if hears else rule.run(x, axis, *params)
         if rule.saves:
             ctx.save_for_backward(x, y)
         return y
 
-    return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": staticmethod(rule.backward)})
+    return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": _backward(rule)})
 
 
 def _for_transforms(rule: Rule) -> type[Function]:
@@ -399,17 +380,17 @@ def _for_transforms(rule: Rule) -> type[Function]:
         {
             "forward": staticmethod(forward),
             "setup_context": staticmethod(setup_context),
-            "backward": staticmethod(rule.backward),
+            "backward": _backward(rule),
             "jvp": staticmethod(jvp),
             "vmap": staticmethod(vmap),
         },
     )
 
 
-def _backward(rule: Rule) -> Callable[..., tuple[Tensor, None, None, None]]:
+def _backward(rule: Rule) -> Any:
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         if not rule.saves:  # saved tensors are gone after one backward pass, even if there are none
             return rule.transpose(g, ctx.axis, *ctx.params), None, None, None
         return rule.transpose(g, ctx.axis, *ctx.saved_tensors, *ctx.params), None, None, None
 
-    return backward
+    return staticmethod(backward)
