@@ -7,21 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from meshcomm._torch import (
     at_trace_time,
     functorch_active,
     version_of,
 )
-from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
-from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import asked_in, call_site
 from meshcomm.spmd.types.core import WHERE
 from meshcomm.spmd.types.foreign_memory import lend
 from meshcomm.spmd.types.grids import ANYWHERE
-from meshcomm.spmd.types.rules.leaves import Leaves, is_new, of_leaf
 from meshcomm.spmd.types.rules.operands import (
     SIMPLE,
     along_of,
@@ -37,6 +33,7 @@ from meshcomm.spmd.types.rules.operands import (
     versions_of,
 )
 from meshcomm.spmd.types.rules.torch_rules import Kind, kind_of
+from meshcomm.spmd.types.rules.writes import Writes, is_new, of_leaf
 from meshcomm.spmd.types.seen_changes import NOTED_AT, saw, stamp
 from meshcomm.spmd.types.sizes.ragged import untouched
 from meshcomm.spmd.types.sizes.size_rules import may_size
@@ -47,17 +44,11 @@ from meshcomm.spmd.types.vma import (
     Origin,
     Type,
     alike,
-    forget,
-    held,
-    is_written,
     join,
     made_like,
     marked,
     note,
-    says_all,
     unmark,
-    unseen_write,
-    write,
     writes,
 )
 from meshcomm.watch import here
@@ -68,7 +59,7 @@ Args = tuple[Any, ...]
 Named = dict[str, Any]
 
 
-class Operations(Leaves):
+class Operations(Writes):
     """Sees every operation: what varies where any operand does, unless the rules say otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -211,18 +202,6 @@ class Operations(Leaves):
         result = func(*args, **kwargs)
         self._unknown_in_changed(operands, versions, kind.name)
         return result
-
-    def _unknown_in_changed(self, operands: Sequence[Tensor], versions: Sequence[int], name: str) -> None:
-        """Something unknown was written into those that have changed since."""
-        for x, before, after in zip(operands, versions, self._saw(operands, versions), strict=True):
-            if before != after:
-                self._unknown_in(x, operands, name)
-
-    def _unknown_in(self, x: Tensor, operands: Sequence[Tensor], name: str) -> None:
-        """Something unknown was written into ``x``, which must not be taken for what it was."""
-        if x.requires_grad and self.type_of(x) is not None:
-            self._unknown(next(y for y in operands if self.type_of(y) is None), operands, name)
-        unseen_write(x, Origin(name, str(call_site())))
 
     def _types(self, operands: Sequence[Tensor], name: str, versions: list[int] | None = None) -> list[Type] | None:
         """The types of the operands; None if one is unknown and nothing requires grad.
@@ -480,117 +459,6 @@ class Operations(Leaves):
                 "rank shall drop its own",
             )
         return random
-
-    # ------------------------------------------------------------------------------------------------- writing in place
-
-    def _changed(
-        self, operands: Sequence[Tensor], versions: Sequence[int], whole: Type, name: str, evened: bool = False
-    ) -> None:
-        """Which of the operands an operation has written into shows in their versions."""
-        now = self._saw(operands, versions)
-        for x, before, after in zip(operands, versions, now, strict=True):
-            if before != after:
-                mine = self.type_of(x)
-                lacks = whole.axes - mine.axes if mine is not None else frozenset()
-                if lacks and x.requires_grad and (evened or (tracked(x) and not torch.is_grad_enabled())):
-                    assert mine is not None
-                    self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
-                self._written(x, whole, name)
-
-    @staticmethod
-    def _saw(operands: Sequence[Tensor], versions: Sequence[int]) -> list[int]:
-        """Note that what has changed since was seen; the versions now."""
-        now = versions_of(operands)
-        if now != versions:
-            for x, before, after in zip(operands, versions, now, strict=True):
-                if before != after:
-                    saw(x, before, after)
-        return now
-
-    def _written(self, x: Tensor, kind: Type, name: str = "") -> None:
-        """Values of a type were written into ``x``; ``name``: by what, if nobody has looked before whether they may."""
-        if name:
-            self._stays(x, kind, name)
-        old = self.type_of(x)
-        if old is not None and (
-            old is not kind or old is not marked(x) or old.plain == x.requires_grad or functorch_active()
-        ):
-            kind = join([kind, old], "a write in place")
-            self._note(x, kind, (x,))
-        if x._base is not None and (base := self.type_of(x._base)) is not None:
-            self._note(x._base, join([base, kind], "a write in place"))
-        self._spread(x, kind)
-
-    def _spread(self, x: Tensor, kind: Type) -> None:
-        """All that shares the memory of ``x`` varies, too."""
-        if kind.axes and not is_written(x, kind, self.grid):
-            origin = Origin("a write in place", str(call_site()))
-            write(x, Type(dict.fromkeys(kind.axes, origin), grid=self.grid))
-
-    def _overwritten(self, x: Tensor, kind: Type) -> None:
-        """All values of ``x`` are now of a type, whatever they were."""
-        if x._base is not None:
-            self._written(x, kind)
-            if self.type_of(x) is None:
-                self._note(x, kind, (x,))
-            return
-        kind = self._as_declared(x, kind)
-        self._note(x, kind)
-        if not says_all(x, kind, self.grid):
-            forget(x)
-            self._spread(x, kind)
-
-    def _kept(self, target: Tensor, operands: Sequence[Tensor]) -> list[Type]:
-        """The types that the base or other views of a target have, whatever is written: through all of them the graph
-        of what is written is reached.
-        """
-        if not torch.is_grad_enabled():
-            return []
-        for x in operands:
-            if x is not target and differentiated(x):
-                break
-        else:
-            return []
-        base = target._base
-        found = [held(target), None if base is None else self.type_of(base)]
-        return [kind for kind in found if kind is not None and kind.axes and kind.grid is self.grid]
-
-    def _make_room(self, target: Tensor, whole: Type, name: str, operands: Sequence[Tensor]) -> None:
-        """Before something that varies is written into what requires grad and is invariant: pvary of that, in place."""
-        owner = target if target._base is None else target._base
-        mine = self.type_of(owner) or self.type_of(target)
-        if mine is None or not tracked(owner):
-            return
-        missing = whole.axes - mine.axes
-        if not missing:
-            return
-        if functorch_active():
-            self._refuse(
-                name,
-                f"writes what varies along {names(sorted(missing))} into a value that is invariant, under a transform "
-                "of torch.func: no pvary can be inserted there.",
-                f"{text_of(target)}, {along_of(mine)}",
-                f"write it out of place, or mc.pvary(x, {self._names(missing)!r}) before",
-            )
-        if not self.insert:
-            self._due(target, missing, name, operands, [])
-        versions = versions_of([owner])
-        with self._apart(), torch.enable_grad():
-            _VaryInPlace.apply(owner, self._axis(missing))  # type: ignore[no-untyped-call]
-        self._saw([owner], versions)
-        self._note(owner, mine.begins(missing, Origin(name, str(call_site()))))
-
-
-class _VaryInPlace(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return apply(rule_named("all_reduce"), g, ctx.axis, ("sum",)), None
 
 
 @at_trace_time
