@@ -1,19 +1,17 @@
 """einsum over global tensors: local einsums, and the collectives that the layouts call for.
 
-Along each mesh axis that is spoken of, the ranks divide the work by cutting one index, or all do the same. That index
-is chosen so that few tensors have to be moved, of those choices the one that sends the fewest bytes forwards and
-backwards. Then each operand is brought to where its ranks need it; what a rank computes is a part of a sum where the
-index is summed over. All of it is made of differentiable collectives; their transposes are each operand's backward.
+By its recipe each operand is brought to where its ranks need it; what a rank computes is a part of a sum where an index
+is summed over that they divide. All of it is made of differentiable collectives; their transposes are each operand's
+backward.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from string import ascii_letters
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,44 +23,14 @@ from meshcomm.collectives.exchange import shift
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail, names
-from meshcomm.layout.notation import Dim, Layout, Pattern, parse_arrow
+from meshcomm.layout.notation import parse_arrow
+from meshcomm.layout.recipe import Move, Recipe, gathers, recipe_of, varies
 from meshcomm.layout.reshard import take
-from meshcomm.layout.search import State, Step, cheapest
-from meshcomm.layout.shapes import fit
+from meshcomm.layout.search import Step
 from meshcomm.mesh import AxisName, Mesh, mesh_with_key
 from meshcomm.runtime.ops import Op
 
-__all__ = ["Recipe", "einsum", "recipe_of"]
-
-
-class Move(NamedTuple):
-    """What is done with one operand before the product."""
-
-    alone: tuple[int, ...]
-    """Dims that stand in this operand only, or have no name: summed here first."""
-    alone_axes: tuple[str, ...]
-    """Of the axes over which those are cut, the ones over which the sum is made before the product."""
-    names: tuple[str, ...]
-    """Of the dims that are left."""
-    steps: tuple[Step, ...]
-    varied: tuple[str, ...]
-    """The axes along which it is the same and the others differ."""
-
-
-class Recipe(NamedTuple):
-    """How an einsum is computed."""
-
-    moves: tuple[Move, ...]
-    product: tuple[str, ...]
-    """The names of the dims of the local product."""
-    scattered: tuple[tuple[int, tuple[str, ...]], ...]
-    """Dims along which the sums are scattered, and over which axes."""
-    reduced: tuple[str, ...]
-    """The axes over which the rest of the sums is made."""
-    steps: tuple[Step, ...]
-    """From there to the layout of the result."""
-    ones: tuple[int, ...]
-    """Where the result has dims of length 1 without a name."""
+__all__ = ["einsum"]
 
 
 @Op("einsum", "as the string says", composed=True)
@@ -116,20 +84,8 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
     """
     if watch.here.watcher is not None:
         return watch.here.watcher.laid_out(einsum, layouts, *operands, mesh=mesh, ring=ring)  # type: ignore[no-any-return]
-    where = "einsum"
-    here = check.mesh_of(where, "", mesh)
-    some = here.axis(here.axis_names[0], where)
-    for number, x in enumerate(operands):
-        check.tensor(where, x, some, f"operand {number}")
-        if x.dtype != operands[0].dtype:
-            kinds = names(str(each.dtype) for each in operands)
-            fail(where, "operands of different dtypes.", got=f"{layouts!r}; {kinds}", fix="cast them to one")
-    if operands and operands[0].dtype == torch.bool:
-        fail(where, "operands of torch.bool have no products and sums.", got=repr(layouts), fix="cast with x.int()")
-    if not isinstance(ring, bool):
-        fail(where, f"ring={ring!r} is neither True nor False.", fix="True or False")
-    if not isinstance(layouts, str):
-        parse_arrow(where, layouts, here.shape)  # says what it is
+    here = check.mesh_of("einsum", "", mesh)
+    _check(layouts, operands, ring, here)
     shapes = tuple(tuple(x.shape) for x in operands)
     if torch.compiler.is_compiling():
         recipe = _dressed(_bare_recipe(layouts, shapes, here.key))
@@ -154,6 +110,23 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
     for place in recipe.ones:
         y = y.unsqueeze(place)
     return y
+
+
+def _check(layouts: str, operands: Sequence[Tensor], ring: bool, mesh: Mesh) -> None:
+    """Refuse what is wrong whatever the layouts say."""
+    where = "einsum"
+    some = mesh.axis(mesh.axis_names[0], where)
+    for number, x in enumerate(operands):
+        check.tensor(where, x, some, f"operand {number}")
+        if x.dtype != operands[0].dtype:
+            kinds = names(str(each.dtype) for each in operands)
+            fail(where, "operands of different dtypes.", got=f"{layouts!r}; {kinds}", fix="cast them to one")
+    if operands and operands[0].dtype == torch.bool:
+        fail(where, "operands of torch.bool have no products and sums.", got=repr(layouts), fix="cast with x.int()")
+    if not isinstance(ring, bool):
+        fail(where, f"ring={ring!r} is neither True nor False.", fix="True or False")
+    if not isinstance(layouts, str):
+        parse_arrow(where, layouts, mesh.shape)  # says what it is
 
 
 @lru_cache(1000)
@@ -190,14 +163,14 @@ def _moved(x: Tensor, move: Move, mesh: Mesh) -> Tensor:
         if move.alone_axes:
             x = all_reduce(x, _axis(move.alone_axes), mesh=mesh)
     varied = tuple(
-        axis for axis in move.varied if not any(_gathers(step, axis, move, at) for at, step in enumerate(move.steps))
+        axis for axis in move.varied if not any(gathers(step, axis, move, at) for at, step in enumerate(move.steps))
     )
     due = _smallest(move, mesh) if not any(axis in step.axes for step in move.steps for axis in varied) else None
     for at, step in enumerate(move.steps):
         if varied and at == due:
             x = pvary(x, _axis(varied), mesh=mesh)
         # What is gathered to be used in another way by each rank: its gradient is summed where it is scattered.
-        if step.op == "all_gather_invariant" and _varies(step.axes, move, at):
+        if step.op == "all_gather_invariant" and varies(step.axes, move, at):
             x = all_gather(x, _axis(step.axes), step.dim, mesh=mesh)
         else:
             x = take(x, [step], mesh)
@@ -216,16 +189,6 @@ def _smallest(move: Move, mesh: Mesh) -> int:
         if size < smallest:
             smallest, found = size, at + 1
     return found
-
-
-def _varies(axes: tuple[str, ...], move: Move, at: int) -> bool:
-    """Whether what a step gathers stays whole and is varied along all these axes."""
-    later = {axis for step in move.steps[at + 1 :] for axis in step.axes}
-    return all(axis in move.varied and axis not in later for axis in axes)
-
-
-def _gathers(step: Step, axis: str, move: Move, at: int) -> bool:
-    return step.op == "all_gather_invariant" and axis in step.axes and _varies(step.axes, move, at)
 
 
 def _product(parts: Sequence[Tensor], inputs: Sequence[Sequence[str]], output: Sequence[str]) -> Tensor:
@@ -270,7 +233,7 @@ def _gathered_once(recipe: Recipe) -> int | None:
         return None
     move = recipe.moves[found[0]]
     (step, *more) = move.steps
-    return found[0] if not more and _varies(step.axes, move, 0) and step.op == "all_gather_invariant" else None
+    return found[0] if not more and varies(step.axes, move, 0) and step.op == "all_gather_invariant" else None
 
 
 def _gathered_in_a_ring(operands: Sequence[Tensor], recipe: Recipe, number: int, mesh: Mesh) -> Tensor:
@@ -322,188 +285,3 @@ def _scattered_in_a_ring(parts: Sequence[Tensor], recipe: Recipe, mesh: Mesh) ->
 def _cut(part: Tensor, dims: tuple[str, ...], index: str, at: int, length: int) -> Tensor:
     """The piece of an operand that goes with a piece of an index."""
     return part.narrow(dims.index(index), at * length, length) if index in dims else part
-
-
-# -------------------------------------------------------------------------------------------------------- the recipe
-
-
-@lru_cache(1000)
-def recipe_of(
-    where: str, pattern: Pattern, shapes: tuple[tuple[int, ...], ...], mesh: tuple[tuple[str, int], ...]
-) -> Recipe:
-    """How to compute it, for local shapes."""
-    return _Cook(where, pattern, shapes, dict(mesh)).best()
-
-
-class _Cook:
-    def __init__(self, where: str, pattern: Pattern, shapes: Sequence[tuple[int, ...]], mesh: dict[str, int]) -> None:
-        self.where, self.pattern, self.mesh = where, pattern, mesh
-        self.sizes = {axis: mesh[axis] for axis in mesh if axis in pattern.spoken}
-        self.spoken = tuple(self.sizes.items())
-        layouts = [
-            fit(where, layout, shape, mesh, pattern.text) for layout, shape in zip(pattern.inputs, shapes, strict=True)
-        ]
-        self.lengths = self._lengths(layouts, shapes)
-        self.output, self.ones = self._output(layouts)
-        self.inputs = layouts
-        uses = [name for layout in layouts for name in layout.names]
-        self.alone = {name for name in uses if uses.count(name) == 1 and name not in self.output.names}
-
-    def _lengths(self, layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
-        """The global length of each index."""
-        lengths: dict[str, tuple[int, int]] = {}
-        for number, (layout, shape) in enumerate(zip(layouts, shapes, strict=True)):
-            for dim, local, parts in zip(layout, shape, layout.parts(self.mesh), strict=True):
-                found, first = lengths.setdefault(dim.name, (local * parts, number))
-                if dim.name != "1" and found != local * parts:
-                    fail(
-                        self.where,
-                        f"dim {dim.name!r} has length {found} in operand {first}, {local * parts} in operand {number}.",
-                        got=f"{self.pattern.text!r}; local shapes {tuple(shapes)}; mesh {self.mesh}",
-                        fix="lengths of whole tensors: those of a part times the sizes of its axes",
-                    )
-        return {name: length for name, (length, _) in lengths.items()}
-
-    def _output(self, layouts: Sequence[Layout]) -> tuple[Layout, tuple[int, ...]]:
-        """The result's layout without dims called 1, and where those are."""
-        dims: list[Dim] = []
-        ones: list[int] = []
-        dots = [name for name in self.lengths if name.startswith("...")]
-        dots.sort(key=lambda name: -int(name[3:]))
-        for dim in self.pattern.output:
-            if dim.name == "...":
-                dims += [Dim(name) for name in dots]
-            elif dim.name == "1":
-                ones.append(len(dims) + len(ones))
-            elif dim.name not in self.lengths:
-                text = self.pattern.text
-                at = text.index("->") + text[text.index("->") :].index(dim.name)
-                what = f"dim {dim.name!r} of the result stands in no operand.\n    {text}\n    {' ' * at}^"
-                fail(self.where, what, got=f"mesh {self.mesh}", fix=f"one of {names(self.lengths)}")
-            else:
-                dims.append(dim)
-        if dots and "..." not in self.pattern.output.names:
-            what = "an ellipsis of an operand is not in the result."
-            fail(self.where, what, got=repr(self.pattern.text), fix="name the dims to sum over them")
-        output = Layout(dims)
-        for dim, parts in zip(output, output.parts(self.mesh), strict=True):
-            if self.lengths[dim.name] % parts:
-                what = (
-                    f"dim {dim.name!r} of length {self.lengths[dim.name]} is not divisible by {' * '.join(dim.axes)}."
-                )
-                fail(self.where, what, got=f"{self.pattern.text!r}; mesh {self.mesh}", fix="pad it")
-        return output, tuple(ones)
-
-    # ---------------------------------------------------------------------------------------------------- choices
-
-    def best(self) -> Recipe:
-        """Of all ways to divide the work, the one that moves the fewest tensors; then the fewest bytes."""
-        choices = [self._indices(axis) for axis in self.sizes]
-        found: tuple[tuple[int, int, int], Recipe] | None = None
-        for chosen in itertools.product(*choices):
-            by = dict(zip(self.sizes, chosen, strict=True))
-            for cuts in self._orders(by):
-                made = self._recipe(by, cuts)
-                if made is not None and (found is None or made[0] < found[0]):
-                    found = made
-        assert found is not None  # cutting nothing is always possible
-        return found[1]
-
-    def _indices(self, axis: str) -> list[str | None]:
-        """What an axis may cut: an index that it cuts somewhere, or nothing."""
-        tensors = [*self.inputs, self.output]
-        cut = [dim.name for layout in tensors for dim in layout if axis in dim.axes]
-        return [*dict.fromkeys(cut), None]
-
-    def _orders(self, by: Mapping[str, str | None]) -> list[dict[str, tuple[str, ...]]]:
-        """Per index the axes that cut it, major first, in every order that stands somewhere, or as in the mesh."""
-        found: dict[str, list[tuple[str, ...]]] = {}
-        for index in {index for index in by.values() if index is not None}:
-            axes = {axis for axis, each in by.items() if each == index}
-            written = [dim.axes for layout in [self.output, *self.inputs] for dim in layout if dim.name == index]
-            orders = [tuple(axis for axis in each if axis in axes) for each in written]
-            whole = [order for order in orders if len(order) == len(axes)]
-            found[index] = list(dict.fromkeys([*whole, tuple(axis for axis in self.sizes if axis in axes)]))
-        return [dict(zip(found, each, strict=True)) for each in itertools.product(*found.values())]
-
-    def _recipe(
-        self, by: Mapping[str, str | None], cuts: Mapping[str, tuple[str, ...]]
-    ) -> tuple[tuple[int, int, int], Recipe] | None:
-        """The cost and the recipe, if lengths can be divided so."""
-        for index, axes in cuts.items():
-            if self.lengths[index] % math.prod(self.sizes[axis] for axis in axes):
-                return None
-        moves, moved, sent = [], 0, 0
-        for layout in self.inputs:
-            move, bytes_sent = self._move(layout, by, cuts)
-            moves.append(move)
-            moved += any(step.elements for step in move.steps) + bool(move.alone_axes)
-            sent += bytes_sent
-        product = self.output.names
-        shape = tuple(self.lengths[name] for name in product)
-        sums = [axis for axis, index in by.items() if index is not None and index not in product]
-        state: State = tuple(cuts.get(name, ()) for name in product)
-        scattered, state, rest, bytes_sent = self._scatter(sums, state, shape)
-        steps = cheapest(state, tuple(dim.axes for dim in self.output), shape, self.spoken)
-        sent += bytes_sent + sum(step.elements + self._backwards(step, shape) for step in steps)
-        moved += len(scattered) + bool(rest) + any(step.elements for step in steps)
-        idle = sum(index is None for index in by.values())
-        ready = Recipe(tuple(moves), product, scattered, rest, steps, self.ones)
-        return (moved, sent, idle), ready
-
-    def _move(
-        self, layout: Layout, by: Mapping[str, str | None], cuts: Mapping[str, tuple[str, ...]]
-    ) -> tuple[Move, int]:
-        """One operand's way to the product, and the elements that it sends, forwards and backwards."""
-        alone = tuple(at for at, dim in enumerate(layout) if dim.name in self.alone or dim.name == "1")
-        summed = [(axis, dim.name) for dim in layout if dim.name in self.alone for axis in dim.axes]
-        alone_axes = tuple(axis for axis, name in summed if by[axis] != name)
-        partial = {axis for axis, name in summed if by[axis] == name}
-        kept = [dim for at, dim in enumerate(layout) if at not in alone]
-        shape = tuple(self.lengths[dim.name] for dim in kept)
-        target: State = tuple(cuts.get(dim.name, ()) for dim in kept)
-        steps = cheapest(tuple(dim.axes for dim in kept), target, shape, self.spoken)
-        cut = {axis for axes in target for axis in axes}
-        varied = tuple(axis for axis, index in by.items() if index is not None and axis not in cut | partial)
-        move = Move(alone, alone_axes, tuple(dim.name for dim in kept), steps, varied)
-        local = self._local(shape, target)
-        gathered = {axis for at, step in enumerate(steps) for axis in step.axes if _gathers(step, axis, move, at)}
-        n = math.prod(self.sizes[axis] for axis in varied if axis not in gathered)
-        back = 2 * (n - 1) * local // n
-        for at, step in enumerate(steps):
-            back += self._backwards(step, shape, summed=_varies(step.axes, move, at))
-        first = self._local(shape, tuple(dim.axes for dim in kept))
-        m = math.prod(self.sizes[axis] for axis in alone_axes)
-        return move, sum(step.elements for step in steps) + back + 2 * (m - 1) * first // m
-
-    def _backwards(self, step: Step, shape: tuple[int, ...], *, summed: bool = False) -> int:
-        """What the transpose of a step sends; of all_gather if it is ``summed``."""
-        if step.op == "all_gather_invariant":
-            return step.elements if summed else 0
-        if step.op == "shard":
-            return (math.prod(self.sizes[axis] for axis in step.axes) - 1) * self._local(shape, step.after)
-        return step.elements
-
-    def _local(self, shape: tuple[int, ...], state: State) -> int:
-        """Elements of a part."""
-        return math.prod(shape) // math.prod(self.sizes[axis] for axes in state for axis in axes)
-
-    def _scatter(
-        self, sums: Sequence[str], state: State, shape: tuple[int, ...]
-    ) -> tuple[tuple[tuple[int, tuple[str, ...]], ...], State, tuple[str, ...], int]:
-        """Where sums end: scattered over a dim of the result that is cut so, the others on all ranks."""
-        scattered, rest, sent = [], list(sums), 0
-        for at, dim in enumerate(self.output):
-            have = state[at]
-            if dim.axes[: len(have)] == have:
-                last = tuple(itertools.takewhile(lambda axis: axis in sums, dim.axes[len(have) :]))
-                if last:
-                    n = math.prod(self.sizes[axis] for axis in last)
-                    local = self._local(shape, state)
-                    sent += 2 * (n - 1) * local // n
-                    scattered.append((at, last))
-                    state = (*state[:at], have + last, *state[at + 1 :])
-                    rest = [axis for axis in rest if axis not in last]
-        local = self._local(shape, state)
-        n = math.prod(self.sizes[axis] for axis in rest)
-        return tuple(scattered), state, tuple(rest), sent + 2 * (n - 1) * local // n
