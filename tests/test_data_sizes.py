@@ -641,6 +641,9 @@ def test_one_is_neither_true_nor_a_float() -> None:
     """What was computed for one call is looked up for no other."""
     told = [ragged.shapes_elsewhere(ITEM, (A, index), {}, 1)[0] for index in (EVERY, None, True, slice(0, 1), 0)]
     assert told == [[(0, 4)], [(1, 0, 4)], [(1, 0, 4)], [(0, 4)], None]
+    many = len(ragged._seen)
+    assert ragged.shapes_elsewhere(ITEM, (torch.ones(200, 3), (list(range(200)), 0)), {}, 1) == [[(200,)]] * 3
+    assert len(ragged._seen) == many
     assert [ragged.shapes_elsewhere(torch.arange, (end,), {}, 1)[0] for end in (1, 1.5, True)] == [
         [(1,)],
         [(2,)],

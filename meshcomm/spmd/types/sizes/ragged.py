@@ -253,28 +253,30 @@ def shapes_elsewhere(
 def _shapes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shape] | None:
     try:
         key = func, _frozen(args), _frozen(kwargs)
-        if key in _seen:
-            return _seen[key]
+        return _seen[key]
     except TypeError:  # an argument that is no key
         return _on_meta(func, args, kwargs)
-    if len(_seen) >= _MANY:
-        _seen.clear()
-    return _seen.setdefault(key, _on_meta(func, args, kwargs))
+    except KeyError:
+        if len(_seen) >= _MANY:
+            _seen.clear()
+        return _seen.setdefault(key, _on_meta(func, args, kwargs))
 
 
-_MANY = 10_000
+_MANY, _LONG = 5_000, 100
 _seen: dict[Any, list[Shape] | None] = {}
 """What was computed before: it takes some hundred times as long as to look it up."""
 
 
 def _frozen(value: Any) -> Any:
-    """A key for an argument; 1, 1.0 and True are three."""
+    """A key for an argument; 1, 1.0 and True are three. What is long is data, and no key."""
     kind = type(value)
     if kind is slice:
         value = value.start, value.stop, value.step
     elif kind is dict:
         value = *value, *value.values()
     if isinstance(value, (tuple, list)):
+        if len(value) > _LONG:
+            raise TypeError(f"a {kind.__name__} of {len(value)}")
         return kind, *map(_frozen, value)
     return kind, value
 
