@@ -18,6 +18,7 @@ from meshcomm._versions import find, has, lack
 from meshcomm.errors import fail
 
 __all__ = [
+    "after_backward",
     "backward_context",
     "backward_pass",
     "current_node",
@@ -265,6 +266,19 @@ def set_sequence_number(node: Any, number: int) -> None:
     """Have autograd run ``node``, when ready, before nodes with lower numbers; without that call nothing changes."""
     if has_sequence_numbers():
         node._set_sequence_nr(number)
+
+
+_after_backward: Any = find(
+    "torch.autograd.Variable._execution_engine.queue_callback", "offloaded shards are copied while the host waits"
+)
+
+
+def after_backward(fn: Callable[[], object]) -> bool:
+    """Have ``fn`` called when the backward pass that runs on this thread has ended; False where torch cannot."""
+    if _after_backward is None:
+        return False
+    _after_backward(fn)
+    return True
 
 
 _engine: Any = find(

@@ -5,6 +5,7 @@ the CPU, on a group that is told to leave all to its backend, as it does where t
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
-from meshcomm import _torch
-from meshcomm.parallel import data_parallel, fully_shard
-from meshcomm.runtime.hooks.wrapped import bare
+from meshcomm import _torch, _torch_autograd
+from meshcomm.parallel import data_parallel, fully_shard, no_sync, reduce_gradients
+from meshcomm.parallel.fsdp import offload
+from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.runtime.transports import dtypes
 
 aten = torch.ops.aten
@@ -59,7 +61,7 @@ def as_on_a_device(mesh: mc.Mesh, *axes: Any) -> Iterator[None]:
     """Leave all that these axes do with tensors to the backend, as for those that lie on an accelerator; dispatch modes see
     what the library does in backward too.
     """
-    links = [bare(mesh.axis(axis).link) for axis in axes]
+    links = [mesh.axis(axis).link for axis in axes]
     outside, _torch.outside_dispatch_modes = _torch.outside_dispatch_modes, contextlib.nullcontext
     try:
         for link in links:
@@ -362,3 +364,171 @@ def kernels_of_the_slope() -> list[str]:
 def test_those_that_attain_a_maximum_share_its_gradient_in_few_kernels(gloo4: Any) -> None:
     names = gloo4.run(kernels_of_the_slope)[0]
     assert len(names) == 7, names  # equal, NaN, or, as a number; a copy that is summed; its share, times the gradient
+
+
+# ------------------------------------------------------------------------------------------------------------ offload
+
+
+class Bus:
+    """Stands for what copies between the CPU and a device, in the order of a stream, while the host goes on: what comes back
+    is there when somebody has waited, and what leaves must be the same until then.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.pins = 0
+        self.under_way: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self.gathers = False
+
+    def begun(self, x: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        self.log.append("copy")
+        if self.gathers:
+            self.under_way.append((x, x.detach().clone(), None))
+            return x.to(dtype, copy=True)
+        y = torch.full_like(x, float("nan"))
+        self.under_way.append((x, x.detach().clone(), y))
+        return y
+
+    def mark(self, _: torch.device) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+        for x, before, y in self.under_way:
+            assert torch.equal(x, before), "changed while it was copied"
+            if y is not None:
+                y.copy_(before)
+        self.under_way.clear()
+
+    def pin(self, shard: Tensor) -> Tensor:
+        self.pins += 1
+        return shard.clone()
+
+
+@pytest.fixture
+def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
+    """A CPU whose tensors are copied to a device that is the CPU."""
+    found = Bus()
+    there, back = offload.Copies.there, offload.Copies.back
+
+    def to_the_device(self: offload.Copies, *args: Any) -> Tensor:
+        found.gathers = True
+        try:
+            return there(self, *args)
+        finally:
+            found.gathers = False
+
+    monkeypatch.setattr(offload.Copies, "there", to_the_device)
+    monkeypatch.setattr(offload, "_is_elsewhere", lambda x, device: True)
+    for name in ("begun", "mark", "pin"):
+        monkeypatch.setattr(offload, f"_{name}", getattr(found, name))
+    adopt, brought = Group.adopt, Group.brought
+
+    def adopted(self: Group, shard: Tensor) -> None:
+        adopt(self, shard)
+        self._as_it_is = False
+
+    def on_the_way(self: Group, total: Tensor) -> Tensor:
+        return back(self.owner.copies, brought(self, total), self.shard.device)
+
+    monkeypatch.setattr(Group, "adopt", adopted)
+    monkeypatch.setattr(Group, "brought", on_the_way)
+    return found
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+
+
+def offloaded(mesh: mc.Mesh, **how: Any) -> nn.Sequential:
+    return fully_shard(layers(), "a", grads="mean", units=["*"], offload=True, mesh=mesh, **how)
+
+
+def numbers_of(model: nn.Sequential, steps: int = 3) -> tuple[list[float], list[Tensor]]:
+    """Losses and gradients; the optimiser, and who averages weights, change parameters as soon as they may."""
+    sgd, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(steps):
+        loss = model(torch.full((2, 8), 1.0 + step)).square().mean()
+        loss.backward()
+        if step < steps - 1:
+            sgd.step()
+            sgd.zero_grad()
+        losses.append(loss.item())
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+            for p in model.parameters():
+                p.mul_(0.5)
+    return losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("can_call_back", [True, False], ids=["called back", "not"])
+def test_offloaded_numbers_are_those_of_one_rank(
+    bus: Bus, can_call_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_call_back:
+        monkeypatch.setattr(_torch_autograd, "_after_backward", None)
+    expected = numbers_of(layers())
+    found = numbers_of(offloaded(mc.make_mesh({"a": 1})))
+    assert found[0] == pytest.approx(expected[0])
+    for mine, other in zip(found[1], expected[1], strict=True):
+        assert torch.allclose(mine.view_as(other), other)
+    assert not bus.under_way
+
+
+def test_the_host_waits_once_a_pass(bus: Bus) -> None:
+    model = offloaded(mc.make_mesh({"a": 1}))
+    assert bus.pins == 3
+    x = torch.ones(2, 8, requires_grad=True)
+    for _ in range(2):
+        bus.log.clear()
+        loss = model(x).sum()
+        assert bus.log == ["copy"] * 3 + ["wait"]
+        bus.log.clear()
+        loss.backward()
+        assert bus.log == ["copy"] * 6 + ["wait"]  # each weight again, then its gradient
+    bus.log.clear()
+    torch.autograd.grad(model(x).sum(), x)  # gathers again, and gives no gradient to a parameter
+    assert bus.log[4:] == ["copy"] * 3 + ["wait"]
+    assert not bus.under_way
+
+
+def test_a_forward_that_fails_leaves_no_copy(bus: Bus) -> None:
+    model = offloaded(mc.make_mesh({"a": 1}))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    assert not bus.under_way
+
+
+def test_shards_are_pinned_after_loads_and_copies(bus: Bus) -> None:
+    model = offloaded(mc.make_mesh({"a": 1}))
+    state = {name: p.detach().clone() for name, p in model.state_dict().items()}
+    assert bus.pins == 3
+    model.load_state_dict(state)  # in place
+    model(torch.ones(1, 8))
+    assert bus.pins == 3
+    model.load_state_dict(state, assign=True)
+    model(torch.ones(1, 8))
+    assert bus.pins == 6
+    model.double()
+    model(torch.ones(1, 8, dtype=torch.float64))
+    assert bus.pins == 9
+    copied = copy.deepcopy(model)
+    assert bus.pins == 12
+    copied(torch.ones(1, 8, dtype=torch.float64))
+
+
+def collected(model: nn.Sequential) -> list[Tensor]:
+    with no_sync(model):
+        model(torch.ones(2, 8)).sum().backward()
+    reduce_gradients(model)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_gradients_that_were_collected_come_too(bus: Bus) -> None:
+    found = collected(offloaded(mc.make_mesh({"a": 1})))
+    model = layers()
+    model(torch.ones(2, 8)).sum().backward()
+    for mine, p in zip(found, model.parameters(), strict=True):
+        assert p.grad is not None
+        assert torch.allclose(mine.view_as(p.grad), p.grad)

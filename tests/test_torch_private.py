@@ -363,6 +363,21 @@ def test_name_has_sequence_numbers() -> None:
     assert _torch.has_sequence_numbers() == hasattr(node, "_set_sequence_nr")
 
 
+def test_name_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    def hook(g: Tensor) -> None:
+        seen.append(_torch.after_backward(lambda: seen.append(x.grad is not None)))
+
+    (y := 2 * x).register_hook(hook)
+    y.sum().backward()
+    assert seen == [True, True]  # asked for, and called when all was done
+    monkeypatch.setattr(_torch_autograd, "_after_backward", None)
+    (y := 2 * x).register_hook(hook)
+    y.sum().backward()
+    assert seen[2:] == [False]
+
+
 def test_name_watch_backward() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen: list[tuple[int, int, bool]] = []

@@ -249,6 +249,7 @@ USES = {
     "torch._C._autograd._get_sequence_nr": ["sharded"],
     "torch._C._current_autograd_node": ["sharded"],
     "torch.autograd._engine_run_backward": ["sharded"],
+    "torch.autograd.Variable._execution_engine": ["sharded"],
     "torch._C._are_functorch_transforms_active": ["transforms", "by_value"],
     "torch._C._DisableFuncTorch": ["transforms", "leaked"],
     "torch._C._functorch": ["leaked", "views", "checked_under_func"],

@@ -26,6 +26,7 @@ from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.gathered_again import Again
+from meshcomm.parallel.fsdp.offload import Copies, pinned
 from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
 from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime.call import for_later
@@ -54,6 +55,8 @@ class Flow:
     mean: Mean | None = None
     """Over what the loss is a mean."""
     flight: list[_Sums] = field(default_factory=list)
+    copies: Copies = field(default_factory=Copies)
+    """Between shards on the CPU and the device."""
 
     def advance(self) -> None:
         """Before the next reduction starts, the one before it takes a step: so much memory is under way and no more."""
@@ -70,6 +73,9 @@ class Flow:
             sums.land()
         start = 0
         found = heard()
+        for sums in self.flight:
+            sums.bring()
+        self.copies.landed()
         for sums in self.flight:
             sums.marks = found[start : (start := start + len(sums.marks))]
         self.flight.clear()
@@ -112,7 +118,7 @@ class Group:
 
     def adopt(self, shard: Tensor) -> None:
         """Make the parameters views of ``shard``, what the layout has stored here."""
-        self.shard = shard
+        self.shard = shard = pinned(shard, self.owner.policy.device) if self.owner.policy.offload else shard
         self._addresses: list[tuple[nn.Parameter, int]] = []
         for slot, piece in zip(self.slots, self.layout.cut(shard, self.index), strict=True):
             become(slot.param, piece)
@@ -185,7 +191,7 @@ class Group:
         """Start: a buffer ``[n * k]``, or a Pending of it."""
         shard = self.checked()
         if not self._as_it_is:
-            shard = self.layout.padded(shard).to(self.owner.policy.device, self._dtype)
+            shard = self.owner.copies.there(self.layout.padded(shard), self.owner.policy.device, self._dtype)
         counts.bytes_gathered += self._nbytes
         axis = self.owner.policy.axis
         with for_later():
@@ -239,13 +245,16 @@ class Group:
         self.owner.counts.replica_reductions += 1
         return self._told(_REDUCE.for_own, total, replica, (self.owner.policy.op,))
 
-    def pieces(self, total: Tensor, needy: Sequence[int]) -> list[Tensor]:
-        """The gradients of the shards, of their dtype and on their device."""
-        if total.dtype != self.shard.dtype or total.device != self.shard.device:
-            total = total.to(self.shard.device, self.shard.dtype)
+    def brought(self, total: Tensor) -> Tensor:
+        """The gradient of the shard, of its dtype and on its way to its device."""
         mean = self.owner.mean
+        total = total.to(self.shard.dtype)
         if mean is not None and mean.share != 1:
             total = total * mean.share
+        return total if total.device == self.shard.device else self.owner.copies.back(total, self.shard.device)
+
+    def pieces(self, total: Tensor, needy: Sequence[int]) -> list[Tensor]:
+        """The gradients of the parts of the shard."""
         pieces = self.layout.cut(total, self.index)
         return pieces if len(needy) == len(pieces) else [pieces[at] for at in needy]
 
@@ -402,6 +411,11 @@ class _Sums:
         for reduction in self.reductions:
             reduction.total()
 
+    def bring(self) -> None:
+        """Start to bring them to the shards."""
+        for reduction in self.reductions:
+            reduction.brought()
+
     def pieces(self) -> list[Tensor | None]:
         """The gradients of the shards, none where no rank has one."""
         found = [piece for reduction in self.reductions for piece in reduction.pieces()]
@@ -411,12 +425,12 @@ class _Sums:
 class _Reduction:
     """A sum of gradients over the ranks on its way."""
 
-    __slots__ = ("_group", "_needy", "_over_replicas", "_value")
+    __slots__ = ("_group", "_is_brought", "_needy", "_over_replicas", "_value")
 
     def __init__(self, group: Group, needy: Sequence[int], packed: Tensor, later: bool) -> None:
         policy = group.owner.policy
         self._group, self._needy = group, needy
-        self._over_replicas = False
+        self._over_replicas = self._is_brought = False
         with for_later(later):
             self._value: Any = group.scatter(packed)
         if not later:
@@ -445,9 +459,17 @@ class _Reduction:
         self._settle()
         return self._value  # type: ignore[no-any-return]
 
+    def brought(self) -> Tensor:
+        """The same as the gradient of the shard, on its way to it."""
+        if not self._is_brought:
+            self._value, self._is_brought = self._group.brought(self.total()), True
+        return self._value  # type: ignore[no-any-return]
+
     def pieces(self) -> list[Tensor]:
-        """The gradients of the shards."""
-        return self._group.pieces(self.total(), self._needy)
+        """The gradients of the parts of the shard."""
+        total = self.brought()
+        self._group.owner.copies.landed()
+        return self._group.pieces(total, self._needy)
 
 
 class _Shards(Function):

@@ -348,9 +348,7 @@ def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: l
             shard = _cut(tensors, layout, policy, sync)
             stored = layout.row(policy.axis.index).total
             shard = shard[:stored].clone() if stored < shard.numel() else shard
-        if policy.offload:
-            shard = shard.cpu()
-            shard = shard.pin_memory() if policy.device.type != "cpu" else shard
+        shard = shard.cpu() if policy.offload else shard
         for slot in members:
             slot.param.grad = None  # of this rank's own pass, and of the whole
         groups.append(Group(owner, members, layout, shard, said))

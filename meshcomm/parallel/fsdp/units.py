@@ -293,6 +293,7 @@ class Sharded(Flow):
             self._hooks = None
             if _torch.backward_pass() == -1:
                 self._shut_opened()
+                self.copies.landed()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
