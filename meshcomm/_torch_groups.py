@@ -18,6 +18,7 @@ __all__ = [
     "allgather_base",
     "begin_messages",
     "default_store",
+    "end_backend",
     "functional",
     "new_group",
     "reduce_scatter_base",
@@ -43,6 +44,17 @@ def reduce_scatter_base(
     if _SCATTERS:
         return group._reduce_scatter_base(out, x, options)
     return _begun(dist.reduce_scatter_tensor(out, x, options.reduceOp, group=group, async_op=True))
+
+
+_BACKENDS = has(
+    "torch.distributed.ProcessGroup._get_backend", "a call on a device that is given up ends all backends of its group"
+)
+
+
+def end_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Nothing that it has under way goes on, on this kind of device."""
+    backend: Any = group._get_backend(device) if _BACKENDS else group
+    backend.abort()
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -71,6 +71,8 @@ class Module:
 class Stream:
     """Notes for which streams it waits."""
 
+    device = torch.device("cuda", 0)
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.waits: list[str] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +15,15 @@ from stand_in import Stream, stand_in
 
 import meshcomm as mc
 from meshcomm.collectives import overlap
+from meshcomm.runtime import recorder
+from meshcomm.runtime.call import for_later, told
+from meshcomm.runtime.health import overdue
+from meshcomm.runtime.hooks import dumps
+from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator
+from meshcomm.runtime.transports.process_group import ProcessLink
+from meshcomm.runtime.transports.turns import Turn
+from meshcomm.tools import explain
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["what waits is known", "not known"])
@@ -181,10 +191,10 @@ def test_a_sum_that_another_thread_starts_comes_after_its_gradients(monkeypatch:
     assert lent == [here]
     use(made)
     accelerator.take_over(x, made)
-    accelerator.lend([x, (x, torch.ones(1))], made)
+    accelerator.lend(made, [x, (x, torch.ones(1))])
     assert (made.waits, lent) == ([], [here])
     use(here)
-    accelerator.lend([x, (x, torch.ones(1))], made)
+    accelerator.lend(made, [x, (x, torch.ones(1))])
     assert lent == [here] * 3
 
 
@@ -201,3 +211,193 @@ class OnDevice(torch.Tensor):
 
     def record_stream(self, stream: object) -> None:  # type: ignore[override]
         self.lent.append(stream)
+
+
+# --------------------------------------------------------------------------- what a device has not come through
+
+
+class Mark:
+    """A place in the device's work; it has come there when somebody says so."""
+
+    reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+
+class Work:
+    """Of a backend with a stream of its own."""
+
+    over = False
+    waits = 0
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+class Backend:
+    """A group whose all_reduce others do not come to."""
+
+    def __init__(self) -> None:
+        self.ended: list[torch.device] = []
+        self.work = Work()
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        return self.work if told.later else None
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(abort=lambda: self.ended.append(device))
+
+
+@pytest.fixture
+def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Backend, list[Mark]]:
+    """A link of two over such a group, and the marks that are made in the device's work."""
+    marks: list[Mark] = []
+
+    def mark(*things: Any) -> Mark | None:
+        if next(accelerator.tensors(*things), None) is None:
+            return None
+        marks.append(Mark())
+        return marks[-1]
+
+    stand_in(monkeypatch)
+    for name in ("process.accelerator.mark", "transports.process_group.mark"):
+        monkeypatch.setattr(f"meshcomm.runtime.{name}", mark)
+    monkeypatch.setattr(OnDevice, "device", torch.device("cuda", 0), raising=False)
+    monkeypatch.setattr(recorder, "_ring", ring := recorder.Ring(recorder.Owner(0, 2)))
+    link, backend = ProcessLink.__new__(ProcessLink), Backend()
+    vars(link).update(
+        base=backend, group=backend, size=2, index=0, makers={}, _kinds={"cpu": "gloo", "cuda": "nccl"}, _on_gloo=True,
+        nccl=frozenset({"cuda"}), _making=threading.Lock(), walker=None, turn=Turn(cast(Any, backend), []), ranks=(0, 1),
+        _sum=None, _sum_later=None, _room=None,
+    )  # fmt: skip
+    link.note_in(ring.log((0, 1), 0, "a test's", 10.0))
+    return link, backend, marks
+
+
+def test_a_call_that_a_device_waits_in_is_queued_and_not_completed(
+    linked: tuple[Any, Backend, list[Mark]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link, backend, marks = linked
+    link.all_reduce(OnDevice([]), "sum")
+    with for_later():
+        work = link.all_reduce(OnDevice([]), "sum")
+    backend.work.over = True
+    work.wait(None)
+    for record in link.log.records:
+        assert recorder.state_of(record) == "queued"
+    assert link.log.last_done is None
+    assert recorder.waits_on_a_device(time.monotonic())
+    path = dumps._write(cast(recorder.Ring, recorder.ring()), tmp_path, "asked for")
+    assert [each["state"] for each in json.loads(path.read_text())["calls"]] == ["queued"] * 2
+    explain.main([str(tmp_path)])
+    assert "in 1 all_reduce" in capsys.readouterr().out
+    for each in marks:
+        each.reached = True
+    assert [recorder.state_of(record) for record in link.log.records] == ["completed"] * 2
+    assert not recorder.waits_on_a_device(time.monotonic())
+
+
+def test_the_time_of_the_others_begins_where_this_ranks_own_work_ends(linked: tuple[Any, Backend, list[Mark]]) -> None:
+    link, _, marks = linked
+    with for_later():
+        work = link.all_reduce(OnDevice([]), "sum")
+    before, began = marks[0], time.monotonic()
+    threading.Timer(0.3, lambda: setattr(before, "reached", True)).start()
+    with pytest.raises(TimedOutError):
+        work.wait(0.05)
+    assert time.monotonic() - began >= 0.3
+    link.all_reduce(OnDevice([]), "sum")  # others are waited for in this one, and so in what comes after
+    with for_later():
+        other = link.all_reduce(OnDevice([]), "sum")
+    began = time.monotonic()
+    with pytest.raises(TimedOutError):
+        other.wait(0.05)
+    assert time.monotonic() - began < 20  # it does come to an end
+
+
+def test_who_gives_up_ends_the_backend_and_what_comes_after_is_refused(linked: tuple[Any, Backend, list[Mark]]) -> None:
+    link, backend, marks = linked
+    with for_later():
+        work = link.all_reduce(OnDevice([]), "sum")
+    marks[0].reached = True
+    with pytest.raises(TimedOutError):
+        work.wait(0.01)
+    work.abandon()
+    assert backend.ended == [torch.device("cuda", 0)]
+    assert backend.work.waits == 0, "this rank's stream waits for what will not come"
+    with pytest.raises(
+        mc.CommError, match=r"(?s)all_reduce over .* was given up .*communicator .* ended.*fix: end all"
+    ):
+        link.all_reduce(OnDevice([]), "sum")
+    with pytest.raises(mc.CommError, match="was given up"):
+        link.all_gather(OnDevice([]))
+
+
+def test_who_drops_a_work_orders_the_stream_that_began_it(linked: tuple[Any, Backend, list[Mark]]) -> None:
+    link, backend, _ = linked
+    seen: list[Any] = []
+    backend.work.wait = lambda: seen.append(torch.accelerator.current_stream())  # type: ignore[method-assign]
+    first = torch.accelerator.current_stream()
+    with for_later():
+        work = link.all_reduce(OnDevice([]), "sum")
+    other = Stream("of the collector of garbage")
+    torch.accelerator.set_stream(cast(Any, other))
+    work.abandon()
+    assert seen == [first]
+    assert torch.accelerator.current_stream() is other
+    assert backend.ended == []
+
+
+def test_a_wait_on_another_stream_keeps_the_memory(linked: tuple[Any, Backend, list[Mark]]) -> None:
+    link, backend, _ = linked
+    lent: list[object] = []
+    x = OnDevice(lent)
+    x.clone = lambda **_: x  # type: ignore[method-assign, assignment]
+    with for_later():
+        works = [link.all_reduce(x, "sum") for _ in range(2)]
+    backend.work.over = True
+    works[0].wait(None)
+    assert lent == []
+    other = Stream("other")
+    torch.accelerator.set_stream(cast(Any, other))
+    works[1].wait(None)
+    assert lent == [other]
+
+
+def test_who_is_late_is_said_before_the_time_is_up(
+    linked: tuple[Any, Backend, list[Mark]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    link, _, marks = linked
+    link.all_reduce(OnDevice([]), "sum")
+    assert overdue.look(link.log, 1e6) == ""
+    time.sleep(0.02)
+    said = overdue.look(link.log, 0.02)
+    assert "index 1 did not come" in said
+    assert "the device waits; after 0.02 s torch may end this process. See" in said
+    assert said in capsys.readouterr().err
+    assert overdue.look(link.log, 0.02) == "", "each call once"
+    marks[0].reached = True
+    link.all_reduce(OnDevice([]), "sum")
+    marks[1].reached = True
+    time.sleep(0.02)
+    assert overdue.look(link.log, 0.02) == ""
+
+
+def test_a_thread_looks_as_long_as_there_is_a_link(
+    linked: tuple[Any, Backend, list[Mark]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    link, *_ = linked
+    link.all_reduce(OnDevice([]), "sum")
+    overdue.watch(link.log, 0.1)
+    thread = overdue._thread[0]
+    end = time.monotonic() + 30
+    while "did not come" not in capfd.readouterr().err:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    link.log.over = True
+    thread.join(30)
+    assert not thread.is_alive()

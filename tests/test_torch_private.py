@@ -127,6 +127,20 @@ def test_name_set_seeds_in_wait() -> None:
     assert _torch.seeds_in_wait(torch.cuda) == before
 
 
+def test_name_end_backend() -> None:
+    """Of NCCL's there is none here: tests/test_gpu.py."""
+    ended: list[torch.device] = []
+
+    class Group:
+        def _get_backend(self, device: torch.device) -> Any:
+            return type("Backend", (), {"abort": lambda _: ended.append(device)})()
+
+    group: Any = Group()
+    _torch.end_backend(group, torch.device("cuda"))
+    assert ended == [torch.device("cuda")]
+    assert all(hasattr(dist.ProcessGroup, name) for name in ("_get_backend", "abort"))
+
+
 def test_name_new_group(pool4: Any) -> None:
     pool4.run(groups)
 

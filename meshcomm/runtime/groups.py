@@ -23,7 +23,7 @@ import torch.distributed as dist
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime import recorder
-from meshcomm.runtime.health import attendance, lateness
+from meshcomm.runtime.health import attendance, lateness, overdue
 from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.process import exits, forks, memory
 from meshcomm.runtime.process.memory import HERE, Neighbours
@@ -154,6 +154,8 @@ def _made(here: world.ProcessWorld, family: Family, name: str) -> ProcessLink:
     link.numbers = family.numbers
     hold = _Hold(log)
     link.hold = hold
+    if link.nccl:
+        overdue.watch(log, limit.total_seconds())
     if near is not None:
         link.makers["mail"] = partial(_mail_of, near, name, index, limit.total_seconds(), here.adopted, hold)
     return link

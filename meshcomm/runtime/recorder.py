@@ -18,13 +18,13 @@ import torch
 from meshcomm.runtime.call import AxisAt, Call, Post, Want
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.process import forks, inside
+from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.words import call_text, messages_text, primitive_arguments, primitive_text
 
 __all__ = [
     "BEGAN", "CALL", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SHAPE", "THREAD", "WHAT", "Log",
     "Marked", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "noted", "noted_in", "own_ring", "recorded",
-    "retire", "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of", "wall",
+    "retire", "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of", "waits_on_a_device", "wall",
 ]  # fmt: skip
 
 MOST = 1000
@@ -37,8 +37,9 @@ Record = list[Any]
 NUMBER, WHAT, OP, DTYPE, SHAPE, BEGAN, ENDED, CALL, ROOT, THREAD = range(10)
 """``NUMBER``: of the call in its group from 1 on, 0 for messages, which not all ranks need to send. ``WHAT``: the
 primitive. ``BEGAN``: as time.monotonic() says. ``ENDED``: None while it is under way; when; True where it came back at
-once; else why it failed. ``CALL``: the call, or what makes it, where somebody knows it: see :func:`call_of`. ``ROOT``:
-an index or -1; of messages, to and from whom. ``THREAD``: which one is in it; 0 where it is waited for later.
+once; a mark in its work where a device has yet to come through it; else why it failed. ``CALL``: the call, or what
+makes it, where somebody knows it: see :func:`call_of`. ``ROOT``: an index or -1; of messages, to and from whom.
+``THREAD``: which one is in it; 0 where it is waited for later.
 """
 DROPPED = "nobody waited for it"
 
@@ -122,7 +123,20 @@ def state_of(record: Record) -> str:
         return "begun"
     if isinstance(ended, str):
         return "dropped" if ended == DROPPED else "failed"
+    if ended is not True and not isinstance(ended, float):
+        try:
+            if not ended.query():
+                return "queued"
+        except RuntimeError:  # the device is in an error
+            return "queued"
+        record[ENDED] = True
     return "completed"
+
+
+def waits_on_a_device(since: float) -> bool:
+    """Whether a call of this process that was made before is one that its device has not come through."""
+    every = [] if _ring is None else [record for log in list(_ring.logs) for record in log.records.copy()]
+    return any(record[BEGAN] < since and state_of(record) == "queued" for record in every)
 
 
 def call_of(record: Record) -> Call | None:
@@ -300,7 +314,8 @@ def recorded(primitive: F, name: str = "") -> F:
             log.inside = False
         if isinstance(result, Pending):
             return Marked(result, record)
-        record[ENDED] = time.monotonic()
+        marked = None if accelerator.module() is None else accelerator.mark(result, args)
+        record[ENDED] = marked or time.monotonic()
         return result
 
     return cast(F, noted)
@@ -345,7 +360,8 @@ class Marked(Pending):
             failed(self._record, error)
             raise
         if self._record[ENDED] is None:
-            self._record[ENDED] = time.monotonic()
+            marked = None if accelerator.module() is None else accelerator.mark(result)
+            self._record[ENDED] = marked or time.monotonic()
         return result
 
     def done(self) -> bool:

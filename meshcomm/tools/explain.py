@@ -34,7 +34,7 @@ class Call:
     number: int
     """In its group; 0 for messages."""
     state: str
-    """begun, completed, failed or dropped."""
+    """begun, queued (the device has not come through it), completed, failed or dropped."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ class Dump:
             _ = call.over(), call.key, each["began"] + 0.0
             if call.number:
                 dump.groups[title].calls[call.number] = call
-            if call.state == "begun":
+            if call.state in ("begun", "queued"):
                 dump.under_way.append((title, call))
         _ = int(facts["world_size"]), dump.where
         return dump

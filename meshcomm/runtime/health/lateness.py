@@ -79,8 +79,8 @@ def keep_by(keep: Callable[[], Path | None]) -> None:
     _keepers.append(keep)
 
 
-def late_text(late: Late) -> str:
-    """All of it."""
+def late_text(late: Late, fix: str = "the call was given up; s") -> str:
+    """All of it. ``fix``: what has become of the call, and the beginning of "see"."""
     lines = [_itself(late)]
     found = _ask(late)
     came, elsewhere, silent = _sorted(late, found)
@@ -96,8 +96,8 @@ def late_text(late: Late) -> str:
         f"{_named(absent) if absent else 'not everybody'} did not come within {late.seconds:.3g} s"
         f"{': ' + late.found if late.found else ''}.",
         got="\n".join(lines),
-        fix="the call was given up; see where the ranks that have not come are (kill -USR1, then python -m meshcomm"
-        " explain; py-spy dump --pid): all ranks of an axis must make the same calls in the same order",
+        fix=f"{fix}ee where the ranks that have not come are (kill -USR1, then python -m meshcomm explain; py-spy dump"
+        " --pid): all ranks of an axis must make the same calls in the same order",
     )
     return hinted(said, backward=in_backward())
 

@@ -45,7 +45,8 @@ def dump_collectives(folder: str | os.PathLike[str]) -> list[Path]:
     all ranks.
 
     Each call has its number in its group and in all, operation, reduce op, dtype, shape, when it began and ended, and
-    its state: begun, completed, failed (and why) or dropped. Of calls under way, of those of in-process ranks and of
+    its state: begun, queued on a device that has not come
+    through it, completed, failed (and why) or dropped. Of calls under way, of those of in-process ranks and of
     those under guard also the line of the program. No communication: a rank can do it while others hang. On SIGUSR1 a
     rank does it by itself, even while it waits, unless the program has a handler of its own; the folder is then
     MESHCOMM_DUMP_DIR, or one that it prints. With MESHCOMM_DUMP_DIR set it does it when the time of a call is up too.

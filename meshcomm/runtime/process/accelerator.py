@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Order", "in_use", "lend", "module", "stream_of", "take_over"]
+__all__ = ["Order", "in_use", "lend", "mark", "module", "on", "stream_of", "take_over", "tensors"]
 
 
 @cache
@@ -38,26 +41,61 @@ def stream_of(x: Tensor) -> torch.Stream | None:
     return None if x.is_cpu or x.is_meta else torch.accelerator.current_stream(x.device)
 
 
-def lend(x: Any, stream: torch.Stream) -> None:
-    """The tensors in ``x`` were made on ``stream``: if this thread uses another one, their memory stays until
-    that has come to here.
+def tensors(*things: Any) -> Iterator[Tensor]:
+    """Those of an accelerator in lists, tuples and messages."""
+    for each in things:
+        if isinstance(each, Tensor):
+            if not (each.is_cpu or each.is_meta):
+                yield each
+        elif isinstance(each, (list, tuple)):
+            yield from tensors(*each)
+        elif isinstance(each, dist.P2POp):
+            yield from tensors(each.tensor)
+
+
+def mark(*things: Any) -> Any:
+    """Has a ``query()`` that is true when the device has come to here, on this thread's stream for the first tensor of
+    an accelerator among these; None if there is none, and while a graph is captured.
     """
-    if isinstance(x, Tensor):
-        here = stream_of(x)
-        if here is not None and here != stream:
-            x.record_stream(here)
-    elif isinstance(x, (list, tuple)):
-        for each in x:
-            lend(each, stream)
+    for x in tensors(*things):
+        capturing = getattr(module(), "is_current_stream_capturing", None)
+        if capturing is None or not capturing():
+            event = torch.Event(x.device)
+            event.record(torch.accelerator.current_stream(x.device))
+            return event
+        break
+    return None
 
 
-def take_over(x: Any, stream: torch.Stream) -> None:
-    """What this thread does with the tensors in ``x`` comes after what has been put on ``stream``, which makes them."""
-    if isinstance(x, Tensor):
-        here = stream_of(x)
-        if here is not None and here != stream:
-            here.wait_stream(stream)
+def lend(stream: torch.Stream, *things: Any) -> None:
+    """The tensors were made on ``stream``: if this thread uses another one, their memory stays until that has come to
+    here.
+    """
+    for x in tensors(*things):
+        if (here := torch.accelerator.current_stream(x.device)) != stream:
             x.record_stream(here)
+
+
+def take_over(x: Tensor, stream: torch.Stream) -> None:
+    """What this thread does with ``x`` comes after what has been put on ``stream``, which makes it."""
+    here = stream_of(x)
+    if here is not None and here != stream:
+        here.wait_stream(stream)
+        x.record_stream(here)
+
+
+@contextmanager
+def on(stream: torch.Stream | None) -> Iterator[None]:
+    """This thread uses this stream."""
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 class Order:

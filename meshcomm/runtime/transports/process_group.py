@@ -9,7 +9,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from threading import get_ident
 from time import monotonic
 from typing import Any, TypeVar, cast
@@ -26,7 +26,8 @@ from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Marked, failed, recorded
+from meshcomm.runtime.process.accelerator import mark
+from meshcomm.runtime.recorder import BEGAN, WHAT, Log, Marked, failed, recorded, state_of
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.compiled import TracedLink
@@ -42,7 +43,7 @@ from meshcomm.runtime.transports.device_post import (
 from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.post import CALLS, Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.turns import Channel, Turn
-from meshcomm.runtime.transports.underway import Messages, Started, Walker, apart
+from meshcomm.runtime.transports.underway import Fault, Messages, Started, Walker, apart
 
 __all__ = ["FEW", "ProcessLink"]
 
@@ -205,7 +206,7 @@ class ProcessLink(PacketLink):
             except RuntimeError as error:
                 failed(record, error)
                 raise self._error("all_reduce", error) from error
-        record[6] = True
+        record[6] = True if y.is_cpu else mark(y) or True
         return y
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
@@ -238,7 +239,7 @@ class ProcessLink(PacketLink):
         record = self._note("all_gather", "", x.dtype, x.shape)
         options = _options("AllgatherOptions", True)
         work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x, options))
-        return cast(Tensor, Marked(Started(work, out, partial(self._error, "all_gather"), gloo=False, keep=x), record))
+        return cast(Tensor, Marked(Started(work, out, Fault(self, "all_gather"), gloo=False, keep=x), record))
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """The same. A sum of half precision may be too large where the mean is not: the base knows."""
@@ -249,7 +250,7 @@ class ProcessLink(PacketLink):
         out, options = x.new_empty(each), _options("ReduceScatterOptions", True, reduceOp=op if native else "sum")
         record = self._note(where, op, x.dtype, (self.size, each))
         work = self._start(where, lambda: _torch.reduce_scatter_base(self.group, out, x, options))
-        got = cast(Tensor, Marked(Started(work, out, partial(self._error, where), gloo=False, keep=x), record))
+        got = cast(Tensor, Marked(Started(work, out, Fault(self, where), gloo=False, keep=x), record))
         return got if native else then(got, lambda total: total.div_(self.size))
 
     def _is_direct(self, x: Tensor) -> bool:
@@ -338,9 +339,29 @@ class ProcessLink(PacketLink):
             )
         )
 
+    def end_backend(self, what: str, device: torch.device) -> None:
+        """``what`` was given up while the device waits in it: end that, and refuse all that comes after."""
+        group, turn = vars(self).get("group"), vars(self).get("turn")
+        if group is None or isinstance(group, Ended):
+            return
+        ended: Any = Ended(
+            text(
+                "mesh",
+                f"{what} over {self.log} was given up when its time was up, and the communicator of its"
+                f" {device.type} backend was ended with it.",
+                got=f"index {self.index} of a group of {self.size}",
+                fix="end all ranks and start again from a checkpoint; or give the call more time",
+            )
+        )
+        self.group, self.base = ended, ended if self.base is group else self.base
+        if turn is not None:
+            turn.spoil()
+        _torch.end_backend(group, device)
+
     def _late(self, found: str) -> Late | None:
         """The call whose time is up."""
-        record = next((record for record in self.log.records.copy() if record[ENDED] is None), None)
+        under_way = ("begun", "queued")
+        record = next((record for record in self.log.records.copy() if state_of(record) in under_way), None)
         if record is None:
             return None
         return Late(record[WHAT], self.log, record, monotonic() - record[BEGAN], found=found)
@@ -352,7 +373,7 @@ class ProcessLink(PacketLink):
         if told.later:
             on_gloo = self._on_gloo and (result is None or cast(Any, result).is_cpu)
             assert work is not None
-            return cast(T, Started(work, result, partial(self._error, what), gloo=on_gloo))
+            return cast(T, Started(work, result, Fault(self, what), gloo=on_gloo))
         try:
             if work is not None:
                 work.wait()
@@ -427,7 +448,7 @@ class ProcessLink(PacketLink):
         if not told.later or not works:
             self._wait("exchange", works)
             return result
-        explain = partial(self._error, "exchange")
+        explain = Fault(self, "exchange")
         if self._on_gloo and cpu:
             return cast(T, Messages(works, result, explain, keep=keep))
         begun = [Started(work, None, explain, gloo=False, keep=keep) for work in works]
@@ -567,7 +588,7 @@ class ProcessLink(PacketLink):
         if not (posts or wants):
             return []
         device = posts[0][0].device if posts else wants[0][4]
-        explain = partial(self._error, "exchange")
+        explain = Fault(self, "exchange")
         if self._kinds.get(device.type, self._backends) not in KNOW_NO_TAGS:
             todo, got = messages_for(self.base, posts, wants)
             works = self._start("exchange", lambda: _torch.begin_messages(todo))
@@ -602,6 +623,16 @@ class ProcessLink(PacketLink):
         forks.refuse_if_forked("barrier")
         if self.log.meeting is not None:
             attendance.all_here(self.place, self.ranks, self.index, seconds)
+
+
+class Ended:
+    """In the place of a group whose backend was ended: whoever wants something of it is told."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise CommError(self._why)
 
 
 def _brief(said: str) -> str:

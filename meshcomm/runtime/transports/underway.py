@@ -13,21 +13,57 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.process import exits
+from meshcomm.runtime.process import accelerator, exits
+from meshcomm.runtime.recorder import waits_on_a_device
 
-__all__ = ["Explain", "Messages", "Started", "Steps", "Walker", "apart"]
+__all__ = ["Explain", "Fault", "Messages", "Started", "Steps", "Walker", "apart"]
 
 Explain = Callable[[RuntimeError], Exception]
 """Says in the library's words what the transport said in its own."""
 
 
-class Started(Pending):
-    """One operation of a backend that reports when it is done."""
+class Fault:
+    """The same, of an operation of a link, which is told where one has been given up that a device waits for."""
 
-    __slots__ = ("_explain", "_gloo", "_keep", "_result", "_work")
+    __slots__ = ("_link", "_what")
+
+    def __init__(self, link: Any, what: str) -> None:
+        self._link, self._what = link, what
+
+    def __call__(self, error: RuntimeError) -> Exception:
+        """In the link's words."""
+        return self._link._error(self._what, error)  # type: ignore[no-any-return]
+
+    def give_up(self, device: torch.device) -> None:
+        """Nothing comes after it on the device until it has ended: end it, and the link with it."""
+        self._link.end_backend(self._what, device)
+
+
+class Started(Pending):
+    """One operation of a backend that reports when it is done.
+
+    On a device it runs on a stream of the backend's own: ::
+
+        this rank's stream   ---- what it has to do first ----|before|---- what does not need the result ----|wait|----
+        the backend's                                              |---- the others are waited for ----|result|
+
+    Others are late from ``before`` on. Who waits on another stream than the one that made the tensors has them until
+    it has come that far; who gives up ends the backend, for whatever waited on its stream would never go on.
+    """
+
+    __slots__ = ("_before", "_began", "_explain", "_gloo", "_in_vain", "_keep", "_result", "_stream", "_work")
 
     def __init__(self, work: dist.Work, result: Any, explain: Explain, *, gloo: bool, keep: object = None) -> None:
         self._work, self._result, self._explain, self._gloo, self._keep = work, result, explain, gloo, keep
+        self._stream: torch.Stream | None = None
+        self._before: Any = None
+        self._in_vain = False
+        if gloo or accelerator.module() is None:
+            return
+        for first in accelerator.tensors(result, keep):
+            self._stream, self._before = accelerator.stream_of(first), accelerator.mark(first)
+            self._began = time.monotonic()
+            break
 
     def wait(self, timeout: float | None) -> Any:
         """On an accelerator without a time-out: order the streams, and do not wait on the host."""
@@ -45,25 +81,44 @@ class Started(Pending):
                     raise TimedOutError from None
                 return self.wait(None)  # it ended just now: how?
             raise self._explain(error) from error
+        if self._stream is not None:
+            accelerator.lend(self._stream, self._result, self._keep)
         return self._result
 
     def _poll(self, timeout: float) -> None:
         # A wait of NCCL's that runs out of time ends the communicator.
-        end = time.monotonic() + timeout
+        end = None
         pause = 1e-5
         while not self._work.is_completed():
-            if time.monotonic() > end:
+            if end is None and self._others_could_come():
+                end = time.monotonic() + timeout
+            if end is not None and time.monotonic() > end:
+                self._in_vain = True
                 raise TimedOutError
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
+
+    def _others_could_come(self) -> bool:
+        """Whether it is not this rank's own work before it that keeps it, unless others are waited for in that."""
+        if self._before is None or self._before.query() or waits_on_a_device(self._began):
+            self._before = None
+        return self._before is None
 
     def done(self) -> bool:
         """As the backend says."""
         return self._work.is_completed()
 
     def abandon(self) -> None:
-        """The backend's stream may still read and write the tensors: what comes on this one waits for it."""
-        if not self._gloo:
+        """The backend's stream may still read and write the tensors: what comes on theirs waits for it. If it was
+        waited for in vain, that would wait for ever.
+        """
+        if self._gloo:
+            return
+        if self._in_vain and self._stream is not None and isinstance(self._explain, Fault):
+            if not self._work.is_completed():
+                self._explain.give_up(self._stream.device)
+            return
+        with accelerator.on(self._stream):
             self._work.wait()
 
 
