@@ -5,6 +5,7 @@ p = number of elements of all parameters.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -102,15 +103,15 @@ def _tensors_alone(module: nn.Module) -> Entries:
 
 
 def _batches(together: Together) -> list[list[Path]]:
-    batches: list[list[Path]] = [[]]
-    room = _BATCH
+    batches: list[list[Path]] = []
+    size = _BATCH + 1
     for path, (shape, dtype) in together.tensors.items():
-        size = dtype.itemsize * int(torch.Size(shape).numel())
-        if batches[-1] and size > room:
+        more = dtype.itemsize * math.prod(shape)
+        size += more
+        if size > _BATCH:
             batches.append([])
-            room = _BATCH
+            size = more
         batches[-1].append(path)
-        room -= size
     return batches
 
 

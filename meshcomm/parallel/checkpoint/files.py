@@ -22,7 +22,7 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -328,13 +328,9 @@ def check_files(where: str, folder: str, infos: Iterable[Any]) -> None:
     ends: dict[str, int] = {}
     for info in infos:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in _short(folder, ends):
-        fix = "all ranks must see one file system" if where.endswith("save") else "take an earlier checkpoint"
-        fail(where, f"file {name!r} in {folder!r} is missing or cut short.", got=f"it should have {end} bytes", fix=fix)
-
-
-def _short(folder: str, ends: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     for name, end in ends.items():
         path = os.path.join(folder, name)
         if not os.path.isfile(path) or os.path.getsize(path) < end:
-            yield name, end
+            fix = "all ranks must see one file system" if where.endswith("save") else "take an earlier checkpoint"
+            got = f"it should have {end} bytes"
+            fail(where, f"file {name!r} in {folder!r} is missing or cut short.", got=got, fix=fix)

@@ -19,7 +19,7 @@ from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
 
 __all__ = [
-    "Entries", "Named", "Path", "collect", "dotted", "named", "optimizer_names", "plain_problem", "state_names",
+    "Entries", "Named", "Path", "checked_plain", "collect", "dotted", "named", "optimizer_names", "state_names",
 ]  # fmt: skip
 
 Path = tuple[str | int, ...]
@@ -49,6 +49,10 @@ class Named(NamedTuple):
     """By id."""
     params: dict[str, nn.Parameter]
     """By every name."""
+
+    def place(self, p: Tensor) -> Place:
+        """Where what is here of a parameter lies, cut or not."""
+        return self.places.get(id(p)) or Place(p.shape)
 
 
 def named(module: nn.Module) -> Named:
@@ -113,7 +117,7 @@ def collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Entri
         if p is not None and name in here.aliases:
             found.aliases[f"model.{name}"] = f"model.{here.aliases[name]}"
         elif p is not None:
-            spread = found.tensors["model", name] = here.places.get(id(p), Place(p.shape)).of(p)
+            spread = found.tensors["model", name] = here.place(p).of(p)
             found.marks.update({(f"model.{name}", box.offsets): fingerprint_of(box.view) for box in spread.boxes})
         else:
             _put(found, ("model", name), x)
@@ -128,7 +132,7 @@ def _collect_optimizer(found: Entries, here: Named, optimizer: torch.optim.Optim
         for key, value in group.items():
             _put(found, ("optim", "param_groups", number, key), theirs if key == "params" else value)
         for name, p in zip(theirs, group["params"], strict=True):
-            place = here.places.get(id(p), Place(p.shape))
+            place = here.place(p)
             for tail, value in _leaves(optimizer.state.get(p, {})):
                 path = ("optim", "state", name, *tail)
                 if isinstance(value, Tensor) and value.shape == p.shape:
@@ -156,10 +160,7 @@ def _put(found: Entries, at: Path, value: Any) -> None:
         if isinstance(leaf, Tensor):
             found.tensors[path] = Spread.whole(leaf)
         else:
-            problem = plain_problem(leaf, dotted(path))
-            if problem:
-                fail("checkpoint", problem, fix="loading runs no code, so only plain data is saved")
-            found.plain[path] = leaf
+            found.plain[path] = checked_plain("checkpoint", dotted(path), leaf)
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -178,7 +179,15 @@ def _is_nested(values: list[Any]) -> bool:
     return any(isinstance(x, (Mapping, Tensor)) or (isinstance(x, list) and _is_nested(x)) for x in values)
 
 
-def plain_problem(value: Any, where: str) -> str | None:
+def checked_plain(where: str, name: str, value: Any) -> Any:
+    """A value, which is plain data."""
+    problem = _plain_problem(value, name)
+    if problem:
+        fail(where, problem, fix="loading runs no code, so only plain data is saved")
+    return value
+
+
+def _plain_problem(value: Any, where: str) -> str | None:
     """What in a value is no plain data, if anything."""
     if type(value) in _PLAIN or type(value) is Tensor:
         return None
@@ -192,4 +201,4 @@ def plain_problem(value: Any, where: str) -> str | None:
     else:
         fits = names(kind.__name__ for kind in (list, tuple, dict, Tensor, *_PLAIN[:6]))
         return f"{where} is a {type(value).__name__}, which is no plain data (None, {fits})"
-    return next((problem for place, each in inner for problem in [plain_problem(each, place)] if problem), None)
+    return next((problem for place, each in inner for problem in [_plain_problem(each, place)] if problem), None)

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
-__all__ = ["Name", "Record", "read_pickle"]
+__all__ = ["Name", "Record", "read_pickle", "refuse"]
 
 
 class Name:
@@ -53,7 +53,8 @@ def read_pickle(data: bytes, known: Collection[str]) -> Any:
         raise pickle.UnpicklingError(f"it is no pickle, or cut short ({told})") from error
 
 
-def _refuse(what: str) -> Any:
+def refuse(what: str) -> Any:
+    """Fail: it is not what such a file has."""
     raise pickle.UnpicklingError(what)
 
 
@@ -61,7 +62,7 @@ class _Steps(dict[int, Callable[[Any], None]]):
     """What each byte means."""
 
     def __missing__(self, code: int) -> Any:
-        _refuse(f"a step {code:#04x}, which does not belong into plain data")
+        refuse(f"a step {code:#04x}, which does not belong into plain data")
 
 
 class _Inert(pickle._Unpickler):
@@ -91,13 +92,13 @@ class _Inert(pickle._Unpickler):
         """The name alone."""
         text = f"{module}.{name}"
         if text not in self._known:
-            _refuse(f"{_plainly(text)} does not belong into a table of contents")
+            refuse(f"{_plainly(text)} does not belong into a table of contents")
         return self._names.setdefault(text, Name(text))
 
     def _call(self) -> None:
         args, name = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple or type(name) is not Name:
-            _refuse("it calls what is no name")
+            refuse("it calls what is no name")
         self.stack.append(Record(name.text, args))
 
     def _build(self) -> None:
@@ -116,12 +117,12 @@ class _Inert(pickle._Unpickler):
         found = self._top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in (str, int, Record):
-                _refuse(f"a key that is a {type(key).__name__}")
+                refuse(f"a key that is a {type(key).__name__}")
             found[key] = value
 
     def _top(self, kind: type) -> Any:
         found = self.stack[-1]
-        return found if type(found) is kind else _refuse(f"it puts something into what is no {kind.__name__}")
+        return found if type(found) is kind else refuse(f"it puts something into what is no {kind.__name__}")
 
     dispatch.update({
         pickle.REDUCE[0]: _call, pickle.NEWOBJ[0]: _call, pickle.BUILD[0]: _build,

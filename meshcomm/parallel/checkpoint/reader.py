@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from meshcomm.parallel.checkpoint.files import (
     create_read_items_for_chunk_list,
 )
 from meshcomm.parallel.checkpoint.parts import Path
-from meshcomm.parallel.checkpoint.pickles import Name, Record, read_pickle
+from meshcomm.parallel.checkpoint.pickles import Name, Record, read_pickle, refuse
 from meshcomm.parallel.global_places import Box, Spread, part_of
 
 __all__ = ["Reader"]
@@ -72,34 +71,30 @@ Files = dict[str, dict[MetadataIndex, list[Box]]]
 # ------------------------------------------------------------------------------------------------ the table's values
 
 
-def _odd(what: str) -> Any:
-    raise pickle.UnpicklingError(what)
-
-
 def _fields(value: Any, kind: str) -> dict[str, Any]:
     """What an object of this class would have."""
     if type(value) is not Record or value.name != kind or value.args or type(value.state) not in (dict, type(None)):
         found = value.name if type(value) in (Record, Name) else f"a {type(value).__name__}"
-        _odd(f"{found} is no {kind.rpartition('.')[2]}")
+        refuse(f"{found} is no {kind.rpartition('.')[2]}")
     return value.state or {}
 
 
 def _as(kind: type[T], value: Any, what: str) -> T:
-    return value if type(value) is kind else _odd(f"{what} is a {type(value).__name__}, no {kind.__name__}")
+    return value if type(value) is kind else refuse(f"{what} is a {type(value).__name__}, no {kind.__name__}")
 
 
 def _count(value: Any, what: str) -> int:
     found = _as(int, value, what)
-    return found if 0 <= found <= _MOST else _odd(f"{what} is {found}")
+    return found if 0 <= found <= _MOST else refuse(f"{what} is {found}")
 
 
 def _size(value: Any, what: str) -> tuple[int, ...]:
     """What was a ``torch.Size``."""
     if type(value) is not Record or value.name != "torch.Size" or len(value.args) != 1:
-        _odd(f"{what} is no torch.Size")
+        refuse(f"{what} is no torch.Size")
     found = _as(tuple, value.args[0], what)
     if len(found) > _DIMS:
-        _odd(f"{what} has {len(found)} dims")
+        refuse(f"{what} has {len(found)} dims")
     return tuple([_count(each, what) for each in found])
 
 
@@ -107,7 +102,7 @@ def _dtype(value: Any) -> torch.dtype:
     """That of a tensor's properties; the others have no meaning any more."""
     state = value.state if type(value) is Record and value.name == f"{_METADATA}TensorProperties" else None
     name = state[0].text if type(state) is tuple and state and type(state[0]) is Name else ""
-    return _DTYPES[name] if name in _DTYPES else _odd("a tensor without a dtype")
+    return _DTYPES[name] if name in _DTYPES else refuse("a tensor without a dtype")
 
 
 def _stored(value: Any) -> TensorStorageMetadata:
@@ -115,18 +110,18 @@ def _stored(value: Any) -> TensorStorageMetadata:
     fields = _fields(value, f"{_METADATA}TensorStorageMetadata")
     size, dtype = _size(fields.get("size"), "its size"), _dtype(fields.get("properties"))
     if math.prod(max(length, 1) for length in size) * dtype.itemsize > _MOST:
-        _odd(f"its size is {list(size)}")
+        refuse(f"its size is {list(size)}")
     chunks = []
     for each in _as(list, fields.get("chunks"), "its list of boxes"):
         inner = _fields(each, f"{_METADATA}ChunkStorageMetadata")
         offsets, sizes = _size(inner.get("offsets"), "an offset"), _size(inner.get("sizes"), "the size of a box")
         if len(offsets) != len(size) or len(sizes) != len(size):
-            _odd(f"a box of {len(sizes)} dims in a tensor of {len(size)}")
+            refuse(f"a box of {len(sizes)} dims in a tensor of {len(size)}")
         if any(offset + length > whole for offset, length, whole in zip(offsets, sizes, size, strict=True)):
-            _odd(f"a box of {list(sizes)} at {list(offsets)} in a tensor of {list(size)}")
+            refuse(f"a box of {list(sizes)} at {list(offsets)} in a tensor of {list(size)}")
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     if _overlap(chunks):
-        _odd("boxes that overlap")
+        refuse("boxes that overlap")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
 
 
@@ -156,7 +151,7 @@ def _info(value: Any) -> Info:
     name = _as(str, fields.get("relative_path"), "the name of a file")
     how = fields.get("transform_descriptors") or ()
     if type(how) not in (list, tuple) or not all(type(each) is str for each in how):
-        _odd("how a file is compressed is no list of names")
+        refuse("how a file is compressed is no list of names")
     return Info(name, _count(fields.get("offset"), "an offset"), _count(fields.get("length"), "a length"), how)
 
 
@@ -173,7 +168,7 @@ class Table:
     def __init__(self, data: bytes) -> None:
         value = read_pickle(data, _KNOWN)
         if type(value) is not Record:
-            _odd(f"a {type(value).__name__} is no table of contents")
+            refuse(f"a {type(value).__name__} is no table of contents")
         root = _fields(value, f"{_METADATA}Metadata")
         self._entries = _as(dict, root.get("state_dict_metadata"), "the list of contents")
         paths = root.get("planner_data")
@@ -184,7 +179,7 @@ class Table:
         for index, info in _as(dict, root.get("storage_data"), "the list of places").items():
             place = _place(index)
             if place in self.places:
-                _odd("two places for one part")
+                refuse("two places for one part")
             self.places[place] = _info(info)
         self._known: dict[str, TensorStorageMetadata | None] = {}
 
@@ -202,7 +197,7 @@ def _bytes_of(path: str, limit: int) -> bytes:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-            _odd(f"it is no file, or has more than {limit} bytes")
+            refuse(f"it is no file, or has more than {limit} bytes")
         return file.read()
 
 

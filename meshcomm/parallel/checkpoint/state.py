@@ -77,7 +77,7 @@ class Restoring:
                 continue
             used.add(key)
             p = here.params.get(name)
-            target = Spread.whole(x) if p is None else here.places.get(id(p), Place(p.shape)).of(p)
+            target = Spread.whole(x) if p is None else here.place(p).of(p)
             self._tensor(key, target, wrong)
         odd = [key for key, path in self.reader.paths.items() if root and path[: len(root)] == root and key not in used]
         self._refuse("module", missing, odd, wrong)
@@ -102,10 +102,9 @@ class Restoring:
 
     def _refuse(self, what: str, missing: Sequence[str], odd: Sequence[str], wrong: Sequence[str]) -> None:
         self.unused[what] = set(odd)
-        said = [f"not in the checkpoint: {names(missing[:4])}{_more(missing)}"] if missing else []
-        said += ["; ".join(wrong[:4]) + _more(wrong)] if wrong else []
-        if said:
-            said[len(missing) and 1 :] = [*self._said_of(what, odd), *said[len(missing) and 1 :]]
+        if missing or wrong:
+            said = [f"not in the checkpoint: {names(missing[:4])}{_more(missing)}"] if missing else []
+            said += self._said_of(what, odd) + (["; ".join(wrong[:4]) + _more(wrong)] if wrong else [])
             fail(self.where, f"the checkpoint does not fit the {what}; {'; '.join(said)}.", got=self.reader.folder)
 
     def _said_of(self, what: str, odd: Sequence[str]) -> list[str]:
@@ -157,7 +156,7 @@ class Restoring:
             settings = self._settings(here, groups, group, together[number])
             self._commits.append(lambda group=group, settings=settings: _set(group, settings))  # type: ignore[misc]
             for name, p in zip(ours, group["params"], strict=True):
-                place = here.places.get(id(p), Place(p.shape))
+                place = here.place(p)
                 like = [(tail, key, tail not in scalars) for tail, key in states.pop(name, [])]
                 leaves = [self._state(*each, p, place, settings, wrong) for each in like]
                 self._commits.append(lambda p=p, leaves=leaves: _set_state(optimizer, p, leaves))  # type: ignore[misc]
@@ -195,7 +194,7 @@ class Restoring:
         found: set[Path] = {("step",)}
         for name, entries in states.items():
             p = here.params.get(name)
-            if p is not None and here.places.get(id(p), Place(p.shape)).shape:
+            if p is not None and here.place(p).shape:
                 known = [(tail, self.reader.tensor(key)) for tail, key in entries]
                 found |= {tail for tail, stored in known if stored is not None and not stored.size}
         return found

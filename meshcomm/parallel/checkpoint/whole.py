@@ -24,7 +24,7 @@ from meshcomm.parallel.checkpoint.files import (
     Root,
     Writer,
 )
-from meshcomm.parallel.checkpoint.parts import Entries, Path, collect, plain_problem
+from meshcomm.parallel.checkpoint.parts import Entries, Path, checked_plain, collect
 from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, random_states, set_random_states
 from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_both, merged
@@ -131,10 +131,10 @@ def save(
 
     def found_here() -> Entries:
         found = collect(module, optimizer)
-        ours = {"mesh": list(axis.mesh.shape.items()), "extra": _checked_plain(where, "extra", extra),
+        ours = {"mesh": list(axis.mesh.shape.items()), "extra": checked_plain(where, "extra", extra),
                 "sums": get_crc32_options()}  # fmt: skip
         found.plain.update({(_OURS, key): value for key, value in ours.items()})
-        mine = {"random": random_states(), "extra": _checked_plain(where, "rank_extra", rank_extra)}
+        mine = {"random": random_states(), "extra": checked_plain(where, "rank_extra", rank_extra)}
         found.plain[_OURS, "rank", str(axis.index)] = mine
         return found
 
@@ -284,13 +284,6 @@ def _checked_path(where: str, path: object) -> str:
     if not isinstance(given, str) or not given or "\0" in given:
         fail(where, f"path={path!r} is no path.", fix="a folder, as a string or a pathlib.Path")
     return os.path.abspath(given)
-
-
-def _checked_plain(where: str, name: str, value: Any) -> Any:
-    problem = plain_problem(value, name)
-    if problem:
-        fail(where, problem, fix="loading runs no code, so only plain data is saved")
-    return value
 
 
 def _checked_room(where: str, root: Root, step: int | None) -> None:
