@@ -30,7 +30,7 @@ from meshcomm.runtime.words import (
     sentence,
 )
 
-__all__ = ["AxisAt", "Call", "Post", "Said", "Want", "for_later", "gradients_agree", "messages_of", "told"]
+__all__ = ["AxisAt", "Call", "Post", "Want", "for_later", "gradients_agree", "messages_of", "told"]
 
 _RUNS = 250
 """The most runs of an all_to_all that are compared."""
@@ -211,20 +211,3 @@ def messages_of(posts: Sequence[Post], wants: Sequence[Want]) -> tuple[Sequence[
     return [(dst, tag, x.dtype, tuple(x.shape)) for x, dst, tag in posts], [
         (src, tag, dtype, shape) for src, shape, dtype, tag, _ in wants
     ]
-
-
-class Said(NamedTuple):
-    """A call in numbers, which are equal on all ranks that call the same."""
-
-    digest: tuple[int, int]
-    gradient: int
-    words: bytes
-
-    @staticmethod
-    def of(call: Call) -> Said:
-        """This one."""
-        return Said(call.digest, call.gradient, call.words.write())
-
-    def agrees(self, digest: tuple[int, int], gradient: int) -> bool:
-        """Whether another rank has called the same."""
-        return self.digest == digest and gradients_agree(self.gradient, gradient)

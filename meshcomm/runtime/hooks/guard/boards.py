@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from meshcomm.runtime.call import Said
+from meshcomm.runtime.call import Call, gradients_agree
 from meshcomm.runtime.hooks.guard.store import the_store
 from meshcomm.runtime.process.memory import NOTES, Neighbour, arena
 from meshcomm.runtime.words import Words
@@ -56,13 +56,13 @@ class Entry(NamedTuple):
         return Words.read(self.data)
 
     @staticmethod
-    def of(said: Said, errors: int, state: int = MADE, why: str = "") -> Entry:
-        """A call that is made now."""
-        return Entry(state, said.digest, said.gradient, said.words, errors, why)
+    def of(call: Call) -> Entry:
+        """Of a call that is made."""
+        return Entry(MADE, call.digest, call.gradient, call.words.write())
 
-    def agrees(self, said: Said, errors: int) -> bool:
+    def agrees(self, other: Entry) -> bool:
         """Whether it is the same call."""
-        return said.agrees(self.digest, self.gradient) and self.errors == errors
+        return self.digest == other.digest and gradients_agree(self.gradient, other.gradient)
 
 
 class Board(Protocol):

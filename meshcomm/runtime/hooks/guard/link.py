@@ -12,10 +12,10 @@ import weakref
 from typing import Any
 
 from meshcomm.errors import CommError, described, text
-from meshcomm.runtime.call import Call, Said
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.health.attendance import all_here
-from meshcomm.runtime.hooks.guard.boards import Board, Group
+from meshcomm.runtime.hooks.guard.boards import Board, Entry, Group
 from meshcomm.runtime.hooks.guard.guard import LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.stack import Hook, Running
@@ -115,14 +115,14 @@ class Room:
         call = what.call.here(moved=what.key, send=send, recv=recv)
         return call, (*call._replace(axis=None), getattr(what.call.axis, "key", None))
 
-    def put(self, what: Running, call: Call) -> Said:
+    def put(self, what: Running, call: Call) -> Entry:
         """Into words, and into numbers."""
         self.guard.places = getattr(what.call.axis, "places", dict)()
-        said, x = Said.of(call), what.like
+        said, x = Entry.of(call), what.like
         if x is None or x.is_cpu:
             return said
         words = call.words
-        return said._replace(words=words._replace(call=f"{words.call} on {x.device.type}").write())
+        return said._replace(data=words._replace(call=f"{words.call} on {x.device.type}").write())
 
     # ---------------------------------------------------------------------------------------------- numbers
 

@@ -161,7 +161,7 @@ class MailRoom(Room):
             key, found = (repr(key),), None
         if found is None:
             said = self.put(what, call)
-            found = self.mail.lexicon.learn(key, 0, said.digest[0], said.words)
+            found = self.mail.lexicon.learn(key, 0, said.digest[0], said.data)
         return found
 
     def words_of(self, meaning: Meaning) -> Words:

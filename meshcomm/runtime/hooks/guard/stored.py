@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from meshcomm.errors import CommError, described
-from meshcomm.runtime.call import Said
 from meshcomm.runtime.hooks.guard.boards import (
     EXPIRED,
     GAVE_UP,
@@ -77,10 +76,10 @@ class StoreRoom(Room):
         super().__init__(index, guard, group, StoreBoard(group, index), timeout)
         self._number = 0
         self._lock = threading.Lock()
-        self._words: dict[Any, Said] = {}
+        self._words: dict[Any, Entry] = {}
         self._queue: Queue | None = None
 
-    def said(self, what: Running) -> Said:
+    def said(self, what: Running) -> Entry:
         """Of this call; the same call at the same place in the program is put into words once."""
         call, key = self.seen(what)
         try:
@@ -122,7 +121,7 @@ class StoreRoom(Room):
         """Whether no earlier call waits for the others' agreement."""
         return self._queue is None or self._queue.idle
 
-    def later(self, said: Said, what: Running) -> _Deferred:
+    def later(self, said: Entry, what: Running) -> _Deferred:
         """Agree and begin when those before have."""
         if self._queue is None:
             self._queue = Queue()
@@ -183,7 +182,7 @@ class _StoreMeeting(Meeting):
 
     room: StoreRoom
 
-    def __init__(self, room: StoreRoom, turn: tuple[int, int], said: Said, what: Running) -> None:
+    def __init__(self, room: StoreRoom, turn: tuple[int, int], said: Entry, what: Running) -> None:
         super().__init__(room, *turn)
         self.said, self.what = said, what
         self._missing = list(room.others)
@@ -193,7 +192,7 @@ class _StoreMeeting(Meeting):
     @property
     def words(self) -> Words:
         """The call."""
-        return Words.read(self.said.words)
+        return self.said.words
 
     @property
     def missing(self) -> list[int]:
@@ -202,11 +201,11 @@ class _StoreMeeting(Meeting):
 
     def write(self, state: int, why: str = "") -> None:
         """In this rank's entry."""
-        self.room.board.post(self.number, Entry.of(self.said, self.errors, state, why))
+        self.room.board.post(self.number, self.said._replace(state=state, errors=self.errors, why=why))
 
     def agrees(self, entry: Entry) -> bool:
         """By the digest at the store."""
-        return self.said.agrees(entry.digest, entry.gradient)
+        return self.said.agrees(entry)
 
     def wait_for_all(self, long: Callable[[], None], limit: Limit | None) -> None:
         """Look, give way, sleep; when that is long, tell, and see whether there is hope, or ``limit`` says to stop."""
@@ -260,7 +259,7 @@ class _StoreMeeting(Meeting):
 
     def _compare(self, index: int, entry: Entry) -> None:
         self.found[index] = entry
-        if not entry.agrees(self.said, self.errors) or entry.state in (GAVE_UP, REFUSED, EXPIRED):
+        if not self.agrees(entry) or entry.errors != self.errors or entry.state in (GAVE_UP, REFUSED, EXPIRED):
             self.differ()
 
     def _check_lengths(self) -> None:
