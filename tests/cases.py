@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from oracle import Oracle
 from torch import Tensor
 
 import meshcomm as mc
 
-__all__ = ["BY_NAME", "CASES", "MESHES", "Case", "grid", "seeded"]
+__all__ = ["BY_NAME", "CASES", "MESHES", "SHARES", "Case", "grid", "seeded"]
 
 MESHES = [(1,), (2,), (4,), (2, 2), (2, 4), (2, 2, 2)]
 
@@ -193,3 +194,10 @@ CASES = [
 
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES)
+
+SHARES = [
+    pytest.param([case.name for case in CASES[at::2]], marks=pytest.mark.thorough if at else [], id=f"share{at}")
+    for at in range(2)
+]
+"""Their names in two shares, for tests that take long: `make test` has the first one, with every operation."""
+assert {case.op for case in CASES[::2]} == {case.op for case in CASES}

@@ -4,6 +4,7 @@ which tests run one after the other where pytest-xdist spreads them over workers
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -127,19 +128,28 @@ def meshes_made() -> list[tuple[str, int]]:
     return sorted((repr(kind), count) for made in groups._meshes.values() for kind, count in made.items())
 
 
+def and_meshes_made(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, int]]]:
+    """Its result and the meshes."""
+    return fn(*args, **kwargs), meshes_made()
+
+
 class Pool(WorkerPool):
     """New workers after a program whose ranks have not made the same meshes: a mesh is known by how many of its kind
     were made before, which would differ from then on.
     """
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        task = workers._pack(fn, args, kwargs, functools.partial(and_meshes_made, fn))
+        made = None
         try:
-            return super().run(fn, *args, **kwargs)
+            told = self.do(task, workers._name(fn), workers._POOL_PROMPT)
+            made = [meshes for _, meshes in told]
+            return [result for result, _ in told]
         finally:
-            if self._crews:
+            if made is None and self._crews:  # ranks have failed
                 made = super().run(meshes_made)
-                if any(each != made[0] for each in made):
-                    self.close()
+            if made is not None and any(each != made[0] for each in made):
+                self.close()
 
 
 @pytest.fixture(scope="session")

@@ -343,6 +343,7 @@ def specs_that_do_not_fit() -> None:
         compiled(fn)(torch.ones(4, 4))
 
 
+@pytest.mark.thorough
 def test_specs_that_do_not_fit_while_compiling(pool4: Any) -> None:
     pool4.run(specs_that_do_not_fit)
 

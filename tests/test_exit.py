@@ -122,7 +122,7 @@ while not os.path.exists(meeting + "-left"):
 
 FAILING = ["fails-while-its-peer-waits", "its-peer-never-joins"]
 UNUSUAL = ["groups-held", "adopted", "initialised-twice", "a-world-of-one", "a-fork"]
-BRIEFLY = ["adopted", "a-fork"]
+BRIEFLY = ["adopted"]
 """What `make test` has of the unusual ones."""
 
 

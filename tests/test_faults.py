@@ -82,7 +82,6 @@ LOST: list[tuple[str, str, str, int]] = [
 """The transport, the fault, when, and which of three ranks: the others are told at once."""
 BRIEFLY = [
     ("shared", "SIGKILL", "in backward", 1),
-    ("gloo", "raise", "before", 2),
     ("shared guarded", "return", "before", 2),
 ]
 """What `make test` has of them."""

@@ -135,13 +135,13 @@ def test_valid_on_processes(pool4: WorkerPool, program: Program) -> None:
     right(program, pool4.run(on_rank, program.light()))
 
 
-@examples(15, processes=True)
+@examples(8, processes=True)
 @given(program=programs(FOUR))
 def test_valid_under_guard(guarded4: WorkerPool, program: Program) -> None:
     right(program, guarded4.run(on_rank, program.light()))
 
 
-@examples(12, processes=True)
+@examples(8, processes=True)
 @given(example=broken_programs(FOUR))
 def test_broken_under_guard(guarded4: WorkerPool, example: tuple[Program, Break]) -> None:
     program, broken = example

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import BY_NAME, CASES, Case, grid, seeded
+from cases import BY_NAME, CASES, SHARES, Case, grid, seeded
 from oracle import Oracle, distinct
 from torch import Tensor
 from torch.testing import assert_close
@@ -22,7 +22,7 @@ LINEAR = [case for case in DIFFERENTIABLE if case.linear]
 PLACES: list[tuple[tuple[int, ...], Any]] = [
     ((1,), "a"), ((4,), "a"), ((2, 4), ("b", "a")), ((2, 2, 2), ("c", "a")),
 ]  # fmt: skip
-ON_POOL = [((2, 2), "b"), ((2, 2), ("b", "a"))]
+ON_POOL = [pytest.param(((2, 2), "b"), marks=pytest.mark.thorough), ((2, 2), ("b", "a"))]
 
 
 def place_id(value: tuple[tuple[int, ...], Any]) -> str:
@@ -85,14 +85,16 @@ def test_adjoint_identity(case: Case, place: tuple[tuple[int, ...], Any]) -> Non
     mc.launch(both_dtypes, ranks=ranks_of(place), args=(case.name, place))
 
 
-def all_both_ways(place: tuple[tuple[int, ...], Any]) -> None:
+def all_both_ways(place: tuple[tuple[int, ...], Any], names: list[str]) -> None:
     for case in LINEAR:
-        both_dtypes(case.name, place)
+        if case.name in names:
+            both_dtypes(case.name, place)
 
 
+@pytest.mark.parametrize("names", SHARES)
 @pytest.mark.parametrize("place", ON_POOL, ids=place_id)
-def test_adjoint_identity_on_processes(pool4: Any, place: tuple[tuple[int, ...], Any]) -> None:
-    pool4.run(all_both_ways, place)
+def test_adjoint_identity_on_processes(pool4: Any, place: tuple[tuple[int, ...], Any], names: list[str]) -> None:
+    pool4.run(all_both_ways, place, names)
 
 
 # ---------------------------------------------------------------------------------- derivatives of three orders
@@ -165,14 +167,16 @@ def test_three_derivatives_of_complex(run4: Callable[..., list[Any]], name: str)
     run4(orders, name, ((2, 2), ("b", "a")), torch.complex128)
 
 
-def all_orders(place: tuple[tuple[int, ...], Any]) -> None:
+def all_orders(place: tuple[tuple[int, ...], Any], names: list[str]) -> None:
     for case in DIFFERENTIABLE:
-        orders(case.name, place, torch.float64)
+        if case.name in names:
+            orders(case.name, place, torch.float64)
 
 
+@pytest.mark.parametrize("names", SHARES)
 @pytest.mark.parametrize("place", ON_POOL, ids=place_id)
-def test_three_derivatives_on_processes(pool4: Any, place: tuple[tuple[int, ...], Any]) -> None:
-    pool4.run(all_orders, place)
+def test_three_derivatives_on_processes(pool4: Any, place: tuple[tuple[int, ...], Any], names: list[str]) -> None:
+    pool4.run(all_orders, place, names)
 
 
 # ------------------------------------------------------------------------------------------- factors of reductions

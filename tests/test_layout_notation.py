@@ -845,6 +845,7 @@ def test_dtensors_need_process_groups() -> None:
 # ----------------------------------------------------------------------------------------------------------- import
 
 
+@pytest.mark.thorough
 def test_the_module_of_dtensor_is_imported_when_asked_for() -> None:
     program = """if True:
         import sys

@@ -198,6 +198,7 @@ def many_under_way() -> None:
         assert works[number].wait().tolist() == [2.0 * number, 1.0]
 
 
+@pytest.mark.thorough
 def test_more_works_under_way_than_a_mailbox_has_entries(pool4: Any) -> None:
     pool4.run(many_under_way)
 

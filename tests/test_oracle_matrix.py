@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL, BY_NAME, CASES, MESHES, Case, grid, seeded
+from cases import ALL, BY_NAME, CASES, MESHES, SHARES, Case, grid, seeded
 from oracle import Oracle, axis_choices
 from torch import Tensor
 from torch.testing import assert_close
@@ -74,7 +74,7 @@ def test_every_reduction_has_a_case() -> None:
     assert reduced == {op for op in REDUCE_OPS if not op.startswith("exact ")}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_values(shape: tuple[int, ...], case: Case) -> None:
@@ -82,9 +82,10 @@ def test_values(shape: tuple[int, ...], case: Case) -> None:
     mc.launch(check_dtypes, ranks=math.prod(shape), args=(shape, [*axis_choices(grid(shape)), ("a",)], [case.name], ()))
 
 
+@pytest.mark.parametrize("names", SHARES)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
-def test_values_on_processes(pool4: Any, shape: tuple[int, ...]) -> None:
-    pool4.run(check_dtypes, shape, axis_choices(grid(shape)), [case.name for case in CASES], ())
+def test_values_on_processes(pool4: Any, shape: tuple[int, ...], names: list[str]) -> None:
+    pool4.run(check_dtypes, shape, axis_choices(grid(shape)), names, ())
 
 
 @pytest.mark.one_in(2)

@@ -144,9 +144,9 @@ def on_mesh(axes: dict[str, int]) -> tuple[list[tuple[float, float]], dict[str, 
 @pytest.mark.parametrize(
     "axes",
     [
-        {"dp": 2}, {"fsdp": 4}, pytest.param({"replica": 2, "fsdp": 2}, marks=pytest.mark.thorough), {"dp": 2, "tp": 2},
-        {"fsdp": 2, "tp": 2}, {"replica": 2, "fsdp": 2, "tp": 2},
-        pytest.param({"tp": 2, "fsdp": 4}, marks=pytest.mark.thorough),
+        {"dp": 2}, {"fsdp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "fsdp": 2, "tp": 2},
+        *(pytest.param(axes, marks=pytest.mark.thorough)
+          for axes in ({"replica": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2}, {"tp": 2, "fsdp": 4})),
     ],
     ids=lambda axes: " x ".join(f"{name}={size}" for name, size in axes.items()),
 )  # fmt: skip

@@ -322,7 +322,7 @@ def some_programs(shape: tuple[int, ...]) -> None:
         one_tangent(seed, shape)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.thorough), (2, 2)], ids=str)
 def test_programs_on_processes(pool4: Any, shape: tuple[int, ...]) -> None:
     pool4.run(some_programs, shape)
 

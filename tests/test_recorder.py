@@ -253,6 +253,7 @@ OTHERS = """
 """
 
 
+@pytest.mark.thorough
 def test_handlers_of_the_program_stay(tmp_path: Path) -> None:
     """Whose ever they are; the folder without the variable is one that is printed, and nobody else's."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

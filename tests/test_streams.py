@@ -185,6 +185,7 @@ def compare(found: list[Any], sequence: bool) -> None:
 HOW = ["", "block", "block, reentrant", "core", "core, reentrant", "both"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("how", HOW)
 def test_what_is_dropped(how: str, sequence: bool) -> None:

@@ -190,7 +190,9 @@ def given_up_over_gloo(late: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("late", [0, 1, 3])
+@pytest.mark.parametrize(
+    "late", [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(3, marks=pytest.mark.thorough)]
+)
 def test_calls_that_are_given_up_over_gloo(gloo4: Any, late: int) -> None:
     counts = gloo4.run(given_up_over_gloo, late)
     assert counts.pop(late) == [0, 0]

@@ -287,7 +287,7 @@ def every(check: str) -> None:
         EACH[check](Setting(name, "b"))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("check", EACH)
 def test_transform(check: str, name: str) -> None:
@@ -297,7 +297,7 @@ def test_transform(check: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [pytest.param(each, marks=pytest.mark.thorough if at % 3 else []) for at, each in enumerate(EACH)]
+    "check", [pytest.param(each, marks=pytest.mark.thorough if at % 6 else []) for at, each in enumerate(EACH)]
 )
 def test_transform_on_processes(pool4: Any, check: str) -> None:
     pool4.run(every, check)

@@ -159,13 +159,14 @@ def all_right(name: str, version: str) -> None:
         compare(name, mine, version in TWICE and not BY_NAME[name].once)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_are_those_of_the_whole(name: str, version: str) -> None:
     all_right(name, version)
 
 
+@pytest.mark.one_in(3, alike=True)
 @pytest.mark.parametrize("name", IN_NEED)
 def test_unchecked_they_are_wrong_without_pvary(name: str) -> None:
     """Or else the programs would prove nothing."""
@@ -205,6 +206,7 @@ ONE_WEIGHT_IN_PARTS = {"multi_query_attention"}
 """Programs whose expert makes a pvary of each part of a weight."""
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("name", NAMES)
 def test_inserted_are_as_many_as_an_expert_writes(name: str) -> None:
     """As the expert's with a pvary per tensor. A pvary of a tree puts tensors into buckets, which the checker does not:

@@ -233,7 +233,7 @@ def dropped(kind: str, elements: int) -> list[tuple[str, int, str, str]]:
     return [(Path(each.filename).name, each.lineno, each.category.__name__, str(each.message)) for each in caught]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("elements", [3, BIG], ids=["small", "large"])
 @pytest.mark.parametrize("kind", ["dropped", "looked at", "followed", "in a tree"])
 def test_one_dropped_warns_with_the_line_that_made_it(run4: Run4, kind: str, elements: int) -> None:

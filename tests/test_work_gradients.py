@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case, grid
+from cases import BY_NAME, SHARES, Case, grid
 from oracle import Oracle
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -57,8 +57,9 @@ def same_gradients(names: list[str], shape: tuple[int, ...], axis: Any, as_tree:
         equal(gradients(later, x), gradients(now, x), f"{case.name} over {axis!r} of {dtype} on rank {mesh.rank}")
 
 
-def test_gradients(run4: Run4) -> None:
-    run4(same_gradients, [case.name for case in CASES if F32 in case.dtypes], (4,), "a", False, F32)
+@pytest.mark.parametrize("names", SHARES)
+def test_gradients(run4: Run4, names: list[str]) -> None:
+    run4(same_gradients, [name for name in names if F32 in BY_NAME[name].dtypes], (4,), "a", False, F32)
 
 
 def test_gradients_of_half_precision(run4: Run4) -> None:
@@ -167,11 +168,11 @@ def test_wait_in_another_grad_mode_of_large_tensors(run4: Run4) -> None:
     run4(other_modes, True)
 
 
-def changed_and_dropped() -> None:
+def changed_and_dropped(names: list[str]) -> None:
     """x is changed in place at once, then nobody holds it, and its memory is given to others."""
     mesh, oracle = mesh4(), Oracle(grid((4,)))
     begun = []
-    for case in CASES:
+    for case in [BY_NAME[name] for name in names]:
         if case.op == "pvary" or F32 not in case.dtypes:  # the result of pvary is x
             continue
         leaf = input_of(case, oracle, "a", F32, mesh.rank).requires_grad_()
@@ -199,8 +200,9 @@ def changed_and_dropped() -> None:
     del junk
 
 
-def test_x_may_be_changed_and_dropped_meanwhile(run4: Run4) -> None:
-    run4(changed_and_dropped)
+@pytest.mark.parametrize("names", SHARES)
+def test_x_may_be_changed_and_dropped_meanwhile(run4: Run4, names: list[str]) -> None:
+    run4(changed_and_dropped, names)
 
 
 def changed_without_gradient() -> None:
@@ -307,6 +309,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.one_in(2, alike=True)
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
 def test_gradients_whatever_is_waited_for_first(run4: Run4, orders: list[list[int]]) -> None:
     run4(in_an_order, orders, "waited")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case, grid
+from cases import BY_NAME, CASES, SHARES, Case, grid
 from oracle import Oracle
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -37,12 +37,12 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def same_values(shape: tuple[int, ...], axes: list[Any], form: str) -> None:
+def same_values(shape: tuple[int, ...], axes: list[Any], form: str, names: Any = tuple(BY_NAME)) -> None:
     """Everything at once under way, and waited in an order of this rank's own."""
     mesh, oracle = mc.make_mesh(grid(shape)), Oracle(grid(shape))
     begun = []
     for axis in axes:
-        for case in CASES:
+        for case in [BY_NAME[name] for name in names]:
             for dtype in case.dtypes:
                 if form == "conjugated" and not dtype.is_complex:
                     continue
@@ -68,8 +68,9 @@ def test_values(run4: Run4, form: str) -> None:
     run4(same_values, (4,), ["a"], form)
 
 
-def test_values_over_pairs_and_tuples(run4: Run4) -> None:
-    run4(same_values, (2, 2), ["a", "b", ("b", "a")], "dense")
+@pytest.mark.parametrize("names", SHARES)
+def test_values_over_pairs_and_tuples(run4: Run4, names: list[str]) -> None:
+    run4(same_values, (2, 2), ["a", "b", ("b", "a")], "dense", names)
 
 
 def test_values_on_an_axis_of_one() -> None:
@@ -311,6 +312,7 @@ def same_trees(cases: list[str], bucket_mb: float) -> None:
         equal(work.wait(), expected, f"{name} on rank {mesh.rank}")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bucket_mb", [25, 1e-5], ids=["in few buckets", "each leaf alone"])
 def test_trees(run4: Run4, bucket_mb: float) -> None:
     run4(same_trees, [case.name for case in CASES if not ragged(case)], bucket_mb)
