@@ -27,7 +27,7 @@ from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.recipe import Move, Recipe, gathers, recipe_of, varies
 from meshcomm.layout.reshard import take
 from meshcomm.layout.search import Step
-from meshcomm.mesh import AxisName, Mesh, mesh_with_key
+from meshcomm.mesh import Mesh, mesh_with_key
 from meshcomm.runtime.ops import Op
 
 __all__ = ["einsum"]
@@ -103,9 +103,9 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
         else:
             y = _product(parts, [move.names for move in recipe.moves], recipe.product)
     for dim, axes in scattered:
-        y = reduce_scatter(y, _axis(axes), dim, mesh=here)
+        y = reduce_scatter(y, axes, dim, mesh=here)
     if recipe.reduced:
-        y = all_reduce(y, _axis(recipe.reduced), mesh=here)
+        y = all_reduce(y, recipe.reduced, mesh=here)
     y = take(y, recipe.steps, here)
     for place in recipe.ones:
         y = y.unsqueeze(place)
@@ -151,30 +151,26 @@ def _dressed(bare: Any) -> Recipe:
     return Recipe(tuple(dressed), product, scattered, reduced, tuple(Step(*step) for step in steps), ones)
 
 
-def _axis(axes: tuple[str, ...]) -> AxisName:
-    return axes[0] if len(axes) == 1 else axes
-
-
 def _moved(x: Tensor, move: Move, mesh: Mesh) -> Tensor:
     if not (move.alone or move.steps):
-        return pvary(x, _axis(move.varied), mesh=mesh) if move.varied else x
+        return pvary(x, move.varied, mesh=mesh) if move.varied else x
     if move.alone:
         x = x.sum(move.alone, dtype=x.dtype)
         if move.alone_axes:
-            x = all_reduce(x, _axis(move.alone_axes), mesh=mesh)
+            x = all_reduce(x, move.alone_axes, mesh=mesh)
     varied = tuple(
         axis for axis in move.varied if not any(gathers(step, axis, move, at) for at, step in enumerate(move.steps))
     )
     due = _smallest(move, mesh) if not any(axis in step.axes for step in move.steps for axis in varied) else None
     for at, step in enumerate(move.steps):
         if varied and at == due:
-            x = pvary(x, _axis(varied), mesh=mesh)
+            x = pvary(x, varied, mesh=mesh)
         # What is gathered to be used in another way by each rank: its gradient is summed where it is scattered.
         if step.op == "all_gather_invariant" and varies(step.axes, move, at):
-            x = all_gather(x, _axis(step.axes), step.dim, mesh=mesh)
+            x = all_gather(x, step.axes, step.dim, mesh=mesh)
         else:
             x = take(x, [step], mesh)
-    return pvary(x, _axis(varied), mesh=mesh) if varied and due in (None, len(move.steps)) else x
+    return pvary(x, varied, mesh=mesh) if varied and due in (None, len(move.steps)) else x
 
 
 def _smallest(move: Move, mesh: Mesh) -> int:
@@ -239,7 +235,7 @@ def _gathered_once(recipe: Recipe) -> int | None:
 def _gathered_in_a_ring(operands: Sequence[Tensor], recipe: Recipe, number: int, mesh: Mesh) -> Tensor:
     """The product with an operand of which each rank has a piece: the pieces go round."""
     step = recipe.moves[number].steps[0]
-    axis = mesh.axis(_axis(step.axes), "einsum")
+    axis = mesh.axis(step.axes, "einsum")
     moves = list(recipe.moves)
     varied = tuple(each for each in moves[number].varied if each not in step.axes)
     moves[number] = moves[number]._replace(steps=(), varied=varied)
@@ -267,7 +263,7 @@ def _gathered_in_a_ring(operands: Sequence[Tensor], recipe: Recipe, number: int,
 def _scattered_in_a_ring(parts: Sequence[Tensor], recipe: Recipe, mesh: Mesh) -> Tensor:
     """The sums of all ranks' products, each rank's own piece of them: sums go round and grow."""
     ((dim, axes),) = recipe.scattered
-    axis = mesh.axis(_axis(axes), "einsum")
+    axis = mesh.axis(axes, "einsum")
     inputs, index = [move.names for move in recipe.moves], recipe.product[dim]
     whole = next(part.shape[dims.index(index)] for part, dims in zip(parts, inputs, strict=True) if index in dims)
     length = whole // axis.size

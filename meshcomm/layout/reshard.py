@@ -118,14 +118,13 @@ def take(x: Tensor, steps: Sequence[Step], mesh: Mesh) -> Tensor:
 
 def _taken(x: Tensor, step: Step, mesh: Mesh, async_op: Any) -> Any:
     op, axes, dim, to, perm, elements, _ = step
-    axis = axes[0] if len(axes) == 1 else axes
     if op == "shard":
-        return shard(x, axis, dim, mesh=mesh)
+        return shard(x, axes, dim, mesh=mesh)
     if op == "all_gather_invariant":
-        return all_gather_invariant(x, axis, dim, mesh=mesh, async_op=async_op)
+        return all_gather_invariant(x, axes, dim, mesh=mesh, async_op=async_op)
     if op == "all_to_all":
-        return all_to_all(x, axis, to, dim, mesh=mesh, async_op=async_op)
-    return permute(x, axis, perm, mesh=mesh, async_op=async_op) if elements else x
+        return all_to_all(x, axes, to, dim, mesh=mesh, async_op=async_op)
+    return permute(x, axes, perm, mesh=mesh, async_op=async_op) if elements else x
 
 
 # ------------------------------------------------------------------------------------------------------------- later
