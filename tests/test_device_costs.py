@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm import _torch, _torch_autograd
+from meshcomm.collectives import overlap
 from meshcomm.parallel import data_parallel, fully_shard, no_sync, reduce_gradients
 from meshcomm.parallel.fsdp import offload
 from meshcomm.parallel.fsdp.groups import Group
@@ -260,6 +262,17 @@ def test_leaves_without_a_gradient_cost_one_wait_in_all(gloo4: Any, mixed: bool)
     assert gloo4.run(reads_of_missing, 0, mixed) == [[0, 0]] * 4
     for missing in (2, 6):
         assert gloo4.run(reads_of_missing, missing, mixed) == [[0, 1]] * 4
+
+
+def test_what_is_made_in_a_capture_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there when the graph has run, and not before."""
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(overlap, "_kept_flags", functools.lru_cache(lambda *args: made.append(args)))
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        for _ in range(2):
+            overlap._flags(True, 3, torch.float32, torch.device("cuda", 0))
+    assert len(made) == 3
 
 
 # ---------------------------------------------------------------------------------------------------- maxima of floats

@@ -250,9 +250,16 @@ class _Sums:
         self.axis.link.orders[self._key] = order
 
 
-@lru_cache(1000)
 def _flags(there: bool, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """That many leaves with a gradient, or without: what is made of numbers of the host's would wait for a device."""
+    """That many leaves with a gradient, or without: what is made of numbers of the host's would wait for a device. What
+    is made while a graph of a device's is captured is there when that has run, and is not kept.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return (_kept_flags.__wrapped__ if capturing else _kept_flags)(there, count, dtype, device)
+
+
+@lru_cache(1000)
+def _kept_flags(there: bool, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
         return torch.full((count,), float(there), dtype=dtype, device=device)
 
