@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import CASES, grid
@@ -17,9 +19,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
-from meshcomm.runtime import groups
+from meshcomm.collectives import overlap
+from meshcomm.runtime import groups, recorder
 from meshcomm.runtime.call import for_later
 from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.process import accelerator
 
 _ON_CPU: list[torch.dtype] = []
 
@@ -295,3 +299,94 @@ def recomputed() -> str:
             found.append(x.grad.cpu())
         assert_close(found[1], found[0])
     return mesh.device.type
+
+
+def axis_of_one() -> Any:
+    """An axis of one rank whose link is really asked."""
+    axis = copy.copy(mc.make_mesh({"a": 1}).axis("a"))
+    axis.link = link_of_one(axis.mesh)
+    return axis
+
+
+def tree_on_two_devices() -> str:
+    """pvary of leaves on the CPU and on the device, in two threads of autograd's; the first pass finds out the order."""
+    mc.init()
+    axis = axis_of_one()
+    places = [torch.device("cpu"), axis.mesh.device] * 4
+    leaves = [torch.full((64, 64), 0.01 * (i + 1)).to(place).requires_grad_() for i, place in enumerate(places)]
+    for _ in range(10):
+        varied = overlap.vary_tree(leaves, axis, 1e-3)
+        total = torch.stack([(x.sin().sum() * (i + 1)).cpu() for i, x in enumerate(varied)]).sum()
+        for i, (x, g) in enumerate(zip(leaves, torch.autograd.grad(total, leaves), strict=True)):
+            assert g.device == x.device
+            assert_close(g, x.detach().cos() * (i + 1))
+    return str(axis.mesh.device.type)
+
+
+def on_several_streams() -> str:
+    """Works begun on one stream and waited for on another; their memory is given away meanwhile."""
+    mc.init()
+    axis = axis_of_one()
+    link, where = axis.link, axis.mesh.device
+    x = torch.ones(1 << 20, device=where)
+    link.all_reduce(x, "sum")
+    others = [torch.Stream(where) for _ in range(3)] if where.type == "cuda" else [None] * 3
+    for number in range(20):
+        with for_later():
+            work = link.all_reduce(x * number, "sum")
+        with accelerator.on(others[number % 3]):
+            y = work.wait(None) if isinstance(work, Pending) else work
+            del work
+            for _ in range(20):
+                y = y + 1
+            total = y.sum()
+        del y
+        spoiled = [torch.full((1 << 20,), -1.0, device=where) for _ in range(4)]
+        del spoiled
+        with accelerator.on(others[number % 3]):
+            assert total.item() == (number + 20) * (1 << 20)
+    return str(where.type)
+
+
+def queued_on_the_device() -> str:
+    """What the device has not come through is queued; its own backlog is nobody's lateness."""
+    mc.init()
+    axis = axis_of_one()
+    link, where = axis.link, axis.mesh.device
+    x = torch.ones(1000, device=where)
+    link.all_reduce(x, "sum")
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(2e9))  # about a second
+    link.all_reduce(x, "sum")
+    state = recorder.state_of(link.log.last)
+    with for_later():
+        work = link.all_reduce(x, "max")
+    assert state == ("queued" if where.type == "cuda" else "completed")
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(2e9))
+        with for_later():
+            late = link.all_reduce(x, "sum")
+        assert_close(late.wait(0.2), x)  # though the device comes to it after a second
+    assert_close(work.wait(None) if isinstance(work, Pending) else work, x)
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+    assert all(recorder.state_of(record) == "completed" for record in link.log.records if record[recorder.THREAD])
+    return str(where.type)
+
+
+def given_up() -> str:
+    """A backend that is ended refuses what comes after, and the device goes on. To be the last one in its process."""
+    mc.init()
+    axis = axis_of_one()
+    link, where = axis.link, axis.mesh.device
+    x = torch.ones(1000, device=where)
+    link.all_reduce(x, "sum")
+    if where.type == "cuda":
+        link.end_backend("all_reduce", where)
+        for call in (lambda: link.all_reduce(x, "sum"), lambda: link.all_gather(x), lambda: link.broadcast(x, 0)):
+            with pytest.raises(mc.CommError, match="was given up"):
+                call()
+    assert x.sum().item() == 1000
+    return str(where.type)

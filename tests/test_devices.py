@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import toy_device
 
 import meshcomm as mc
+from meshcomm.collectives import overlap
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.transports import detour
@@ -255,3 +256,38 @@ def test_what_backward_calls_again_on_autograds_thread_is_as_on_the_cpu(tmp_path
         for on_cpu, on_device in found:
             assert on_cpu == on_device
             assert any(on_cpu)
+
+
+def tree_on_two_devices(folder: str) -> list[Any]:
+    """Gradients of leaves on the CPU come on one thread, those of leaves on the device on another one."""
+    toy_device.register(backend=False)
+    rank = rejoined(folder, "gloo", backend="gloo")
+    mesh = mc.make_mesh({"a": 2})
+    threads: set[int] = set()
+    real = overlap._Sums.ready
+
+    def ready(self: Any, *args: Any) -> None:
+        threads.add(threading.get_ident())
+        real(self, *args)
+
+    overlap._Sums.ready = ready  # type: ignore[method-assign]
+    found = []
+    for other in ("cpu", "toy"):
+        start = [torch.full((8,), 0.1 * (i + 1)).requires_grad_() for i in range(8)]
+        rows = []
+        for _ in range(6):
+            leaves = [x.to(other) if i % 2 else x for i, x in enumerate(start)]
+            varied = mc.pvary(leaves, "a", mesh=mesh, bucket_mb=1e-5)
+            total = torch.stack([(x.to("cpu") * (i + 1 + rank)).sum() for i, x in enumerate(varied)]).sum()
+            rows.append([g.tolist() for g in torch.autograd.grad(total, start)])
+        found.append(rows)
+    return [*found, len(threads)]
+
+
+@needs_toy
+def test_pvary_of_leaves_on_two_devices(tmp_path: Any) -> None:
+    for on_cpu, on_both, threads in mc.launch(
+        tree_on_two_devices, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=280
+    ):
+        assert threads == 2
+        assert on_cpu == on_both == [[[2.0 * (i + 1) + 1] * 8 for i in range(8)]] * 6

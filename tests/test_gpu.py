@@ -86,8 +86,16 @@ def test_the_primitives_on_nccl(nccl: Callable[..., list[Any]]) -> None:
     nccl(programs.primitives_of_one)
 
 
-def test_what_backward_calls_again(nccl: Callable[..., list[Any]]) -> None:
-    assert nccl(programs.recomputed) == ["cuda"]
+@pytest.mark.parametrize(
+    "fn",
+    [
+        programs.recomputed, programs.tree_on_two_devices, programs.on_several_streams, programs.queued_on_the_device,
+        programs.given_up,
+    ],
+    ids=lambda fn: fn.__name__,
+)  # fmt: skip
+def test_one_rank_alone_with_nccl(nccl: Callable[..., list[Any]], fn: Callable[[], str]) -> None:
+    assert nccl(fn) == ["cuda"]
 
 
 # --------------------------------------------------------------------------------------------------------------- later
