@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -17,10 +18,12 @@ from meshcomm.errors import fail
 __all__ = [
     "allgather_base",
     "begin_messages",
+    "connect",
     "default_store",
     "end_backend",
     "functional",
     "new_group",
+    "options_for",
     "reduce_scatter_base",
 ]
 
@@ -101,6 +104,44 @@ _missing = [
 ]
 
 
+_CONNECT = "torch._C._distributed_c10d.Backend.eager_connect_single_device"
+_connects = has(_CONNECT, "on NCCL the first message between some of an axis' ranks waits for the others")
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Make the communicator of the accelerator that NCCL would make at its first use, while all ranks of the group are
+    here: a first message between two of them would wait for the others, and no CUDA graph could begin with it.
+    """
+    if (
+        not _connects
+        or type(group) is not dist.ProcessGroup
+        or group.size() == 1
+        or not torch.accelerator.is_available()
+    ):
+        return
+    here = torch.accelerator.current_accelerator()
+    assert here is not None
+    device = torch.device(here.type, torch.accelerator.current_device_index())
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:  # none for this kind of device
+        return
+    if backend.supports_splitting:  # as torch itself asks
+        backend.eager_connect_single_device(device)
+
+
+def options_for(backend: str, timeout: timedelta) -> Any:
+    """What NCCL is to do otherwise than by default: its streams come first on the device, so that what many ranks wait
+    for is not behind what one computes. None where it is not among the backends.
+    """
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None or "nccl" not in re.split("[:,]", backend):
+        return None
+    options = nccl.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
+
+
 def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
     """Make a process group of ``ranks`` in the order given; only its members call.
 
@@ -126,6 +167,7 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.Proce
             dist.Backend(backend),
             store,
             name,  # type: ignore[arg-type]  # a NewType of str in some versions
+            options_for(backend, timeout),
             timeout=timeout,
             group_desc=name,
         )
@@ -133,6 +175,7 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.Proce
         if bound is not None:
             default.bound_device_id = bound
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    connect(group)
     return group  # type: ignore[no-any-return]
 
 

@@ -359,8 +359,8 @@ def room_of(module: str) -> str:
     return ".".join(folder.split(".")[:3])
 
 
-TORCHS = {"_base", "_version"}
-"""Attributes of tensors that torch documents."""
+TORCHS = {"_base", "_version", "_timeout"}
+"""Attributes of tensors that torch documents, and one of NCCL's options that has no other name."""
 
 
 @cache

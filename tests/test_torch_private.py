@@ -6,6 +6,7 @@ import copy
 import inspect
 from contextvars import ContextVar
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
-from meshcomm import _torch, _torch_autograd
+from meshcomm import _torch, _torch_autograd, _torch_groups
 
 
 def test_this_file_knows_every_name() -> None:
@@ -143,6 +144,72 @@ def test_name_end_backend() -> None:
 
 def test_name_new_group(pool4: Any) -> None:
     pool4.run(groups)
+
+
+def test_name_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backend has communicators to make, as NCCL: for this process' device, and before anything is sent."""
+    connected: list[torch.device] = []
+
+    class Group:
+        backend: Any = SimpleNamespace(supports_splitting=True, eager_connect_single_device=connected.append)
+
+        def size(self) -> int:
+            return 2
+
+        def _get_backend(self, device: torch.device) -> Any:
+            if self.backend is None:
+                raise RuntimeError("No backend type associated with device type toy")
+            return self.backend
+
+    group: Any = Group()
+    _torch.connect(group)  # of somebody's own
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    _torch.connect(group)
+    assert not connected
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    _torch.connect(group)
+    assert connected == [torch.device("cuda", 3)]
+    for backend in (None, SimpleNamespace(supports_splitting=False)):
+        group.backend = backend
+        _torch.connect(group)
+    assert len(connected) == 1
+    assert hasattr(torch._C._distributed_c10d.Backend, "eager_connect_single_device")
+
+
+def test_name_options_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's NCCL where it is built with it, else of a stand-in."""
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        kind = SimpleNamespace(Options=lambda is_high_priority_stream: SimpleNamespace(**locals()))
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", kind, raising=False)
+    for backend in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"):
+        options = _torch.options_for(backend, timedelta(seconds=7))
+        assert (options.is_high_priority_stream, options._timeout) == (True, timedelta(seconds=7))
+    assert _torch.options_for("gloo", timedelta(seconds=7)) is None
+    assert _torch.options_for("cpu:gloo,xpu:xccl", timedelta(seconds=7)) is None
+    monkeypatch.delattr(dist, "ProcessGroupNCCL")
+    assert _torch.options_for("nccl", timedelta(seconds=7)) is None
+
+
+def new_groups(folder: str) -> list[int]:
+    """The sizes of the groups that are connected: that of all ranks at init, those of axes with a mesh."""
+    seen: list[int] = []
+    mc.init()
+    rank = dist.get_rank()
+    mc.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (_torch, _torch_groups):
+            patch.setattr(place, "connect", lambda group: seen.append(group.size()))
+        mc.init(init_method=f"file://{folder}/all", rank=rank, world_size=4, timeout=200)
+        mc.make_mesh({"a": 2, "b": 2})
+    return seen
+
+
+def test_groups_are_connected_while_all_of_their_ranks_are_there(tmp_path: Any) -> None:
+    found = mc.launch(new_groups, 4, args=(str(tmp_path),), runtime="processes", timeout=280)
+    assert found == [[4, 2, 2]] * 4
 
 
 FUNCTIONAL = (

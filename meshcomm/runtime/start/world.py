@@ -391,7 +391,11 @@ def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, 
     prefixed = None if store is None else PrefixStore("group", store)
 
     def make() -> None:
-        dist.init_process_group(backend, store=prefixed, rank=who.rank, world_size=who.world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=prefixed, rank=who.rank, world_size=who.world_size, timeout=timeout,
+            pg_options=_torch.options_for(backend, timeout),
+        )  # fmt: skip
+        _torch.connect(_whole_group())
 
     try:
         if store is not None and backend == "gloo":
