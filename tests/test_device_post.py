@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm import _torch
-from meshcomm.collectives import one_rank
+from meshcomm.collectives import messages
 from meshcomm.runtime.call import Post, Want, for_later
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.recorder import Log
@@ -326,11 +326,11 @@ def test_a_message_is_sent_from_the_device_on_which_it_is_received() -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *args: True
 
-    before, one_rank.check = one_rank.check, Checks()  # type: ignore[assignment]
+    before, messages.check = messages.check, Checks()  # type: ignore[assignment]
     try:
-        x, _, _ = one_rank._checked_post("send", (torch.ones(2), 1), Axis)  # type: ignore[arg-type]
+        x, _, _ = messages._checked_post("send", (torch.ones(2), 1), Axis)  # type: ignore[arg-type]
     finally:
-        one_rank.check = before
+        messages.check = before
     assert x.device.type == "meta"
 
 
