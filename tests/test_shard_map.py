@@ -979,3 +979,24 @@ def test_what_is_the_same_on_all_ranks_may_be_a_part_of_the_result() -> None:
     (twice(w) * c).sum().backward()
     assert w.grad is not None
     assert w.grad.tolist() == [6.0, 10.0, 14.0]
+
+
+@pytest.mark.parametrize(
+    ("specs", "args", "first"),
+    [
+        (("(a d)", "(a d)", "(a d)"), (torch.ones(2), torch.ones(3), torch.ones(5)), "xs[1]: dim 'd' of length 3"),
+        (("(a d)", "(a d)"), (torch.ones(2, 1), torch.ones(3)), "xs[0]: '(a d)' has 1 dim"),
+        (("(a d)", "(a d)"), ("x", torch.ones(3)), "xs[0] is no tensor"),
+        (("(a d)", "(a d)"), (torch.ones(3), "x"), "xs[0]: dim 'd' of length 3"),
+        (({"z": "(a d)", "b": "(a d)"},), ({"z": torch.ones(3), "b": torch.ones(5)},), "xs[0]['z']: dim 'd'"),
+    ],
+)
+def test_of_several_wrong_inputs_the_first_one_is_named(specs: Any, args: Any, first: str) -> None:
+    mesh = mc.make_mesh({"a": 2})
+
+    def part(*xs: Any) -> Any:
+        return xs[0]
+
+    with pytest.raises(mc.MeshError) as caught:
+        mc.shard_map(part, mesh=mesh, in_specs=specs, out_specs="(a d)")(*args)
+    assert first in str(caught.value).split("\n")[0]
