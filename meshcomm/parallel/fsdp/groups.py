@@ -10,7 +10,7 @@ backward. Between the two goes an empty tensor, never an unfinished sum.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshcomm import _torch
-from meshcomm.collectives.agree import agree, begin_to_agree
 from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.gathered_again import Again
+from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.offload import Copies, pinned
 from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
 from meshcomm.parallel.stand_ins import become
@@ -67,7 +67,7 @@ class Flow:
         """Wait for all reductions, in the order in which they were started; and hear which gradients there are."""
         if not self.flight:
             return
-        heard = self.hear([mark for sums in self.flight for mark in sums.marks])
+        heard = begin_to_hear([mark for sums in self.flight for mark in sums.marks], self.policy.axes)
         self.advance()
         for sums in self.flight:
             sums.land()
@@ -79,21 +79,6 @@ class Flow:
         for sums in self.flight:
             sums.marks = found[start : (start := start + len(sums.marks))]
         self.flight.clear()
-
-    def hear(self, marks: list[int]) -> Callable[[], list[int]]:
-        """Which of them any rank has set: numbers of the host's, so that nobody waits for a device."""
-        axes = [axis for axis in self.policy.axes if axis.size > 1]
-        if not (axes and marks):
-            return lambda: marks
-        first = begin_to_agree(_words(marks), axes[0], op="bor")
-
-        def hear() -> list[int]:
-            [found] = settled(first)
-            for axis in axes[1:]:
-                [found] = agree(found, axis, op="bor")
-            return [found[at // _BITS] >> at % _BITS & 1 for at in range(len(marks))]
-
-        return hear
 
     def done_with(self, groups: list[Group]) -> None:
         """Backward has the gradients of these groups' parameters."""
@@ -280,16 +265,6 @@ class Group:
             if marks[at]:
                 p = self.slots[at].param
                 p.grad = piece if p.grad is None else p.grad + piece
-
-
-_BITS = 62
-"""Of a word, that hold a mark each."""
-
-
-def _words(marks: Sequence[int]) -> list[int]:
-    """The marks, 0 or not, as bits."""
-    parts = [marks[at : at + _BITS] for at in range(0, len(marks), _BITS)]
-    return [sum(1 << at for at, mark in enumerate(part) if mark) for part in parts]
 
 
 def _is_told(axis: Axis, x: Tensor) -> bool:

@@ -19,6 +19,7 @@ from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Flow, Group, Use, connect
+from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.slots import Door, Slot
 from meshcomm.runtime.pending import Pending, settled
 
@@ -311,7 +312,8 @@ class Sharded(Flow):
     def reduce_collected(self) -> None:
         """Reduce what was collected under no_sync, of each group of which any rank has something."""
         groups = [group for unit in self.units for group in unit.groups if group.needy()]
-        found = iter(self.hear([mark for group in groups for mark in group.kept_marks()])())
+        marks = [mark for group in groups for mark in group.kept_marks()]
+        found = iter(begin_to_hear(marks, self.policy.axes)())
         for group in groups:
             group.reduce_kept([next(found) for _ in group.slots])
 
