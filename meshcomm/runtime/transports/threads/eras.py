@@ -13,6 +13,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class _Thread:
     """The eras of one thread: the first node of each, and the mesh."""
 
     def __init__(self, rank: object) -> None:
-        self.rank = rank
+        self.rank, self.ident = rank, threading.get_ident()
         self.by_autograd = backward_pass() >= 0
         """Whether it came to its first mesh in a backward pass: as a rule it is a thread of autograd's."""
         self.starts: list[int] = []
@@ -88,10 +89,22 @@ def of_current_node() -> Any:
 
 
 def of_caller() -> Any:
-    """That which is current now in the thread that called the backward pass, if torch says which that is."""
+    """That which is current now in the thread that called the backward pass, if torch says which that is, or only one
+    is in a backward pass.
+    """
     context = backward_context()
-    caller = None if context is None else context.get(_mine)
-    return None if caller is None else caller.at(sys.maxsize)
+    if context is not None:
+        caller = context.get(_mine)
+        return None if caller is None else caller.at(sys.maxsize)
+    frames = sys._current_frames()
+    callers = [each for each in list(_threads) if each.ident in frames and _is_in_backward(frames[each.ident])]
+    return callers[0].at(sys.maxsize) if len(callers) == 1 else None
+
+
+def _is_in_backward(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _of(node: Any) -> object | None:
