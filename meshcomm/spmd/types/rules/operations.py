@@ -361,6 +361,8 @@ class Operations(Writes):
                         self._unknown_in(x, group, kind.name)
                     elif (mine := self.type_of(x)) is None or mine.axes != whole.axes:
                         self._written(x, whole, kind.name)
+            elif before == versions_of(group):
+                continue
             elif whole is not None:
                 self._changed(group, before, whole, kind.name)
             else:
