@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from stand_in import Stream, stand_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +18,9 @@ import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.collectives import messages
 from meshcomm.runtime.call import Post, Want, for_later
+from meshcomm.runtime.hooks.stack import Hook, Running, put_on
 from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports import device_post, process_group
 from meshcomm.runtime.transports.process_group import ProcessLink
@@ -294,6 +298,46 @@ def test_groups_that_end_begin_nothing(wire: Wire) -> None:
     link.let_go()
     device_post.begin_all()
     assert wire.batches[0] == []
+
+
+class Elsewhere(Hook):
+    """Goes on, on a thread of its own, as the guard does."""
+
+    def run(self, what: Running) -> Any:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(what.go()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+def test_a_thread_of_a_hook_begins_nothing_and_keeps_the_callers_stream(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a backend has begun to put together is one for all threads; and messages are made on the caller's stream."""
+    module, stream, use = stand_in(monkeypatch)
+    module.begin()
+    monkeypatch.setattr(accelerator, "stream_of", lambda x: stream())
+    begun: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(
+        _torch, "begin_messages", lambda todo: begun.append((threading.get_ident(), len(todo) == 2)) or wire.begin(todo)
+    )
+    link, other = link_of(0), link_of(1)
+    put_on(link, Elsewhere())
+    use(Stream("mine"))
+    with for_later():
+        sent = link.exchange([post(6.0, 1)], [])
+        got = link.exchange([], [want(1)])
+        theirs = other.exchange([post(8.0, 0)], [want(0)])
+    assert not begun
+    queued = list(link._outbox._waiting)
+    assert [{each.name for each in one.streams} for one in queued] == [{"mine"}] * 2
+    use(later := Stream("later"))
+    theirs.done()
+    assert got.wait(None)[0].item() == 8.0
+    assert later.waits[-1:] == ["mine"]
+    assert begun == [(threading.get_ident(), True)] * 2
+    assert sent.wait(None) == []
 
 
 # ------------------------------------------------------------------------------------------------- devices, and works

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshcomm.runtime.call import Call, Post, Want, for_later, told
+from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
 
@@ -40,7 +41,7 @@ class Running(NamedTuple):
     asynchronous: bool
     """Whether it is waited for later: the link may then give a Pending."""
     go: Callable[[], Any]
-    """Goes on, on any thread: to the next hook, in the end to the transport."""
+    """Goes on, on any thread (then on the asker's stream): to the next hook, in the end to the transport."""
 
     @property
     def x(self) -> Any:
@@ -193,13 +194,14 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         if not stack or stack.here.inside:
             return own(self, *args)
         here, later = stack.here, told.later
+        stream = torch.accelerator.current_stream() if later and accelerator.in_use() is not None else None
 
         def go() -> Any:
             here.inside, before = True, told.call
             if any(hook.compares for hook in stack):
                 told.call = None
             try:
-                with for_later(later):
+                with for_later(later), accelerator.on(stream):
                     return own(self, *args)
             finally:
                 here.inside, told.call = False, before
