@@ -265,12 +265,17 @@ def far_ahead() -> tuple[float, str]:
     return time.monotonic() - start, told
 
 
+def meet_again() -> None:
+    works_on(mc.make_mesh({"a": 4}))
+
+
 def test_who_is_far_ahead_of_one_that_does_not_come(guarded4: Any) -> None:
     found = guarded4.run(far_ahead)
     for took, text in found:
         assert took < LONG / 2
         assert "CommError" in text
     assert any("has returned from its function" in text for _, text in found)
+    guarded4.run(meet_again)  # that they raised something is no news any more
 
 
 def a_ring_later() -> list[Any]:
