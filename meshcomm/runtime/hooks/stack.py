@@ -133,6 +133,7 @@ class _Stack(tuple[Hook, ...]):
     """The hooks of a link."""
 
     here: _Here
+    compare: bool
 
 
 _lock = threading.RLock()
@@ -142,6 +143,7 @@ def _change(link: Any, change: Callable[[tuple[Hook, ...]], tuple[Hook, ...]]) -
     with _lock:
         before, stack = link.hooks, _Stack(change(link.hooks))
         stack.here = before.here if before else _Here()
+        stack.compare = any(hook.compares for hook in stack)
         own = _own_class(type(link))
         if stack:
             link.hooks, link.__class__ = stack, _with_hooks(own)
@@ -172,7 +174,7 @@ def _with_hooks(kind: Any) -> type:
         return not any(hook.defers(name, x) for hook in self.hooks) and kind.copies(self, name, x)
 
     def takes_parts(self: Any, device: torch.device, dtype: torch.dtype) -> bool:
-        return not any(hook.compares for hook in self.hooks) and kind.takes_parts(self, device, dtype)
+        return not self.hooks.compare and kind.takes_parts(self, device, dtype)
 
     sums = _hooked("all_reduce", lambda self, x, _: kind.sum_parts(self, x))
 
@@ -198,7 +200,7 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
         def go() -> Any:
             here.inside, before = True, told.call
-            if any(hook.compares for hook in stack):
+            if stack.compare:
                 told.call = None
             try:
                 with for_later(later), accelerator.on(stream):
@@ -208,9 +210,10 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
         call = told.call if isinstance(told.call, Call) else _UNKNOWN
         what = Running(name, args, call, self, later, go)
-        for hook in stack:
+        *nearer, last = stack
+        for hook in nearer:
             what = what._replace(go=partial(hook.run, what))
-        return what.go()
+        return last.run(what)
 
     primitive.__name__, primitive.__doc__ = name, own.__doc__
     return primitive

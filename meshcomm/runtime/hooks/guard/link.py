@@ -26,6 +26,9 @@ from meshcomm.runtime.words import Words, axis_text, place_of
 __all__ = ["Guarded", "Room"]
 
 
+_AXIS = Call._fields.index("axis")
+
+
 class Guarded(Hook):
     """A link's ranks compare their calls first."""
 
@@ -38,8 +41,9 @@ class Guarded(Hook):
         room.guard.rooms.add(room)
 
     def announce(self, call: Call) -> None:
-        """Keep it for the ring."""
-        self.log.call = call.here()
+        """Keep it for the ring, and for the comparison of its primitives, with the user's line."""
+        here = self.log.call = call.here()
+        self.room.announced = call, here
 
     def run(self, what: Running) -> Any:
         """Agree, then go."""
@@ -100,6 +104,8 @@ class Room:
 
     def __init__(self, index: int, guard: Guard, group: Group, board: Board, timeout: float) -> None:
         self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
+        self.announced: tuple[Call | None, Call] = None, Call("")
+        """The last call as it was announced, and with the user's line."""
         self._turns = 0
         self.leaves = threading.RLock()
         """Held by the thread that is about to give up a call, or sees that it stays."""
@@ -108,15 +114,22 @@ class Room:
         self.letters = Letters(index, guard, group, timeout)
         self._errors = guard.failures  # those before are no news on an axis that is new
 
-    @staticmethod
-    def seen(what: Running) -> tuple[Call, tuple[Any, ...]]:
-        """The call as its primitive is, and all that makes it what it is."""
-        send, recv = map(tuple, what.runs)
-        call = what.call.here(moved=what.key, send=send, recv=recv)
-        return call, (*call._replace(axis=None), getattr(what.call.axis, "key", None))
+    def seen(self, what: Running) -> tuple[Any, ...]:
+        """All that makes a call what it is, as its primitive is."""
+        call, (send, recv) = what.call, what.runs
+        here = self._here(call)
+        more = what.key, tuple(send), tuple(recv), here.site, here.backward, getattr(call.axis, "key", None)
+        return call[:_AXIS], call[_AXIS + 1 :], *more
 
-    def put(self, what: Running, call: Call) -> Entry:
-        """Into words, and into numbers."""
+    def _here(self, call: Call) -> Call:
+        """With the user's line, which is looked for once."""
+        announced, here = self.announced
+        return here if announced is call else call.here()
+
+    def put(self, what: Running) -> Entry:
+        """A call as its primitive is, in words and in numbers."""
+        send, recv = map(tuple, what.runs)
+        call = self._here(what.call)._replace(moved=what.key, send=send, recv=recv)
         self.guard.places = getattr(what.call.axis, "places", dict)()
         said, x = Entry.of(call), what.like
         if x is None or x.is_cpu:

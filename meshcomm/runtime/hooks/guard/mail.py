@@ -154,13 +154,13 @@ class MailRoom(Room):
 
     def meaning(self, what: Running) -> Meaning:
         """What the entry says; the same call at the same place in the program is put into words once."""
-        call, key = self.seen(what)
+        key = self.seen(what)
         try:
             found = self.mail.known.get(key)
         except TypeError:  # an argument without a hash
             key, found = (repr(key),), None
         if found is None:
-            said = self.put(what, call)
+            said = self.put(what)
             found = self.mail.lexicon.learn(key, 0, said.digest[0], said.data)
         return found
 

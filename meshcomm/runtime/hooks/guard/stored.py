@@ -81,15 +81,15 @@ class StoreRoom(Room):
 
     def said(self, what: Running) -> Entry:
         """Of this call; the same call at the same place in the program is put into words once."""
-        call, key = self.seen(what)
+        key = self.seen(what)
         try:
             found = self._words.get(key)
         except TypeError:  # an argument without a hash
-            return self.put(what, call)
+            return self.put(what)
         if found is None:
             if len(self._words) >= _MOST_WORDS:
                 self._words.clear()
-            found = self._words[key] = self.put(what, call)
+            found = self._words[key] = self.put(what)
         return found
 
     @property
