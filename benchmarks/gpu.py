@@ -112,6 +112,9 @@ def _part(name: str, ranks: int, rehearse: bool) -> dict[str, Any]:
         os.killpg(process.pid, 9)
         said, _ = process.communicate()
         state = f"failed (took longer than {LIMITS[name]} s)"
+    except BaseException:  # interrupted: nothing of it goes on
+        os.killpg(process.pid, 9)
+        raise
     answers = [line for line in said.splitlines() if line.startswith(_ANSWER)]
     found = json.loads(answers[-1].removeprefix(_ANSWER)) if answers else {}
     if found.get("failed"):
