@@ -122,8 +122,6 @@ while not os.path.exists(meeting + "-left"):
 
 FAILING = ["fails-while-its-peer-waits", "its-peer-never-joins"]
 UNUSUAL = ["groups-held", "adopted", "initialised-twice", "a-world-of-one", "a-fork"]
-BRIEFLY = ["adopted"]
-"""What `make test` has of the unusual ones."""
 
 
 class Ended(NamedTuple):
@@ -165,13 +163,13 @@ def test_several_runs_in_a_row(ended: dict[str, Ended], name: str, code: int) ->
     assert ("boom" in ended[name].stderr) == (code == 1)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in BRIEFLY else pytest.mark.thorough) for name in UNUSUAL]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_ends(ended: dict[str, Ended], name: str) -> None:
     assert ended[name].codes == {0: 2 * JOBS[name].times}, ended[name].stderr
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_while_its_peer_waits_ends_at_once_and_so_does_the_peer(ended: dict[str, Ended]) -> None:
     found = ended["fails-while-its-peer-waits"]
     assert found.codes == {1: 2}
@@ -180,6 +178,7 @@ def test_a_rank_that_fails_while_its_peer_waits_ends_at_once_and_so_does_the_pee
     assert found.seconds < 120  # The time-out is 150 s.
 
 
+@pytest.mark.thorough
 def test_a_collective_that_its_peer_never_joins_does_not_hold_up_the_end(ended: dict[str, Ended]) -> None:
     found = ended["its-peer-never-joins"]
     assert found.codes == {1: 1, 0: 1}, found.stderr  # The peer has seen it leave.

@@ -335,6 +335,7 @@ def some_jacobians() -> None:
         jacobians(name, "b")
 
 
+@pytest.mark.thorough
 def test_jacobians_on_processes(pool4: Any) -> None:
     pool4.run(some_jacobians)
 
