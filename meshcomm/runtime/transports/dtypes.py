@@ -93,10 +93,14 @@ def _ordered(dtype: torch.dtype, op: str) -> Dress:
 
     def flip(bits: Tensor) -> Tensor:  # its own inverse
         sign = bits >> (info.bits - 1)
+        if _is_traced(bits):  # in place, compiled ranks with other lengths would save and compute again others
+            return bits ^ (sign & info.max)
         return sign.bitwise_and_(info.max).bitwise_xor_(bits)
 
     def ordered(x: Tensor) -> Tensor:
         x = x.to(floats)
+        if _is_traced(x):
+            return torch.where(x.isnan(), winner, flip(x.view(ints)))
         return flip(x.view(ints)).masked_fill_(x.isnan(), winner)
 
     def floating(bits: Tensor) -> Tensor:
@@ -129,12 +133,16 @@ def _ordered(dtype: torch.dtype, op: str) -> Dress:
 _HIGH = int(sys.byteorder == "little")
 
 
+def _is_traced(x: Tensor) -> bool:
+    return type(x.detach()) is not Tensor
+
+
 def _can_look_up(x: Tensor) -> bool:
     """Not what is traced, which has a type of its own, and not while a graph of a device's is captured: what is made
     then is there when the graph has run, and not before. Both ways give the same numbers.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return x.ndim > 0 and type(x.detach()) is Tensor and not capturing
+    return x.ndim > 0 and not _is_traced(x) and not capturing
 
 
 @cache
