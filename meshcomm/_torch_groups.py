@@ -112,12 +112,10 @@ def connect(group: dist.ProcessGroup) -> None:
     """Make the communicator of the accelerator that NCCL would make at its first use, while all ranks of the group are
     here: a first message between two of them would wait for the others, and no CUDA graph could begin with it.
     """
-    if (
-        not _connects
-        or type(group) is not dist.ProcessGroup
-        or group.size() == 1
-        or not torch.accelerator.is_available()
-    ):
+    if not _connects or type(group) is not dist.ProcessGroup or group.size() == 1:
+        return
+    # Looking for the device begins to use it: not for who has asked for gloo alone.
+    if not _has_nccl(dist.get_backend_config(group)) or not torch.accelerator.is_available():
         return
     here = torch.accelerator.current_accelerator()
     assert here is not None
@@ -130,12 +128,16 @@ def connect(group: dist.ProcessGroup) -> None:
         backend.eager_connect_single_device(device)
 
 
+def _has_nccl(backend: str) -> bool:
+    return "nccl" in re.split("[:,]", backend)
+
+
 def options_for(backend: str, timeout: timedelta) -> Any:
     """What NCCL is to do otherwise than by default: its streams come first on the device, so that what many ranks wait
     for is not behind what one computes. None where it is not among the backends.
     """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
-    if nccl is None or "nccl" not in re.split("[:,]", backend):
+    if nccl is None or not _has_nccl(backend):
         return None
     options = nccl.Options(is_high_priority_stream=True)
     options._timeout = timeout

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.mesh import Axis
-from meshcomm.runtime.call import Call, for_later, told
+from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.hooks.stack import log_of
@@ -288,13 +288,6 @@ class Limit:
         self.seconds = _checked_limit(where, timeout, async_op)
         self._end = time.monotonic() + self.seconds
 
-    def __enter__(self) -> Limit:
-        told.waits = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        told.waits = False
-
     def settled(self, what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Any:
         """The result, or CommError when the time is up; then nobody can wait for it any more. The others, when they
         come, get what this rank has given; under guard they are told, and this rank gets the result if all have come.
@@ -303,8 +296,7 @@ class Limit:
             return result
         call = _noted(what, axis, x, result)
         try:
-            with for_later(False):
-                return self._in_time(result)
+            return for_later(False, self._in_time, result)
         except TimedOutError as late:
             error = CommError(self._too_late(call, axis, result.record(), late))
         with contextlib.suppress(Exception):

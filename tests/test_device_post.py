@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,15 +18,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.collectives import messages
-from meshcomm.runtime.call import Post, Want, for_later
+from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on
-from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports import device_post, process_group
 from meshcomm.runtime.transports.process_group import ProcessLink
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def for_later() -> Iterator[None]:
+    """What is called inside is waited for later."""
+    told.later = True
+    try:
+        yield
+    finally:
+        told.later = False
 
 
 class Done:
@@ -289,6 +300,71 @@ def test_a_batch_that_cannot_be_begun_fails_all_that_are_in_it(wire: Wire, monke
     for work in works:
         with pytest.raises(mc.CommError, match=r"exchange: the transport failed: the card is gone"):
             work.wait(None)
+
+
+def test_a_batch_that_is_interrupted_gives_nobody_what_was_not_received(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(todo: Any) -> Any:
+        raise KeyboardInterrupt
+
+    link = link_of(0)
+    monkeypatch.setattr(process_group.peers, "account", lambda ranks, closed=False: "")
+    with for_later():
+        work = link.exchange([], [want(1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "begin_messages", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            link.all_reduce(torch.ones(1), "sum")
+    with pytest.raises(mc.CommError, match=r"interrupted by KeyboardInterrupt"):
+        work.wait(None)
+    with pytest.raises(mc.CommError, match=r"interrupted by KeyboardInterrupt"):
+        work.done()
+    work.abandon()
+
+
+class Said(Pending):
+    """A comparison of tags on its way."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.given_up = error, False
+
+    def wait(self, timeout: float | None) -> Any:
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return False
+
+    def abandon(self) -> None:
+        self.given_up = True
+
+
+@pytest.mark.parametrize("error", [TimedOutError("late"), mc.CommError("not the same tags")])
+def test_what_is_given_up_while_tags_are_compared_is_not_begun(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    link, said = link_of(0), Said(error)
+    monkeypatch.setattr(ProcessLink, "_tags_agree", lambda self, posts, wants: said)
+    with for_later():
+        work = link.exchange([post(1.0, 1, 3)], [])
+    with pytest.raises(type(error)):
+        work.wait(1.0)
+    work.abandon()
+    assert said.given_up
+    link.all_reduce(torch.ones(1), "sum")
+    assert wire.batches[0] == []
+
+
+def test_tags_that_are_the_same_begin_the_messages(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, other = link_of(0), link_of(1)
+    monkeypatch.setattr(ProcessLink, "_tags_agree", lambda self, posts, wants: Said(None))
+    with for_later():
+        sent, got = link.exchange([post(6.0, 1, 3)], []), other.exchange([], [want(0, 3)])
+    assert not sent.done()
+    link.all_reduce(torch.ones(1), "sum")  # begins it
+    assert got.wait(None)[0].item() == 6.0
+    assert sent.wait(None) == []
 
 
 def test_groups_that_end_begin_nothing(wire: Wire) -> None:

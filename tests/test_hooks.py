@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import meshcomm as mc
-from meshcomm.runtime.call import Call
+from meshcomm.runtime.call import Call, told
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
 from meshcomm.runtime.start.workers import WorkerPool
 
@@ -188,3 +189,90 @@ def refused() -> list[str]:
 
 def test_a_hook_hears_of_what_a_rank_does_not_call(pool4: WorkerPool) -> None:
     assert pool4.run(refused) == [["own is told that reduce_scatter was wrong"]] * 4
+
+
+class Calls(Hook):
+    """It makes a call of its own in each that it is told of."""
+
+    def __init__(self, mesh: mc.Mesh) -> None:
+        self.mesh, self.kinds = mesh, set[type]()
+
+    def run(self, what: Running) -> Any:
+        self.kinds.add(type(mc.all_reduce(torch.ones(1), "u", mesh=self.mesh)))
+        return what.go()
+
+
+def hook_with_calls() -> list[str]:
+    mesh = mc.make_mesh({"t": 2, "u": 2})
+    hook = Calls(mesh)
+    link = mesh.axis("t").link
+    put_on(link, hook)
+    try:
+        work = mc.all_gather(torch.ones(1), "t", mesh=mesh, async_op=True)
+        assert work.wait().tolist() == [1.0, 1.0]
+        assert mc.all_reduce(torch.ones(1), "t", mesh=mesh, timeout=30).item() == 2
+        mc.barrier("t", mesh=mesh, async_op=True).wait()
+    finally:
+        take_off(link, hook)
+    return [kind.__name__ for kind in hook.kinds]
+
+
+@pytest.mark.parametrize("where", ["processes", "in_process"])
+def test_what_a_hook_calls_at_once_is_waited_for_at_once(where: str, pool4: WorkerPool) -> None:
+    run: Run4 = pool4.run if where == "processes" else lambda fn: mc.launch(fn, ranks=4)
+    assert run(hook_with_calls) == [["Tensor"]] * 4
+
+
+def being_dropped(frame: Any) -> bool:
+    """Whether it is a finalizer's, in which Python lets no exception out."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def interrupted_at_a_door() -> list[str]:
+    """An exception at each entry of a Python function of the library, as Ctrl-C comes: whatever was called for later,
+    what this thread calls next at once is not.
+    """
+    mesh = mc.make_mesh({"a": 1})
+    tree = {"x": torch.ones(2), "y": torch.ones(3)}
+    calls: list[Callable[[], Any]] = [
+        lambda: mc.barrier("a", mesh=mesh, async_op=True),
+        lambda: mc.gather(torch.ones(1), "a", dst=0, mesh=mesh, async_op=True),
+        lambda: mc.all_reduce(torch.ones(2, requires_grad=True), "a", mesh=mesh, timeout=30),
+        lambda: mc.all_gather(tree, "a", mesh=mesh, async_op=True),
+    ]
+    stuck = []
+    for at, call in enumerate(calls):
+        for door in range(400):
+            left = door
+
+            def arrive(frame: Any, event: str, arg: Any) -> None:
+                nonlocal left
+                if event == "call" and "meshcomm" in frame.f_code.co_filename and not being_dropped(frame):
+                    left -= 1
+                    if left < 0:
+                        sys.setprofile(None)
+                        raise KeyboardInterrupt
+
+            sys.setprofile(arrive)
+            try:
+                call()
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            finally:
+                sys.setprofile(None)
+            if told.later or told.waits:
+                stuck.append(f"call {at} at door {door}")
+                told.later = told.waits = False
+        else:
+            stuck.append(f"call {at} never came to its end")
+    return stuck
+
+
+def test_who_is_interrupted_at_any_door_of_a_call_waits_at_once_afterwards() -> None:
+    assert mc.launch(interrupted_at_a_door, ranks=1) == [[]]

@@ -165,11 +165,18 @@ def test_name_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     _torch.connect(group)  # of somebody's own
     monkeypatch.setattr(dist, "ProcessGroup", Group)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "nccl")
     _torch.connect(group)
     assert not connected
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    config = ["cpu:gloo,cuda:gloo"]
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config[0])
+    monkeypatch.delattr(torch.accelerator, "current_device_index")  # it begins to use the device
+    _torch.connect(group)  # of gloo alone
+    assert not connected
+    config[0] = "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3, raising=False)
     _torch.connect(group)
     assert connected == [torch.device("cuda", 3)]
     for backend in (None, SimpleNamespace(supports_splitting=False)):

@@ -19,13 +19,12 @@ def agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "
     """The numbers of every rank along ``axis``, as many on each, in order of index; with ``src`` those of that index
     alone, with ``op`` one row in which they are reduced.
     """
-    return _agree(values, axis, src, op)  # type: ignore[no-any-return]
+    return for_later(False, _agree, values, axis, src, op)
 
 
 def begin_to_agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "") -> Any:
     """The same; or a Pending of it."""
-    with for_later():
-        return _agree(values, axis, src, op)
+    return for_later(True, _agree, values, axis, src, op)
 
 
 def _agree(values: Sequence[int], axis: Axis, src: int | None, op: str) -> Any:

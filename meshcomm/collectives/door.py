@@ -17,7 +17,7 @@ from meshcomm.collectives import buckets, check
 from meshcomm.collectives.buckets import Rows
 from meshcomm.collectives.rule import Params, Rule, apply, start
 from meshcomm.mesh import Axis, Mesh
-from meshcomm.runtime.call import Call, for_later
+from meshcomm.runtime.call import Call, for_later, told
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
@@ -81,8 +81,12 @@ def aside(fn: Callable[..., Any], /, *args: Any) -> Any:
     """
     given = dict(zip(fn.__code__.co_varnames, args, strict=False))
     if here.watcher is None:
-        with Limit(fn.__name__, given.pop("timeout"), given["async_op"]) as given["async_op"]:
+        given["async_op"] = Limit(fn.__name__, given.pop("timeout"), given["async_op"])
+        told.waits = True
+        try:
             return fn(**given)
+        finally:
+            told.waits = False
     if "x" not in given:
         return here.watcher.made(fn, given["axis"], given["mesh"], **given)
     return here.watcher.collective(fn, given.pop("x"), given.pop("axis"), **given)
@@ -165,8 +169,8 @@ def made(
     """
     seen = kind_of(x) if isinstance(x, Tensor) else (None, ())
     call = Call(op.name, given, op.compared[: len(given)], None, axis, *seen)
-    with calling(axis, call), for_later(bool(how)):
-        y = go(axis.link)
+    with calling(axis, call):
+        y = for_later(bool(how), go, axis.link)
         return _handed(op.name, axis, x, y, how) if how else y
 
 

@@ -183,7 +183,8 @@ class _Sums:
         if self.how.whose and (link.watched or (link.hears and device.type == "cpu")):
             tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", dtype, tuple(shape)),)
         rule = rule_named("all_reduce")
-        with for_later(later):
+
+        def begin() -> None:
             if link.takes_parts(device, dtype):
                 share = 1 / axis.size if self.how.op == "mean" else 1.0
                 call = rule.noted((self.how.op,), dtype, shape, tree)._replace(needs_grad=False, axis=axis)
@@ -191,6 +192,8 @@ class _Sums:
                     now.totals.append(link.sum_parts(Parts(parts, dtype, share)))
             else:
                 now.totals.append(apply(rule.for_own, _joined(parts, dtype), axis, (self.how.op,), tree))
+
+        for_later(later, begin)
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """The sums of the needed leaves, in their order."""

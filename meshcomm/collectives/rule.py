@@ -245,8 +245,7 @@ class _Pair:
             if other is not None and not (number in other._passes and other._passes[number].begun):
                 other._held.setdefault(number, []).append(self)
                 return
-        with for_later():
-            mine.gradient, mine.begun = self._run(mine), True
+        mine.gradient, mine.begun = for_later(True, self._run, mine), True
         for other in self._held.pop(number, ()):
             other._begin_in_turn(number)
 

@@ -10,8 +10,8 @@ import hashlib
 import itertools
 import re
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from meshcomm.runtime.words import (
     place_of,
     sentence,
 )
+
+T = TypeVar("T")
 
 __all__ = ["AxisAt", "Call", "Post", "Want", "for_later", "gradients_agree", "messages_of", "told"]
 
@@ -184,19 +186,17 @@ class _Told(threading.local):
 told = _Told()
 
 
-class for_later:  # noqa: N801  # read as ``with for_later():``
-    """What is called inside is begun, and waited for later; ``for_later(False)`` inside of it: waited for at once."""
+def for_later(asked: bool, fn: Callable[..., T], *args: Any) -> T:
+    """``fn(*args)``, in which what is called is begun and waited for later, or, if not ``asked``, waited for at once.
 
-    __slots__ = ("_asked", "_before")
-
-    def __init__(self, asked: bool = True) -> None:
-        self._asked = asked
-
-    def __enter__(self) -> None:
-        self._before, told.later = told.later, self._asked
-
-    def __exit__(self, *_: object) -> None:
-        told.later = self._before
+    A function and no context: Ctrl-C comes where Python enters a function, and at the door of an ``__exit__`` it would
+    leave the thread so for ever.
+    """
+    before, told.later = told.later, asked
+    try:
+        return fn(*args)
+    finally:
+        told.later = before
 
 
 def gradients_agree(mine: int, theirs: int) -> bool:

@@ -179,11 +179,10 @@ class Group:
             shard = self.owner.copies.there(self.layout.padded(shard), self.owner.policy.device, self._dtype)
         counts.bytes_gathered += self._nbytes
         axis = self.owner.policy.axis
-        with for_later():
-            if _is_told(axis, shard) or axis.size == 1:
-                return self._told(_GATHER, shard, axis, (0, None))
-            with in_range("all_gather", axis, shard.dtype, shard.shape):
-                return axis.link.gather_flat(shard)
+        if _is_told(axis, shard) or axis.size == 1:
+            return for_later(True, self._told, _GATHER, shard, axis, (0, None))
+        with in_range("all_gather", axis, shard.dtype, shard.shape):
+            return for_later(True, axis.link.gather_flat, shard)
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
@@ -406,8 +405,7 @@ class _Reduction:
         policy = group.owner.policy
         self._group, self._needy = group, needy
         self._over_replicas = self._is_brought = False
-        with for_later(later):
-            self._value: Any = group.scatter(packed)
+        self._value: Any = for_later(later, group.scatter, packed)
         if not later:
             self._add_replicas(policy.replica)
 
@@ -421,8 +419,7 @@ class _Reduction:
         if not self._over_replicas:
             self._settle()
             replica = self._group.owner.policy.replica
-            with for_later():
-                self._add_replicas(replica)
+            for_later(True, self._add_replicas, replica)
 
     def _settle(self) -> None:
         if isinstance(self._value, Pending):

@@ -199,21 +199,22 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         stream = torch.accelerator.current_stream() if later and accelerator.in_use() is not None else None
 
         def go() -> Any:
-            here.inside, before = True, told.call
+            here.inside, before, waited = True, told.call, told.later
             if stack.compare:
                 told.call = None
             try:
-                with for_later(later), accelerator.on(stream):
+                told.later = later
+                with accelerator.on(stream):
                     return own(self, *args)
             finally:
-                here.inside, told.call = False, before
+                here.inside, told.call, told.later = False, before, waited
 
         call = told.call if isinstance(told.call, Call) else _UNKNOWN
         what = Running(name, args, call, self, later, go)
         *nearer, last = stack
         for hook in nearer:
             what = what._replace(go=partial(hook.run, what))
-        return last.run(what)
+        return for_later(False, last.run, what) if later else last.run(what)  # a hook may make calls of its own
 
     primitive.__name__, primitive.__doc__ = name, own.__doc__
     return primitive

@@ -14,7 +14,9 @@ made: a thread that only queues (the guard's) touches no device.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +33,7 @@ from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.underway import Explain, Started
 
-__all__ = ["KNOW_NO_TAGS", "Outbox", "begin_all", "check_tags", "messages_for", "queued", "tags_of"]
+__all__ = ["KNOW_NO_TAGS", "Compared", "Outbox", "begin_all", "check_tags", "messages_for", "queued", "tags_of"]
 
 KNOW_NO_TAGS = frozenset({"nccl", "xccl", "hccl"})
 """Backends that match messages by order."""
@@ -86,14 +88,28 @@ class Outbox:
             waiting = self.drop()
             if not waiting:
                 return
-            todo = [each for one in waiting for each in one.todo]
-            _after_who_made(todo, {stream for one in waiting for stream in one.streams})
+            found: Sequence[dist.Work] | BaseException = RuntimeError("the messages were interrupted")
             try:
-                found: Sequence[dist.Work] | RuntimeError = _torch.begin_messages(todo)
-            except RuntimeError as error:
+                todo = [each for one in waiting for each in one.todo]
+                _after_who_made(todo, {stream for one in waiting for stream in one.streams})
+                found = _torch.begin_messages(todo)
+            except BaseException as error:
                 found = error
-            for one in waiting:
-                one.begun(found)
+                if not isinstance(error, RuntimeError):  # Ctrl-C, which is whose call this is
+                    raise
+            finally:
+                for one in waiting:
+                    one.begun(found)
+
+    def take_out(self, one: Queued) -> None:
+        """It was given up before anybody has begun it."""
+        with _lock:
+            if one not in self._waiting:
+                return
+            self._waiting.remove(one)
+            one.begun(RuntimeError("it was given up before it was begun"))
+            if not self._waiting:
+                queued.remove(self)
 
     def drop(self) -> list[Queued]:
         """What has not been begun, which this is not to begin any more."""
@@ -123,10 +139,10 @@ class Queued(Pending):
         self._works: Sequence[Started] = ()
         self._failed: RuntimeError | None = None
 
-    def begun(self, found: Sequence[dist.Work] | RuntimeError) -> None:
+    def begun(self, found: Sequence[dist.Work] | BaseException) -> None:
         """They are under way, with all that were in the batch; or could not be."""
-        if isinstance(found, RuntimeError):
-            self._failed = found
+        if isinstance(found, BaseException):
+            self._failed = found if isinstance(found, RuntimeError) else RuntimeError(f"interrupted by {found!r}")
         else:
             self._works = [Started(work, None, self._explain, gloo=False, keep=self.todo) for work in found]
         self.todo = []
@@ -149,8 +165,49 @@ class Queued(Pending):
 
     def abandon(self) -> None:
         """The other sides wait all the same."""
-        for work in self._under_way():
-            work.abandon()
+        if self._failed is None:
+            with contextlib.suppress(CommError):  # it fails now, and nobody waits
+                for work in self._under_way():
+                    work.abandon()
+
+    def cancel(self) -> None:
+        """It is not to be begun any more, if it was not."""
+        self._outbox.take_out(self)
+
+
+class Compared(Pending):
+    """The messages of one call whose tags both sides say first: what is refused, or given up meanwhile, is not begun,
+    for order alone would match it with the next call's.
+    """
+
+    __slots__ = ("_messages", "_said")
+
+    def __init__(self, said: Pending, messages: Queued) -> None:
+        self._said: Pending | None = said
+        self._messages = messages
+
+    def wait(self, timeout: float | None) -> Any:
+        """The comparison, then the messages, all within the time."""
+        end = None if timeout is None else time.monotonic() + timeout
+        if self._said is not None:
+            try:
+                self._said.wait(timeout)
+            except CommError:
+                self._messages.cancel()
+                raise
+            self._said = None
+        return self._messages.wait(None if end is None else max(0.0, end - time.monotonic()))
+
+    def done(self) -> bool:
+        """Whether both are."""
+        return (self._said is None or self._said.done()) and self._messages.done()
+
+    def abandon(self) -> None:
+        """Nobody knows yet whether the others have them."""
+        if self._said is not None:
+            self._said.abandon()
+            self._messages.cancel()
+        self._messages.abandon()
 
 
 def tags_of(posts: Sequence[Post], wants: Sequence[Want]) -> dict[int, list[int]]:

@@ -24,7 +24,7 @@ from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.health import attendance, peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
-from meshcomm.runtime.pending import then, then_all
+from meshcomm.runtime.pending import Pending, then, then_all
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.accelerator import mark
 from meshcomm.runtime.recorder import BEGAN, WHAT, Log, Marked, failed, recorded, state_of
@@ -33,6 +33,7 @@ from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.compiled import TracedLink
 from meshcomm.runtime.transports.device_post import (
     KNOW_NO_TAGS,
+    Compared,
     Outbox,
     begin_all,
     check_tags,
@@ -596,8 +597,10 @@ class ProcessLink(PacketLink):
         said = self._tags_agree(posts, wants)
         todo, got = messages_for(self.group, posts, wants)  # matched by order: in the group of this axis alone
         begun = self._outbox.put(todo, got, explain)
+        if isinstance(said, Pending):
+            return cast("list[Tensor]", Compared(said, begun))
         if told.later:
-            return cast("list[Tensor]", then_all([said, begun], lambda both: both[1]))
+            return cast("list[Tensor]", begun)
         begin_all()
         return cast("list[Tensor]", begun.wait(None))
 

@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 
 class Primitives(Protocol):
-    """The few that every collective is made of. Inside of ``call.for_later()`` each gives a ``Pending`` where it would
+    """The few that every collective is made of. Inside of ``call.for_later`` each gives a ``Pending`` where it would
     have to wait, and reads its inputs after the call too: they must not change until then, but see ``copies``.
     """
 

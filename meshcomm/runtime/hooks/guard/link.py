@@ -104,7 +104,7 @@ class Room:
 
     def __init__(self, index: int, guard: Guard, group: Group, board: Board, timeout: float) -> None:
         self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
-        self.announced: tuple[Call | None, Call] = None, Call("")
+        self.announced: tuple[Call | None, Call] = None, Call("a collective")
         """The last call as it was announced, and with the user's line."""
         self._turns = 0
         self.leaves = threading.RLock()

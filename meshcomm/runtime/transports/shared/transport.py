@@ -259,9 +259,12 @@ class OneHostLink(ProcessLink):
         watched = self.watches.pop(get_ident(), None)
         assert watched is not None
         call = self._watched_call(watched, code_of(name, "", dtype), 0, -1)
-        with for_later(False):
+
+        def come() -> None:
             call.post(None, (), self._others)
             self._done(call, lambda _: None, None)
+
+        for_later(False, come)
 
     def _watched_call(self, watched: tuple[Watch, Record], code: int, count: int, root: int) -> Call:
         watch, record = watched
