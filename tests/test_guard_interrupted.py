@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from test_timeouts import LONG
 
 import meshcomm as mc
+from meshcomm.runtime.health import attendance
 from meshcomm.runtime.hooks.guard import boards
 from meshcomm.runtime.hooks.guard.guard import Guard
-from meshcomm.runtime.hooks.guard.mail import _Watch
+from meshcomm.runtime.hooks.guard.link import Room
+from meshcomm.runtime.hooks.guard.mail import MailRoom, _Watch
 from meshcomm.runtime.hooks.guard.meeting import Meeting
 from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.transports.shared.mailbox import Call
@@ -326,3 +329,85 @@ def ended_while_it_leaves(folder: str) -> Any:
 
 def test_a_rank_that_ends_while_it_leaves(guarded4: Any, tmp_path: Path) -> None:
     assert guarded4.run(ended_while_it_leaves, str(tmp_path)) == 4 * [[1.0]]
+
+
+BARRIER: dict[str, tuple[Any, str, int, bool]] = {
+    "before it comes": (Room, "come_together", 1, True),
+    "while it waits": (attendance.time, "sleep", 1, True),
+    "when all have come": (Room, "come_together", 1, False),
+    "before it comes again": (Room, "come_together", 2, True),
+    "when all have come again": (Room, "come_together", 2, False),
+    "before it counts": (MailRoom, "count_from", 1, True),
+    "when it counts": (MailRoom, "count_from", 1, False),
+    "when it counts alike": (Room, "align", 1, False),
+}
+"""Where an alarm goes off in a barrier: in which step, and before or after it."""
+CARRIED = list(BARRIER)[4:]
+
+
+def at(time_of: int, step: Callable[..., Any], before: bool) -> Any:
+    """``step``, in which an alarm goes off the time of this number."""
+    calls, mine = iter(range(1, 1000)), threading.get_ident()
+    return once(step, before=before, when=lambda *_: threading.get_ident() == mine and next(calls) == time_of)
+
+
+def barrier_alarmed(folder: str) -> list[str]:
+    """Rank 0 is interrupted in a barrier; afterwards, alone, it gives up a call, and all meet again."""
+    mesh, found = mc.make_mesh({"a": 4}), []
+    works_on(mesh)
+    for k, (moment, (kind, name, nth, before)) in enumerate(BARRIER.items()):
+        signs = Signs(folder)
+        if mesh.rank:
+            if moment == "while it waits":
+                signs.wait(f"alarmed {k}")
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kind, name, at(nth, getattr(kind, name), before))
+                with pytest.raises(Alarm):
+                    mc.barrier("a", timeout=LONG, mesh=mesh)
+            signs.say(f"alarmed {k}")
+        if mesh.rank or moment == "before it comes":
+            try:
+                mc.barrier("a", timeout=LONG, mesh=mesh)
+                found.append("")
+            except mc.CommError as error:
+                found.append(str(error))
+        if moment in CARRIED:
+            assert mc.all_reduce(torch.tensor(10.0**mesh.rank), "a", mesh=mesh).item() == 1111, moment
+        else:
+            works_on(mesh)
+        if mesh.rank == 0:
+            with pytest.raises(mc.CommError):
+                mc.all_reduce(torch.ones(1), "a", mesh=mesh, timeout=0.05)
+        works_on(mesh)
+    return found
+
+
+def test_an_alarm_in_a_barrier(guarded4: Any, tmp_path: Path) -> None:
+    start = time.monotonic()
+    first, *others = guarded4.run(barrier_alarmed, str(tmp_path))
+    assert time.monotonic() - start < LONG
+    assert first == [""]
+    for moment, *told in zip(BARRIER, *others, strict=True):
+        if moment == "before it comes" or moment in CARRIED:
+            assert told == 3 * [""], moment
+        else:
+            assert all("index 0 (rank 0): Alarm" in each for each in told), (moment, told)
+
+
+def cleaning_alarmed() -> list[Any]:
+    """Rank 0 is interrupted when all have agreed, as it takes away what it has written before."""
+    mesh, forget = mc.make_mesh({"a": 4}, timeout=LONG), boards.StoreBoard.forget
+    works_on(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 0:
+            patch.setattr(boards.StoreBoard, "forget", once(forget, before=True))
+        found = [result_of(mc.all_reduce, torch.ones(1), "a", mesh=mesh)]
+    works_on(mesh)
+    return found
+
+
+def test_an_alarm_when_all_have_agreed_at_the_store(guarded4_at_the_store: Any) -> None:
+    start = time.monotonic()
+    assert guarded4_at_the_store.run(cleaning_alarmed) == [["Alarm "], *3 * [[[4.0]]]]
+    assert time.monotonic() - start < LONG / 2

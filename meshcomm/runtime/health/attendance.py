@@ -5,16 +5,21 @@ No backend is asked, so it tells who is missing even where a collective of the b
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, text
+from meshcomm.errors import CommError, described, text
 
-__all__ = ["Hope", "absent_text", "all_here", "forget"]
+__all__ = ["Gathering", "Hope", "absent_text", "all_here", "forget"]
 
+_ALL = "all"
+_MOST_STEPS = 2
 _LONGEST_PAUSE = 0.02
 _met: set[str] = set()
 """The axes that have met at the store."""
@@ -35,18 +40,90 @@ Hope = Callable[[dict[int, str]], str]
 """Is told which keys the others have not written, by rank of the world; why they never will, or nothing."""
 
 
-def all_here(name: str, ranks: tuple[int, ...], index: int, seconds: float, hope: Hope | None = None) -> None:
-    """Return when all of these ranks of the world have called it for the axis of this name, which no other meeting at
-    this store has had; the first one whose time is up (or who has no ``hope``), and the last one to come, decide for
-    all of them: CommError with the absent, or none.
+class Gathering:
+    """A meeting of ranks of the world at the store, for the axis of this name, which no other one there has had; in one
+    step or in several. Who is interrupted in it comes to this one again, or to the next one, as all others do: the
+    number counts the meetings that are over, and a rank does nothing here that it may not do twice.
     """
-    _met.add(name)
+
+    def __init__(self, name: str, ranks: tuple[int, ...], index: int, steps: int = 1) -> None:
+        self._place, self._ranks, self._index, self._steps = _place_of(name), ranks, index, steps
+        _met.add(name)
+        with _answering():
+            self._store = _torch.default_store()
+            self.number = (
+                self._store.add(self._over, 0) + 1
+            )  # there: a group that is adopted again goes on in its store
+
+    @property
+    def _over(self) -> str:
+        return f"{self._place}/calls/{self._index}"
+
+    def come(self, seconds: float, hope: Hope | None = None, step: int = 0) -> None:
+        """Return when all ranks have come to this step; the first one whose time is up (or who has no ``hope``), and
+        the last one to come, decide for all of them: CommError with the absent, or none.
+        """
+        with _answering():
+            verdict = self._verdict(_keys(self._place, self.number, step, len(self._ranks)), seconds, hope)
+        if verdict != _ALL or step == self._steps - 1:
+            self._end()
+        if verdict != _ALL:
+            raise CommError(verdict)
+
+    def give_up(self, error: BaseException) -> bool:
+        """This rank was interrupted: whether all have come to the last step. Else they are told, if it was there."""
+        why = text(
+            "barrier", "a rank was interrupted in it.",
+            got=f"index {self._index} (rank {self._ranks[self._index]}): {described(error)}",
+            fix="meet again: mc.barrier(axis, timeout=...)",
+        )  # fmt: skip
+        steps = [_keys(self._place, self.number, step, len(self._ranks)) for step in range(self._steps)]
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([steps[0].signs[self._index]]):
+                verdicts = (bytes(self._store.compare_set(keys.verdict, "", why)).decode() for keys in steps)
+                all_came = all(verdict == _ALL for verdict in verdicts)
+                self._end()
+                return all_came
+        return False
+
+    def _end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # who serves the store may have met, and ended
+            self._store.set(self._over, str(self.number))
+
+    def _verdict(self, keys: _Keys, seconds: float, hope: Hope | None) -> str:
+        store, end, mine = self._store, time.monotonic() + seconds, keys.signs[self._index]
+        store.set(mine, "here")
+        if store.check(keys.signs):
+            store.compare_set(keys.verdict, "", _ALL)
+            if keys.step == 0 and self.number > 1:  # all have left the meeting before
+                _take_away(store, self._place, self.number - 1, self._steps, len(self._ranks))
+        pause = 1e-4
+        while not store.check([keys.verdict]):
+            if time.monotonic() > end:
+                here = zip(self._ranks, keys.signs, strict=True)
+                absent = [f"index {i} (rank {rank})" for i, (rank, sign) in enumerate(here) if not store.check([sign])]
+                store.compare_set(keys.verdict, "", absent_text(absent, seconds))
+            elif hope is not None and pause >= _LONGEST_PAUSE:
+                here = zip(self._ranks, keys.signs, strict=True)
+                left = {rank: sign for rank, sign in here if not store.check([sign])}
+                reason = hope(left) if left else ""
+                if reason:
+                    store.compare_set(keys.verdict, "", reason)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return str(store.get(keys.verdict).decode())
+
+
+def all_here(name: str, ranks: tuple[int, ...], index: int, seconds: float) -> None:
+    """Return when all of these ranks have called it."""
+    gathering = Gathering(name, ranks, index)
     try:
-        verdict = _meet(_place_of(name), ranks, index, seconds, hope)
-    except RuntimeError as error:
-        _lost(error)
-    if verdict:
-        raise CommError(verdict)
+        gathering.come(seconds)
+    except CommError:
+        raise
+    except BaseException as error:  # Ctrl-C, or what a handler of another signal raises
+        gathering.give_up(error)
+        raise
 
 
 def forget(name: str, size: int) -> None:
@@ -58,9 +135,8 @@ def forget(name: str, size: int) -> None:
     if store.add(f"{prefix}/gone", 1) < size:
         return
     calls = {store.add(f"{prefix}/calls/{i}", 0) for i in range(size)}
-    for call in range(max(1, min(calls) - 1), max(calls) + 1):
-        for key in (*map(str, range(size)), "came", "verdict"):
-            store.delete_key(f"{prefix}/{call}/{key}")
+    for call in range(max(1, min(calls) - 1), max(calls) + 2):
+        _take_away(store, prefix, call, _MOST_STEPS, size)
     for key in (*(f"calls/{i}" for i in range(size)), "gone"):
         store.delete_key(f"{prefix}/{key}")
 
@@ -69,34 +145,32 @@ def _place_of(name: str) -> str:
     return f"meshcomm/barrier/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
-def _lost(error: RuntimeError) -> NoReturn:
-    reason = str(error).split("\n", 1)[0]
-    what = "the store of the process group does not answer."
-    raise CommError(text("barrier", what, got=reason, fix="look at rank 0, which serves it")) from error
+class _Keys(NamedTuple):
+    """Of one step of a meeting."""
+
+    step: int
+    signs: list[str]
+    """Of all indices: they are here."""
+    verdict: str
 
 
-def _meet(prefix: str, ranks: tuple[int, ...], index: int, seconds: float, hope: Hope | None) -> str:
-    store, end = _torch.default_store(), time.monotonic() + seconds
-    call = store.add(f"{prefix}/calls/{index}", 1)  # counted there: a group that is adopted again goes on in its store
-    key = f"{prefix}/{call}"
-    store.set(f"{key}/{index}", "here")
-    if store.add(f"{key}/came", 1) == len(ranks):
-        store.compare_set(f"{key}/verdict", "", "all")
-        if call > 1:  # all have left the call before
-            for name in (*map(str, range(len(ranks))), "came", "verdict"):
-                store.delete_key(f"{prefix}/{call - 1}/{name}")
-    pause = 1e-4
-    while not store.check([f"{key}/verdict"]):
-        if time.monotonic() > end:
-            absent = [f"index {i} (rank {rank})" for i, rank in enumerate(ranks) if not store.check([f"{key}/{i}"])]
-            store.compare_set(f"{key}/verdict", "", absent_text(absent, seconds))
-        elif hope is not None and pause >= _LONGEST_PAUSE:
-            keys = {rank: f"{key}/{i}" for i, rank in enumerate(ranks)}
-            left = {rank: name for rank, name in keys.items() if not store.check([name])}
-            reason = hope(left) if left else ""
-            if reason:
-                store.compare_set(f"{key}/verdict", "", reason)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    verdict = store.get(f"{key}/verdict").decode()
-    return "" if verdict == "all" else verdict
+def _keys(place: str, number: int, step: int, size: int) -> _Keys:
+    prefix = f"{place}/{number}/{step}"
+    return _Keys(step, [f"{prefix}/{i}" for i in range(size)], f"{prefix}/verdict")
+
+
+def _take_away(store: Store, place: str, number: int, steps: int, size: int) -> None:
+    for step in range(steps):
+        keys = _keys(place, number, step, size)
+        for key in (*keys.signs, keys.verdict):
+            store.delete_key(key)
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split("\n", 1)[0]
+        what = "the store of the process group does not answer."
+        raise CommError(text("barrier", what, got=reason, fix="look at rank 0, which serves it")) from error

@@ -172,8 +172,8 @@ class StoreBoard:
         """Delete what is older."""
         store = the_store()
         for old in [old for old in self._kept if old < number]:
-            self._kept.remove(old)
             store.delete_key(f"{self._prefix}/{old}/{self._index}")
+            self._kept.remove(old)
 
     def say_count(self, turn: int, count: int) -> None:
         """A key per index."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from meshcomm.errors import CommError, described, text
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.callsite import call_site
-from meshcomm.runtime.health.attendance import all_here
+from meshcomm.runtime.health.attendance import Gathering
 from meshcomm.runtime.hooks.guard.boards import Board, Entry, Group
 from meshcomm.runtime.hooks.guard.guard import LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.messages import Letters
@@ -82,14 +83,28 @@ class Guarded(Hook):
         alone = room.guard.is_alone()  # else another thread may be in the middle of the calls of another axis
         rooms = [each for each in room.guard.rooms if alone or each is room]
         inside = [each for each in rooms if set(each.group.ranks) <= set(room.group.ranks)]
-        turn = room.next_turn()
-        room.come_together(seconds, words)
-        for each in inside:
-            each.say_count(turn)
-        room.guard.forgive(room.group.ranks)  # between two meetings: nobody raises anything now
-        room.come_together(seconds, words)
-        for each in inside:
-            each.align(turn)
+        gathering = Gathering(room.group.name, room.group.ranks, room.index, steps=2)
+        turn = (room.group.key + gathering.number) % 2**62 + 1  # which is the same on all ranks
+        try:
+            room.come_together(gathering, 0, seconds, words)
+            for each in inside:
+                each.say_count(turn)
+            room.guard.forgive(room.group.ranks)  # between two steps: nobody raises anything now
+            room.come_together(gathering, 1, seconds, words)
+            self._align(inside, turn)
+        except CommError:
+            raise
+        except BaseException as error:  # Ctrl-C, or what a handler of another signal raises
+            if gathering.give_up(error):  # else no rank counts anew
+                self._align(inside, turn)
+            raise
+
+    def _align(self, rooms: Iterable[Room], turn: int) -> None:
+        """Who is interrupted here does it again, from the beginning."""
+        for each in rooms:
+            if not each.align(turn) and each is self.room:
+                what = "the ranks met, and do not know how many calls they have made."
+                raise CommError(text("barrier", what, fix="make a new mesh"))
 
     def end(self) -> None:
         """No more calls."""
@@ -106,7 +121,6 @@ class Room:
         self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
         self.announced: tuple[Call | None, Call] = None, Call("a collective")
         """The last call as it was announced, and with the user's line."""
-        self._turns = 0
         self.leaves = threading.RLock()
         """Held by the thread that is about to give up a call, or sees that it stays."""
         weakref.finalize(self, guard.issued.pop, group.key, None).atexit = False
@@ -153,15 +167,20 @@ class Room:
         self.letters.end_what_was_begun()
         self.board.say_count(turn, self.number)
 
-    def align(self, turn: int) -> None:
-        """Count on from the rank that has made the most calls, and one more: it is new to all; if all want to."""
+    def align(self, turn: int) -> bool:
+        """Count on from the rank that has made the most calls, and one more: it is new to all; if all want to. Whether
+        they do. What is done twice is the same.
+        """
         said = self.board.counts(turn)
         counts = [count for count in said if count is not None]
-        if len(counts) == len(said):
-            self.count_from(max(self.number, *counts) + 1)
-            self._errors = self.guard.failures
-            self.guard.issued[self.group.key] = self.number
-            self.letters.begin_again(self.number)
+        if len(counts) < len(said):
+            return False
+        number = max(counts) + 1
+        self.count_from(number)
+        self._errors = self.guard.failures
+        self.guard.issued[self.group.key] = number
+        self.letters.begin_again(number)
+        return True
 
     def count_from(self, number: int) -> None:
         """All are here."""
@@ -179,12 +198,7 @@ class Room:
         except CommError as error:  # the store is lost
             return described(error)
 
-    def next_turn(self) -> int:
-        """Names a meeting that aligns numbers, the same on all ranks that come to it."""
-        self._turns += 1
-        return (self.group.key + self._turns) % 2**62 + 1
-
-    def come_together(self, seconds: float, words: Words) -> None:
+    def come_together(self, gathering: Gathering, step: int, seconds: float, words: Words) -> None:
         """At the store."""
         wait = Wait(self.group, 0, str(words), words.place)
         wait.id = -wait.id
@@ -204,7 +218,7 @@ class Room:
             return text("barrier", "not everybody will come.", got=f"{reason}; {self.guard.where_all_are()}")
 
         with self.guard.waiting(wait, for_program=True) as long:
-            all_here(self.group.name, self.group.ranks, self.index, seconds, hope)
+            gathering.come(seconds, hope, step)
 
     def end(self) -> None:
         """No more calls."""

@@ -5,6 +5,7 @@ Those that are waited for later agree on a thread of the group, one after the ot
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -154,10 +155,11 @@ class StoreRoom(Room):
     def go(self, meeting: _StoreMeeting, limit: Limit | None = None, *, for_program: bool) -> Any:
         """Meet, then go. Who is interrupted when all have come does its part first: the others go."""
         interrupted = self.meet(meeting, limit, for_program)
-        self.board.forget(meeting.number)
         found = meeting.what.go()
         if interrupted is not None:
             raise interrupted
+        with contextlib.suppress(CommError):  # of a store that is lost the next call tells
+            self.board.forget(meeting.number)
         return found
 
     def meet(self, meeting: _StoreMeeting, limit: Limit | None, for_program: bool) -> BaseException | None:
