@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,6 +248,60 @@ def on_another_device() -> list[str]:
 def test_ranks_on_several_kinds_of_device(guarded4: Any) -> None:
     for text in [text for texts in guarded4.run(on_another_device) for text in texts]:
         assert "the ranks made different calls" in text, text
+
+
+class NotOfTheHost:
+    """What a tensor of another device says to the guard."""
+
+    is_cpu = False
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.x, name)
+
+
+def interrupted_before(step: str) -> list[Any]:
+    """Rank 0 is interrupted before the entry that goes before a call on a device."""
+    mesh = mc.make_mesh({"a": 4})
+    works_on(mesh)
+    kind, found, like = type(mesh.axis("a").link), [], Running.like.fget  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Running, "like", property(lambda what: NotOfTheHost(like(what))))
+        if mesh.rank == 0:
+            where: tuple[type, str] = (kind, "meet") if step == "meet" else (Call, "_lend")
+            patch.setattr(*where, once(getattr(*where), before=True))
+        for k in range(4):
+            found.append(result_of(mc.all_reduce, torch.tensor(float(k)), "a", mesh=mesh))
+    works_on(mesh)
+    return found
+
+
+@pytest.mark.parametrize("step", ["meet", "lend"])
+def test_who_is_interrupted_before_it_says_what_it_calls_refuses_it_once(guarded4: Any, step: str) -> None:
+    first, *others = guarded4.run(interrupted_before, step)
+    assert first == ["Alarm ", 4.0, 8.0, 12.0]
+    for told, *rest in others:
+        assert "has raised: Alarm" in told, told
+        assert rest == [4.0, 8.0, 12.0]
+
+
+def test_a_call_that_another_thread_ends_while_its_rank_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    watches, ended = [object.__new__(_Watch), None], []
+
+    class Ends:
+        watch = property(lambda _: watches.pop(0))
+
+        def look(self) -> bool:
+            return False
+
+    room: Any = object.__new__(MailRoom)
+    room.others, room.mail = (), SimpleNamespace(open={1: Ends()}, lock=threading.Lock(), number=0)
+    monkeypatch.setattr(_Watch, "end", lambda watch: ended.append(watch))
+    room.count_from(3)
+    assert len(ended) == 1
+    assert room.mail.number == 3
 
 
 def far_ahead() -> tuple[float, str]:

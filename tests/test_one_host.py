@@ -11,7 +11,7 @@ import socket
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from meshcomm.runtime.process import memory
 from meshcomm.runtime.transports import process_group
 from meshcomm.runtime.transports.shared import mailbox, transport
 from meshcomm.runtime.transports.shared.transport import OneHostLink
+from meshcomm.runtime.transports.shared.words import entry_of
 
 LARGE = 200_000
 
@@ -289,6 +290,87 @@ def memory_comes_back() -> None:
 
 def test_memory_is_used_again_also_that_of_dropped_works(pool4: Any) -> None:
     pool4.run(memory_comes_back)
+
+
+def differs_late(folder: str) -> list[float]:
+    """Rank 1 calls another thing than the others, when rank 0 has lent that memory again, to rank 1 too."""
+    mesh, x = here(), torch.ones(LARGE)
+
+    def say(what: str) -> None:
+        (Path(folder) / what).touch()
+
+    def wait(*whats: str) -> None:
+        end = time.monotonic() + 60
+        while not all((Path(folder) / what).exists() for what in whats):
+            assert time.monotonic() < end, whats
+            time.sleep(1e-3)
+
+    def broadcast(value: float) -> float:
+        return float(mc.broadcast(torch.full((LARGE,), value), "a", src=0, mesh=mesh).max())
+
+    mc.barrier("a", mesh=mesh)
+    if mesh.rank == 1:
+        wait("lent again")
+        with pytest.raises(mc.CommError, match="different things"):
+            broadcast(0.0)
+        say("told")
+        wait("lent once more")
+        return [broadcast(0.0), broadcast(0.0)]
+    mc.permute(x, "a", [(0, 2)], mesh=mesh)
+    say(f"read {mesh.rank}")
+    wait("read 2")
+    broadcast(22.0)
+    say(f"read again {mesh.rank}")
+    if mesh.rank == 0:
+        wait("read again 2", "read again 3")
+        say("lent again")
+        wait("told")
+    with pytest.raises(mc.CommError, match="different things"):
+        broadcast(33.0)
+    if mesh.rank == 0:
+        say("lent once more")
+    return [22.0, 33.0]
+
+
+def test_what_was_not_lent_in_a_call_that_differs_is_not_returned(pool4: Any, tmp_path: Path) -> None:
+    assert pool4.run(differs_late, str(tmp_path)) == 4 * [[22.0, 33.0]]
+
+
+def unread(name: str) -> None:
+    """Rank 1 does not read what the others have lent to it, for it has called another thing."""
+    mesh, x = here(), torch.ones(LARGE)
+    mc.barrier("a", mesh=mesh)
+    mail = link_of(mesh).mail
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "room", memory.Room())
+        if mesh.rank == 1:
+            end = time.monotonic() + 60
+            while any(entry_of(mail.box(i), mail.number + 1) is None for i in mail.others):
+                assert time.monotonic() < end
+                time.sleep(1e-3)
+            with pytest.raises(mc.CommError, match="different things"):
+                mc.broadcast(x, "a", src=1, mesh=mesh) if name == "gives" else mc.permute(x, "a", [(0, 1)], mesh=mesh)
+        else:
+            with pytest.raises(mc.CommError, match="different things"):
+                mc.all_gather(x, "a", mesh=mesh)
+        mc.barrier("a", mesh=mesh)
+        assert not memory.room.wanted()
+
+
+@pytest.mark.parametrize("name", ["gives", "takes"])
+def test_what_is_lent_for_a_call_that_differs_comes_back(pool4: Any, name: str) -> None:
+    pool4.run(unread, name)
+
+
+def test_who_is_interrupted_while_it_lends_has_lent_nothing() -> None:
+    def places() -> Iterator[int]:
+        yield 1
+        raise KeyboardInterrupt
+
+    room = memory.Room()
+    with pytest.raises(KeyboardInterrupt):
+        room.lend(10, places(), [], patient=False)
+    assert all(segment.is_free() for segment in room._small)
 
 
 def beyond_what_is_kept() -> None:

@@ -193,19 +193,25 @@ class Room:
         Who is ``patient``, and has lent much to others that are slower, gives them a little time; not for ever, for
         they may be waiting for something else.
         """
-        need = PAGE + nbytes
-        with self._lock:
-            found = self._slot() if need <= _SLOT else self._free(need)
-            if found is None:
-                self._drop_used()
-                found = self._wait_for(need) if patient else None
-            if found is None:
-                found = self._another(PAGE + max(_SLOT, 1 << (nbytes - 1).bit_length()))
-            for place in places:
-                found.flags[place] = 1
-            found.readers = readers
-            found.cells[STATE] = 0
-            return found
+        need, lent = PAGE + nbytes, None
+        try:
+            with self._lock:
+                found = self._slot() if need <= _SLOT else self._free(need)
+                if found is None:
+                    self._drop_used()
+                    found = self._wait_for(need) if patient else None
+                if found is None:
+                    found = self._another(PAGE + max(_SLOT, 1 << (nbytes - 1).bit_length()))
+                lent = found
+                for place in places:
+                    lent.flags[place] = 1
+                lent.readers = readers
+                lent.cells[STATE] = 0
+            return lent
+        except BaseException:  # Ctrl-C: nobody hears of it
+            if lent is not None:
+                lent.take_back()
+            raise
 
     def _slot(self) -> Segment | None:
         """One of the small ones, of which many lie in one memory: there are only so many descriptors."""

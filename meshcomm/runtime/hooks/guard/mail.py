@@ -109,6 +109,8 @@ def _meet(what: Running, watch: _Watch) -> BaseException | None:
     except CommError:
         raise
     except BaseException as error:
+        if not watch.has_begun:  # who called this refuses it, once
+            raise
         watch.broken(error)
         if not watch.goes_on():
             raise
@@ -195,8 +197,9 @@ class MailRoom(Room):
         """All are here: what has not come by now does not, and what has come was seen."""
         mail = self.mail
         for call in list(mail.open.values()):
-            if isinstance(call.watch, _Watch) and not call.look():
-                call.watch.end()
+            watch = call.watch  # once: another thread may end the call
+            if isinstance(watch, _Watch) and not call.look():
+                watch.end()
         with mail.lock:
             mail.number = number
         for i in self.others:

@@ -14,9 +14,20 @@ from typing import NoReturn, Protocol
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.lengths import dims_said
-from meshcomm.runtime.process.memory import Box
+from meshcomm.runtime.process.memory import Box, Segment
 from meshcomm.runtime.transports.shared.lexicon import find
-from meshcomm.runtime.transports.shared.words import CODE, COUNT, DIGEST, PLACE, ROOT, entry_of, name_of, named, said
+from meshcomm.runtime.transports.shared.words import (
+    CODE,
+    COUNT,
+    DIGEST,
+    PLACE,
+    ROOT,
+    entry_of,
+    is_lent_to,
+    name_of,
+    named,
+    said,
+)
 from meshcomm.runtime.words import Words, differing
 
 __all__ = ["Boxes", "Given", "compare_given", "differ_in", "runs_differ"]
@@ -43,6 +54,9 @@ class Boxes(Protocol):
     def words(self, index: int) -> memoryview[int]:
         """Its lexicon."""
 
+    def borrow(self, entry: Sequence[int], index: int) -> Segment:
+        """What it lends."""
+
 
 def compare_given(mail: Boxes) -> None:
     """See whether the others have made the calls that were not compared with theirs; CommError if not."""
@@ -56,7 +70,7 @@ def compare_given(mail: Boxes) -> None:
 
 def _is_compared(mail: Boxes, number: int, digest: int) -> bool:
     """Whether all others have made this call; CommError if one has made another one."""
-    odd = False
+    odd = []
     for i in mail.others:
         box = mail.box(i)
         if box is None:
@@ -65,8 +79,13 @@ def _is_compared(mail: Boxes, number: int, digest: int) -> bool:
         come = box.cells[at]
         if come < number:
             return False
-        odd = odd or (come == number and box.cells[at + DIGEST] != digest)
+        if come == number and box.cells[at + DIGEST] != digest:
+            odd.append(i)
     if odd:
+        for i in odd:  # this rank has read from none of them
+            if (entry := entry_of(mail.box(i), number)) is not None and is_lent_to(mail.index, entry):
+                with contextlib.suppress(OSError):
+                    mail.borrow(entry, i).returned(mail.index)
         differ_in(mail, number)
     return True
 

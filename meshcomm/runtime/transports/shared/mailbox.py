@@ -77,6 +77,7 @@ from meshcomm.runtime.transports.shared.words import (
     WHY,
     dtype_of,
     entry_of,
+    is_lent_to,
     last_said,
     name_of,
     named,
@@ -232,6 +233,13 @@ class Mail:
         if found[WHY]:
             why = self.words_at(index, found[WHY] - 1, number)
         return Heard(found[DIGEST], found[STANDS], found[GRADIENT], words, text, why)
+
+    def borrow(self, entry: Sequence[int], index: int) -> Segment:
+        """What that rank lends, as its entry says. Raises OSError if it is not there."""
+        neighbour = self.neighbours[index]
+        assert neighbour is not None
+        lease = Lease(neighbour.pid, entry[FD], entry[SERIAL], entry[SIZE], entry[OFFSET], entry[LENGTH])
+        return memory.borrow(lease, keep=bool(entry[KEPT]))
 
     def words_at(self, index: int, place: int, digest: int) -> bytes:
         """What a rank of the group has written there under this digest; nothing if it has been written over."""
@@ -589,12 +597,8 @@ class Call:
         with self._once:
             if not self._over:
                 self._error = CommError(text(self.name, why))
-                segments: dict[int, Segment] = {}
-                for i in self._sources:
-                    if (entry := self._entries.get(i)) is not None and entry[SERIAL]:
-                        with contextlib.suppress(CommError):
-                            segments[i] = self._borrow(entry, i)
-                self._end(segments)
+                self._borrow_unread(self._segments)
+                self._end(self._segments)
 
     @property
     def name(self) -> str:
@@ -610,13 +614,15 @@ class Call:
             watch.differ()
         for i in self._sources:
             entry = self._entries[i]
-            if entry[SERIAL]:
+            if watch is None and (entry[DIGEST] != self.digest or self._another_root(entry)):
+                wrong = True
+            elif entry[SERIAL]:
                 try:
                     segments[i] = self._borrow(entry, i)
                 except CommError as error:  # the others want back what they have lent
                     lost = error
-            wrong = wrong or (watch is None and (entry[DIGEST] != self.digest or self._another_root(entry)))
         if wrong:
+            self._borrow_unread(segments)
             differ_in(self.mail, self.number)
         if lost is not None:
             raise lost
@@ -666,15 +672,21 @@ class Call:
         self.root = _NOBODY - whose
 
     def _borrow(self, entry: list[int], source: int) -> Segment:
-        neighbour = self.mail.neighbours[source]
-        assert neighbour is not None
-        lease = Lease(neighbour.pid, entry[FD], entry[SERIAL], entry[SIZE], entry[OFFSET], entry[LENGTH])
         try:
-            return memory.borrow(lease, keep=bool(entry[KEPT]))
+            return self.mail.borrow(entry, source)
         except OSError as error:
             found = peers.account([self.link.ranks[source]], closed=True)
             what = f"the memory of index {source} cannot be read: {error.strerror or error}"
             self.fail(f"{found}: {what}" if found else what)
+
+    def _borrow_unread(self, segments: dict[int, Segment]) -> None:
+        """What is lent to this rank, to return it; what is not may be lent for a later call by now."""
+        mail = self.mail
+        for i in mail.others:
+            entry = None if i in segments else entry_of(mail.box(i), self.number)
+            if entry is not None and is_lent_to(mail.index, entry):
+                with contextlib.suppress(OSError):
+                    segments[i] = mail.borrow(entry, i)
 
     def table_of(self, i: int) -> tuple[int, int]:
         """Where what index i has for this rank begins and ends, in what it lends."""

@@ -16,8 +16,8 @@ from meshcomm.runtime.words import primitive_text
 
 __all__ = [
     "CODE", "COUNT", "DIGEST", "ENTRY_CELLS", "FD", "GRADIENT", "KEPT", "LATER", "LENGTH", "OFFSET", "PERMUTE", "PLACE",
-    "ROOT", "SERIAL", "SIZE", "STANDS", "WHY", "code_of", "dtype_of", "entry_of", "last_said", "meaning_of", "name_of",
-    "named", "said",
+    "ROOT", "SERIAL", "SIZE", "STANDS", "WHY", "code_of", "dtype_of", "entry_of", "is_lent_to", "last_said",
+    "meaning_of", "name_of", "named", "said",
 ]  # fmt: skip
 
 (_NUMBER, CODE, COUNT, ROOT, FD, SERIAL, SIZE, KEPT, LATER, OFFSET, LENGTH, DIGEST, PLACE, STANDS, GRADIENT, WHY,
@@ -69,6 +69,8 @@ def dtype_of(code: int) -> torch.dtype:
 
 
 PERMUTE = PRIMITIVES.index("permute")
+_TO_ONE = {PERMUTE, PRIMITIVES.index("reduce"), PRIMITIVES.index("gather")}
+"""What is lent there the root alone reads; elsewhere all do, whoever lends it."""
 
 
 def said(code: int, count: int, root: int) -> str:
@@ -84,6 +86,11 @@ def entry_of(box: Box | None, number: int) -> list[int] | None:
         return None
     at = box.at(number)
     return box.cells[at : at + ENTRY_CELLS].tolist() if box.cells[at] == number else None
+
+
+def is_lent_to(index: int, entry: Sequence[int]) -> bool:
+    """Whether what this entry lends is for this index among the others, whatever that one has called itself."""
+    return entry[SERIAL] != 0 and (entry[CODE] >> 16 not in _TO_ONE or entry[ROOT] == index)
 
 
 def last_said(box: Box | None) -> str:
