@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import CASES, grid
+from later import for_later
 from oracle import Oracle
 from torch import Tensor
 from torch.testing import assert_close
@@ -21,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import meshcomm as mc
 from meshcomm.collectives import overlap
 from meshcomm.runtime import groups, recorder
-from meshcomm.runtime.call import for_later
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.process import accelerator
 

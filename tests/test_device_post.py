@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from later import for_later
 from stand_in import Stream, stand_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.collectives import messages
-from meshcomm.runtime.call import Post, Want, told
+from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator
@@ -27,16 +27,6 @@ from meshcomm.runtime.transports import device_post, process_group
 from meshcomm.runtime.transports.process_group import ProcessLink
 
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def for_later() -> Iterator[None]:
-    """What is called inside is waited for later."""
-    told.later = True
-    try:
-        yield
-    finally:
-        told.later = False
 
 
 class Done:

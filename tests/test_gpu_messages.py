@@ -8,9 +8,9 @@ import message_programs as programs
 import pytest
 import torch
 import torch.distributed as dist
+from later import for_later
 
 import meshcomm as mc
-from meshcomm.runtime.call import for_later
 from meshcomm.runtime.pending import Pending
 
 

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from later import for_later
 from stand_in import Stream, stand_in
 
 import meshcomm as mc
 from meshcomm.collectives import overlap
 from meshcomm.runtime import recorder
-from meshcomm.runtime.call import for_later, told
+from meshcomm.runtime.call import told
 from meshcomm.runtime.health import overdue
 from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.pending import TimedOutError
