@@ -1,6 +1,6 @@
 """A result that may not be there yet, and what shall be done with it when it is.
 
-A link's primitives give tensors; those of its ``later`` form give a :class:`Pending` where something is under way. Code
+A link's primitives give tensors, and inside of ``call.for_later`` a :class:`Pending` where something is under way. Code
 that packs before a primitive and unpacks after it serves both, if what comes after goes through :func:`then`.
 """
 

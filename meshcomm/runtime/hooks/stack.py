@@ -26,7 +26,7 @@ from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
 
-__all__ = ["Hook", "Running", "log_of", "put_on", "take_off"]
+__all__ = ["UNKNOWN", "Hook", "Running", "log_of", "put_on", "take_off"]
 
 
 class Running(NamedTuple):
@@ -126,7 +126,8 @@ class _Here(threading.local):
     inside = False  # the transport is at it
 
 
-_UNKNOWN = Call("a collective")
+UNKNOWN = Call("a collective")
+"""What a primitive belongs to that nobody has announced."""
 
 
 class _Stack(tuple[Hook, ...]):
@@ -209,7 +210,7 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 here.inside, told.call, told.later = False, before, waited
 
-        call = told.call if isinstance(told.call, Call) else _UNKNOWN
+        call = told.call if isinstance(told.call, Call) else UNKNOWN
         what = Running(name, args, call, self, later, go)
         *nearer, last = stack
         for hook in nearer:

@@ -19,7 +19,7 @@ from meshcomm.runtime.health.attendance import Gathering
 from meshcomm.runtime.hooks.guard.boards import Board, Entry, Group
 from meshcomm.runtime.hooks.guard.guard import LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.messages import Letters
-from meshcomm.runtime.hooks.stack import Hook, Running
+from meshcomm.runtime.hooks.stack import UNKNOWN, Hook, Running
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.words import Words, axis_text, place_of
@@ -119,7 +119,7 @@ class Room:
 
     def __init__(self, index: int, guard: Guard, group: Group, board: Board, timeout: float) -> None:
         self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
-        self.announced: tuple[Call | None, Call] = None, Call("a collective")
+        self.announced: tuple[Call | None, Call] = None, UNKNOWN
         """The last call as it was announced, and with the user's line."""
         self.leaves = threading.RLock()
         """Held by the thread that is about to give up a call, or sees that it stays."""
