@@ -195,13 +195,35 @@ def test_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         workers._Crew, "work", lambda self, task, _, prompt: work(self, task, time.monotonic() + 8, prompt)
     )
     words = (
-        "(?s)hangs did not end within 280 s on rank 1; all ranks were ended.*got: done: 2 of 3 ranks.*longer timeout="
+        "(?s)hangs did not end within 280 s on rank 1; all ranks were ended.*got: done: 2 of 3 ranks.*"
+        r"; rank 1 is in hangs \(test_workers.py:\d+\)\n.*longer timeout="
     )
     with pytest.raises(CommError, match=words):
         run_processes(hangs, 3, (str(tmp_path), 1), timeout=LIMIT)
     pids = noted_pids(tmp_path)
     assert len(pids) == 3
     assert gone(pids)
+
+
+def fails_beside(folder: str) -> None:
+    there = Path(folder) / "there"
+
+    def sleeps() -> None:
+        there.touch()
+        time.sleep(LIMIT)
+
+    if my_rank() == 0:
+        sleeps()
+    while not there.exists():
+        time.sleep(0.01)
+    raise KeyError("mine")
+
+
+@pytest.mark.thorough
+def test_who_fails_is_told_with_where_the_others_are(tmp_path: Path) -> None:
+    words = r"rank 1 failed in fails_beside: .*mine.*rank 0 is in fails_beside \(test_workers.py:\d+\) > sleeps \(test_workers.py:"
+    with pytest.raises(CommError, match=f"(?s){words}"):
+        run_processes(fails_beside, 2, (str(tmp_path),), timeout=LIMIT)
 
 
 def test_who_is_late_is_named_beside_who_is_done() -> None:

@@ -26,6 +26,8 @@ from meshcomm.runtime.start import rendezvous, world
 __all__ = ["Answer", "Plan", "serve", "unpack"]
 
 _KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_SHOWN = 12
+"""How many functions of one rank, one inside of the other, are told."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ def unpack(rank: int, data: bytes) -> Answer:
     return Answer(kind, rank, value, summary, trace, when)
 
 
-def serve(pipe: Connection, plan: Plan) -> None:
-    """A worker's life: join the group, do tasks until the parent says so or is gone."""
-    _settle(plan)
+def serve(pipe: Connection, questions: Connection, plan: Plan) -> None:
+    """A worker's life: join the group, do tasks until the parent says so or is gone; and say where it is when asked."""
+    _settle(plan, questions)
     pipe.send_bytes(_attempt(lambda: _join(plan)))
     with contextlib.suppress(EOFError, OSError):
         while task := pipe.recv_bytes():
@@ -79,10 +81,10 @@ def serve(pipe: Connection, plan: Plan) -> None:
     world.shutdown()
 
 
-def _settle(plan: Plan) -> None:
+def _settle(plan: Plan, questions: Connection) -> None:
     # Ctrl-C reaches the whole terminal: the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
+    _listen_to_parent(questions)
     # The server that forked this process may be older than the parent's present environment.
     os.environ.clear()
     os.environ.update(plan.environ)
@@ -100,21 +102,39 @@ def _settle(plan: Plan) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _end_with_parent() -> None:
-    """Twice: a thread that sees the parent go needs the interpreter; the kernel's signal does not, but has no name for
-    the parent: it comes when the process that forked this one ends, which is soon after.
+def _listen_to_parent(questions: Connection) -> None:
+    """Say where this rank is when the parent asks, and end when it is gone. That twice: a thread that sees it go needs
+    the interpreter; the kernel's signal does not, but has no name for the parent: it comes when the process that forked
+    this one ends, which is soon after.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def watch() -> None:
-        wait([parent.sentinel])
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while parent.sentinel not in wait([parent.sentinel, questions]):
+                questions.recv_bytes()
+                questions.send_bytes(_whereabouts().encode())
         os._exit(1)
 
-    threading.Thread(target=watch, name="meshcomm-parent", daemon=True).start()
+    threading.Thread(target=listen, name="meshcomm-parent", daemon=True).start()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+
+
+def _whereabouts() -> str:
+    """The functions that the main thread is in, from the user's on."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inside: list[str] = []
+    while frame is not None and frame.f_code.co_filename != __file__:
+        code = frame.f_code
+        if not code.co_filename.startswith("<frozen"):  # how Python imports
+            inside.insert(0, f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})")
+        frame = frame.f_back
+    if frame is None or not inside:
+        return "is between two functions"
+    return "is in " + " > ".join(inside if len(inside) <= _SHOWN else [*inside[:2], "...", *inside[2 - _SHOWN :]])
 
 
 def _join(plan: Plan) -> None:

@@ -4,6 +4,7 @@
     store on a free loopback port  <-----  init(store=, rank=r, ...)
     pipe r: pickled (fn, args)     ----->  fn(*args)
     pipe r: pickled result or error <----
+    where is it?                   <---->  the functions that rank r is in, told by a thread
 
 Values travel as pickled bytes, never through shared memory: a result does not depend on a worker that is gone.
 """
@@ -43,6 +44,7 @@ _PROMPT = 0.1
 _POOL_PROMPT = 1.0
 _FOLLOWS = 1.0  # The same after a CommError: it may follow from the failure of a rank that is slower to say so.
 _GOODBYE = 10.0
+_ASKED = 1.0  # How long ranks that are late may take to say where they are.
 
 
 class Watched(Protocol):
@@ -234,6 +236,7 @@ class _Crew:
         self._timeout = min(world.DEFAULT_TIMEOUT, limit or world.DEFAULT_TIMEOUT)
         self._asked = {"world_size": ranks, "backend": backend, "timeout": self._timeout, "guard": guard}
         self._pipes: list[Connection] = []
+        self._questions: list[Connection] = []
         self._workers: list[BaseProcess] = []
 
     def start(self, deadline: float | None) -> None:
@@ -243,11 +246,14 @@ class _Crew:
         for rank in range(self._ranks):
             plan = Plan(self._store.port, dict(os.environ), {**self._asked, "rank": rank})
             mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, plan), name=f"meshcomm-rank-{rank}")
+            ask, asked = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, asked, plan), name=f"meshcomm-rank-{rank}")
             self._pipes.append(mine)
+            self._questions.append(ask)
             process.start()
             self._workers.append(process)
             theirs.close()
+            asked.close()
         answers = self._collect(deadline, _PROMPT)
         died = [a for a in answers if a.kind == "died"]
         refused = [a.value for a in answers if isinstance(a.value, MeshError)]
@@ -282,11 +288,26 @@ class _Crew:
                         follows = isinstance(answer.value, CommError)
                         soon = time.monotonic() + (max(prompt, _FOLLOWS) if follows else prompt)
                         deadline = soon if deadline is None else min(deadline, soon)
-        return [answers.get(rank) or Answer("late", rank, summary=self._state(rank)) for rank in range(self._ranks)]
+        places = self._whereabouts([rank for rank in range(self._ranks) if rank not in answers])
+        return [answers.get(rank) or Answer("late", rank, summary=places[rank]) for rank in range(self._ranks)]
 
-    def _state(self, rank: int) -> str:
-        pid = self._workers[rank].pid
-        return f"is stopped (process {pid})" if pid is not None and peers.is_stopped(pid) else ""
+    def _whereabouts(self, ranks: list[int]) -> dict[int, str]:
+        """What these ranks do, which have not answered."""
+        found = {}
+        for rank in ranks:
+            pid = self._workers[rank].pid
+            if pid is not None and peers.is_stopped(pid):
+                found[rank] = f"is stopped (process {pid})"
+            else:
+                with contextlib.suppress(OSError):
+                    self._questions[rank].send_bytes(b"?")
+        end = time.monotonic() + _ASKED
+        for rank in set(ranks) - set(found):
+            found[rank] = "does not say where it is"
+            with contextlib.suppress(EOFError, OSError):
+                if self._questions[rank].poll(max(0.0, end - time.monotonic())):
+                    found[rank] = self._questions[rank].recv_bytes().decode()
+        return found
 
     def _answer(self, rank: int) -> Answer | None:
         pipe, process = self._pipes[rank], self._workers[rank]
@@ -316,10 +337,11 @@ class _Crew:
         for process in self._workers:
             process.join()
             process.close()
-        for pipe in self._pipes:
+        for pipe in (*self._pipes, *self._questions):
             pipe.close()
         self._workers.clear()
         self._pipes.clear()
+        self._questions.clear()
 
 
 def _epitaph(exitcode: int) -> str:
