@@ -23,7 +23,7 @@ from meshcomm.runtime.hooks.stack import Hook, Running, put_on
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
-from meshcomm.runtime.transports import device_post, process_group
+from meshcomm.runtime.transports import device_post, group_link
 from meshcomm.runtime.transports.process_group import ProcessLink
 
 CPU = torch.device("cpu")
@@ -283,7 +283,7 @@ def test_a_batch_that_cannot_be_begun_fails_all_that_are_in_it(wire: Wire, monke
         raise RuntimeError("the card is gone")
 
     link = link_of(0)
-    monkeypatch.setattr(process_group.peers, "account", lambda ranks, closed=False: "")
+    monkeypatch.setattr(group_link.peers, "account", lambda ranks, closed=False: "")
     monkeypatch.setattr(_torch, "begin_messages", broken)
     with for_later():
         works = [link.exchange([post(1.0, 1)], []), link.exchange([], [want(1)])]
@@ -299,7 +299,7 @@ def test_a_batch_that_is_interrupted_gives_nobody_what_was_not_received(
         raise KeyboardInterrupt
 
     link = link_of(0)
-    monkeypatch.setattr(process_group.peers, "account", lambda ranks, closed=False: "")
+    monkeypatch.setattr(group_link.peers, "account", lambda ranks, closed=False: "")
     with for_later():
         work = link.exchange([], [want(1)])
     with monkeypatch.context() as patch:

@@ -14,6 +14,7 @@ import toy_device
 import meshcomm as mc
 from meshcomm.collectives import overlap
 from meshcomm.objects.objects import all_gather_object
+from meshcomm.runtime import groups
 from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.transports import detour
 from meshcomm.training.process import device
@@ -63,7 +64,7 @@ def around(folder: str) -> list[Any]:
     rank = rejoined(folder, "gloo", backend="gloo")
     mesh = mc.make_mesh({"a": 2})
     assert mesh.device.type == "cpu"
-    assert isinstance(mesh.axis("a").link, detour.DetouredOneHostLink)
+    assert isinstance(mesh.axis("a").link, groups.DetouredOneHostLink)
     plain, odd = everything(mesh, "cpu"), everything(mesh, "toy")
     world.shutdown()
     os.environ["MESHCOMM_SHARED_MEMORY"] = "0"
@@ -108,7 +109,7 @@ def found_by_torch(folder: str) -> list[Any]:
     assert (now.backend, now.device.type) == ("cpu:gloo,toy:toyccl", "toy")
     mesh = mc.make_mesh({"a": 2})
     assert mesh.device.type == device().type == "toy"
-    assert not isinstance(mesh.axis("a").link, detour._Detours)
+    assert not isinstance(mesh.axis("a").link, detour.DetouredLink)
     found = everything(mesh, "toy")
     moved = set(toy_device.calls)
     assert {"allreduce toy", "_allgather_base toy", "alltoall_base toy", "broadcast toy", "reduce toy"} <= moved, moved

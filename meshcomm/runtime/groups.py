@@ -28,12 +28,12 @@ from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.process import exits, forks, memory
 from meshcomm.runtime.process.memory import HERE, Neighbours
 from meshcomm.runtime.start import world
-from meshcomm.runtime.transports.detour import DetouredLink, DetouredOneHostLink, lacks_a_way
+from meshcomm.runtime.transports.detour import DetouredLink, lacks_a_way
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
 from meshcomm.runtime.transports.shared.transport import Mail, OneHostLink, retire, take_leave
 from meshcomm.runtime.transports.turns import Family
 
-__all__ = ["group_of", "identify", "identity", "link_of"]
+__all__ = ["DetouredOneHostLink", "group_of", "identify", "identity", "link_of"]
 
 _families: dict[tuple[tuple[int, ...], timedelta], Family] = {}
 _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
@@ -43,6 +43,10 @@ _let_go: deque[tuple[weakref.ref[Family], str, str, bool]] = deque()
 """Sequences that this rank needs no more, of which there may be something at the store."""
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[Any]] = weakref.WeakKeyDictionary()
 """How many of each kind have been made, while the ranks are together."""
+
+
+class DetouredOneHostLink(DetouredLink, OneHostLink):
+    """Shared memory, and by way of another device what lies elsewhere."""
 
 
 def identity(shape: Mapping[str, int], ranks: tuple[int, ...], number: int) -> str:

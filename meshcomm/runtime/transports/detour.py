@@ -11,9 +11,8 @@ from torch import Tensor
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports.process_group import ProcessLink
-from meshcomm.runtime.transports.shared.transport import OneHostLink
 
-__all__ = ["DetouredLink", "DetouredOneHostLink", "lacks_a_way"]
+__all__ = ["DetouredLink", "lacks_a_way"]
 
 T = TypeVar("T")
 
@@ -27,8 +26,10 @@ def lacks_a_way(config: str) -> bool:
     return "cpu" not in kinds or (here is not None and here.type not in kinds)
 
 
-class _Detours(ProcessLink):
-    """Every primitive, with a tensor that is moved and back where it must be."""
+class DetouredLink(ProcessLink):
+    """Every primitive, with a tensor that is moved and back where it must be; before another link, if it is not to be
+    made of messages.
+    """
 
     def __init__(self, *args: Any, own: torch.device) -> None:
         """``own``: this rank's device, by which it goes if no backend moves tensors of the CPU."""
@@ -107,11 +108,3 @@ class _Detours(ProcessLink):
         asked = [(src, shape, dtype, tag, self._way(device)) for src, shape, dtype, tag, device in wants]
         got = super().exchange(sent, asked)
         return then(got, lambda got: [y.to(want[4]) for y, want in zip(got, wants, strict=True)])
-
-
-class DetouredLink(_Detours, ProcessLink):
-    """Messages, by way of."""
-
-
-class DetouredOneHostLink(_Detours, OneHostLink):
-    """Shared memory, by way of."""

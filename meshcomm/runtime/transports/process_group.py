@@ -1,15 +1,12 @@
-"""Links between processes: a torch ProcessGroup called directly.
+"""Links between processes: which calls of a process group of torch's make a collective or move messages. How they are
+begun and waited for is in :mod:`meshcomm.runtime.transports.group_link`.
 
 n = number of ranks in the group.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
-import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from threading import get_ident
 from time import monotonic
 from typing import Any, TypeVar, cast
@@ -19,22 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, fail, text
+from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
-from meshcomm.runtime.health import attendance, peers
-from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.ledger import Ledger
-from meshcomm.runtime.pending import Pending, then, then_all
+from meshcomm.runtime.health import attendance
+from meshcomm.runtime.pending import Pending, then
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.accelerator import mark
-from meshcomm.runtime.recorder import BEGAN, WHAT, Log, Marked, failed, recorded, state_of
+from meshcomm.runtime.recorder import Marked, failed, recorded
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.compiled import TracedLink
 from meshcomm.runtime.transports.device_post import (
     KNOW_NO_TAGS,
     Compared,
-    Outbox,
     begin_all,
     check_tags,
     messages_for,
@@ -42,24 +36,14 @@ from meshcomm.runtime.transports.device_post import (
     tags_of,
 )  # fmt: skip
 from meshcomm.runtime.transports.envelopes import ROOM
-from meshcomm.runtime.transports.post import CALLS, Parcel, deliver, expect, open_all, route_of
-from meshcomm.runtime.transports.turns import Channel, Turn
-from meshcomm.runtime.transports.underway import Fault, Messages, Started, Walker, apart
+from meshcomm.runtime.transports.group_link import GroupLink, Message, options_for
+from meshcomm.runtime.transports.post import Parcel, deliver, expect, open_all, route_of
+from meshcomm.runtime.transports.underway import Fault, Started, Walker, apart
 
 __all__ = ["FEW", "ProcessLink"]
 
 T = TypeVar("T")
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
 _DIRECT = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
 """Dtypes whose sum every backend knows."""
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -71,16 +55,9 @@ _SMALL = 2**19
 _KEEP = 2**26
 """The most bytes of memory that stay for the next sum: fresh pages cost as much as a tenth of moving it."""
 _ROUND = 1024
-_TIMED_OUT = "imed out"
-"""What gloo says when a time is up."""
-_CHANNELS, _MOST_CALLS = 2**15, 2**14
-"""Of tags: how many axes, and calls of one that are under way, are told apart."""
-
-Message = tuple[Tensor, int]
-"""A tensor, and the rank that it goes to or comes from."""
 
 
-class ProcessLink(PacketLink):
+class ProcessLink(GroupLink):
     """A torch ProcessGroup, called by its own methods: they cost half of what ``torch.distributed``'s functions
     cost.
 
@@ -92,74 +69,6 @@ class ProcessLink(PacketLink):
     shares_memory = False
     """Whether the ranks read one another's memory, by way of ``mail``."""
 
-    group: dist.ProcessGroup
-    turn: Turn
-    channel: Channel
-    hold: object
-    """Whoever wants to know of the end of the link has a weak reference to it."""
-
-    def __init__(self, base: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log, name: str) -> None:
-        """``base``: a group of torch's that carries messages; the one for collectives is asked for when it is needed.
-        ``name``: of this sequence of calls, the same on all ranks.
-        """
-        self.base, self.name = base, name
-        self.makers: dict[str, Callable[[], Any]] = {}
-        self._making = threading.Lock()
-        self.numbers = itertools.count()
-        self.note_in(log)
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.index = index
-        self._backends = backends = dist.get_backend_config(base)
-        self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
-        kinds = self._kinds or {"cuda": backends}
-        self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
-        self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
-        self._sum, self._sum_later = (_options("AllreduceOptions", later, reduceOp="sum") for later in (False, True))
-        self.orders: dict[Any, list[int]] = {}
-        self.ledger = Ledger()
-        self.walker: Walker | None = None
-        self._outbox = Outbox()
-        self._calls = 0
-        self._room: Tensor | None = None
-
-    @property
-    def place(self) -> str:
-        """Where its ranks meet at the store: a group that is adopted again has axes of the same names."""
-        return f"{self.log.meeting}: {self.name}"
-
-    def note_in(self, log: Log) -> None:
-        """Where calls are noted."""
-        self.log, self._note, self._next, self._keep = log, log.begin, log.number, log.records.append
-
-    def __getattr__(self, name: str) -> Any:
-        # Called for what is missing only: what is made when it is first used, and what was taken away since.
-        if name == "group":
-            self.group = self.turn.group
-            return self.group
-        if name not in ("base", "channel", "mail", "turn"):
-            raise AttributeError(name)
-        with self._making:
-            if name not in vars(self) and name in self.makers:
-                setattr(self, name, self.makers[name]())
-        if name in vars(self):
-            return vars(self)[name]
-        forks.refuse_if_forked("mesh")
-        what = "the mesh belongs to a process group that was shut down."
-        return fail("mesh", what, fix="make the mesh again after mc.init()")
-
-    def let_go(self) -> None:
-        """Of everything that belongs to a process group, for it is about to end."""
-        self._making = threading.Lock()
-        self.makers.clear()
-        self._outbox.drop()
-        for name in ("group", "turn", "base", "mail", "channel"):
-            vars(self).pop(name, None)
-        self._room = None
-        if self.walker is not None and not forks.is_fork():
-            self.walker.end()
-        self.walker = None
-
     def traced(self) -> Any:
         """As functional operations; what goes to or from one rank is not traced."""
         return TracedLink(self.size, self.index, self.nccl, self._on_gloo, self.group.group_name)
@@ -167,18 +76,6 @@ class ProcessLink(PacketLink):
     def copies(self, name: str, x: Tensor) -> bool:
         """A broadcast begins with a copy; so does what the backend reduces in place."""
         return name == "broadcast" or (name == "all_reduce" and not (self._on_gloo and x.is_cpu))
-
-    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
-        """Whether a backend is registered for this kind of device."""
-        if device.type == "meta" or (self._kinds and device.type not in self._kinds):
-            return f"the mesh moves tensors on {', '.join(sorted(self._kinds)) or 'real devices'}"
-        return None
-
-    def tagged(self, device: torch.device) -> tuple[str, ...]:
-        """All of them over gloo; where order alone matches messages, those of one exchange, if gloo can tell of it."""
-        if self._kinds.get(device.type, self._backends) not in KNOW_NO_TAGS:
-            return super().tagged(device)
-        return ("exchange",) if self._on_gloo else ()
 
     def _folds(self, x: Tensor, op: str) -> bool:
         return (self._on_gloo and x.is_cpu) or super()._folds(x, op)
@@ -238,7 +135,7 @@ class ProcessLink(PacketLink):
             return super().gather_flat(x)
         out = x.new_empty(self.size * x.numel())
         record = self._note("all_gather", "", x.dtype, x.shape)
-        options = _options("AllgatherOptions", True)
+        options = options_for("AllgatherOptions", True)
         work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x, options))
         return cast(Tensor, Marked(Started(work, out, Fault(self, "all_gather"), gloo=False, keep=x), record))
 
@@ -248,7 +145,7 @@ class ProcessLink(PacketLink):
         if not self._is_direct(x) or not (native or x.dtype in (torch.float32, torch.float64)):
             return super().scatter_flat(x, op)
         where, each = "reduce_scatter", x.numel() // self.size
-        out, options = x.new_empty(each), _options("ReduceScatterOptions", True, reduceOp=op if native else "sum")
+        out, options = x.new_empty(each), options_for("ReduceScatterOptions", True, reduceOp=op if native else "sum")
         record = self._note(where, op, x.dtype, (self.size, each))
         work = self._start(where, lambda: _torch.reduce_scatter_base(self.group, out, x, options))
         got = cast(Tensor, Marked(Started(work, out, Fault(self, where), gloo=False, keep=x), record))
@@ -309,87 +206,6 @@ class ProcessLink(PacketLink):
             self.walker = Walker()
         return cast(T, self.walker.take(steps))
 
-    def _tag(self) -> int:
-        """Of the next messages: one that is waited for later shall not meet one of another call."""
-        self._calls = (self._calls + 1) % _MOST_CALLS
-        return CALLS + self.channel.number % _CHANNELS * _MOST_CALLS + self._calls
-
-    def _start(self, what: str, start: Callable[[], T]) -> T:
-        if queued:
-            begin_all()
-        try:
-            return start()
-        except CommError:
-            raise
-        except RuntimeError as error:
-            raise self._error(what, error) from error
-
-    def _error(self, what: str, error: RuntimeError) -> CommError:
-        if (turn := vars(self).get("turn")) is not None:
-            turn.spoil()
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        who = peers.account(self.ranks, closed=_TIMED_OUT not in said)
-        if _TIMED_OUT in said and (late := self._late(who)) is not None:
-            return CommError(late_text(late))
-        return CommError(
-            text(
-                what,
-                f"the transport failed: {who}{': ' if who else ''}{_brief(said)}",
-                got=f"index {self.index} of a group of {self.size}",
-                fix="look at the other ranks: the first one that failed or stopped is the cause",
-            )
-        )
-
-    def end_backend(self, what: str, device: torch.device) -> None:
-        """``what`` was given up while the device waits in it: end that, and refuse all that comes after."""
-        group, turn = vars(self).get("group"), vars(self).get("turn")
-        if group is None or isinstance(group, Ended):
-            return
-        ended: Any = Ended(
-            text(
-                "mesh",
-                f"{what} over {self.log} was given up when its time was up, and the communicator of its"
-                f" {device.type} backend was ended with it.",
-                got=f"index {self.index} of a group of {self.size}",
-                fix="end all ranks and start again from a checkpoint; or give the call more time",
-            )
-        )
-        self.group, self.base = ended, ended if self.base is group else self.base
-        if turn is not None:
-            turn.spoil()
-        _torch.end_backend(group, device)
-
-    def _late(self, found: str) -> Late | None:
-        """The call whose time is up."""
-        under_way = ("begun", "queued")
-        record = next((record for record in self.log.records.copy() if state_of(record) in under_way), None)
-        if record is None:
-            return None
-        return Late(record[WHAT], self.log, record, monotonic() - record[BEGAN], found=found)
-
-    def _finish(self, what: str, work: dist.Work | None, result: T) -> T:
-        """``result``, once ``work`` is done: NCCL gives none where it was asked for the result at once, for then all
-        is done on the caller's stream, without a hop to its own and back.
-        """
-        if told.later:
-            on_gloo = self._on_gloo and (result is None or cast(Any, result).is_cpu)
-            assert work is not None
-            return cast(T, Started(work, result, Fault(self, what), gloo=on_gloo))
-        try:
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            raise self._error(what, error) from error
-        return result
-
-    def _wait(self, what: str, works: Sequence[dist.Work]) -> None:
-        """At once, whoever asks."""
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise self._error(what, error) from error
-
     def _reduce(self, x: Tensor, op: str) -> Tensor:
         # A clone has no lazy sign left; naming a memory format costs as much again.
         return self._reduce_own(x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format), op)
@@ -400,7 +216,7 @@ class ProcessLink(PacketLink):
         if queued:
             begin_all()
         try:
-            work = self.group.allreduce([x], _options("AllreduceOptions", told.later, reduceOp=op))
+            work = self.group.allreduce([x], options_for("AllreduceOptions", told.later, reduceOp=op))
         except RuntimeError as error:
             raise self._error("all_reduce", error) from error
         return self._finish("all_reduce", work, x)
@@ -412,7 +228,7 @@ class ProcessLink(PacketLink):
             return rows
         if self._on_gloo and x.is_cpu and self.size <= FEW:
             return self._gather_directly(rows, x)
-        options = _options("AllgatherOptions", told.later)
+        options = options_for("AllgatherOptions", told.later)
         work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x, options))
         return self._finish("all_gather", work, rows)
 
@@ -435,32 +251,12 @@ class ProcessLink(PacketLink):
         around = [(self.index + step) % self.size for step in range(1, self.size)]
         return [(rows[self.index], other) for other in around], [(rows[other], other) for other in around]
 
-    def _begin(self, posts: Sequence[Message], wants: Sequence[Message], tag: int) -> Sequence[dist.Work]:
-        """Messages to and from ranks, all under way before the first is waited for, so that no order can lock."""
-
-        def begin() -> list[dist.Work]:
-            works = [self.base.recv([x], src, tag) for x, src in wants if x.numel()]
-            return works + [self.base.send([x], dst, tag) for x, dst in posts if x.numel()]
-
-        return self._start("exchange", begin)
-
-    def _end(self, works: Sequence[dist.Work], result: T, keep: object = None, *, cpu: bool = True) -> T:
-        """``result``, once the messages have come; ``keep`` is what is read until then."""
-        if not told.later or not works:
-            self._wait("exchange", works)
-            return result
-        explain = Fault(self, "exchange")
-        if self._on_gloo and cpu:
-            return cast(T, Messages(works, result, explain, keep=keep))
-        begun = [Started(work, None, explain, gloo=False, keep=keep) for work in works]
-        return then_all(begun, lambda _: result)
-
     def _reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         out = x.new_empty(x.shape[1:])
         if not x.numel():
             return out
         flat = x.view(-1)  # torch's fake backend copies a chunk of the input, with its shape
-        options = _options("ReduceScatterOptions", told.later, reduceOp=op)
+        options = options_for("ReduceScatterOptions", told.later, reduceOp=op)
         work = self._start("reduce_scatter", lambda: _torch.reduce_scatter_base(self.group, out, flat, options))
         return self._finish("reduce_scatter", work, out)
 
@@ -474,7 +270,7 @@ class ProcessLink(PacketLink):
     def _swap(self, where: str, out: Tensor, x: Tensor, recv: list[int], send: list[int]) -> Sequence[dist.Work]:
         """Runs of ``x`` to all, runs of ``out`` from all."""
         if not self._by_messages(x):
-            options = _options("AllToAllOptions", told.later)
+            options = options_for("AllToAllOptions", told.later)
             return [self._start(where, lambda: self.group.alltoall_base(out, x, recv, send, options))]
         parts, rows, me = x.split(send), out.split(recv), self.index
         rows[me].copy_(parts[me])
@@ -505,7 +301,7 @@ class ProcessLink(PacketLink):
             others = [i for i in range(self.size) if i != src]
             posts = [(y, i) for i in others] if self.index == src else []
             return self._end(self._begin(posts, [] if self.index == src else [(y, src)], self._tag()), y)
-        options = _options("BroadcastOptions", told.later, rootRank=src)
+        options = options_for("BroadcastOptions", told.later, rootRank=src)
         work = self._start("broadcast", lambda: self.group.broadcast([y], options))
         return self._finish("broadcast", work, y)
 
@@ -521,7 +317,7 @@ class ProcessLink(PacketLink):
             y = x.clone(memory_format=torch.contiguous_format)
             if not y.numel():
                 return y
-            options = _options("ReduceOptions", told.later, reduceOp=op, rootRank=dst)
+            options = options_for("ReduceOptions", told.later, reduceOp=op, rootRank=dst)
             work = self._start("reduce", lambda: self.group.reduce([y], options))
             return self._finish("reduce", work, y)
 
@@ -626,28 +422,3 @@ class ProcessLink(PacketLink):
         forks.refuse_if_forked("barrier")
         if self.log.meeting is not None:
             attendance.all_here(self.place, self.ranks, self.index, seconds)
-
-
-class Ended:
-    """In the place of a group whose backend was ended: whoever wants something of it is told."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __getattr__(self, name: str) -> Any:
-        raise CommError(self._why)
-
-
-def _brief(said: str) -> str:
-    """What gloo says, without where in its sources and what to think of it."""
-    return re.sub(r"^\[\S+\] |\. This is typically .*", "", said)
-
-
-@cache
-def _options(name: str, later: bool, **given: Any) -> Any:
-    """torch's options of this name; nobody changes them. ``later``: whether the backend gives a work to wait for."""
-    options = getattr(dist.distributed_c10d, name)()
-    options.asyncOp = later
-    for each, value in given.items():
-        setattr(options, each, _OPS[value] if each == "reduceOp" else value)
-    return options

@@ -1,0 +1,264 @@
+"""How a process group of torch's is called: its calls are begun, waited for and given up, and what fails is said.
+
+Who calls it for what is the links' (:mod:`meshcomm.runtime.transports.process_group`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from time import monotonic
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.errors import CommError, fail, text
+from meshcomm.runtime.call import told
+from meshcomm.runtime.health import peers
+from meshcomm.runtime.health.lateness import Late, late_text
+from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.pending import then_all
+from meshcomm.runtime.process import forks
+from meshcomm.runtime.recorder import BEGAN, WHAT, Log, state_of
+from meshcomm.runtime.transports.algorithms import PacketLink
+from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox, begin_all, queued
+from meshcomm.runtime.transports.post import CALLS
+from meshcomm.runtime.transports.turns import Channel, Turn
+from meshcomm.runtime.transports.underway import Fault, Messages, Started, Walker
+
+__all__ = ["GroupLink", "Message", "options_for"]
+
+T = TypeVar("T")
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+_TIMED_OUT = "imed out"
+"""What gloo says when a time is up."""
+_CHANNELS, _MOST_CALLS = 2**15, 2**14
+"""Of tags: how many axes, and calls of one that are under way, are told apart."""
+Message = tuple[Tensor, int]
+"""A tensor, and the rank that it goes to or comes from."""
+
+
+class GroupLink(PacketLink):
+    """A group of processes, of which one rank calls the backend."""
+
+    group: dist.ProcessGroup
+    turn: Turn
+    channel: Channel
+    hold: object
+    """Whoever wants to know of the end of the link has a weak reference to it."""
+
+    def __init__(self, base: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log, name: str) -> None:
+        """``base``: a group of torch's that carries messages; the one for collectives is asked for when it is needed.
+        ``name``: of this sequence of calls, the same on all ranks.
+        """
+        self.base, self.name = base, name
+        self.makers: dict[str, Callable[[], Any]] = {}
+        self._making = threading.Lock()
+        self.numbers = itertools.count()
+        self.note_in(log)
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = index
+        self._backends = backends = dist.get_backend_config(base)
+        self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
+        kinds = self._kinds or {"cuda": backends}
+        self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
+        self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
+        self._sum, self._sum_later = (options_for("AllreduceOptions", later, reduceOp="sum") for later in (False, True))
+        self.orders: dict[Any, list[int]] = {}
+        self.ledger = Ledger()
+        self.walker: Walker | None = None
+        self._outbox = Outbox()
+        self._calls = 0
+        self._room: Tensor | None = None
+
+    @property
+    def place(self) -> str:
+        """Where its ranks meet at the store: a group that is adopted again has axes of the same names."""
+        return f"{self.log.meeting}: {self.name}"
+
+    def note_in(self, log: Log) -> None:
+        """Where calls are noted."""
+        self.log, self._note, self._next, self._keep = log, log.begin, log.number, log.records.append
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is missing only: what is made when it is first used, and what was taken away since.
+        if name == "group":
+            self.group = self.turn.group
+            return self.group
+        if name not in ("base", "channel", "mail", "turn"):
+            raise AttributeError(name)
+        with self._making:
+            if name not in vars(self) and name in self.makers:
+                setattr(self, name, self.makers[name]())
+        if name in vars(self):
+            return vars(self)[name]
+        forks.refuse_if_forked("mesh")
+        what = "the mesh belongs to a process group that was shut down."
+        return fail("mesh", what, fix="make the mesh again after mc.init()")
+
+    def let_go(self) -> None:
+        """Of everything that belongs to a process group, for it is about to end."""
+        self._making = threading.Lock()
+        self.makers.clear()
+        self._outbox.drop()
+        for name in ("group", "turn", "base", "mail", "channel"):
+            vars(self).pop(name, None)
+        self._room = None
+        if self.walker is not None and not forks.is_fork():
+            self.walker.end()
+        self.walker = None
+
+    def check_device(self, device: torch.device, strict: bool = False) -> str | None:
+        """Whether a backend is registered for this kind of device."""
+        if device.type == "meta" or (self._kinds and device.type not in self._kinds):
+            return f"the mesh moves tensors on {', '.join(sorted(self._kinds)) or 'real devices'}"
+        return None
+
+    def tagged(self, device: torch.device) -> tuple[str, ...]:
+        """All of them over gloo; where order alone matches messages, those of one exchange, if gloo can tell of it."""
+        if self._kinds.get(device.type, self._backends) not in KNOW_NO_TAGS:
+            return super().tagged(device)
+        return ("exchange",) if self._on_gloo else ()
+
+    def _tag(self) -> int:
+        """Of the next messages: one that is waited for later shall not meet one of another call."""
+        self._calls = (self._calls + 1) % _MOST_CALLS
+        return CALLS + self.channel.number % _CHANNELS * _MOST_CALLS + self._calls
+
+    def _start(self, what: str, start: Callable[[], T]) -> T:
+        if queued:
+            begin_all()
+        try:
+            return start()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+
+    def _error(self, what: str, error: RuntimeError) -> CommError:
+        if (turn := vars(self).get("turn")) is not None:
+            turn.spoil()
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        who = peers.account(self.ranks, closed=_TIMED_OUT not in said)
+        if _TIMED_OUT in said and (late := self._late(who)) is not None:
+            return CommError(late_text(late))
+        return CommError(
+            text(
+                what,
+                f"the transport failed: {who}{': ' if who else ''}{_brief(said)}",
+                got=f"index {self.index} of a group of {self.size}",
+                fix="look at the other ranks: the first one that failed or stopped is the cause",
+            )
+        )
+
+    def end_backend(self, what: str, device: torch.device) -> None:
+        """``what`` was given up while the device waits in it: end that, and refuse all that comes after."""
+        group, turn = vars(self).get("group"), vars(self).get("turn")
+        if group is None or isinstance(group, Ended):
+            return
+        ended: Any = Ended(
+            text(
+                "mesh",
+                f"{what} over {self.log} was given up when its time was up, and the communicator of its"
+                f" {device.type} backend was ended with it.",
+                got=f"index {self.index} of a group of {self.size}",
+                fix="end all ranks and start again from a checkpoint; or give the call more time",
+            )
+        )
+        self.group, self.base = ended, ended if self.base is group else self.base
+        if turn is not None:
+            turn.spoil()
+        _torch.end_backend(group, device)
+
+    def _late(self, found: str) -> Late | None:
+        """The call whose time is up."""
+        under_way = ("begun", "queued")
+        record = next((record for record in self.log.records.copy() if state_of(record) in under_way), None)
+        if record is None:
+            return None
+        return Late(record[WHAT], self.log, record, monotonic() - record[BEGAN], found=found)
+
+    def _finish(self, what: str, work: dist.Work | None, result: T) -> T:
+        """``result``, once ``work`` is done: NCCL gives none where it was asked for the result at once, for then all
+        is done on the caller's stream, without a hop to its own and back.
+        """
+        if told.later:
+            on_gloo = self._on_gloo and (result is None or cast(Any, result).is_cpu)
+            assert work is not None
+            return cast(T, Started(work, result, Fault(self, what), gloo=on_gloo))
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+        return result
+
+    def _wait(self, what: str, works: Sequence[dist.Work]) -> None:
+        """At once, whoever asks."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._error(what, error) from error
+
+    def _begin(self, posts: Sequence[Message], wants: Sequence[Message], tag: int) -> Sequence[dist.Work]:
+        """Messages to and from ranks, all under way before the first is waited for, so that no order can lock."""
+
+        def begin() -> list[dist.Work]:
+            works = [self.base.recv([x], src, tag) for x, src in wants if x.numel()]
+            return works + [self.base.send([x], dst, tag) for x, dst in posts if x.numel()]
+
+        return self._start("exchange", begin)
+
+    def _end(self, works: Sequence[dist.Work], result: T, keep: object = None, *, cpu: bool = True) -> T:
+        """``result``, once the messages have come; ``keep`` is what is read until then."""
+        if not told.later or not works:
+            self._wait("exchange", works)
+            return result
+        explain = Fault(self, "exchange")
+        if self._on_gloo and cpu:
+            return cast(T, Messages(works, result, explain, keep=keep))
+        begun = [Started(work, None, explain, gloo=False, keep=keep) for work in works]
+        return then_all(begun, lambda _: result)
+
+
+class Ended:
+    """In the place of a group whose backend was ended: whoever wants something of it is told."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise CommError(self._why)
+
+
+def _brief(said: str) -> str:
+    """What gloo says, without where in its sources and what to think of it."""
+    return re.sub(r"^\[\S+\] |\. This is typically .*", "", said)
+
+
+@cache
+def options_for(name: str, later: bool, **given: Any) -> Any:
+    """torch's options of this name; nobody changes them. ``later``: whether the backend gives a work to wait for."""
+    options = getattr(dist.distributed_c10d, name)()
+    options.asyncOp = later
+    for each, value in given.items():
+        setattr(options, each, _OPS[value] if each == "reduceOp" else value)
+    return options
