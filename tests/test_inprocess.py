@@ -7,6 +7,7 @@ import inspect
 import os
 import random
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 
 import meshcomm as mc
+from meshcomm.runtime.transports.threads import twister
 
 
 def mesh_of(n: int) -> mc.Mesh:
@@ -146,6 +148,42 @@ def interleaved(meet: bool) -> list[float]:
 
 def test_a_change_over_does_not_disturb_a_ranks_random_numbers() -> None:
     assert mc.launch(interleaved, ranks=3, args=(True,)) == mc.launch(interleaved, ranks=3, args=(False,))
+
+
+def draws_of_python(meet: bool) -> list[float]:
+    mesh = mesh_of(3)
+    found = []
+    for count in (1, 2, 700, 1):  # normal numbers are made in pairs, words in batches of 624
+        found += [random.gauss(0, 1), *(random.random() for _ in range(count)), random.getrandbits(70)]
+        if meet:
+            mc.barrier("a", mesh=mesh)
+    random.seed(mesh.rank)
+    mc.barrier("a", mesh=mesh)
+    return [*found, random.gauss(0, 1)]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_pythons_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert twister._bytes is not None or sys.implementation.name != "cpython"
+    whole = mc.launch(draws_of_python, ranks=3, args=(False,))
+    if not copied:
+        monkeypatch.setattr(twister, "_bytes", None)
+    random.seed(5)
+    expected = [random.gauss(0, 1), random.random(), random.gauss(0, 1)]
+    random.seed(5)
+    found = [random.gauss(0, 1)]
+    assert mc.launch(draws_of_python, ranks=3, args=(True,)) == whole
+    assert [*found, random.random(), random.gauss(0, 1)] == expected
+    assert len({tuple(each) for each in whole}) == 3
+
+
+def test_a_python_that_keeps_random_numbers_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert twister._copies()
+    cells = [bytearray(twister._SIZE) for _ in range(2)]
+    monkeypatch.setattr(twister, "_cells", lambda _: memoryview(cells[0]))
+    assert not twister._copies()
+    monkeypatch.setattr(twister, "_SIZE", 2000)
+    assert not twister._copies()
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])

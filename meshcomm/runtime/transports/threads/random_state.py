@@ -5,7 +5,6 @@ The states are global to the process, so they are exchanged whenever another ran
 
 from __future__ import annotations
 
-import random
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from meshcomm import _torch
 from meshcomm.runtime.process import accelerator
+from meshcomm.runtime.transports.threads import twister
 
 __all__ = ["RandomState", "mixed"]
 
@@ -52,12 +52,12 @@ class RandomState:
                 self._numpy_whole = module.get_state(legacy=False)
         else:
             self._torch = torch.Generator().manual_seed(self._seed).get_state()
-            self._random = random.Random(self._seed).getstate()
+            self._random = twister.of(self._seed)
 
     def save(self) -> None:
         """Keep the global states here."""
         self._torch = torch.default_generator.get_state()
-        self._random = random.getstate()
+        self._random = twister.take()
         if (module := _numpy()) is not None:
             self._numpy = module.get_bit_generator()
         if (device := accelerator.in_use()) is not None:
@@ -68,7 +68,7 @@ class RandomState:
     def load(self) -> None:
         """Make these states the global ones."""
         torch.default_generator.set_state(self._torch)
-        random.setstate(self._random)
+        twister.put(self._random)
         if (module := _numpy()) is not None:
             if self._numpy is None and self._seed is not None:
                 self._numpy = module.MT19937(self._seed)
