@@ -18,6 +18,7 @@ from conftest import PoolWith
 from test_timeouts import CALLS, LONG, SOON, X
 
 import meshcomm as mc
+from meshcomm.runtime.hooks.guard import meeting
 from meshcomm.runtime.hooks.guard.stored import StoreRoom
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.transports.shared.mailbox import Call
@@ -59,13 +60,21 @@ def works_on(mesh: mc.Mesh) -> None:
 # ------------------------------------------------------------------------------------------------------- all or none
 
 
+@contextlib.contextmanager
+def patched(**values: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(meeting, name, value)
+        yield
+
+
 def given_up_by_one(folder: str) -> list[str]:
-    """Rank 0 gives up each call, before the last one makes it."""
+    """Rank 0 gives up each call, before the last one makes it; who hears it does not linger for that one."""
     mesh, signs, told = mc.make_mesh({"a": 4}), Signs(folder), []
     for name, call in COLLECTIVES.items():
         if mesh.rank == LATE:
             signs.wait(name)
-        with pytest.raises(mc.CommError) as caught:
+        with patched(_LINGER=2 * LONG), pytest.raises(mc.CommError) as caught:
             call(mesh, **({"timeout": SOON} if mesh.rank == 0 else {}))
         told.append(str(caught.value))
         signs.say(name, mesh.rank)

@@ -211,9 +211,11 @@ class Meeting:
         return {i: entry for i, entry in looked if entry is not None}
 
     def differ(self) -> NoReturn:
-        """Say who called what, when those that are about to come have come."""
+        """Say who called what, when those that are about to come have come, or one has said why it does not go on."""
         end = time.monotonic() + _LINGER
         while len(found := self._came()) < len(self.room.others) and time.monotonic() < end:
+            if any(entry.state in (GAVE_UP, EXPIRED) for entry in found.values()):
+                break
             time.sleep(1e-3)
         made = [entry for entry in found.values() if entry.state != REFUSED]
         if not all(map(self.agrees, made)):
