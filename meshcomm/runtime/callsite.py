@@ -20,9 +20,23 @@ _EINOPS = os.path.join(os.path.dirname(_TORCH), "einops")
 _OTHERS = (*(path + os.sep for path in (_HERE, _TORCH, _EINOPS)), contextlib.__file__)
 
 
+class _Known(dict[str, bool]):
+    """Whether a file is one of the others: asked for each frame of a call, of few files."""
+
+    def __missing__(self, path: str) -> bool:
+        if len(self) >= _MOST_FILES:
+            self.clear()
+        found = self[path] = path.startswith(_OTHERS)
+        return found
+
+
+_MOST_FILES = 10_000
+_known = _Known()
+
+
 def is_ours(path: str) -> bool:
     """Whether this is a file of this library, of torch or of einops, or that of context managers."""
-    return path.startswith(_OTHERS)
+    return _known[path]
 
 
 class CallSite(NamedTuple):
@@ -42,8 +56,8 @@ def call_site() -> CallSite:
 
 def site_of(frame: FrameType) -> CallSite:
     """The same, of a thread that is in this frame."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
-        frame = frame.f_back
+    while _known[frame.f_code.co_filename] and (outer := frame.f_back) is not None:
+        frame = outer
     return CallSite(frame.f_code.co_filename, frame.f_lineno)
 
 
