@@ -21,7 +21,7 @@ from meshcomm.runtime.hooks.guard.link import Room
 from meshcomm.runtime.hooks.guard.mail import MailRoom, _Watch
 from meshcomm.runtime.hooks.guard.meeting import Meeting
 from meshcomm.runtime.hooks.stack import Running
-from meshcomm.runtime.transports.shared.mailbox import Call
+from meshcomm.runtime.transports.shared.call import Call
 
 MANY = 2**18
 """Elements that do not lie in a small segment."""

@@ -28,7 +28,7 @@ from meshcomm.runtime.hooks.guard.store import PatientStore
 from meshcomm.runtime.hooks.guard.stored import _StoreMeeting
 from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.transports.shared.mailbox import Call as MailCall
+from meshcomm.runtime.transports.shared.call import Call as MailCall
 
 
 @pytest.fixture(params=["guarded4", "guarded4_at_the_store"], ids=["shared", "store"])

@@ -21,7 +21,7 @@ import meshcomm as mc
 from meshcomm.runtime.hooks.guard import meeting
 from meshcomm.runtime.hooks.guard.stored import StoreRoom
 from meshcomm.runtime.pending import TimedOutError
-from meshcomm.runtime.transports.shared.mailbox import Call
+from meshcomm.runtime.transports.shared.call import Call
 
 COLLECTIVES = {name: call for name, call in CALLS.items() if name not in ("send and recv", "exchange")}
 LATE = 3

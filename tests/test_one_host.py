@@ -24,7 +24,7 @@ import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.runtime.process import memory
 from meshcomm.runtime.transports import process_group
-from meshcomm.runtime.transports.shared import mailbox, transport
+from meshcomm.runtime.transports.shared import transport, waiting
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.transports.shared.words import entry_of
 
@@ -163,7 +163,7 @@ def far_ahead(limit: float) -> None:
     mesh = mc.make_mesh({"a": 4}, timeout=limit)
     count, store = memory.ENTRIES + 200, _torch.default_store()
     key = f"far ahead {mesh.axis('a').link.mail.number} {limit}"
-    more = mailbox._Wait.more
+    more = waiting.Wait.more
 
     def seen(wait: Any, missing: Any) -> None:
         if mesh.rank == 0 and 3 in missing:
@@ -173,7 +173,7 @@ def far_ahead(limit: float) -> None:
     if mesh.rank == 3:
         store.wait([key])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mailbox._Wait, "more", seen)
+        patch.setattr(waiting.Wait, "more", seen)
         for number in range(count):
             assert mc.broadcast(torch.tensor([number + 0.5]), "a", 0, mesh=mesh).item() == number + 0.5
     if mesh.rank == 0:

@@ -28,7 +28,7 @@ from meshcomm.runtime.hooks.guard.store import PatientStore
 from meshcomm.runtime.process import exits, memory, table
 from meshcomm.runtime.start import workers
 from meshcomm.runtime.start.worker import Answer
-from meshcomm.runtime.transports.shared.mailbox import Call
+from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.words import ENTRY_CELLS
 from meshcomm.runtime.transports.threads import scheduler
 

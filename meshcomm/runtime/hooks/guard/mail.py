@@ -1,5 +1,5 @@
 """The guard where ranks share memory: a call's entry in the mailbox says what the guard wants to know, and the call is
-agreed upon where it meets (:mod:`meshcomm.runtime.transports.shared.mailbox` has a drawing).
+agreed upon where it meets (:mod:`meshcomm.runtime.transports.shared.call` has a drawing).
 
 What goes another way than through shared memory has an entry of its own first, that lends nothing.
 """
@@ -32,7 +32,7 @@ from meshcomm.runtime.hooks.guard.meeting import MET_SINCE, Meeting
 from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.recorder import ENDED, Marked, Record, failed, noted_in
-from meshcomm.runtime.transports.shared.mailbox import Call, Caller, Mail, Meaning, Watch
+from meshcomm.runtime.transports.shared.call import Call, Caller, Mail, Meaning, Watch
 from meshcomm.runtime.words import Words
 
 __all__ = ["GuardedByMail", "MailRoom"]

@@ -22,6 +22,7 @@ from meshcomm.runtime.transports.shared.words import (
     DIGEST,
     PLACE,
     ROOT,
+    Given,
     entry_of,
     is_lent_to,
     name_of,
@@ -30,15 +31,12 @@ from meshcomm.runtime.transports.shared.words import (
 )
 from meshcomm.runtime.words import Words, differing
 
-__all__ = ["Boxes", "Given", "compare_given", "differ_in", "runs_differ"]
+__all__ = ["Boxes", "compare_given", "differ_in", "runs_differ"]
 
 _COMPARED = 4
 """How many calls are compared at a time."""
 _PARTS = 4
 """The arguments that are named as what should be the same."""
-
-Given = tuple[int, int]
-"""The number of a call and its digest."""
 
 
 class Boxes(Protocol):

@@ -26,8 +26,9 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.device_post import begin_all, queued
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Parts
+from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.mailbox import Call, Fill, Mail, Reading, Watch, retire, take_leave
+from meshcomm.runtime.transports.shared.leaving import retire, take_leave
 from meshcomm.runtime.transports.shared.words import code_of, meaning_of
 
 T = TypeVar("T")

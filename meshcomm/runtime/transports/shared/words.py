@@ -16,7 +16,7 @@ from meshcomm.runtime.words import primitive_text
 
 __all__ = [
     "CODE", "COUNT", "DIGEST", "ENTRY_CELLS", "FD", "GRADIENT", "KEPT", "LATER", "LENGTH", "OFFSET", "PERMUTE", "PLACE",
-    "ROOT", "SERIAL", "SIZE", "STANDS", "WHY", "code_of", "dtype_of", "entry_of", "is_lent_to", "last_said",
+    "ROOT", "SERIAL", "SIZE", "STANDS", "WHY", "Given", "code_of", "dtype_of", "entry_of", "is_lent_to", "last_said",
     "meaning_of", "name_of", "named", "said",
 ]  # fmt: skip
 
@@ -26,6 +26,9 @@ __all__ = [
 where in the lexicon its words are. Under guard also how the rank stands to the call, whether it needs a gradient, and
 where the reason is for which it was given up: see the guard.
 """
+
+Given = tuple[int, int]
+"""The number of a call and its digest."""
 
 _DTYPES = tuple(
     sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=lambda each: str(each))

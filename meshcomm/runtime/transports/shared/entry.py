@@ -1,0 +1,297 @@
+"""The entry of a call in the mailbox of this rank: what it says, and lends, to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor
+
+from meshcomm.errors import CommError, text
+from meshcomm.runtime.call import told
+from meshcomm.runtime.health import peers
+from meshcomm.runtime.health.lateness import Late, late_text
+from meshcomm.runtime.process import memory
+from meshcomm.runtime.process.memory import ENTRIES, TABLE, Segment
+from meshcomm.runtime.recorder import Log, Record
+from meshcomm.runtime.transports.shared.lexicon import Meaning
+from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.waiting import Wait
+from meshcomm.runtime.transports.shared.words import ENTRY_CELLS, STANDS, WHY, dtype_of, last_said, name_of, said
+
+__all__ = ["NOBODY", "Caller", "Entry", "Watch"]
+
+NOBODY = -1
+
+
+class Caller(Protocol):
+    """Who makes a call: a link."""
+
+    mail: Mail
+    log: Log
+    ranks: tuple[int, ...]
+    index: int
+    size: int
+
+
+class Watch(Protocol):
+    """Who wants that all ranks make a call, or none does: the guard, of one call."""
+
+    meaning: Meaning
+    stands: int
+    gradient: int
+    reason: int
+    """What the entry says at first."""
+    wavers: bool
+    """Whether this rank is about to give up, or has."""
+    for_program: bool
+    """Whether the program does nothing else while it waits."""
+
+    def begin(self, call: Any) -> None:
+        """Its number is known."""
+
+    def __enter__(self) -> object:
+        """It is waited for."""
+
+    def __exit__(self, *error: object) -> None:
+        """No more."""
+
+    def see(self) -> None:
+        """Called now and then in a wait: CommError if this rank gives up."""
+
+    def see_behind(self, number: int, behind: Sequence[int]) -> None:
+        """Called now and then before the call of this number is made, in a wait for those who have to follow first:
+        CommError if they will not.
+        """
+
+    def is_hopeless(self) -> bool:
+        """Whether a wait would give up."""
+
+    def weigh(self, entries: Mapping[int, tuple[int, int, int]]) -> tuple[bool, bool]:
+        """Whether a rank is about to give up, and whether one has, or has called something else, by digest, stand and
+        gradient of each of the others.
+        """
+
+    def differ(self) -> NoReturn:
+        """One has."""
+
+    def runs_differ(self) -> NoReturn:
+        """In an all_to_all one sends what another one does not expect."""
+
+    def withdraw(self, seconds: float) -> bool:
+        """Give up, unless all have come, since so many seconds are over; whether that can be had."""
+
+    def resign(self, why: str) -> bool:
+        """Give up for this reason, unless all have come; whether this rank has."""
+
+    def settle(self) -> None:
+        """Who was interrupted when it was about to give up has done so, or stays."""
+
+
+class Entry:
+    """What this rank says and lends of one call of a collective."""
+
+    __slots__ = (
+        "_lent", "_missing", "_over", "_own", "_partly", "_sources", "_tables", "code", "count", "digest", "link",
+        "mail", "number", "packed", "place", "record", "root", "total", "watch",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        link: Caller,
+        mail: Mail,
+        meaning: Meaning,
+        count: int,
+        root: int,
+        record: Record,
+        watch: Watch | None = None,
+    ) -> None:
+        self.link, self.mail, self.record, self.watch = link, mail, record, watch
+        self.code, self.digest, self.place = meaning
+        self.count, self.root = count, root
+        self.total = 1
+        self._lent: Segment | None = None
+        self.number = 0
+        self._missing: list[int] = list(link.mail.others)
+        self._sources: Sequence[int] = link.mail.others
+        self._partly = False  # not compared with those of all others
+        self._own: Tensor | None = None
+        self._tables: dict[int, Sequence[int]] = {}
+        self._over = False
+
+    def post(
+        self,
+        packed: Tensor | None,
+        readers: Sequence[int],
+        sources: Sequence[int],
+        *,
+        spare: int = 0,
+        table: Sequence[int] | None = None,
+        write: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        """Lend ``packed`` to the readers and tell everybody. ``sources``: who lends something to this rank, known from
+        the first: of whoever is interrupted nothing else may be returned. ``spare``: bytes behind it. ``table``: where
+        the run for each rank begins and the last one ends, and how long those are that it expects, in elements of
+        ``packed``. ``write``: writes what is lent, of which ``packed`` then has the shape alone.
+        """
+        if self.mail.dropped:
+            self.mail.look_after()
+        self.packed, self._sources = packed, sources
+        if self.watch is None:
+            self._missing, self._partly = list(sources), len(sources) < len(self.mail.others)
+        try:
+            self._lend(packed, readers, spare, table, write)
+            with self.mail.lock:
+                self._enter()
+        except BaseException:
+            own = self.mail.own
+            if self.number and own.cells[own.at(self.number)] == self.number:  # Ctrl-C, and the others have heard of it
+                if self.watch is not None:
+                    self.watch.begin(self)
+                self.drop()
+            elif self._lent is not None:
+                for place in (*readers, self.link.index):
+                    self._lent.returned(place)
+            raise
+
+    def _lend(
+        self,
+        packed: Tensor | None,
+        readers: Sequence[int],
+        spare: int,
+        table: Sequence[int] | None,
+        write: Callable[[Tensor], object] | None,
+    ) -> None:
+        mail, link = self.mail, self.link
+        if packed is not None and readers and (table or packed.numel()):
+            keeps = told.later or bool(spare) or write is not None
+            places = (*readers, link.index) if keeps else readers
+            try:
+                self._lent = lent = memory.room.lend(
+                    packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not told.later
+                )
+            except OSError as error:
+                self.fail(f"there is no memory to share: {error.strerror or error}")
+            if table is not None:
+                lent.cells[TABLE : TABLE + len(table)] = array("q", table)
+            own = lent.bytes[: packed.nbytes].view(packed.dtype)
+            if write is not None:
+                write(own)
+            elif table is not None and not told.later:  # nobody else reads what this rank keeps
+                start, end = table[link.index : link.index + 2]
+                own[:start].copy_(packed[:start])
+                own[end:].copy_(packed[end:])
+            else:
+                own.copy_(packed)
+            # What is reduced again by who waits no more must not have changed.
+            self._own = own if keeps else packed
+        elif packed is not None:
+            self._own = packed.clone() if told.later else packed
+        if table is not None:
+            self._tables[link.index] = table
+
+    def _enter(self) -> None:
+        mail, lent = self.mail, self._lent
+        self.number = number = mail.number + 1
+        if mail.is_far():
+            self._make_way()
+        at, cells = mail.own.at(number), mail.own.cells
+        where = (lent.fd, lent.serial, lent.whole, lent.kept) if lent is not None else (0, 0, 0, 0)
+        place = (lent.offset, lent.size) if lent is not None else (0, 0)
+        watch = self.watch
+        says = (0, 0, 0) if watch is None else (watch.stands, watch.gradient, watch.reason)
+        said_of = (self.code, self.count, self.root, *where, told.later, *place, self.digest, self.place, *says)
+        cells[at] = 0  # what stood there is not to be written to any more
+        cells[at + 1 : at + ENTRY_CELLS] = array("q", said_of)
+        mail.open[number] = self  # type: ignore[assignment]  # the entry of a `Call`
+        if lent is not None:
+            lent.number = number
+        mail.number = number
+        try:
+            if watch is not None:
+                watch.begin(self)
+        finally:  # Ctrl-C, too: the number is taken
+            cells[at] = number  # last: now it is there
+
+    def _make_way(self) -> None:
+        """Say what was seen, and wait until the others have seen what will be written over."""
+        mail = self.mail
+        end = time.monotonic() + mail.timeout
+        waiting, watch = list(mail.others), self.watch
+        first = Wait(self, end, None if watch is None else partial(watch.see_behind, self.number))
+        with watch or contextlib.nullcontext():
+            while True:
+                calls = list(mail.open.items())  # other threads finish theirs
+                seen = next((number - 1 for number, call in calls if not call.look()), self.number - 1)
+                for i in mail.others:
+                    box = mail.box(i)
+                    if box is not None:
+                        box.drain(mail.index, seen)
+                waiting = [i for i in waiting if mail.own.drained(i) < self.number - ENTRIES // 2]
+                if not waiting:
+                    return
+                first.more(waiting)
+
+    def stand(self, stands: int, why: int = 0) -> None:
+        """Say how this rank stands to it now, and where the reason is; unless a later call stands there."""
+        at, cells, number = self.mail.own.at(self.number), self.mail.own.cells, self.number
+        if cells[at] == number:
+            cells[at + WHY] = why
+            cells[at + STANDS] = stands
+
+    def of(self, whose: int) -> None:
+        """It sums the gradient of this leaf: the word stands in the place of a root, which it has none of."""
+        self.root = NOBODY - whose
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has come to its end."""
+        return self._over
+
+    def drop(self) -> None:
+        """Nobody waits for it: what was lent to this rank is returned all the same, when all have come."""
+        dropped: list[Any] = self.mail.dropped
+        if not self._over and self not in dropped:
+            dropped.append(self)
+
+    def _nbytes(self) -> int:
+        return self.count * dtype_of(self.code).itemsize
+
+    @property
+    def name(self) -> str:
+        """Of the primitive."""
+        return name_of(self.code)
+
+    def __str__(self) -> str:
+        return said(self.code, self.count, self.root)
+
+    def whereabouts(self) -> tuple[list[int], dict[int, str]]:
+        """Who else has made this call, and what the mailboxes of the others say."""
+        boxes = {i: self.mail.box(i) for i in self.mail.others}
+        came = [i for i, box in boxes.items() if box is not None and box.cells[box.at(self.number)] >= self.number]
+        return came, {i: last_said(box) for i, box in boxes.items() if i not in came}
+
+    def expire(self, missing: list[int]) -> NoReturn:
+        """The mesh's time is up."""
+        raise CommError(self.late(missing))
+
+    def late(self, missing: list[int]) -> str:
+        """That the mesh's time is up, in words."""
+        found = peers.account([self.link.ranks[i] for i in missing])
+        late = Late(self.name, self.link.log, self.record, self.mail.timeout, missing, *self.whereabouts(), found)
+        return late_text(late)
+
+    def fail(self, what: str) -> NoReturn:
+        """With where this was, and what to look at."""
+        raise CommError(
+            text(
+                self.name,
+                f"the transport failed: {what}",
+                got=f"call {self.number} of index {self.link.index} of a group of {self.link.size}: {self}",
+                fix="look at the other ranks: the first one that failed or stopped is the cause",
+            )
+        )
