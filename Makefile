@@ -91,7 +91,7 @@ format: $(VENV)/.linters
 	$(PY) -m ruff format .
 
 bench: $(VENV)/.installed
-	$(PY) benchmarks/overhead.py $(ARGS)
+	$(PY) -m benchmarks.overhead $(ARGS)
 
 bench-checker: $(VENV)/.installed
 	$(PY) -m benchmarks.checker $(ARGS)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from benchmarks.bandwidth import ROOT
+from benchmarks.peers import gather_single, scatter_single
 
 AXIS = "ranks"
 PERIOD = 65_521  # values repeat after so many elements: a prime, so that shares of a power of two differ
@@ -38,10 +39,6 @@ REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 TWOS = 6  # ranks whose factors of a product are not all 1
-
-# torch 2.13 has renamed two; the old names warn there, which costs time.
-gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 import meshcomm as mc
-from benchmarks.overhead import machine, print_table, take_turns
+from benchmarks.common import machine, print_table, take_turns
 
 CHAIN = 500
 MODES: tuple[bool | str, ...] = (False, "error", True)

@@ -48,7 +48,7 @@ import meshcomm as mc
 from benchmarks import bandwidth, plots
 from benchmarks.bandwidth import FACTORS, HEAD, SIDE, UNDER_HEAD, Row
 from benchmarks.calls import AXIS, EXACT, OURS, REDUCE_OPS, THEIRS, Problem, count_wrong, expected, given
-from benchmarks.overhead import Budget, machine, print_budgets, print_table
+from benchmarks.common import Budget, machine, print_budgets, print_table
 from meshcomm.runtime.start import world
 
 RUNTIMES = ("in-process", "processes")

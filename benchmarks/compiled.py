@@ -49,7 +49,7 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 import meshcomm as mc
-from benchmarks.overhead import machine, print_table
+from benchmarks.common import machine, print_table
 
 OURS, THEIRS = "meshcomm", "functional collectives"
 EAGER = "eager"

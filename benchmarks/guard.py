@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 import torch
 
 import meshcomm as mc
-from benchmarks.overhead import machine, print_table
+from benchmarks.common import machine, print_table
 from meshcomm.runtime.start.workers import WorkerPool
 
 RANKS = 4

@@ -1,111 +1,113 @@
 """What a collective costs the host, beside what else there is: one run, ratios, no assertions.
 
-    python benchmarks/overhead.py                 # about a minute
-    python benchmarks/overhead.py --quick         # some seconds, noisier
-    python benchmarks/overhead.py --json out.json
+    python -m benchmarks.overhead                 # two minutes
+    python -m benchmarks.overhead --quick         # some seconds, noisier
+    python -m benchmarks.overhead --only collectives --only later
+    python -m benchmarks.overhead --markdown      # README's table too
+    python -m benchmarks.overhead --json out.json
 
 torch's fake backend (8 ranks, of which this process is rank 0) moves nothing, which leaves the host's part of a
 collective alone. The candidates take turns in many short samples and each number is the median of its samples, so that
 a machine that is slow for a while is slow for all of them. One thread; no garbage collection while the clock runs.
 
+    alone         in-process ranks beside a bare ring of as many threads and locks, on one core; the import, compiled
+    all_reduce    by everyone who offers it
+    collectives   ours beside what who uses torch.distributed writes ("direct") and its C++ call ("floor"), on several
+                  shapes, dims and dtypes
+    later         ``async_op=True`` and its wait, beside the same of torch.distributed
+    trees         100 leaves beside torch's flatten, dist.all_reduce, unflatten of a list of them
+
 Each candidate is measured on an input without grad, on a leaf that requires grad (forward alone), and with backward.
+The budgets at the end are the design's, line by line.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
-import json
 import os
-import platform
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from timeit import Timer
 from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
+if not __package__:  # run as a file: the others lie beside it
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import meshcomm as mc
+from benchmarks import peers
+from benchmarks.common import (
+    MODES,
+    RANKS,
+    Budget,
+    Case,
+    Times,
+    as_json,
+    calls_of,
+    options_of,
+    print_budgets,
+    print_markdown,
+    print_table,
+    quiet,
+    run,
+    take_turns,
+    worst,
+)
 
-RANKS = 8
-SAMPLE = 1e-3  # seconds that one sample of one candidate should take
-MODES = ("no grad", "requires grad", "and backward")
+SECTIONS = ("alone", "all_reduce", "collectives", "later", "trees")
 BASE = "clone + dist.all_reduce"
 OURS = "meshcomm, mesh="
+FLOOR = "clone + ProcessGroup (floor)"
+BARE = "the same in a bare Function"
 FUNCTIONAL, SPMD_TYPES, DTENSOR = "functional collective + wait", "spmd_types", "DTensor.redistribute"
-
-Call = Callable[[], object]
-Times = dict[str, dict[str, float]]
-"""Candidate to mode to seconds."""
-
-
-class Case(NamedTuple):
-    """One candidate: ``run`` on an input that ``make`` gives."""
-
-    run: Callable[[Any], Any]
-    make: Callable[[], Tensor]
-    differentiable: bool = True
+NO_GRAD, GRAD, BACKWARD = MODES
+PERMUTED = [(rank, (rank + 1) % RANKS) for rank in range(RANKS)]
+LEAVES = 100
+FLAT = "flatten + dist.all_reduce + unflatten"
 
 
-class Budget(NamedTuple):
-    """A line of the design's table of budgets."""
+class Form(NamedTuple):
+    """What a collective is given: a tensor, and the dim that is cut or joined."""
 
-    what: str
-    measured: float | None
-    limit: float
-    unit: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    dim: int = 0
 
-    @property
-    def verdict(self) -> str:
-        if self.measured is None:
-            return "not measured"
-        return "ok" if self.measured <= self.limit else "over"
+    def make(self) -> Tensor:
+        return torch.ones(self.shape, dtype=self.dtype)
 
-
-# ---------------------------------------------------------------------------------------------------------- timing
+    def __str__(self) -> str:
+        dtype = "" if self.dtype == torch.float32 else f" {str(self.dtype).removeprefix('torch.')}"
+        return f"{list(self.shape)}{dtype}{f', dim {self.dim}' if self.dim else ''}"
 
 
-def calls_of(cases: Mapping[str, Case]) -> dict[tuple[str, str], Call]:
-    """What is timed, by candidate and mode."""
-    calls: dict[tuple[str, str], Call] = {}
-    for name, case in cases.items():
-        calls[name, MODES[0]] = partial(case.run, case.make())
-        if case.differentiable:
-            leaf = case.make().detach().requires_grad_()
-            gradient = torch.ones_like(case.run(leaf).detach())
-            calls[name, MODES[1]] = partial(case.run, leaf)
-            calls[name, MODES[2]] = partial(forward_backward, case.run, leaf, gradient)
-    return calls
+SMALL = Form((16,))
+PLAIN = (SMALL, Form((64, 64)), Form((64, 64), torch.bfloat16), Form((16,), torch.int64))
+FORMS = (*PLAIN, Form((1, 64), dim=1))
+COPIED = Form((64, 64), dim=1)
+"""Here torch's call needs a copy, before it or after it."""
 
-
-def forward_backward(run: Callable[[Tensor], Tensor], leaf: Tensor, gradient: Tensor) -> None:
-    torch.autograd.grad(run(leaf), leaf, gradient)
-
-
-def take_turns(calls: Mapping[tuple[str, str], Call], repeats: int) -> Times:
-    """The median time of each call, of samples taken in turns."""
-    timers = {key: Timer(call) for key, call in calls.items()}
-    counts = {key: max(1, round(SAMPLE / min(timer.repeat(3, 20)) * 20)) for key, timer in timers.items()}
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
-    for _ in range(repeats):
-        for key, timer in timers.items():
-            samples[key].append(timer.timeit(counts[key]) / counts[key])
-    times: Times = {}
-    for (name, mode), taken in samples.items():
-        times.setdefault(name, {})[mode] = median(taken)
-    return times
+# Ours over "direct" with backward, at the commit that the design halves (4dd4e6b, of SMALL).
+BACKWARD_ONCE = {"all_gather": 8.8, "reduce_scatter": 10.4, "all_to_all": 22, "broadcast": 12.5}
+LIMITS = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "broadcast"), 1.35)
+LIMITS |= dict.fromkeys(("permute", "shift", "shard"), 1.5)
 
 
 # ------------------------------------------------------------------------------------------------------ all_reduce
@@ -115,191 +117,50 @@ class BareFunction(Function):
     """The least that a differentiable all_reduce can be."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, options: dist.AllreduceOptions) -> Tensor:
-        return clone_and_group(x, group, options)
+    def forward(ctx: Any, x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
+        return call(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return g.view_as(g), None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g.view_as(g), None
 
 
-def clone_and_group(x: Tensor, group: dist.ProcessGroup, options: dist.AllreduceOptions) -> Tensor:
-    y = x.clone()
-    group.allreduce([y], options).wait()
-    return y
-
-
-def clone_and_dist(x: Tensor) -> Tensor:
-    y = x.clone()
-    dist.all_reduce(y)
-    return y
-
-
-def all_reduce_cases(mesh: mc.Mesh, elements: int) -> dict[str, Case]:
-    """One all_reduce of so many elements, by everyone who offers it."""
-    group, options = mesh.device_mesh.get_group(), dist.AllreduceOptions()  # of a sum, by default
+def all_reduce_cases(mesh: mc.Mesh, form: Form) -> dict[str, Case]:
+    """One all_reduce of such a tensor, by everyone who offers it."""
+    group, grad = mesh.device_mesh.get_group(), form.dtype.is_floating_point
     bare: Callable[..., Tensor] = BareFunction.apply
-    make = partial(torch.ones, elements)
+    floor = peers.floors_of(RANKS, 0, group)["all_reduce"]
     cases = {
-        OURS: Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), make),
-        "meshcomm, use_mesh": Case(lambda x: mc.all_reduce(x, "tp"), make),
-        BASE: Case(clone_and_dist, make, differentiable=False),
-        "clone + ProcessGroup (floor)": Case(lambda x: clone_and_group(x, group, options), make, differentiable=False),
-        "the same in a bare Function": Case(lambda x: bare(x, group, options), make),
-        FUNCTIONAL: Case(lambda x: funcol.all_reduce(x, "sum", group).wait(), make),
+        OURS: Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), form.make, grad),
+        "meshcomm, use_mesh": Case(lambda x: mc.all_reduce(x, "tp"), form.make, grad),
+        BASE: Case(peers.peers_of(RANKS, 0)["all_reduce"][0], form.make, False),
+        FLOOR: Case(floor, form.make, False),
+        BARE: Case(lambda x: bare(x, floor), form.make, grad),
+        FUNCTIONAL: Case(lambda x: funcol.all_reduce(x, "sum", group).wait(), form.make, grad),
         DTENSOR: Case(
             lambda x: x.redistribute(placements=[Replicate()]),
-            lambda: DTensor.from_local(make(), mesh.device_mesh, [Partial()]),
+            lambda: DTensor.from_local(form.make(), mesh.device_mesh, [Partial()]),
+            grad,
         ),
     }
     if importlib.util.find_spec("spmd_types") is not None:
         spmd: Any = importlib.import_module("spmd_types")
-        cases[SPMD_TYPES] = Case(lambda x: spmd.all_reduce(x, group, src=spmd.P, dst=spmd.I), make)
+        cases[SPMD_TYPES] = Case(lambda x: spmd.all_reduce(x, group, src=spmd.P, dst=spmd.I), form.make, grad)
     return cases
 
 
-# ----------------------------------------------------------------------------------------------- other collectives
+def measure_all_reduce(mesh: mc.Mesh, repeats: int) -> dict[str, Times]:
+    found = {}
+    for form in PLAIN:
+        times = take_turns(calls_of(all_reduce_cases(mesh, form)), repeats)
+        print_reduces(f"One all_reduce of {form}; x: over {BASE} without grad", times)
+        found[str(form)] = times
+    return found
 
 
-# torch 2.13 has renamed two; the old names warn there, which costs time.
-gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-def dist_all_gather(x: Tensor) -> Tensor:
-    out = x.new_empty(RANKS * x.shape[0])
-    gather_single(out, x)
-    return out
-
-
-def dist_reduce_scatter(x: Tensor) -> Tensor:
-    out = x.new_empty(x.shape[0] // RANKS)
-    scatter_single(out, x)
-    return out
-
-
-def dist_all_to_all(x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x)
-    return out
-
-
-def dist_shift(x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    pair = [dist.P2POp(dist.isend, x, 1), dist.P2POp(dist.irecv, out, RANKS - 1)]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
-    return out
-
-
-def dist_broadcast(x: Tensor) -> Tensor:
-    out = x.clone()
-    dist.broadcast(out, 0)
-    return out
-
-
-def other_cases(mesh: mc.Mesh) -> dict[str, tuple[Case, Case, str]]:
-    """Our other collectives, each beside the call that a user of torch.distributed would write."""
-    one, many = partial(torch.ones, 1), partial(torch.ones, RANKS)
-
-    def pair(
-        name: str, make: Callable[[], Tensor], beside: Callable[[Tensor], Tensor], what: str
-    ) -> tuple[Case, Case, str]:
-        ours = getattr(mc, name)
-        more = (0, 0) if name == "all_to_all" else ()
-        return Case(lambda x: ours(x, "tp", *more, mesh=mesh), make), Case(beside, make, differentiable=False), what
-
-    return {
-        "all_gather": pair("all_gather", one, dist_all_gather, gather_single.__name__),
-        "reduce_scatter": pair("reduce_scatter", many, dist_reduce_scatter, scatter_single.__name__),
-        "all_to_all": pair("all_to_all", many, dist_all_to_all, "all_to_all_single"),
-        "shift": pair("shift", one, dist_shift, "batch_isend_irecv"),
-        "broadcast": pair("broadcast", one, dist_broadcast, "clone + broadcast"),
-        "pvary": pair("pvary", one, lambda x: x.view_as(x), "(x.view_as(x))"),
-        "shard": pair("shard", many, lambda x: x[:1].clone(), "(x[:1].clone())"),
-    }
-
-
-# ------------------------------------------------------------------------------------------- in-process and import
-
-
-def in_process(repeats: int, elements: int = 16) -> Times:
-    """One all_reduce of ranks that are threads of this process: seconds for all of them together."""
-    mesh = mc.make_mesh({"tp": RANKS})
-    case = Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), partial(torch.ones, elements))
-
-    def rank() -> Times:
-        calls = {mode: Timer(call) for (_, mode), call in calls_of({"": case}).items()}
-        samples: dict[str, list[float]] = {mode: [] for mode in calls}
-        for _ in range(repeats):
-            for mode, timer in calls.items():
-                mc.barrier("tp", mesh=mesh)
-                samples[mode].append(timer.timeit(10) / 10)  # the same count on every rank, or they would not meet
-        return {
-            "median": {mode: median(taken) for mode, taken in samples.items()},
-            "fastest": {mode: min(taken) for mode, taken in samples.items()},
-        }
-
-    gc.disable()  # for all ranks at once: it is the process's own
-    try:
-        return mc.launch(rank, ranks=RANKS)[0]
-    finally:
-        gc.enable()
-
-
-def import_times(repeats: int) -> list[float]:
-    """Seconds that ``import meshcomm`` takes after ``import torch``, in each of several fresh processes."""
-    program = "import time, torch; start = time.perf_counter(); import meshcomm; print(time.perf_counter() - start)"
-    command = [sys.executable, "-c", program]
-    runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(repeats)]
-    return [float(run.stdout) for run in runs]
-
-
-# --------------------------------------------------------------------------------------------------------- results
-
-
-def ratio(times: Times, over: str, modes: tuple[str, str] = (MODES[0], MODES[0])) -> float | None:
-    """Our time in a mode over another candidate's in a mode."""
-    return times[OURS][modes[0]] / times[over][modes[1]] if over in times else None
-
-
-def budgets_of(times: Times, inside: Times, imports: Sequence[float]) -> list[Budget]:
-    """The budgets that this program can judge."""
-    grad = (MODES[1], MODES[1])
-    return [
-        Budget(f"no grad, over {BASE}", ratio(times, BASE), 1.25, "x"),
-        Budget("requires grad, over the same without", ratio(times, BASE, (MODES[1], MODES[0])), 1.9, "x"),
-        Budget(f"requires grad, over {FUNCTIONAL}", ratio(times, FUNCTIONAL, grad), 1 / 5, "x"),
-        Budget(f"requires grad, over {SPMD_TYPES}", ratio(times, SPMD_TYPES, grad), 1 / 4, "x"),
-        Budget(f"requires grad, over {DTENSOR}", ratio(times, DTENSOR, grad), 1 / 8, "x"),
-        Budget(f"in-process, {RANKS} ranks, 16 elements, no grad", 1e6 * inside["median"][MODES[0]], 400, "µs"),
-        Budget("import meshcomm beyond import torch", median(imports), 0.15, "s"),
-    ]
-
-
-def machine() -> dict[str, object]:
-    return {
-        "cpus": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
-        "processor": platform.processor() or platform.machine(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "meshcomm": mc.__version__,
-    }
-
-
-def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    print(f"\n{title}\n")
-    for row in [head, *rows]:
-        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        print("  " + "   ".join([row[0].ljust(len(first)), *rest]).rstrip())
-
-
-def print_times(title: str, times: Times, base: float) -> None:
-    """µs by mode, each with its ratio to ``base`` seconds."""
-    rows = []
+def print_reduces(title: str, times: Times) -> None:
+    """µs by mode, each with its ratio to what a user would write."""
+    base, rows = times[BASE][NO_GRAD], []
     for name, modes in times.items():
         cells = [(f"{1e6 * modes[m]:.1f}", f"{modes[m] / base:.2f}") if m in modes else ("-", "") for m in MODES]
         rows.append([name, *(part for cell in cells for part in cell)])
@@ -308,87 +169,358 @@ def print_times(title: str, times: Times, base: float) -> None:
     print_table(title, ["µs", *(part for mode in MODES for part in (mode, "x"))], rows)
 
 
-def print_others(times: Times, pairs: Mapping[str, tuple[Case, Case, str]]) -> None:
-    rows = []
-    for name, (_, _, beside) in pairs.items():
-        ours, other = times[name], times[beside][MODES[0]]
-        rows.append([name, f"{1e6 * ours[MODES[0]]:.1f}", beside, f"{1e6 * other:.1f}"])
-        rows[-1] += [f"{ours[MODES[0]] / other:.2f}", *(f"{1e6 * ours[mode]:.1f}" for mode in MODES[1:])]
-    print_table(
-        "The other collectives, ours beside torch's", ["µs", MODES[0], "beside", MODES[0], "x", *MODES[1:]], rows
-    )
+def judge_all_reduce(found: Mapping[str, Times]) -> list[Budget]:
+    def over(who: str, ours: str = NO_GRAD, theirs: str = NO_GRAD) -> dict[str, float]:
+        return {
+            form: times[OURS][ours] / times[who][theirs]
+            for form, times in found.items()
+            if who in times and ours in times[OURS] and theirs in times[who]
+        }
+
+    return [
+        worst(f"all_reduce over {BASE}", over(BASE), 1.2),
+        worst("the same, x requires grad", over(BASE, GRAD), 1.9),
+        worst(f"all_reduce, x requires grad, over {FUNCTIONAL}", over(FUNCTIONAL, GRAD, GRAD), 1 / 6),
+        worst(f"all_reduce, x requires grad, over {SPMD_TYPES}", over(SPMD_TYPES, GRAD, GRAD), 1 / 4),
+        worst(f"all_reduce, x requires grad, over {DTENSOR}", over(DTENSOR, GRAD, GRAD), 1 / 12),
+    ]
 
 
-def print_budgets(budgets: Sequence[Budget]) -> None:
+# ----------------------------------------------------------------------------------------------- other collectives
+
+
+def ours_of(name: str, form: Form, mesh: mc.Mesh, **more: Any) -> Callable[[Tensor], Any]:
+    """Our collective, as a user calls it for this form."""
+    collective = getattr(mc, name)
+    extra: dict[str, tuple[Any, ...]] = {"all_to_all": (0, form.dim), "permute": (PERMUTED,)}
+    own = extra.get(name, (form.dim,) if name in ("all_gather", "reduce_scatter", "shard") else ())
+    return lambda x: collective(x, "tp", *own, mesh=mesh, **more)
+
+
+def input_of(name: str, form: Form) -> Form:
+    """The form, of such a shape that it can be cut: the one row of an all_to_all becomes a row per rank."""
+    return form._replace(shape=(RANKS, *form.shape[1:])) if name == "all_to_all" and form.shape[0] == 1 else form
+
+
+def measure_collectives(mesh: mc.Mesh, repeats: int) -> dict[str, dict[str, Times]]:
+    """By collective and form: ours, the direct call, its floor."""
+    found: dict[str, dict[str, Times]] = {name: {} for name in LIMITS}
+    for form in (*FORMS, COPIED):
+        theirs, floors = peers.peers_of(RANKS, form.dim), peers.floors_of(RANKS, form.dim, mesh.device_mesh.get_group())
+        for name in LIMITS:
+            given = input_of(name, form)
+            cases = {
+                "ours": Case(ours_of(name, form, mesh), given.make, form.dtype.is_floating_point),
+                "direct": Case(theirs[name][0], given.make, False),
+                "floor": Case(floors[name], given.make, False),
+            }
+            check_alike(name, form, [case.run(given.make()) for case in cases.values()])
+            found[name][str(form)] = take_turns(calls_of(cases), repeats)
+    print_collectives("The other collectives; x: over the direct call without grad", found, peers.peers_of(RANKS, 0))
+    return found
+
+
+def check_alike(name: str, form: Form, results: Sequence[Tensor]) -> None:
+    """What is compared gives the same kind of result."""
+    if len({(tuple(y.shape), y.dtype) for y in results}) > 1:
+        raise AssertionError(f"{name} of {form}: shapes {[list(y.shape) for y in results]}")
+
+
+def print_collectives(title: str, found: Mapping[str, Mapping[str, Times]], theirs: Mapping[str, Any]) -> None:
     rows = []
-    for what, measured, limit, unit in budgets:
-        shown = "-" if measured is None else f"{measured:.3g} {unit}"
-        rows.append([what, shown, f"<= {limit:.4g} {unit}", Budget(what, measured, limit, unit).verdict])
-    print_table("Budgets, of medians", ["", "measured", "budget", ""], rows)
+    for name, forms in found.items():
+        for form, times in forms.items():
+            ours, direct = times["ours"], times["direct"][NO_GRAD]
+            cells = [f"{1e6 * times[who][NO_GRAD]:.1f}" for who in ("ours", "direct", "floor") if who in times]
+            cells += [""] * (3 - len(cells)) + [f"{ours[NO_GRAD] / direct:.2f}"]
+            for mode in MODES[1:]:
+                cells += [f"{1e6 * ours[mode]:.1f}", f"{ours[mode] / direct:.2f}"] if mode in ours else ["-", ""]
+            rows.append([name, form, *cells, theirs[name][1]])
+    head = ["µs", "", "ours", "direct", "floor", "x", *(part for mode in MODES[1:] for part in (mode, "x")), ""]
+    print_table(title, head, rows)
+
+
+def judge_collectives(found: Mapping[str, Mapping[str, Times]]) -> list[Budget]:
+    budgets = []
+    for name, forms in found.items():
+        fast = {form: times for form, times in forms.items() if form != str(COPIED) or name in ("broadcast", "shift")}
+        ratios = {form: times["ours"][NO_GRAD] / times["direct"][NO_GRAD] for form, times in fast.items()}
+        budgets.append(worst(f"{name} over the direct call", ratios, LIMITS[name]))
+        if name in BACKWARD_ONCE:
+            small = forms[str(SMALL)]
+            both = small["ours"][BACKWARD] / small["direct"][NO_GRAD]
+            budgets.append(
+                Budget(f"{name} of {SMALL} and backward over the direct call", both, BACKWARD_ONCE[name] / 2, "x")
+            )
+    return budgets
+
+
+# ------------------------------------------------------------------------------------------------- futures and trees
+
+
+def measure_later(mesh: mc.Mesh, repeats: int) -> dict[str, dict[str, Times]]:
+    """Start and wait, ours and torch's."""
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+    theirs = peers.peers_of(RANKS, 0, asynchronous=True)
+    found: dict[str, dict[str, Times]] = {name: {} for name in names}
+    for form in PLAIN:
+        for name in names:
+            ours = ours_of(name, form, mesh, async_op=True)
+            cases = {
+                "ours": Case(lambda x, ours=ours: ours(x).wait(), form.make, form.dtype.is_floating_point),
+                "direct": Case(theirs[name][0], form.make, False),
+            }
+            found[name][str(form)] = take_turns(calls_of(cases), repeats)
+    print_collectives("async_op=True, start and wait; x: over the same of torch.distributed", found, theirs)
+    return found
+
+
+def judge_later(found: Mapping[str, Mapping[str, Times]]) -> list[Budget]:
+    return [
+        worst(
+            f"{name}, async_op=True and wait, over the direct call's",
+            {form: times["ours"][NO_GRAD] / times["direct"][NO_GRAD] for form, times in forms.items()},
+            2.0,
+        )
+        for name, forms in found.items()
+    ]
+
+
+def apart(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.ones(shape, dtype=dtype) for _ in range(LEAVES)]
+
+
+def lying_together() -> list[Tensor]:
+    return list(torch.ones(LEAVES * 16).split(16))
+
+
+def nested() -> dict[str, Any]:
+    """As a model's parameters often stand."""
+    return {
+        f"layer{i}": {"weight": torch.ones(8, 4), "more": (torch.ones(4), [torch.ones(2, 2)]), "bias": torch.ones(8)}
+        for i in range(LEAVES // 4)
+    }
+
+
+TREES: Mapping[str, Callable[[], Any]] = {
+    "list of [16]": partial(apart, (16,)),
+    "list of [8, 4] bfloat16": partial(apart, (8, 4), torch.bfloat16),
+    "dict of dicts and lists": nested,
+    "list of [16] that lie together": lying_together,
+}
+
+
+def flat_all_reduce(leaves: list[Tensor]) -> Any:
+    """By torch's own C++, of a list: what a tree is nobody asks."""
+    flat = _flatten_dense_tensors(leaves)
+    dist.all_reduce(flat)
+    return _unflatten_dense_tensors(flat, leaves)
+
+
+def tree_all_reduce(tree: Any) -> Any:
+    """The same with torch's pytrees around it."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten(list(flat_all_reduce(leaves)), spec)
+
+
+def measure_trees(mesh: mc.Mesh, repeats: int) -> dict[str, Times]:
+    found = {}
+    for what, make in TREES.items():
+        cases = {
+            "ours": Case(lambda tree: mc.all_reduce(tree, "tp", mesh=mesh), make),
+            FLAT: Case(flat_all_reduce, lambda make=make: tree_leaves(make()), False),
+            "of a pytree": Case(tree_all_reduce, make, False),
+        }
+        found[what] = take_turns(calls_of(cases), max(5, repeats // 4))
+    rows = []
+    for what, times in found.items():
+        cells = [*times["ours"].values(), times[FLAT][NO_GRAD], times["of a pytree"][NO_GRAD]]
+        ratio = times["ours"][NO_GRAD] / times[FLAT][NO_GRAD]
+        rows.append([what, *(f"{1e6 * took:.0f}" for took in cells), f"{ratio:.2f}"])
+    head = ["µs", *(f"ours, {mode}" for mode in MODES), FLAT, "of a pytree", "x"]
+    print_table(f"all_reduce of a tree of {LEAVES} leaves; x: over {FLAT}", head, rows)
+    return found
+
+
+def judge_trees(found: Mapping[str, Times]) -> list[Budget]:
+    return [
+        worst(
+            f"tree of {LEAVES} leaves over {FLAT}",
+            {what: times["ours"][NO_GRAD] / times[FLAT][NO_GRAD] for what, times in found.items()},
+            1.8,
+        )
+    ]
+
+
+# ------------------------------------------------------------------------------------------- in-process and import
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """This thread, and those that it starts, on one core, where the system can."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def bare_ring(laps: int) -> float:
+    """Seconds per lap of a turn that goes round as many threads as there are ranks, from lock to lock."""
+    locks = [threading.Lock() for _ in range(RANKS)]
+    taken: list[float] = []
+
+    def rank(index: int) -> None:
+        mine, following = locks[index], locks[(index + 1) % RANKS]
+        for lap in range(laps + 1):
+            mine.acquire()
+            if index == 0 and lap in (0, laps):
+                taken.append(time.perf_counter())
+            following.release()
+
+    for lock in locks:
+        lock.acquire()
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    locks[0].release()
+    for thread in threads:
+        thread.join()
+    return (taken[1] - taken[0]) / laps
+
+
+def in_process(repeats: int, elements: int = 16) -> dict[str, float]:
+    """One all_reduce of ranks that are threads of this process: seconds for all of them together; and the ring."""
+    mesh = mc.make_mesh({"tp": RANKS})
+    case = Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), partial(torch.ones, elements))
+
+    def rank() -> dict[str, float]:
+        found = {}
+        for (_, mode), call in calls_of({"": case}).items():
+            call()
+            mc.barrier("tp", mesh=mesh)
+            start = time.perf_counter()
+            for _ in range(20):  # the same count on every rank, or they would not meet
+                call()
+            found[mode] = (time.perf_counter() - start) / 20
+        return found
+
+    samples: dict[str, list[float]] = {}
+    with quiet(), one_core():
+        for _ in range(max(repeats, 3)):
+            for what, took in ({"ring": bare_ring(50)} | mc.launch(rank, ranks=RANKS)[0]).items():
+                samples.setdefault(what, []).append(took)
+    return {what: median(taken) for what, taken in samples.items()}
+
+
+def import_times(repeats: int) -> list[float]:
+    """Seconds that ``import meshcomm`` takes after ``import torch``, in each of several fresh processes. All is
+    compiled to bytecode, in a folder of its own, whatever the environment says of that.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"import sys, time, torch; sys.dont_write_bytecode, sys.pycache_prefix = False, {folder!r}\n"
+        program += "start = time.perf_counter(); import meshcomm; print(time.perf_counter() - start)"
+        command = [sys.executable, "-c", program]
+        runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(repeats + 1)]
+    return [float(each.stdout) for each in runs[1:]]  # the first one compiles
+
+
+def measure_alone(repeats: int, starts: int) -> dict[str, Any]:
+    """What needs a process without a process group."""
+    inside, imports = in_process(min(repeats, 15)), import_times(starts)
+    ring = inside["ring"]
+    rows = [
+        ["a bare ring of threads and locks (floor)" if what == "ring" else f"all_reduce of 16 elements, {what}",
+         f"{1e6 * took:.0f}", f"{took / ring:.2f}"]
+        for what, took in inside.items()
+    ]  # fmt: skip
+    print_table(f"In-process, all {RANKS} ranks together, on one core", ["µs", "", "x"], rows)
+    print(f"\nimport meshcomm after import torch, s: median {median(imports):.3f}, fastest {min(imports):.3f}")
+    return {"in_process": inside, "import": imports}
+
+
+def judge_alone(found: Mapping[str, Any]) -> list[Budget]:
+    inside = found["in_process"]
+    what = f"in-process all_reduce, {RANKS} ranks, over a bare ring on one core"
+    return [
+        Budget(what, inside[NO_GRAD] / inside["ring"], 2.4, "x"),
+        Budget("import meshcomm beyond import torch, byte-compiled", median(found["import"]), 0.05, "s"),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- program
 
 
-def measure_alone(repeats: int, starts: int) -> tuple[Times, list[float]]:
-    """What needs a process without a process group; printed too."""
-    inside, imports = in_process(repeats), import_times(starts)
-    rows = [[name, *(f"{1e6 * modes[mode]:.0f}" for mode in MODES)] for name, modes in inside.items()]
-    print_table(f"One in-process all_reduce of 16 elements, all {RANKS} ranks together", ["µs", *MODES], rows)
-    print(f"\nimport meshcomm after import torch, s: median {median(imports):.3f}, fastest {min(imports):.3f}")
-    return inside, imports
+def markdown(found: Mapping[str, Any]) -> None:
+    """README's table."""
+    times = found["all_reduce"][str(SMALL)]
+    base = times[BASE][NO_GRAD]
+    shown = {
+        OURS: "**`mc.all_reduce(x, \"tp\", mesh=mesh)`**",
+        BASE: "`x.clone()` + `dist.all_reduce`: in place, no gradient",
+        FLOOR: "`x.clone()` + the C++ call of the process group: the floor",
+        BARE: "the floor in a bare `autograd.Function`",
+        FUNCTIONAL: "functional collective + `wait`",
+        DTENSOR: "DTensor `redistribute`",
+    }  # fmt: skip
+    rows = []
+    for who, name in shown.items():
+        cells = [cell for mode in MODES[:2] for cell in ratio_cells(times[who].get(mode), base)]
+        rows.append([name, *cells, f"{1e6 * times[who][BACKWARD]:.1f}" if BACKWARD in times[who] else ""])
+    print_markdown(["", NO_GRAD, "", GRAD, "", BACKWARD], rows)
+    if "collectives" in found:
+        rows = []
+        for name, forms in found["collectives"].items():
+            small = forms[str(SMALL)]
+            direct = small["direct"][NO_GRAD]
+            cells = [f"{1e6 * small[who][NO_GRAD]:.1f}" for who in ("ours", "direct", "floor")]
+            cells += [f"{small['ours'][NO_GRAD] / direct:.2f} ×", f"{1e6 * small['ours'][BACKWARD]:.1f}"]
+            rows.append([name, *cells])
+        print_markdown(["", "ours", "torch.distributed's", "its C++ call", "", "ours " + BACKWARD], rows)
 
 
-def measure_on_fake(repeats: int) -> tuple[dict[str, Times], Times]:
-    """What runs on the fake backend, printed as it comes."""
-    dist.init_process_group("fake", rank=0, world_size=RANKS)
-    mesh = mc.make_mesh({"tp": RANKS})
-    with mc.use_mesh(mesh):
-        one = take_turns(calls_of(all_reduce_cases(mesh, 1)), repeats)
-        print_times(f"One all_reduce of 1 element; x: over {BASE} without grad", one, one[BASE][MODES[0]])
-        more = take_turns(calls_of(all_reduce_cases(mesh, 4096)), repeats)
-        print_times("The same of 4096 elements", more, more[BASE][MODES[0]])
-        pairs = other_cases(mesh)
-        cases = {name: ours for name, (ours, _, _) in pairs.items()}
-        cases |= {what: theirs for _, theirs, what in pairs.values()}
-        others = take_turns(calls_of(cases), repeats)
-    print_others(others, pairs)
-    return {"1": one, "4096": more}, others
+def ratio_cells(took: float | None, base: float) -> list[str]:
+    return ["", ""] if took is None else [f"{1e6 * took:.1f}", f"{took / base:.2f} ×"]
 
 
 def measure(options: Namespace) -> dict[str, Any]:
     """Everything, as it goes to --json."""
     repeats = options.repeats or (15 if options.quick else 200)
-    info = machine()
-    print(", ".join(f"{key} {value}" for key, value in info.items()))
-    inside, imports = measure_alone(repeats, 3 if options.quick else 7)
-    reduces, others = measure_on_fake(repeats)
-    budgets = budgets_of(reduces["1"], inside, imports)
+    wanted = options.only or SECTIONS
+    found: dict[str, Any] = {"repeats": repeats}
+    if "alone" in wanted:
+        found["alone"] = measure_alone(repeats, min(repeats, 3 if options.quick else 7))
+    dist.init_process_group("fake", rank=0, world_size=RANKS)
+    mesh = mc.make_mesh({"tp": RANKS})
+    measures = {
+        "all_reduce": measure_all_reduce, "collectives": measure_collectives, "later": measure_later,
+        "trees": measure_trees,
+    }  # fmt: skip
+    with mc.use_mesh(mesh), quiet():
+        for what, section in measures.items():
+            if what in wanted:
+                found[what] = section(mesh, max(3, repeats // (1 if what == "all_reduce" else 2)))
+    judges: dict[str, Callable[[Any], list[Budget]]] = {
+        "all_reduce": judge_all_reduce, "collectives": judge_collectives, "later": judge_later, "trees": judge_trees,
+        "alone": judge_alone,
+    }  # fmt: skip
+    budgets = [budget for what, judge in judges.items() if what in found for budget in judge(found[what])]
     print_budgets(budgets)
-    return {
-        "machine": info,
-        "repeats": repeats,
-        "in_process": inside,
-        "import": imports,
-        "all_reduce": reduces,
-        "others": others,
-        "budgets": [budget._asdict() | {"verdict": budget.verdict} for budget in budgets],
-    }
+    if options.markdown and "all_reduce" in found:
+        markdown(found)
+    return found | {"budgets": as_json(budgets)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="What a collective costs the host, beside what else there is.")
-    parser.add_argument("--quick", action="store_true", help="few repeats: seconds, for CI")
+    parser = options_of("What a collective costs the host, beside what else there is.")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples per number (200; 15 with --quick)")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
-    options = parser.parse_args(arguments)
-    results = measure(options)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=2)
-    mc.shutdown()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    parser.add_argument("--only", action="append", choices=SECTIONS, help="this part; may be given several times")
+    parser.add_argument("--markdown", action="store_true", help="print README's tables too")
+    run(parser, measure, arguments)
 
 
 if __name__ == "__main__":

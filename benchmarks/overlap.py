@@ -36,7 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import meshcomm as mc
-from benchmarks.overhead import machine, print_table
+from benchmarks.common import machine, print_table
+from benchmarks.peers import gather_single, scatter_single
 from meshcomm.collectives import overlap
 from meshcomm.runtime.start import world
 
@@ -78,12 +79,8 @@ def side_by_side(megabytes: float, repeats: int) -> dict[str, Times]:
     out, room = torch.empty(count), torch.empty(count // ranks)
     theirs: dict[str, Callable[[], dist.Work | None]] = {
         "all_reduce": lambda: dist.all_reduce(out, async_op=True),
-        "all_gather": lambda: getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(
-            out, share, async_op=True
-        ),
-        "reduce_scatter": lambda: getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(
-            room, whole, async_op=True
-        ),
+        "all_gather": lambda: gather_single(out, share, async_op=True),
+        "reduce_scatter": lambda: scatter_single(room, whole, async_op=True),
     }
     return {
         name: beside_products(lambda x=x, name=name, **kw: getattr(mc, name)(x, AXIS, **kw), theirs[name], repeats)

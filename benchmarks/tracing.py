@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import meshcomm as mc
-from benchmarks.overhead import RANKS, machine, print_table
+from benchmarks.common import RANKS, machine, print_table
 from meshcomm.tracing.traces import trace
 
 STATES = ("never traced", "another one", "after a trace", "in a trace")

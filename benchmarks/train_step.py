@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm as mc
 from benchmarks import plots
-from benchmarks.overhead import Budget, machine, print_budgets, print_table
+from benchmarks.common import Budget, machine, print_budgets, print_table
 from benchmarks.tracked import Tracked
 from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
 

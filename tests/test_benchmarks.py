@@ -20,7 +20,7 @@ import meshcomm as mc
 from benchmarks import bandwidth, calls, collectives, plots
 from benchmarks.bandwidth import Row
 from benchmarks.calls import Problem
-from benchmarks.overhead import print_table
+from benchmarks.common import print_table
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--quick", "-b", "1K", "-e", "4K", "-f", "4", "-n", "2"]

@@ -1,4 +1,4 @@
-"""benchmarks/train_step.py and checker.py: what they count is right, and short runs of both. No times are judged."""
+"""Benchmarks of steps, the checker, calls and the guard: what they count is right, and short runs of them. No times are judged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import checker, train_step
+from benchmarks import checker, overhead, peers, train_step
 from benchmarks import guard as guard_costs
 from benchmarks.tracked import Tracked
 
@@ -107,6 +107,57 @@ def test_the_checked_step_is_the_plain_one() -> None:
             found.append(checker.step_with(mode, 16, 4)())
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+@pytest.mark.thorough
+def test_what_a_call_costs(tmp_path: Path) -> None:
+    """All parts, with results of one kind on each line; every budget of the design has its line."""
+    path = tmp_path / "out.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.overhead",
+        "--repeats",
+        "1",
+        "--quick",
+        "--markdown",
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads(path.read_text())
+    assert set(overhead.SECTIONS) < set(results)
+    for what in ("collectives", "later"):
+        for forms in results[what].values():
+            assert {str(form) for form in overhead.PLAIN} <= set(forms)
+            assert all(times["ours"]["no grad"] > 0 and times["direct"]["no grad"] > 0 for times in forms.values())
+    judged = " ".join(budget["what"] for budget in results["budgets"])
+    for line in (
+        "all_reduce over",
+        "requires grad",
+        *overhead.LIMITS,
+        "async_op=True",
+        "tree of",
+        "in-process",
+        "import",
+    ):
+        assert line in judged
+    assert "| **`mc.all_reduce" in done.stdout
+
+
+def test_peers_compute_what_we_do() -> None:
+    """Dims are joined and cut as ours are."""
+    x = torch.arange(24.0).view(2, 3, 4)
+    for dim in range(3):
+        whole = torch.stack([x, x + 1])
+        torch.testing.assert_close(peers.joined(whole, dim), torch.cat([x, x + 1], dim))
+        parts = peers.parted(torch.cat([x, x + 1], dim), dim, 2)
+        torch.testing.assert_close(parts.view(2, *x.shape), whole)
+        torch.testing.assert_close(peers.shard(torch.cat([x, x + 1], dim), dim, 2), x)
 
 
 @pytest.mark.thorough

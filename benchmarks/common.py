@@ -1,0 +1,202 @@
+"""What all benchmarks share: taking turns, budgets, tables, options. Nothing here knows what is measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from timeit import Timer
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+import meshcomm as mc
+
+RANKS = 8
+SAMPLE = 1e-3  # seconds that one sample of one candidate should take
+MODES = ("no grad", "requires grad", "and backward")
+
+Call = Callable[[], object]
+Times = dict[str, dict[str, float]]
+"""Candidate to mode to seconds."""
+
+
+# ------------------------------------------------------------------------------------------------------------ turns
+
+
+class Case(NamedTuple):
+    """One candidate: ``run`` on an input that ``make`` gives, a tensor or a pytree of them."""
+
+    run: Callable[[Any], Any]
+    make: Callable[[], Any]
+    differentiable: bool = True
+
+
+def calls_of(cases: Mapping[str, Case]) -> dict[tuple[str, str], Call]:
+    """What is timed, by candidate and mode."""
+    calls: dict[tuple[str, str], Call] = {}
+    for name, case in cases.items():
+        calls[name, MODES[0]] = partial(case.run, case.make())
+        if case.differentiable:
+            given = tree_map(lambda x: x.detach().requires_grad_(), case.make())
+            leaves = tensors_of(given)
+            gradients = [torch.ones_like(y.detach()) for y in tensors_of(case.run(given))]
+            calls[name, MODES[1]] = partial(case.run, given)
+            calls[name, MODES[2]] = partial(forward_backward, case.run, given, leaves, gradients)
+    return calls
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
+
+
+def forward_backward(run: Callable[[Any], Any], given: Any, leaves: list[Tensor], gradients: list[Tensor]) -> None:
+    torch.autograd.grad(tensors_of(run(given)), leaves, gradients)
+
+
+def take_turns(calls: Mapping[tuple[str, str], Call], repeats: int) -> Times:
+    """The median time of each call, of samples taken in turns: of this thread's processor, which others that use the
+    machine do not lengthen.
+    """
+    timers = {key: Timer(call, timer=time.thread_time) for key, call in calls.items()}
+    counts = {key: max(1, round(SAMPLE / min(timer.repeat(3, 20)) * 20)) for key, timer in timers.items()}
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
+    for _ in range(repeats):
+        for key, timer in timers.items():
+            samples[key].append(timer.timeit(counts[key]) / counts[key])
+    times: Times = {}
+    for (name, mode), taken in samples.items():
+        times.setdefault(name, {})[mode] = median(taken)
+    return times
+
+
+# ---------------------------------------------------------------------------------------------------------- budgets
+
+
+class Budget(NamedTuple):
+    """A line of the table of budgets."""
+
+    what: str
+    measured: float | None
+    limit: float
+    unit: str
+
+    @property
+    def verdict(self) -> str:
+        if self.measured is None:
+            return "not measured"
+        return "ok" if self.measured <= self.limit else "over"
+
+
+def worst(what: str, ratios: Mapping[str, float], limit: float) -> Budget:
+    """One line for many ratios: that of the greatest, with its name."""
+    if not ratios:
+        return Budget(what, None, limit, "x")
+    name = max(ratios, key=ratios.__getitem__)
+    return Budget(f"{what}, worst of {len(ratios)}: {name}" if len(ratios) > 1 else what, ratios[name], limit, "x")
+
+
+def as_json(budgets: Sequence[Budget]) -> list[dict[str, Any]]:
+    return [budget._asdict() | {"verdict": budget.verdict} for budget in budgets]
+
+
+# ----------------------------------------------------------------------------------------------------------- tables
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Aligned columns, the first to the left."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    print(f"\n{title}\n")
+    for row in [head, *rows]:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  " + "   ".join([row[0].ljust(len(first)), *rest]).rstrip())
+
+
+def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The same as README has it, to be pasted."""
+    print()
+    for row in [head, *rows]:
+        print("| " + " | ".join(row).replace("  ", " ") + " |")
+        if row is head:
+            print("|" + "---|" * len(head))
+
+
+def print_budgets(budgets: Sequence[Budget]) -> None:
+    rows = []
+    for what, measured, limit, unit in budgets:
+        shown = "-" if measured is None else f"{measured:.3g} {unit}"
+        rows.append([what, shown, f"<= {limit:.4g} {unit}", Budget(what, measured, limit, unit).verdict])
+    print_table("Budgets, of medians", ["", "measured", "budget", ""], rows)
+
+
+def machine() -> dict[str, object]:
+    """What ran this."""
+    return {
+        "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "processor": platform.processor() or platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "meshcomm": mc.__version__,
+    }
+
+
+def print_machine(info: Mapping[str, object]) -> None:
+    print(", ".join(f"{key} {value}" for key, value in info.items()))
+
+
+# ---------------------------------------------------------------------------------------------------------- program
+
+
+def options_of(description: str) -> ArgumentParser:
+    """With what every benchmark takes."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="small and few: seconds, for CI")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
+    return parser
+
+
+def run(parser: ArgumentParser, measure: Callable[[Namespace], dict[str, Any]], given: Sequence[str] | None) -> None:
+    """Say on what machine, measure, write what there is, and leave no process group."""
+    options = parser.parse_args(given)
+    info = machine()
+    print_machine(info)
+    results = measure(options)
+    write(options.json, {"machine": info} | results)
+    mc.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def write(path: str | None, results: Mapping[str, Any]) -> None:
+    """As JSON, if a file was asked for."""
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=2)
+
+
+class quiet:  # noqa: N801  # reads as a verb
+    """``with quiet():`` no garbage collection while the clock runs."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.disable()
+
+    def __exit__(self, *exc: object) -> None:
+        gc.enable()
+
+
+def say(text: str) -> None:
+    """Progress, beside the tables."""
+    print(text, file=sys.stderr, flush=True)
