@@ -22,9 +22,12 @@ __all__ = [
     "default_store",
     "end_backend",
     "functional",
+    "is_to_connect",
     "new_group",
     "options_for",
     "reduce_scatter_base",
+    "set_limit",
+    "shares_communicators",
 ]
 
 _GATHERS = has("torch.distributed.ProcessGroup._allgather_base", "some µs of each all_gather between processes")
@@ -112,20 +115,49 @@ def connect(group: dist.ProcessGroup) -> None:
     """Make the communicator of the accelerator that NCCL would make at its first use, while all ranks of the group are
     here: a first message between two of them would wait for the others, and no CUDA graph could begin with it.
     """
+    if (found := _unconnected(group)) is not None:
+        backend, device = found
+        backend.eager_connect_single_device(device)
+
+
+def is_to_connect(group: dist.ProcessGroup) -> bool:
+    """Whether :func:`connect` would make a communicator."""
+    return _unconnected(group) is not None
+
+
+def _unconnected(group: dist.ProcessGroup) -> tuple[Any, torch.device] | None:
+    """The backend for the accelerator that has no communicator yet, and for which device it is to have one."""
     if not _connects or type(group) is not dist.ProcessGroup or group.size() == 1:
-        return
+        return None
     # Looking for the device begins to use it: not for who has asked for gloo alone.
     if not _has_nccl(dist.get_backend_config(group)) or not torch.accelerator.is_available():
-        return
+        return None
     here = torch.accelerator.current_accelerator()
     assert here is not None
     device = torch.device(here.type, torch.accelerator.current_device_index())
     try:
         backend: Any = group._get_backend(device)
     except RuntimeError:  # none for this kind of device
-        return
-    if backend.supports_splitting:  # as torch itself asks
-        backend.eager_connect_single_device(device)
+        return None
+    if not backend.supports_splitting:  # as torch itself asks
+        return None
+    # NCCL's would make a second one. The first of these knows of the communicator of all ranks alone.
+    is_there = getattr(backend, "_comm_ptr", None) or getattr(backend, "_is_initialized", None)
+    return None if is_there is not None and is_there() else (backend, device)
+
+
+_SET = "torch.distributed.distributed_c10d._set_pg_timeout"
+_sets = has(_SET, "on NCCL axes with other time-outs have communicators of their own")
+
+
+def shares_communicators(backend: str) -> bool:
+    """Whether these backends have communicators that are large, and can be given another time-out."""
+    return _sets and not _missing and _has_nccl(backend)
+
+
+def set_limit(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """The time-out of what is begun in the group from now on."""
+    distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _has_nccl(backend: str) -> bool:
@@ -144,8 +176,9 @@ def options_for(backend: str, timeout: timedelta) -> Any:
     return options
 
 
-def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group of ``ranks`` in the order given; only its members call.
+def new_group(ranks: Sequence[int], name: str, timeout: timedelta, *, connected: bool = True) -> dist.ProcessGroup:
+    """Make a process group of ``ranks`` in the order given; only its members call. ``connected``: as by
+    :func:`connect`.
 
     The public ``dist.new_group`` either needs every rank of the world, or derives the group's name from the number of
     groups that this rank has made before, which differs between ranks once groups are made when first used.
@@ -177,7 +210,8 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.Proce
         if bound is not None:
             default.bound_device_id = bound
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    connect(group)
+    if connected:
+        connect(group)
     return group  # type: ignore[no-any-return]
 
 

@@ -179,7 +179,9 @@ def make_mesh(
 
     Cost: the members of each axis set up a process group together, once per set of ranks and time-out; nothing
         in-process. Where torch's own collectives are used (NCCL, more than 32 ranks), every further mesh over the same
-        ranks sets up one at an axis' first collective, and gives it back when the mesh is gone.
+        ranks sets up one of its own, on NCCL now and else at an axis' first collective, and gives it back when the
+        mesh is gone; on NCCL to meshes with any time-out. A tuple of axes has its own at the first call over it, to
+        which all of its ranks come, and not while a CUDA graph is captured.
 
     Raises:
         MeshError: sizes that do not multiply to the number of ranks, bad names or sizes, ranks twice or out of range, a
@@ -238,7 +240,7 @@ def _with_links(mesh: Mesh) -> Mesh:
     """Set up the axes now, while all ranks are here together."""
     if mesh.place.rank() in mesh.ranks:
         for name in mesh.axis_names:
-            mesh.axis(name)
+            mesh.axis(name).link.connect()
     return mesh
 
 

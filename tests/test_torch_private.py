@@ -6,6 +6,7 @@ import copy
 import inspect
 from contextvars import ContextVar
 from datetime import timedelta
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,6 +185,48 @@ def test_name_connect(monkeypatch: pytest.MonkeyPatch) -> None:
         _torch.connect(group)
     assert len(connected) == 1
     assert hasattr(torch._C._distributed_c10d.Backend, "eager_connect_single_device")
+    for name, there in product(("_comm_ptr", "_is_initialized"), (0, 1)):  # NCCL's would make a second one
+        connected.clear()
+        group.backend = SimpleNamespace(
+            supports_splitting=True, eager_connect_single_device=connected.append, **{name: lambda there=there: there}
+        )
+        assert _torch.is_to_connect(group) is not bool(there)
+        _torch.connect(group)
+        assert len(connected) == 1 - there
+
+
+def test_name_is_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``connect``."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "nccl")
+    other: Any = SimpleNamespace(size=lambda: 2)
+    assert not _torch.is_to_connect(other)
+
+
+def test_name_shares_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend, shares in (
+        ("nccl", True),
+        ("cpu:gloo,cuda:nccl", True),
+        ("gloo", False),
+        ("cpu:gloo,xpu:xccl", False),
+    ):
+        assert _torch.shares_communicators(backend) is shares
+    monkeypatch.setattr(_torch_groups, "_sets", False)
+    assert not _torch.shares_communicators("nccl")
+
+
+def limits() -> str:
+    mc.init()
+    group = _torch.new_group((0, 1, 2, 3), "test_limits", timedelta(seconds=300))
+    _torch.set_limit(group, timedelta(seconds=0.3))
+    if dist.get_rank():
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        group.allreduce([torch.ones(1)]).wait()
+    return str(caught.value)
+
+
+def test_name_set_limit(pool4: Any) -> None:
+    assert "imed out" in pool4.run(limits)[0]
 
 
 def test_name_options_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,12 @@ from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.detour import DetouredLink, lacks_a_way
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
 from meshcomm.runtime.transports.shared.transport import Mail, OneHostLink, retire, take_leave
-from meshcomm.runtime.transports.turns import Family
+from meshcomm.runtime.transports.turns import Family, Pool
 
 __all__ = ["DetouredOneHostLink", "group_of", "identify", "identity", "link_of"]
 
 _families: dict[tuple[tuple[int, ...], timedelta], Family] = {}
+_pools: dict[tuple[tuple[int, ...], timedelta], Pool] = {}
 _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
 _links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
 _mails: dict[int, Mail] = {}
@@ -110,16 +111,18 @@ def _family_of(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelt
 
 
 def _new_family(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
-    name = repr(ranks) if limit == here.timeout else f"{ranks} {limit.total_seconds()}"
-    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-    if limit == here.timeout and ranks == tuple(range(here.size)):
-        group = dist.group.WORLD
-    else:
-        group = _torch.new_group(ranks, f"meshcomm_{digest}", limit)
-    assert group is not None
     meeting = world.meeting_number(here)
-    at = "" if meeting is None else f"meshcomm/turns/{meeting}/{digest}"
-    return Family(ranks, ranks.index(here.rank), limit, group, at)
+
+    def at(limit: timedelta) -> str:
+        name = repr(ranks) if limit == here.timeout else f"{ranks} {limit.total_seconds()}"
+        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+        return "" if meeting is None else f"meshcomm/turns/{meeting}/{digest}"
+
+    # Communicators of an accelerator are large: axes with other time-outs use the same ones, one after the other.
+    shared = here.timeout if meeting is not None and _torch.shares_communicators(here.backend) else limit
+    first = dist.group.WORLD if shared == here.timeout and ranks == tuple(range(here.size)) else None
+    pool = _pools.setdefault((ranks, shared), Pool(ranks, ranks.index(here.rank), shared, at(shared), first))
+    return Family(pool, limit, at(limit))
 
 
 def _guard_of(here: world.ProcessWorld) -> Any:
@@ -221,6 +224,7 @@ def _forget() -> None:
     _links.clear()
     _meshes.clear()
     _families.clear()
+    _pools.clear()
     _let_go.clear()
     for key in [key for key, mail in _mails.items() if not mail.adopted]:
         del _mails[key]
@@ -237,12 +241,14 @@ def _forked() -> object:
         dist.group.WORLD,
         list(exits.loose),
         dict(_families),
+        dict(_pools),
         dict(_mails),
         [dict(vars(link)) for link in _links],
     ]
     for link in _links:
         link.let_go()
     _families.clear()
+    _pools.clear()
     _mails.clear()
     _making.clear()
     return kept

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Order", "in_use", "lend", "mark", "module", "on", "stream_of", "take_over", "tensors"]
+__all__ = ["Order", "capturing", "in_use", "lend", "mark", "module", "on", "stream_of", "take_over", "tensors"]
 
 
 @cache
@@ -31,6 +31,12 @@ def in_use() -> ModuleType | None:
         return None
     begun = getattr(found, "is_initialized", None)  # Metal has no beginning
     return found if begun is None or begun() else None
+
+
+def capturing() -> bool:
+    """Whether what this thread puts on its stream goes into a graph, in which nothing can be made or waited for."""
+    found = getattr(in_use(), "is_current_stream_capturing", None)
+    return found is not None and bool(found())
 
 
 # ------------------------------------------------------------------------------------------------------------ streams
@@ -58,8 +64,7 @@ def mark(*things: Any) -> Any:
     an accelerator among these; None if there is none, and while a graph is captured.
     """
     for x in tensors(*things):
-        capturing = getattr(module(), "is_current_stream_capturing", None)
-        if capturing is None or not capturing():
+        if not capturing():
             event = torch.Event(x.device)
             event.record(torch.accelerator.current_stream(x.device))
             return event

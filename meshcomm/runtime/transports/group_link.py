@@ -125,6 +125,13 @@ class GroupLink(PacketLink):
             self.walker.end()
         self.walker = None
 
+    def connect(self) -> None:
+        """NCCL's communicator: made by the first call, it would have a message between two ranks wait for the others,
+        and no CUDA graph could begin with it.
+        """
+        if self.nccl:
+            _ = self.group
+
     def check_device(self, device: torch.device, strict: bool = False) -> str | None:
         """Whether a backend is registered for this kind of device."""
         if device.type == "meta" or (self._kinds and device.type not in self._kinds):

@@ -107,6 +107,9 @@ class Link(Primitives, Protocol):
     ledger: Ledger
     """The calls that have a backward."""
 
+    def connect(self) -> None:
+        """All ranks of the group are here: make now what they would else make together at their first call."""
+
     def copies(self, name: str, x: Tensor) -> bool:
         """Whether the primitive ``name`` copies ``x`` at the call where it is waited for later."""
 
@@ -154,6 +157,9 @@ class Defaults:
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """Nobody is told; those who wait find out when their time is up."""
+
+    def connect(self) -> None:
+        """There is nothing."""
 
     def copies(self, name: str, x: Tensor) -> bool:
         """The caller does."""

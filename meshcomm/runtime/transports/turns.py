@@ -2,17 +2,23 @@
 
 Calls meet in a group by their order alone. So two axes between the same ranks, which two threads may use, must not
 share one. The first axis that asks takes the group which the ranks have anyway; for others the first rank of the axis
-says which group is free on all ranks, or that one is to be made.
+says which group is free on all ranks, or that one is to be made. A group is made, and the communicator that it has on
+accelerators, when all ranks of the axis have come to it: who waits is told who does not come.
+
+A communicator of NCCL's is large. So where there are such, axes with other time-outs take their turns at the same
+groups, and the group has the time-out of the axis. None is split from another one: a part takes as much memory as a
+whole one unless it shares what the whole has, and then both may not be used at once, and who ends one ends both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
@@ -20,10 +26,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, text
+from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.health import peers
+from meshcomm.runtime.process import accelerator
 
-__all__ = ["Channel", "Family", "Turn"]
+__all__ = ["Channel", "Family", "Pool", "Turn"]
 
 _PAUSE, _LONGEST_PAUSE = 1e-4, 1e-2
 _ALIVE = 0.5
@@ -58,118 +65,112 @@ class Turn:
         self._errors.append(None)
 
 
-class Family:
-    """The groups of some ranks in one order, with one time-out."""
+class Pool:
+    """The groups between some ranks in one order, at which their axes take turns."""
 
-    def __init__(self, ranks: tuple[int, ...], index: int, limit: timedelta, base: dist.ProcessGroup, at: str) -> None:
-        """``base``: the group that they have. ``at``: names their keys in the store; empty where there is none."""
-        self.ranks, self.index, self.limit, self.base = ranks, index, limit, base
-        self._at = at
-        self._groups: dict[int, dist.ProcessGroup] = {0: base}
+    def __init__(
+        self, ranks: tuple[int, ...], index: int, limit: timedelta, at: str, first: dist.ProcessGroup | None
+    ) -> None:
+        """``limit``: of the groups while no axis has another one; of the first of them always, for it carries messages
+        of other axes too. ``first``: that one, if it is there already. ``at``: names their keys in the store; empty
+        where there is none.
+        """
+        self.ranks, self.index, self.limit, self.at = ranks, index, limit, at
+        self._groups: dict[int, dist.ProcessGroup] = {} if first is None else {0: first}
+        self._limits: dict[int, timedelta] = {}
+        self._making: dict[int, threading.Lock] = {}
         self._left: list[_Place] = []  # that this rank has not told of yet
         self._uses: dict[int, int] = {0: 0}  # of the first rank: how often each has been given away
         self._lock = threading.Lock()
-        self._named: set[str] = set()
-        self.numbers = itertools.count()
-        """Of what this process sends within the group."""
 
-    def channel(self, name: str) -> Channel:
-        """For the axis of this name, the same on all of its ranks: nobody waits for anybody."""
-        if not self._at:
-            return Channel(0, True)
-        self._named.add(name)
-        try:
-            store = _torch.default_store()
-            first = store.compare_set(f"{self._at}/first", "", name).decode() == name
-            at = f"{self._at}/channel/{_short(name)}"
-            number = store.compare_set(at, "", str(store.add(f"{self._at}/channels", 1))).decode()
-        except RuntimeError as error:
-            self._lost(str(error).split("\n", 1)[0], error)
-        return Channel(int(number), first)
-
-    def turn(self, name: str) -> Turn:
-        """For the axis of this name, on all of its ranks."""
-        if not self._at:
-            return Turn(self.base, [])
-        self._named.add(name)
-        try:
-            store = _torch.default_store()
-            first = store.compare_set(f"{self._at}/first", "", name).decode() == name
-            place = (0, 0) if first else self._place(store, name)
-            group = self._groups.get(place[0])
+    def group(self, number: int, limit: timedelta) -> dist.ProcessGroup:
+        """The group of this number, made or connected now if it was not; all ranks come to it."""
+        with self._making.setdefault(number, threading.Lock()):
+            group = self._groups.get(number)
             if group is None:
-                group = self._groups[place[0]] = self._made(store, place[0])
-        except CommError:
-            raise
-        except RuntimeError as error:
-            self._lost(str(error).split("\n", 1)[0], error)
+                group = self._groups[number] = self.made(str(number), limit)
+            elif _torch.is_to_connect(group):  # it was adopted
+                self._all_come(str(number), limit)
+                _torch.connect(group)
+        return group
+
+    def made(self, name: str, limit: timedelta, *, connected: bool = True) -> dist.ProcessGroup:
+        """A group of this name, made by all ranks. ``connected``: with the communicator for accelerators."""
+        self._all_come(name, limit)
+        unique = f"meshcomm_{_short(f'{self.at or self.ranks} {name}')}"
+        return _torch.new_group(self.ranks, unique, limit, connected=connected)
+
+    def _all_come(self, name: str, limit: timedelta) -> None:
+        """To the making of a group, so that nobody is in the middle of it for long."""
+        if accelerator.capturing():
+            what = "an axis has no communicator yet, and none can be made while a CUDA graph is captured."
+            got = f"index {self.index} of the ranks {list(self.ranks)}, at the first call over an axis"
+            fail("mesh", what, got=got, fix="make the mesh, and the same call once, before the capture")
+        if self.at:
+            store, at = _torch.default_store(), f"{self.at}/making/{name}"
+            store.set(f"{at}/{self.index}", "here")
+            self._await(store, {i: f"{at}/{i}" for i in range(len(self.ranks)) if i != self.index}, limit)
+
+    def take(self, name: str, limit: timedelta) -> Turn:
+        """A turn for the axis of this name, on all of its ranks."""
+        place = self._place(_torch.default_store(), name, limit)
+        group = self.group(place[0], limit)
+        if limit != self._limits.get(place[0], self.limit):
+            _torch.set_limit(group, limit)
+            self._limits[place[0]] = limit
         errors: list[None] = []
         turn = Turn(group, errors)
         weakref.finalize(turn, self._ended, place, errors).atexit = False
         return turn
 
-    def forget(self, name: str, alone: bool) -> None:
-        """This rank has let go of the axis of this name: the last one that does takes away what is at the store.
-        ``alone``: others may have asked for it although this rank has not.
-        """
-        if not self._at or not (alone or name in self._named):
-            return
-        self._named.discard(name)
-        store, short = _torch.default_store(), _short(name)
-        if store.add(f"{self._at}/gone/{short}", 1) == len(self.ranks):
-            for kind in ("channel", "of", "gone"):
-                store.delete_key(f"{self._at}/{kind}/{short}")
-
     def _ended(self, place: _Place, errors: list[None]) -> None:
         if not errors:
             self._left.append(place)
 
-    def _place(self, store: Store, name: str) -> _Place:
+    def _place(self, store: Store, name: str, limit: timedelta) -> _Place:
+        own = limit != self.limit
+        if not own and store.compare_set(f"{self.at}/first", "", name).decode() == name:
+            return 0, 0
         while self._left:
             number, use = self._left.pop()
-            store.add(f"{self._at}/left/{number}/{use}", 1)
-        key = f"{self._at}/of/{_short(name)}"
+            store.add(f"{self.at}/left/{number}/{use}", 1)
+        key = f"{self.at}/of/{_short(name)}"
         if self.index == 0:
             with self._lock:
-                place = self._free(store)
+                place = self._free(store, own)
             store.set(key, "{} {}".format(*place))
             return place
-        self._await(store, {0: key})
+        self._await(store, {0: key}, limit)
         said = store.get(key).decode().split()
         return int(said[0]), int(said[1])
 
-    def _free(self, store: Store) -> _Place:
+    def _free(self, store: Store, own: bool) -> _Place:
         """A group that no rank uses any more, or a new one."""
         for number, use in self._uses.items():
-            if store.add(f"{self._at}/left/{number}/{use}", 0) == len(self.ranks):
-                store.delete_key(f"{self._at}/left/{number}/{use}")
+            if own and number == 0:
+                continue
+            if store.add(f"{self.at}/left/{number}/{use}", 0) == len(self.ranks):
+                store.delete_key(f"{self.at}/left/{number}/{use}")
                 self._uses[number] = use + 1
                 return number, use + 1
         self._uses[len(self._uses)] = 0
         return len(self._uses) - 1, 0
 
-    def _made(self, store: Store, number: int) -> dist.ProcessGroup:
-        """When all are there, so that nobody is in the middle of it for long."""
-        at = f"{self._at}/making/{number}"
-        store.set(f"{at}/{self.index}", "here")
-        self._await(store, {i: f"{at}/{i}" for i in range(len(self.ranks)) if i != self.index})
-        return _torch.new_group(self.ranks, f"meshcomm_{_short(f'{self._at} {number}')}", self.limit)
-
-    def _await(self, store: Store, keys: dict[int, str]) -> None:
+    def _await(self, store: Store, keys: dict[int, str], limit: timedelta) -> None:
         """Until these indices have written their keys. Nobody waits in the store: others ask over its connection."""
         start = last = time.monotonic()
         pause = _PAUSE
-        while missing := [i for i, key in keys.items() if not store.check([key])]:
+        while keys and not store.check(list(keys.values())):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
             now = time.monotonic()
-            late = now - start > self.limit.total_seconds()
-            found = ""
+            late = now - start > limit.total_seconds()
             if late or now - last > _ALIVE:
                 last = now
+                missing = [i for i, key in keys.items() if not store.check([key])]
                 found = peers.account([self.ranks[i] for i in missing])
-            if late or (found and "is stopped" not in found):
-                self._absent(missing, now - start, found)
+                if missing and (late or (found and "is stopped" not in found)):
+                    self._absent(missing, now - start, found)
 
     def _absent(self, missing: Sequence[int], seconds: float, found: str) -> NoReturn:
         who = f"{'index' if len(missing) == 1 else 'indices'} {', '.join(map(str, missing))}"
@@ -182,8 +183,64 @@ class Family:
             )
         )
 
-    def _lost(self, reason: str, error: RuntimeError) -> NoReturn:
-        found = peers.account([rank for rank in self.ranks if rank != self.ranks[self.index]], closed=True)
-        what = f"the process group of an axis could not be set up{': ' + found if found else ''}."
-        fix = "look at the other ranks: the first one that failed or stopped is the cause"
-        raise CommError(text("mesh", what, got=reason, fix=fix)) from error
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """What torch says of a store or of a group that could not be made, in our words."""
+        try:
+            yield
+        except CommError:
+            raise
+        except RuntimeError as error:
+            found = peers.account([rank for rank in self.ranks if rank != self.ranks[self.index]], closed=True)
+            what = f"the process group of an axis could not be set up{': ' + found if found else ''}."
+            fix = "look at the other ranks: the first one that failed or stopped is the cause"
+            raise CommError(text("mesh", what, got=str(error).split("\n", 1)[0], fix=fix)) from error
+
+
+class Family:
+    """What some ranks in one order have together, for axes with one time-out."""
+
+    def __init__(self, pool: Pool, limit: timedelta, at: str) -> None:
+        """``at``: names their keys in the store; empty where there is none."""
+        self.ranks, self.index, self.limit, self.pool = pool.ranks, pool.index, limit, pool
+        self._at = at
+        self._named: set[str] = set()
+        self.numbers = itertools.count()
+        """Of what this process sends within the group."""
+        with pool.explained():
+            first = limit == pool.limit
+            self.base = pool.group(0, limit) if first else pool.made(f"for {limit}", limit, connected=False)
+            """Carries messages, of all of these axes."""
+
+    def channel(self, name: str) -> Channel:
+        """For the axis of this name, the same on all of its ranks: nobody waits for anybody."""
+        if not self._at:
+            return Channel(0, True)
+        self._named.add(name)
+        with self.pool.explained():
+            store = _torch.default_store()
+            first = store.compare_set(f"{self._at}/first", "", name).decode() == name
+            at = f"{self._at}/channel/{_short(name)}"
+            number = store.compare_set(at, "", str(store.add(f"{self._at}/channels", 1))).decode()
+        return Channel(int(number), first)
+
+    def turn(self, name: str) -> Turn:
+        """For the axis of this name, on all of its ranks."""
+        if not self._at:
+            return Turn(self.base, [])
+        self._named.add(name)
+        with self.pool.explained():
+            return self.pool.take(name, self.limit)
+
+    def forget(self, name: str, alone: bool) -> None:
+        """This rank has let go of the axis of this name: the last one that does takes away what is at the store.
+        ``alone``: others may have asked for it although this rank has not.
+        """
+        if not self._at or not (alone or name in self._named):
+            return
+        self._named.discard(name)
+        store, short = _torch.default_store(), _short(name)
+        if store.add(f"{self._at}/gone/{short}", 1) == len(self.ranks):
+            for kind in ("channel", "gone"):
+                store.delete_key(f"{self._at}/{kind}/{short}")
+            store.delete_key(f"{self.pool.at}/of/{short}")
