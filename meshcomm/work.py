@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
@@ -22,10 +22,10 @@ from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import ENDED, failed, noted
+from meshcomm.runtime.recorder import ENDED, failed, made, noted
 from meshcomm.runtime.start.request import duration
-from meshcomm.runtime.transports.threads.scheduler import current_rank
-from meshcomm.watch import paused
+from meshcomm.runtime.transports.threads.scheduler import current_rank, local
+from meshcomm.watch import here, paused
 
 __all__ = ["Kind", "Limit", "Source", "Work", "begun", "kind_of", "wait"]
 
@@ -57,24 +57,26 @@ class Work(Generic[T]):
     _value: T
     _claimed = True
     """Until it is made."""
+    _over = False
     _error: BaseException | None = None
-    _call: Call | None = None
+    _call: Any = None
+    """A :class:`Call`, or what makes it."""
     _axis: Axis | None = None
     _rank: Any = None
     _lock: Any = None
     """Ranks of one process need none: they run one at a time."""
 
-    def __init__(self, source: Any, call: Call | None = None, axis: Axis | None = None) -> None:
+    def __init__(self, source: Any, call: Any = None, axis: Axis | None = None) -> None:
         self._claimed = False
-        self._over = not isinstance(source, (Pending, Work))
-        if self._over:
-            self._value = source
+        if not isinstance(source, Pending):
+            self._over, self._value = True, source
             return
         self._source: Any = source
         self._call, self._axis = call, axis
-        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        self._rank = current_rank()
-        self._lock = threading.RLock() if self._rank is None else None
+        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._rank = rank = local.rank
+        if rank is None:
+            self._lock = threading.RLock()
         self._began = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -89,56 +91,57 @@ class Work(Generic[T]):
         Raises:
             CommError: the time is up (nothing is lost: wait again); the collective failed, and then every wait raises.
         """
-        seconds = None if timeout is None else _seconds(timeout)
-        if self._over and self._error is None:
-            self._claimed = True
-            return self._value
-        return self._wait(seconds)
-
-    def _wait(self, timeout: float | None) -> T:
+        if timeout is not None:
+            timeout = _seconds(timeout)
         self._claimed = True
-        if self._rank is None:
-            forks.refuse_if_forked("wait")
-        began = time.monotonic()
-        with self._locked(timeout):
-            if self._error is not None:
-                raise self._error
-            if not self._over:
-                left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-                try:
-                    return self._finished(left)
-                except TimedOutError as late:
-                    raise CommError(self._late(time.monotonic() - began, str(late))) from None
+        if self._over and self._error is None:
             return self._value
-
-    def _finished(self, timeout: float | None) -> T:
-        try:
-            self._value = self._finish(timeout)
-        except TimedOutError:
-            raise
-        except Exception as error:
-            self._error = error
-            raise
-        finally:
-            if self._error is not None or hasattr(self, "_value"):
-                self._over = True
-                self._source = None
-        return self._value
-
-    @contextlib.contextmanager
-    def _locked(self, timeout: float | None) -> Iterator[None]:
-        if self._lock is not None and not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+        began = None if timeout is None else time.monotonic()
+        lock = self._lock
+        if lock is None:
+            return self._settled(timeout, began)
+        forks.refuse_if_forked("wait")
+        if not lock.acquire(timeout=-1 if timeout is None else timeout):
             raise CommError(self._late(timeout or 0.0))
         try:
-            yield
+            return self._settled(timeout, began)
         finally:
-            if self._lock is not None:
-                self._lock.release()
+            lock.release()
+
+    def _settled(self, timeout: float | None, began: float | None) -> T:
+        """The result, for the one thread that may wait; since ``began`` if there is a time-out."""
+        if self._error is not None:
+            raise self._error
+        if self._over:
+            return self._value
+        if timeout is not None and began is not None:
+            timeout = max(0.0, timeout - (time.monotonic() - began))
+        try:
+            value: T = self._finish(timeout)
+            self._value = value
+        except TimedOutError as late:
+            waited = 0.0 if began is None else time.monotonic() - began
+            raise CommError(self._late(waited, str(late))) from None
+        except Exception as error:
+            self._error, self._over, self._source = error, True, None
+            raise
+        self._over, self._source = True, None
+        return value
 
     def _finish(self, timeout: float | None) -> Any:
-        if isinstance(self._source, _Follow):
-            return self._source.wait(timeout)
+        source = self._source
         grad, inference = self._modes
+        if (
+            isinstance(source, _Follow)
+            or source.bare
+            or (
+                here.watcher is None
+                and not _torch.functorch_active()
+                and torch.is_grad_enabled() == grad
+                and torch.is_inference_mode_enabled() == inference
+            )
+        ):
+            return source.wait(timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(paused())
             if _torch.functorch_active():
@@ -146,7 +149,7 @@ class Work(Generic[T]):
             if torch.is_inference_mode_enabled() != inference:
                 stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
-            return self._source.wait(timeout)
+            return source.wait(timeout)
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return, or raise, without waiting.
@@ -196,11 +199,16 @@ class Work(Generic[T]):
 
     def _late(self, waited: float, absent: str = "") -> str:
         since = time.monotonic() - self._began
-        return _not_done(self._call, waited, since, absent, "wait again, nothing is lost; or")
+        return _not_done(self._known, waited, since, absent, "wait again, nothing is lost; or")
+
+    @property
+    def _known(self) -> Call | None:
+        self._call = call = made(self._call)
+        return call
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "done" if self._over else "under way"
-        return f"<Work {state}{'' if self._call is None else f': {self._call}'}>"
+        return f"<Work {state}{'' if self._call is None else f': {self._known}'}>"
 
     def __del__(self) -> None:
         if self._claimed or self._over or forks.is_fork():
@@ -209,7 +217,7 @@ class Work(Generic[T]):
             return
         with contextlib.suppress(Exception):
             self._source.abandon()
-        call = self._call
+        call = self._known
         if call is not None and call.site is not None:
             message = f"meshcomm.{call.what}: the Work of {call} was dropped and never waited for"
             with contextlib.suppress(AttributeError, TypeError):  # at the end of the interpreter
@@ -269,9 +277,9 @@ def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[A
     return Work(result, _noted(what, axis, x, result), axis)
 
 
-def _noted(what: str, axis: Axis, x: Tensor | Kind | None, result: Pending) -> Call:
-    dtype, shape = (None, ()) if x is None else kind_of(x) if isinstance(x, Tensor) else x
-    return noted(result.record(), Call(what, axis=axis, dtype=dtype, shape=shape).here())
+def _noted(what: str, axis: Axis, x: Tensor | Kind | None, result: Pending) -> Any:
+    dtype, shape = (None, ()) if x is None else (x.dtype, x.shape) if isinstance(x, Tensor) else x
+    return noted(result.record(), what, axis, dtype, shape)
 
 
 def kind_of(x: Tensor) -> Kind:
@@ -298,7 +306,7 @@ class Limit:
         try:
             return for_later(False, self._in_time, result)
         except TimedOutError as late:
-            error = CommError(self._too_late(call, axis, result.record(), late))
+            error = CommError(self._too_late(cast(Call, made(call)), axis, result.record(), late))
         with contextlib.suppress(Exception):
             if (record := result.record()) is not None and record[ENDED] is None:
                 failed(record, error)

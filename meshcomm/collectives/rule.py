@@ -168,25 +168,29 @@ def start(
     """
     if torch.compiler.is_compiling() or functorch_active() or dual_level_open():
         return apply(rule, x, axis, params, tree)
-    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _begun(rule, x, axis, params, False, tree, ended)
     with torch.no_grad():
-        own = x.detach()
-        one_read = rule.op.primitive
-        if not (rule.local or rule.takes or axis.size == 1 or (one_read and axis.link.copies(one_read, x))):
-            own = own.clone(memory_format=torch.contiguous_format)
-        before, told.later = told.later, True  # as ``for_later`` does, without its calls
-        try:
-            raw = rule.announced(own, axis, params, needs_grad, tree, ended)
-        finally:
-            told.later = before
-    if not needs_grad:
-        return raw
+        raw = _begun(rule, x.detach(), axis, params, True, tree, ended)
     if ended is not None:
         site = call_site()
         return then(raw, lambda y: rule.node(unwrap_if_dead(x), axis, params, [site, y]))
     pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
     token = _Start.apply(unwrap_if_dead(x), pair)  # type: ignore[no-untyped-call]
     return then(raw, lambda y: pair.finish(token, x, y))
+
+
+def _begun(rule: Rule, x: Tensor, axis: Axis, params: Params, needs_grad: bool, tree: Described, ended: Any) -> Tensor:
+    link, one_read = axis.link, rule.op.primitive
+    if not (rule.local or rule.takes or axis.size == 1 or (one_read and link.copies(one_read, x))):
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+    before, told.later = told.later, True  # as ``for_later`` does, without its calls
+    try:
+        if ended is None and not link.hears and not profiler_on():
+            return rule.run(x, axis, *params)
+        return rule.announced(x, axis, params, needs_grad, tree, ended)
+    finally:
+        told.later = before
 
 
 class _Pair:

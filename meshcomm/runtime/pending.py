@@ -42,6 +42,9 @@ class Pending:
 
     __slots__ = ("__weakref__",)
 
+    bare = False
+    """Whether its wait does nothing with tensors, so that it does not matter in which modes it is made."""
+
     def wait(self, timeout: float | None) -> Any:
         """The result, once it is there; after ``timeout`` seconds :class:`TimedOutError`."""
         raise NotImplementedError

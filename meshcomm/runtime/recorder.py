@@ -15,16 +15,18 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from meshcomm._torch_autograd import backward_pass
 from meshcomm.runtime.call import AxisAt, Call, Post, Want
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.words import call_text, messages_text, primitive_arguments, primitive_text
 
 __all__ = [
     "BEGAN", "CALL", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SHAPE", "THREAD", "WHAT", "Log",
-    "Marked", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "noted", "noted_in", "own_ring", "recorded",
-    "retire", "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of", "waits_on_a_device", "wall",
+    "Marked", "Noted", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "made", "noted", "noted_in",
+    "own_ring", "recorded", "retire", "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of",
+    "waits_on_a_device", "wall",
 ]  # fmt: skip
 
 MOST = 1000
@@ -141,24 +143,51 @@ def waits_on_a_device(since: float) -> bool:
 
 def call_of(record: Record) -> Call | None:
     """The call, where it is known; made when it is asked for, of a function and its arguments."""
-    call = record[CALL]
+    record[CALL] = call = made(record[CALL])
+    return call
+
+
+def made(call: Any) -> Call | None:
+    """A call that may be a function and its arguments, of which it is made when somebody asks."""
     if type(call) is tuple:
-        call = record[CALL] = call[0](*call[1:]) if call else None
+        return call[0](*call[1:]) if call else None
     return cast("Call | None", call)
 
 
-def noted(record: Record | None, call: Call) -> Call:
-    """The public ``call`` that a record is of, with all that is known of it from now on."""
-    if record is None:
+def noted(record: Record | None, what: str, axis: Any, dtype: torch.dtype | None, shape: Sequence[int]) -> Any:
+    """What makes the public call, of this line of the user's, that a record is of; it is made of that from now on.
+
+    The axis may be gone when somebody asks.
+    """
+    seen = None if record is None else (record[CALL], record[WHAT], record[OP], record[ROOT], record[NUMBER])
+    call = _public, what, axis.name, axis.coordinate, dtype, shape, call_site(), backward_pass() != -1, seen
+    if record is not None:
+        record[CALL] = call
+    return call
+
+
+def _public(
+    what: str,
+    name: Any,
+    coordinate: dict[str, int],
+    dtype: torch.dtype | None,
+    shape: Sequence[int],
+    site: CallSite,
+    backward: bool,
+    seen: tuple[Any, ...] | None,
+) -> Call:
+    axis = AxisAt(name, coordinate)
+    call = Call(what, axis=axis, dtype=dtype, shape=tuple(shape), site=site, backward=backward)
+    if seen is None:
         return call
-    known = call_of(record)
-    if known is not None and known.what == call.what:
-        call = known._replace(axis=call.axis, site=call.site, backward=call.backward)
-    elif record[WHAT] == call.what:
-        seen = primitive_arguments(call.what, record[OP], record[ROOT])
-        messages = record[ROOT] if record[NUMBER] == 0 else call.messages
-        call = call._replace(names=tuple(seen), given=tuple(seen.values()), messages=messages)
-    record[CALL] = call
+    before, primitive, op, root, number = seen
+    known = made(before)
+    if known is not None and known.what == what:
+        return known._replace(axis=axis, site=site, backward=backward)
+    if primitive == what:
+        given = primitive_arguments(what, op, root)
+        messages = root if number == 0 else call.messages
+        return call._replace(names=tuple(given), given=tuple(given.values()), messages=messages)
     return call
 
 
@@ -340,37 +369,67 @@ def failed(record: Record, error: BaseException) -> None:
     record[ENDED] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-class Marked(Pending):
-    """Something under way whose end is noted."""
+class Noted(Pending):
+    """Something under way whose end is noted, if it has a record."""
 
-    __slots__ = ("_record", "_source")
+    __slots__ = ("_record",)
 
-    def __init__(self, source: Pending, record: Record) -> None:
-        self._source, self._record = source, record
-        record[THREAD] = 0
+    def __init__(self, record: Record | None = None) -> None:
+        self._record = record
+        if record is not None:
+            record[THREAD] = 0
 
     def wait(self, timeout: float | None) -> Any:
-        """As the source does."""
-        self._record[THREAD] = get_ident()
+        """Note how it ends."""
+        record = self._record
+        if record is None:
+            return self._wait(timeout)
+        record[THREAD] = get_ident()
         try:
-            result = self._source.wait(timeout)
+            result = self._wait(timeout)
         except TimedOutError:
             raise
         except Exception as error:
-            failed(self._record, error)
+            failed(record, error)
             raise
-        if self._record[ENDED] is None:
+        if record[ENDED] is None:
             marked = None if accelerator.module() is None else accelerator.mark(result)
-            self._record[ENDED] = marked or time.monotonic()
+            record[ENDED] = marked or time.monotonic()
         return result
+
+    def _wait(self, timeout: float | None) -> Any:
+        raise NotImplementedError
+
+    def record(self) -> Record | None:
+        """Its own."""
+        return self._record
+
+    def abandon(self) -> None:
+        """Nobody waits for it."""
+        if self._record is not None and self._record[ENDED] is None:
+            self._record[ENDED] = DROPPED
+
+
+class Marked(Noted):
+    """Something under way whose end is noted for it."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, source: Pending, record: Record) -> None:
+        super().__init__(record)
+        self._source = source
+
+    @property
+    def bare(self) -> bool:  # type: ignore[override]
+        """As the source's."""
+        return self._source.bare
+
+    def _wait(self, timeout: float | None) -> Any:
+        return self._source.wait(timeout)
 
     def done(self) -> bool:
         """As the source."""
         return self._source.done()
-
-    def record(self) -> Record:
-        """Its own."""
-        return self._record
 
     def withdraw(self, seconds: float) -> bool:
         """Pass it on."""
@@ -378,6 +437,5 @@ class Marked(Pending):
 
     def abandon(self) -> None:
         """Pass it on."""
-        if self._record[ENDED] is None:
-            self._record[ENDED] = DROPPED
+        super().abandon()
         self._source.abandon()

@@ -95,7 +95,7 @@ class ProcessLink(GroupLink):
             try:
                 if told.later:
                     work = self.group.allreduce([y], self._sum_later)
-                    return cast(Tensor, Marked(cast(Any, self._finish("all_reduce", work, y)), record))
+                    return Started(work, y, Fault(self, "all_reduce"), gloo=False, record=record)  # type: ignore[return-value]
                 if (work := self.group.allreduce([y], self._sum)) is not None:
                     work.wait()
             except CommError as error:

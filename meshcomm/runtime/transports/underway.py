@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, exits
-from meshcomm.runtime.recorder import waits_on_a_device
+from meshcomm.runtime.recorder import THREAD, Noted, Record, waits_on_a_device
 
 __all__ = ["Explain", "Fault", "Messages", "Started", "Steps", "Walker", "apart"]
 
@@ -39,7 +39,7 @@ class Fault:
         self._link.end_backend(self._what, device)
 
 
-class Started(Pending):
+class Started(Noted):
     """One operation of a backend that reports when it is done.
 
     On a device it runs on a stream of the backend's own: ::
@@ -53,11 +53,23 @@ class Started(Pending):
 
     __slots__ = ("_before", "_began", "_explain", "_gloo", "_in_vain", "_keep", "_result", "_stream", "_work")
 
-    def __init__(self, work: dist.Work, result: Any, explain: Explain, *, gloo: bool, keep: object = None) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        result: Any,
+        explain: Explain,
+        *,
+        gloo: bool,
+        keep: object = None,
+        record: Record | None = None,
+    ) -> None:
         self._work, self._result, self._explain, self._gloo, self._keep = work, result, explain, gloo, keep
         self._stream: torch.Stream | None = None
         self._before: Any = None
         self._in_vain = False
+        self._record = record
+        if record is not None:
+            record[THREAD] = 0
         if gloo or accelerator.module() is None:
             return
         for first in accelerator.tensors(result, keep):
@@ -65,8 +77,13 @@ class Started(Pending):
             self._began = time.monotonic()
             break
 
-    def wait(self, timeout: float | None) -> Any:
-        """On an accelerator without a time-out: order the streams, and do not wait on the host."""
+    @property
+    def bare(self) -> bool:  # type: ignore[override]
+        """Memory is lent to streams by an operation of torch's."""
+        return self._stream is None
+
+    def _wait(self, timeout: float | None) -> Any:
+        # On an accelerator without a time-out: order the streams, and do not wait on the host.
         try:
             if timeout is None:
                 self._work.wait()
@@ -79,7 +96,7 @@ class Started(Pending):
             if timeout is not None:
                 if not self._work.is_completed():
                     raise TimedOutError from None
-                return self.wait(None)  # it ended just now: how?
+                return self._wait(None)  # it ended just now: how?
             raise self._explain(error) from error
         if self._stream is not None:
             accelerator.lend(self._stream, self._result, self._keep)
@@ -112,6 +129,7 @@ class Started(Pending):
         """The backend's stream may still read and write the tensors: what comes on theirs waits for it. If it was
         waited for in vain, that would wait for ever.
         """
+        super().abandon()
         if self._gloo:
             return
         if self._in_vain and self._stream is not None and isinstance(self._explain, Fault):
