@@ -22,7 +22,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm import _torch
-from meshcomm.runtime.process import memory
+from meshcomm.runtime.process import boxes, lending, memory, neighbours
 from meshcomm.runtime.transports import process_group
 from meshcomm.runtime.transports.shared import transport, waiting
 from meshcomm.runtime.transports.shared.transport import OneHostLink
@@ -161,7 +161,7 @@ def far_ahead(limit: float) -> None:
     nothing before the source waits for it, or has given all without.
     """
     mesh = mc.make_mesh({"a": 4}, timeout=limit)
-    count, store = memory.ENTRIES + 200, _torch.default_store()
+    count, store = boxes.ENTRIES + 200, _torch.default_store()
     key = f"far ahead {mesh.axis('a').link.mail.number} {limit}"
     more = waiting.Wait.more
 
@@ -190,7 +190,7 @@ def many_under_way() -> None:
     mesh = mc.make_mesh({"a": 2}, ranks=[0, 1])
     if dist.get_rank() > 1:
         return
-    count = memory.ENTRIES + 200
+    count = boxes.ENTRIES + 200
     works = [
         mc.all_reduce(torch.tensor([float(number), mesh.rank]), "a", mesh=mesh, async_op=True)
         for number in range(count)
@@ -263,7 +263,7 @@ def test_at_once_where_another_waits_later(pool4: Any) -> None:
 
 
 def lent() -> tuple[int, int]:
-    return len(memory.room._segments), len(os.listdir("/proc/self/fd"))
+    return len(lending.room._segments), len(os.listdir("/proc/self/fd"))
 
 
 def memory_comes_back() -> None:
@@ -342,7 +342,7 @@ def unread(name: str) -> None:
     mc.barrier("a", mesh=mesh)
     mail = link_of(mesh).mail
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "room", memory.Room())
+        patch.setattr(lending, "room", lending.Room())
         if mesh.rank == 1:
             end = time.monotonic() + 60
             while any(entry_of(mail.box(i), mail.number + 1) is None for i in mail.others):
@@ -354,7 +354,7 @@ def unread(name: str) -> None:
             with pytest.raises(mc.CommError, match="different things"):
                 mc.all_gather(x, "a", mesh=mesh)
         mc.barrier("a", mesh=mesh)
-        assert not memory.room.wanted()
+        assert not lending.room.wanted()
 
 
 @pytest.mark.parametrize("name", ["gives", "takes"])
@@ -367,7 +367,7 @@ def test_who_is_interrupted_while_it_lends_has_lent_nothing() -> None:
         yield 1
         raise KeyboardInterrupt
 
-    room = memory.Room()
+    room = lending.Room()
     with pytest.raises(KeyboardInterrupt):
         room.lend(10, places(), [], patient=False)
     assert all(segment.is_free() for segment in room._small)
@@ -377,16 +377,16 @@ def beyond_what_is_kept() -> None:
     """Segments that are not kept are closed when they were read."""
     mesh = here()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_KEEP", 0)
-        patch.setattr(memory, "room", memory.Room())
+        patch.setattr(lending, "_KEEP", 0)
+        patch.setattr(lending, "room", lending.Room())
         for length in (10, LARGE, 10, 3 * LARGE, LARGE):
             x = torch.full((length,), float(mesh.rank))
             assert torch.equal(mc.all_reduce(x, "a", mesh=mesh), torch.full((length,), 6.0))
         mc.barrier("a", mesh=mesh)
-        assert not any(segment.kept for segment in memory.room._segments)
-        assert len(memory.room._segments) <= 3
+        assert not any(segment.kept for segment in lending.room._segments)
+        assert len(lending.room._segments) <= 3
         mc.barrier("a", mesh=mesh)
-        assert not memory.room.wanted()
+        assert not lending.room.wanted()
 
 
 def test_memory_beyond_what_is_kept(pool4: Any) -> None:
@@ -605,7 +605,7 @@ def switched_off() -> str:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mc.launch(switched_off, ranks=2, runtime="processes") == ["OneHostLink"] * 2
-    monkeypatch.setenv(memory.SWITCH, "0")
+    monkeypatch.setenv(neighbours.SWITCH, "0")
     assert mc.launch(switched_off, ranks=2, runtime="processes") == ["ProcessLink"] * 2
 
 
@@ -623,7 +623,7 @@ def one_alone() -> str:
     port = mc.all_reduce(torch.tensor(free_port() if rank == 0 else 0), "a", mesh=mc.make_mesh({"a": -1})).item()
     mc.shutdown()
     if rank == 1:
-        os.environ[memory.SWITCH] = "0"
+        os.environ[neighbours.SWITCH] = "0"
     mc.init(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=200)
     return unseen()
 
@@ -659,16 +659,16 @@ def test_an_adopted_group() -> None:
 
 
 def test_addresses_are_of_this_machine() -> None:
-    mine = memory.Address.mine()
-    assert memory.Address.read(mine.write()) == mine
+    mine = neighbours.Address.mine()
+    assert neighbours.Address.read(mine.write()) == mine
     elsewhere = mine._replace(machine="another")
     for others, share in (((mine, mine), True), ((mine, elsewhere), False), ((elsewhere,), True)):
-        assert memory.Neighbours("", others).share() is share
-    nobody = memory.Address("", mine.lease)
-    assert not memory.Neighbours("", (nobody, nobody)).share()
+        assert neighbours.Neighbours("", others).share() is share
+    nobody = neighbours.Address("", mine.lease)
+    assert not neighbours.Neighbours("", (nobody, nobody)).share()
     gone = mine._replace(lease=mine.lease._replace(serial=1))
-    assert not memory.Neighbours("", (mine, gone)).are_seen()
-    assert memory.Neighbours("", (mine, mine)).are_seen()
+    assert not neighbours.Neighbours("", (mine, gone)).are_seen()
+    assert neighbours.Neighbours("", (mine, mine)).are_seen()
 
 
 def test_few_enough_readers() -> None:

@@ -25,7 +25,7 @@ from meshcomm.runtime.hooks.guard import setup
 from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
 from meshcomm.runtime.hooks.guard.guard import Guard, Wait
 from meshcomm.runtime.hooks.guard.store import PatientStore
-from meshcomm.runtime.process import exits, memory, table
+from meshcomm.runtime.process import exits, lending, memory, neighbours, table
 from meshcomm.runtime.start import workers
 from meshcomm.runtime.start.worker import Answer
 from meshcomm.runtime.transports.shared.call import Call
@@ -339,7 +339,7 @@ def test_who_helps_a_slow_rank_does_not_tell_of_a_time_that_is_up() -> None:
         def __init__(self) -> None:
             self.mail: Any = type("Mail", (), {"box": lambda *_: None, "neighbours": [None, Alive()]})
             self.link: Any = type("Link", (), {"ranks": (0, 1)})
-            self._segments: Any = {1: type("Segment", (), {"cells": {memory.STATE: 1}})}  # it has begun to reduce
+            self._segments: Any = {1: type("Segment", (), {"cells": {lending.STATE: 1}})}  # it has begun to reduce
             self._entries = {1: ENTRY_CELLS * [0]}
 
         def late(self, missing: list[int]) -> str:
@@ -365,10 +365,10 @@ def test_two_threads_that_meet_the_same_neighbours(monkeypatch: pytest.MonkeyPat
             return True
 
     known: dict[Any, Any] = {memory.Lease(pid, 0, 0, 0, 0, 0): Gone() for pid in (1, 2)}
-    monkeypatch.setattr(memory, "_neighbours", known)
-    monkeypatch.setattr(memory, "Neighbour", lambda lease: lease)
+    monkeypatch.setattr(neighbours, "_neighbours", known)
+    monkeypatch.setattr(neighbours, "Neighbour", lambda lease: lease)
     lease = memory.Lease(3, 0, 0, 0, 0, 0)
-    assert memory.neighbour(lease) == lease
+    assert neighbours.neighbour(lease) == lease
 
 
 def test_a_launch_that_is_interrupted_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,7 @@ def as_nobody(script: str) -> int:
 @LINUX
 @pytest.mark.skipif(hasattr(os, "getuid") and os.getuid() != 0, reason="only root can become somebody else")
 def test_other_users_reach_neither_memory_nor_meeting_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = memory._create(memory.PAGE)
+    made = memory.create(memory.PAGE)
     try:
         path = f"/proc/{os.getpid()}/fd/{made.fd}"
         assert subprocess.run(["/bin/sh", "-c", f"head -c 1 {path}"], capture_output=True, check=False).returncode == 0

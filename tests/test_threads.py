@@ -14,7 +14,7 @@ import torch
 
 import meshcomm as mc
 from meshcomm.runtime import groups
-from meshcomm.runtime.process import memory
+from meshcomm.runtime.process import boxes
 
 POOLS = ["pool4", "gloo4", "guarded4", "guarded4_at_the_store"]
 
@@ -140,16 +140,16 @@ def one_after_the_other(count: int) -> tuple[int, int]:
         del mesh
     gc.collect()
     mc.barrier("a", mesh=mc.make_mesh({"a": 4}))
-    boxes = memory.arena()._cells[memory._DIRECTORY]
-    return len([link for link in groups._links if link.size == 4]), int(boxes)
+    made = boxes.arena()._cells[boxes._DIRECTORY]
+    return len([link for link in groups._links if link.size == 4]), int(made)
 
 
 def test_meshes_that_are_dropped_leave_nothing_behind(pool4: Any) -> None:
     before = pool4.run(one_after_the_other, 1)
     after = pool4.run(one_after_the_other, 60)
-    for (links, boxes), (later_links, later_boxes) in zip(before, after, strict=True):
+    for (links, made), (later_links, later_made) in zip(before, after, strict=True):
         assert later_links <= links + 4
-        assert later_boxes <= boxes + 40
+        assert later_made <= made + 40
 
 
 def groups_of_torch() -> tuple[bool, bool, list[int]]:

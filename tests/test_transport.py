@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
-from meshcomm.runtime.process import memory
+from meshcomm.runtime.process import lending
 from meshcomm.runtime.transports import post, process_group
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.shared import transport
@@ -51,7 +51,7 @@ REDUCTIONS: dict[str, tuple[torch.dtype, ...]] = {
 
 WAYS: dict[str, dict[tuple[ModuleType, str], int]] = {
     "shared": {},
-    "shared-in-parts": {(transport, "_ONE_STEP"): 0, (memory, "_KEEP"): 2**17},
+    "shared-in-parts": {(transport, "_ONE_STEP"): 0, (lending, "_KEEP"): 2**17},
     "messages": {},
     # The limits are where float32 on four ranks has 16, 32 elements.
     "by-size": {(process_group, "_SMALL"): 256, (process_group, "LARGE"): 512},

@@ -25,8 +25,9 @@ from meshcomm.errors import CommError, text
 from meshcomm.runtime import recorder
 from meshcomm.runtime.health import attendance, lateness, overdue
 from meshcomm.runtime.hooks import dumps
-from meshcomm.runtime.process import exits, forks, memory
-from meshcomm.runtime.process.memory import HERE, Neighbours
+from meshcomm.runtime.process import boxes, exits, forks, neighbours
+from meshcomm.runtime.process.boxes import HERE
+from meshcomm.runtime.process.neighbours import Neighbours
 from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.detour import DetouredLink, lacks_a_way
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
@@ -183,7 +184,7 @@ def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: b
     """The mailboxes of the sequence of this name."""
     key = int.from_bytes(hashlib.sha256(f"{near.token} {name}".encode()).digest()[:7], "little")
     for other, mail in list(_mails.items()):
-        if other != key and mail.is_over() and (not mail.adopted or memory.arena().is_crowded()):
+        if other != key and mail.is_over() and (not mail.adopted or boxes.arena().is_crowded()):
             retire(mail)
             _mails.pop(other, None)
     if key in _mails:  # of a group that is adopted again
@@ -192,11 +193,11 @@ def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: b
         return _mails[key]
     leases = [address.lease for address in near.addresses]
     try:
-        others = [None if i == index else memory.neighbour(lease) for i, lease in enumerate(leases)]
+        others = [None if i == index else neighbours.neighbour(lease) for i, lease in enumerate(leases)]
         mail = Mail(key, index, others, timeout)
     except OSError as error:
         what = f"the memory of another process on this machine cannot be read: {error.strerror or error}."
-        raise CommError(text("mesh", what, fix=f"set {memory.SWITCH}=0 for all processes")) from error
+        raise CommError(text("mesh", what, fix=f"set {neighbours.SWITCH}=0 for all processes")) from error
     mail.adopted, mail.user = adopted, weakref.ref(hold)
     mail.own.say(HERE)
     _mails[key] = mail

@@ -15,13 +15,13 @@ import torch
 
 from meshcomm import _versions
 from meshcomm.errors import MeshError, few
-from meshcomm.runtime.process import memory
+from meshcomm.runtime.process import neighbours
 from meshcomm.runtime.start import devices
 from meshcomm.runtime.start.launchers import Launcher, detect
 
 __all__ = ["Facts", "Finding", "differences", "findings", "look"]
 
-_SWITCH = memory.SWITCH
+_SWITCH = neighbours.SWITCH
 _SHOWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID",

@@ -27,7 +27,7 @@ from meshcomm.errors import CommError, MeshError, fail, held, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process import exits, forks
-from meshcomm.runtime.process.memory import Address, Neighbours
+from meshcomm.runtime.process.neighbours import Address, Neighbours
 from meshcomm.runtime.start import devices, rendezvous
 from meshcomm.runtime.start.launchers import VARIABLES, Launcher, choice, detect
 from meshcomm.runtime.start.request import GUARD, Request, duration, guard_wanted, host_port

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 
 from meshcomm.runtime.call import Call, gradients_agree
 from meshcomm.runtime.hooks.guard.store import the_store
-from meshcomm.runtime.process.memory import NOTES, Neighbour, arena
+from meshcomm.runtime.process.boxes import NOTES, arena
+from meshcomm.runtime.process.neighbours import Neighbour
 from meshcomm.runtime.words import Words
 
 __all__ = [

@@ -24,7 +24,7 @@ from meshcomm.runtime.hooks.guard.mail import GuardedByMail, MailRoom
 from meshcomm.runtime.hooks.guard.store import PatientStore, set_store, the_store
 from meshcomm.runtime.hooks.guard.stored import GuardedAtTheStore, StoreRoom
 from meshcomm.runtime.hooks.stack import put_on
-from meshcomm.runtime.process import home, memory, table
+from meshcomm.runtime.process import home, neighbours, table
 from meshcomm.runtime.recorder import Log, Owner
 from meshcomm.runtime.transports.process_group import ProcessLink
 
@@ -42,14 +42,14 @@ def is_on() -> bool:
     return guards.current() is not None
 
 
-def begin(here: Owner, seconds: float, prefix: str, near: memory.Neighbours | None) -> None:
+def begin(here: Owner, seconds: float, prefix: str, near: neighbours.Neighbours | None) -> None:
     """The guard of this process, which writes at the store under this prefix, or into memory that it shares with those
     who are ``near``. ``seconds``: for which it waits for the store.
     """
     set_store(PatientStore(_torch.default_store(), seconds))
     if near is not None:
         leases = [address.lease for address in near.addresses]
-        others = [None if i == here.rank else memory.neighbour(lease) for i, lease in enumerate(leases)]
+        others = [None if i == here.rank else neighbours.neighbour(lease) for i, lease in enumerate(leases)]
         made = Guard(here.rank, here.size, SharedShelf(here.rank, others), _is_there, _ended_near(others))
     else:
         shelf = StoreShelf(prefix, here.rank)
@@ -167,7 +167,7 @@ def _is_there(key: str) -> bool:
     return the_store().check([key])
 
 
-def _ended_near(others: list[memory.Neighbour | None]) -> Callable[[int], str]:
+def _ended_near(others: list[neighbours.Neighbour | None]) -> Callable[[int], str]:
     def ended(rank: int) -> str:
         other = others[rank]
         return f"has ended (process {other.pid})" if other is not None and other.is_gone() else ""

@@ -33,7 +33,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.process.memory import STATE, TABLE, Segment
+from meshcomm.runtime.process.lending import STATE, TABLE, Segment
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.shared.differences import compare_given, differ_in, runs_differ

@@ -14,7 +14,8 @@ from typing import NoReturn, Protocol
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.callsite import hinted, in_backward
 from meshcomm.runtime.lengths import dims_said
-from meshcomm.runtime.process.memory import Box, Segment
+from meshcomm.runtime.process.boxes import Box
+from meshcomm.runtime.process.lending import Segment
 from meshcomm.runtime.transports.shared.lexicon import find
 from meshcomm.runtime.transports.shared.words import (
     CODE,

@@ -15,8 +15,9 @@ from meshcomm.errors import CommError, text
 from meshcomm.runtime.call import told
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.process import memory
-from meshcomm.runtime.process.memory import ENTRIES, TABLE, Segment
+from meshcomm.runtime.process import lending
+from meshcomm.runtime.process.boxes import ENTRIES
+from meshcomm.runtime.process.lending import TABLE, Segment
 from meshcomm.runtime.recorder import Log, Record
 from meshcomm.runtime.transports.shared.lexicon import Meaning
 from meshcomm.runtime.transports.shared.mailbox import Mail
@@ -171,7 +172,7 @@ class Entry:
             keeps = told.later or bool(spare) or write is not None
             places = (*readers, link.index) if keeps else readers
             try:
-                self._lent = lent = memory.room.lend(
+                self._lent = lent = lending.room.lend(
                     packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not told.later
                 )
             except OSError as error:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from meshcomm.runtime.process import memory
-from meshcomm.runtime.process.memory import GONE, LEAVING, Segment
+from meshcomm.runtime.process import boxes, lending
+from meshcomm.runtime.process.boxes import GONE, LEAVING
+from meshcomm.runtime.process.lending import Segment
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.words import DIGEST
 
@@ -28,7 +29,7 @@ def retire(mail: Mail) -> None:
     """This rank makes no more calls here: its box may serve another sequence when the others have retired theirs."""
     mail.own.say(GONE)
     others = {i: other.arena for i, other in enumerate(mail.neighbours) if other is not None}
-    memory.arena().retire(memory.Retired(mail.key, mail.index, mail.number, others))
+    boxes.arena().retire(boxes.Retired(mail.key, mail.index, mail.number, others))
 
 
 def take_leave(mails: Sequence[Mail]) -> None:
@@ -46,7 +47,7 @@ def take_leave(mails: Sequence[Mail]) -> None:
         for mail in mails:
             for call in list(mail.open.values()):
                 call.end_unasked()
-        wanted = memory.room.wanted() if mails else []
+        wanted = lending.room.wanted() if mails else []
         waited_for = [each for each in wanted if not _calls_otherwise(*each)]
         if not waited_for or time.monotonic() > end:
             break

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from functools import cache
 from typing import NamedTuple
 
-from meshcomm.runtime.process.memory import WORDS, arena
+from meshcomm.runtime.process.boxes import WORDS, arena
 
 __all__ = ["Lexicon", "Meaning", "find", "lexicon"]
 

@@ -8,8 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from meshcomm.runtime.process import memory
-from meshcomm.runtime.process.memory import ENTRIES, GONE, LEAVING, Box, Lease, Neighbour, Segment
+from meshcomm.runtime.process import boxes, lending
+from meshcomm.runtime.process.boxes import ENTRIES, GONE, LEAVING, Box
+from meshcomm.runtime.process.lending import Segment
+from meshcomm.runtime.process.memory import Lease
+from meshcomm.runtime.process.neighbours import Neighbour
 from meshcomm.runtime.transports.shared.lexicon import find, lexicon
 from meshcomm.runtime.transports.shared.words import (
     CODE,
@@ -71,7 +74,7 @@ class Mail:
         """``neighbours``: None for this rank."""
         self.key, self.index, self.neighbours, self.timeout = key, index, tuple(neighbours), timeout
         self.others = tuple(i for i in range(len(self.neighbours)) if i != index)
-        self.own = memory.arena().make_box(key)
+        self.own = boxes.arena().make_box(key)
         self.boxes: list[Box | None] = [self.own if each is None else each.arena.box(key) for each in neighbours]
         self.number = 0
         self.adopted = False
@@ -129,7 +132,7 @@ class Mail:
         neighbour = self.neighbours[index]
         assert neighbour is not None
         lease = Lease(neighbour.pid, entry[FD], entry[SERIAL], entry[SIZE], entry[OFFSET], entry[LENGTH])
-        return memory.borrow(lease, keep=bool(entry[KEPT]))
+        return lending.borrow(lease, keep=bool(entry[KEPT]))
 
     def words_at(self, index: int, place: int, digest: int) -> bytes:
         """What a rank of the group has written there under this digest; nothing if it has been written over."""
@@ -138,7 +141,7 @@ class Mail:
     def words(self, index: int) -> memoryview[int]:
         """What a rank of the group has called, in words."""
         neighbour = self.neighbours[index]
-        return (memory.arena() if neighbour is None else neighbour.arena).words()
+        return (boxes.arena() if neighbour is None else neighbour.arena).words()
 
 
 class _Reader:

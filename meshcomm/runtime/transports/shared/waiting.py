@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 from meshcomm.runtime.health import peers
-from meshcomm.runtime.process.memory import HERE, Box, Neighbour
+from meshcomm.runtime.process.boxes import HERE, Box
+from meshcomm.runtime.process.neighbours import Neighbour
 
 __all__ = ["Wait"]
 

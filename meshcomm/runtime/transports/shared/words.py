@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshcomm.runtime.call import Call
-from meshcomm.runtime.process.memory import ENTRIES, Box
+from meshcomm.runtime.process.boxes import ENTRIES, Box
 from meshcomm.runtime.transports.protocol import PRIMITIVES, REDUCE_OPS
 from meshcomm.runtime.transports.shared.lexicon import Lexicon, Meaning
 from meshcomm.runtime.whose import ordinal_of

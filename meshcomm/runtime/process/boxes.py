@@ -1,0 +1,179 @@
+"""What processes of one machine tell each other: each has mailboxes, in memory that the others look into."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+from meshcomm.runtime.process.memory import PAGE, Lease, Memory, create
+
+__all__ = ["ENTRIES", "GONE", "HERE", "LEAVING", "NOTES", "WORDS", "Arena", "Box", "Retired", "arena"]
+
+ENTRIES = 4096
+"""The entries of a mailbox: how far a rank may run ahead of the others."""
+ENTRY = 16
+_ENTRIES_AT = 128
+_STATE, _TURN, _COUNT = 0, 1, 2
+HERE, LEAVING, GONE = 0, 1, 2
+_DRAINED = 8
+_FAR = 2**62
+"""What a reader says to have seen who will never look again."""
+_BOX = _ENTRIES_AT + ENTRIES * ENTRY
+_DIRECTORY = PAGE // 8
+_BOXES = 2 * PAGE
+"""Where the boxes begin; before them lie pairs of key and place."""
+_MOST_BOXES = 1000
+_TRIED = 4
+"""How many boxes are looked at, whether they can serve again."""
+NOTES = 2**16
+"""Bytes for what the guard writes of the process."""
+WORDS = 2**22
+"""Bytes for what the calls of a process are in words."""
+_NOTES_AT = 8 * (_BOXES + _MOST_BOXES * _BOX)
+_WORDS_AT = _NOTES_AT + NOTES
+_ARENA = _WORDS_AT + WORDS
+
+
+class Box:
+    """What one rank of a group tells the others: an entry for each call, in a ring. In units of cells."""
+
+    __slots__ = ("_base", "cells")
+
+    def __init__(self, cells: memoryview[int], base: int) -> None:
+        self.cells, self._base = cells, base
+
+    def at(self, number: int) -> int:
+        """Where the entry of a call is, which begins with its number."""
+        return self._base + _ENTRIES_AT + number % ENTRIES * ENTRY
+
+    def say(self, state: int) -> None:
+        """``HERE``; ``LEAVING``: no more entries will come; ``GONE``: nothing will be read either."""
+        self.cells[self._base + _STATE] = state
+
+    def state(self) -> int:
+        """What was said."""
+        return self.cells[self._base + _STATE]
+
+    def drained(self, place: int) -> int:
+        """The last call up to which the reader at this place has seen every entry."""
+        return self.cells[self._base + _DRAINED + place]
+
+    def drain(self, place: int, number: int) -> None:
+        """As that reader."""
+        self.cells[self._base + _DRAINED + place] = number
+
+    def say_count(self, turn: int, count: int) -> None:
+        """How many calls this rank has made, in this meeting of all."""
+        self.cells[self._base + _COUNT] = count
+        self.cells[self._base + _TURN] = turn  # last
+
+    def count(self, turn: int) -> int | None:
+        """What was said in this meeting."""
+        return self.cells[self._base + _COUNT] if self.cells[self._base + _TURN] == turn else None
+
+    def clear(self, calls: int) -> None:
+        """As it was before so many calls."""
+        first = self._base + _ENTRIES_AT
+        for cell in [*range(self._base, first), *range(first, first + ENTRIES * ENTRY, ENTRY)[: calls + 1]]:
+            self.cells[cell] = 0
+
+
+class Retired(NamedTuple):
+    """A box whose sequence of calls has ended here."""
+
+    key: int
+    place: int
+    """Of this rank in the group."""
+    calls: int
+    """How many there were."""
+    others: Mapping[int, Arena]
+    """By index."""
+
+
+class Arena:
+    """The mailboxes of a process; made once, for good."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self._cells = memory, memory.view.cast("q")
+        self._lock = threading.Lock()
+        self._retired: deque[Retired] = deque()
+
+    @property
+    def lease(self) -> Lease:
+        """For the others."""
+        return Lease(os.getpid(), self._memory.fd, self._memory.serial, self._memory.size, 0, 0)
+
+    def box(self, key: int) -> Box | None:
+        """The box with this key, if it has been made."""
+        place = self.place(key)
+        return None if place is None else Box(self._cells, self._cells[_DIRECTORY + 2 + 2 * place])
+
+    def place(self, key: int) -> int | None:
+        """Which of the boxes it is."""
+        cells = self._cells
+        return next((i for i in range(cells[_DIRECTORY]) if cells[_DIRECTORY + 1 + 2 * i] == key), None)
+
+    def notes(self) -> memoryview[int]:
+        """Bytes about this process as a whole."""
+        return self._memory.view[_NOTES_AT : _NOTES_AT + NOTES]
+
+    def words(self) -> memoryview[int]:
+        """Bytes about what has been called."""
+        return self._memory.view[_WORDS_AT : _WORDS_AT + WORDS]
+
+    def make_box(self, key: int) -> Box:
+        """A box with this key; raises OSError when there is no room for one more."""
+        cells = self._cells
+        with self._lock:
+            at = self._used_before()
+            if at is None:
+                at = cells[_DIRECTORY]
+                if at == _MOST_BOXES:
+                    raise OSError(f"there are {at} axes of meshes already")
+                cells[_DIRECTORY + 2 + 2 * at] = _BOXES + at * _BOX
+                cells[_DIRECTORY + 1 + 2 * at] = key
+                cells[_DIRECTORY] = at + 1
+            else:
+                cells[_DIRECTORY + 1 + 2 * at] = key
+        return Box(cells, _BOXES + at * _BOX)
+
+    def is_crowded(self) -> bool:
+        """Whether there is little room left."""
+        return self._cells[_DIRECTORY] > _MOST_BOXES * 3 // 4
+
+    def retire(self, old: Retired) -> None:
+        """A box that is not used here any more, nor will be."""
+        with self._lock:
+            self._retired.append(old)
+
+    def _used_before(self) -> int | None:
+        """The place of a box that nobody looks into any more, emptied."""
+        for _ in range(min(_TRIED, len(self._retired))):
+            old = self._retired.popleft()
+            at, mine = self.place(old.key), self.box(old.key)
+            if at is None or mine is None:
+                continue
+            boxes = {i: arena.box(old.key) for i, arena in old.others.items()}  # first these, then what they have said
+            if all((box is not None and box.state() == GONE) or mine.drained(i) == _FAR for i, box in boxes.items()):
+                for box in boxes.values():
+                    if box is not None:
+                        box.drain(old.place, _FAR)
+                self._cells[_DIRECTORY + 1 + 2 * at] = 0
+                mine.clear(old.calls)
+                return at
+            self._retired.append(old)
+        return None
+
+
+@cache
+def _arena(pid: int) -> Arena:
+    return Arena(create(_ARENA))
+
+
+def arena() -> Arena:
+    """This process's own. Raises OSError if there is no such memory."""
+    return _arena(os.getpid())

@@ -1,0 +1,196 @@
+"""What this process lends to others of its machine, and borrows from them, in segments of shared memory.
+
+The first page of a segment says who has not finished reading yet; the lender uses it again when nobody is left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from meshcomm import _torch
+from meshcomm.runtime.process import forks
+from meshcomm.runtime.process.memory import PAGE, READERS, SERIAL, Lease, Memory, create, find
+
+__all__ = ["STATE", "TABLE", "Reader", "Room", "Segment", "borrow", "room"]
+
+STATE = SERIAL + 1
+"""A cell for what the lender says about the contents."""
+TABLE = 2 * SERIAL
+"""The first of as many cells as there may be readers and one more, for numbers beside the contents."""
+_NOBODY = bytes(READERS)
+_SLOT, _SLOTS, _MOST_SLOTS = 2**16, 64, 2**12
+"""Bytes of a small segment, how many of them lie in one memory, and the most of them."""
+_KEEP = 2**28
+"""Bytes that a process keeps to lend them again."""
+_MUCH, _LITTLE = 2**27, 0.1
+"""Bytes of segments beyond which a rank waits so many seconds for one to come back before it makes another."""
+_MAPPED = 256
+"""The most segments of others that stay mapped."""
+
+
+class Reader(Protocol):
+    """Who has been lent something."""
+
+    place: int
+
+    def is_gone(self) -> bool:
+        """Whether it will read no more."""
+
+
+class Segment:
+    """A part of a memory: in its first page one byte per reader and a state; then what is lent."""
+
+    __slots__ = ("bytes", "cells", "fd", "flags", "kept", "number", "offset", "readers", "serial", "size", "whole")
+
+    def __init__(self, memory: Memory, offset: int, size: int) -> None:
+        self.fd, self.serial, self.whole, self.offset, self.size = memory.fd, memory.serial, memory.size, offset, size
+        self.flags = memory.view[offset : offset + size]
+        self.cells = self.flags.cast("q")
+        with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
+            self.bytes = torch.frombuffer(memory.mapped, dtype=torch.uint8, offset=offset + PAGE, count=size - PAGE)
+        self.kept = True
+        self.readers: Sequence[Reader] = ()
+        self.number = 0  # of the call that it was lent for last
+
+    def is_free(self) -> bool:
+        """Whether everybody has read."""
+        return bool(self.flags[:READERS] == _NOBODY)
+
+    def returned(self, place: int) -> None:
+        """A reader has finished."""
+        self.flags[place] = 0
+
+    def take_back(self) -> None:
+        """No reader will come."""
+        self.flags[:READERS] = _NOBODY
+
+    def wanted(self) -> list[tuple[Segment, Reader]]:
+        """The readers that are alive and have not finished."""
+        return [(self, reader) for reader in self.readers if self.flags[reader.place] and not reader.is_gone()]
+
+
+def _segment(memory: Memory, offset: int, length: int) -> Segment:
+    """The part that begins there."""
+    found: Segment | None = memory.segments.get(offset)
+    if found is None:
+        found = memory.segments[offset] = Segment(memory, offset, length)
+    return found
+
+
+class Room:
+    """The segments that this process lends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._kept = 0
+        self._small: list[Segment] = []
+        self._next = 0
+
+    def lend(self, nbytes: int, places: Iterable[int], readers: Sequence[Reader], *, patient: bool) -> Segment:
+        """Memory for so many bytes, until it was returned from each of these places.
+
+        Who is ``patient``, and has lent much to others that are slower, gives them a little time; not for ever, for
+        they may be waiting for something else.
+        """
+        need, lent = PAGE + nbytes, None
+        try:
+            with self._lock:
+                found = self._slot() if need <= _SLOT else self._free(need)
+                if found is None:
+                    self._drop_used()
+                    found = self._wait_for(need) if patient else None
+                if found is None:
+                    found = self._another(PAGE + max(_SLOT, 1 << (nbytes - 1).bit_length()))
+                lent = found
+                for place in places:
+                    lent.flags[place] = 1
+                lent.readers = readers
+                lent.cells[STATE] = 0
+            return lent
+        except BaseException:  # Ctrl-C: nobody hears of it
+            if lent is not None:
+                lent.take_back()
+            raise
+
+    def _slot(self) -> Segment | None:
+        """One of the small ones, of which many lie in one memory: there are only so many descriptors."""
+        small = self._small
+        for _ in range(len(small)):
+            self._next = (self._next + 1) % len(small)
+            if small[self._next].is_free():
+                return small[self._next]
+        if len(small) >= _MOST_SLOTS:
+            return None
+        memory = create(_SLOTS * _SLOT)
+        small += [_segment(memory, i * _SLOT, _SLOT) for i in range(_SLOTS)]
+        self._next = len(small) - _SLOTS
+        return small[self._next]
+
+    def _free(self, need: int) -> Segment | None:
+        found = None
+        for segment in self._segments:
+            if segment.size >= need and (found is None or segment.size < found.size) and segment.is_free():
+                found = segment
+        return found
+
+    def _wait_for(self, need: int) -> Segment | None:
+        end = time.monotonic() + _LITTLE
+        while sum(segment.size for segment in self._segments if not segment.is_free()) > _MUCH:
+            time.sleep(1e-4)
+            found = self._free(need)
+            if found is not None or time.monotonic() > end:
+                return found
+        return None
+
+    def _another(self, size: int) -> Segment:
+        segment = _segment(create(size), 0, size)
+        segment.kept = self._kept + size <= _KEEP
+        self._segments.append(segment)
+        self._kept += size if segment.kept else 0
+        return segment
+
+    def _drop_used(self) -> None:
+        for segment in [segment for segment in self._segments if not segment.kept and segment.is_free()]:
+            self._segments.remove(segment)
+            os.close(segment.fd)
+
+    def wanted(self) -> list[tuple[Segment, Reader]]:
+        """Who is going to read what is lent: it is lost when this process ends."""
+        return [each for segment in [*self._segments, *self._small] for each in segment.wanted()]
+
+
+room = Room()
+
+
+@forks.in_every_fork
+def _forked() -> None:
+    # The child is another process: what its parent lends and borrows is not its own.
+    room.__init__()  # type: ignore[misc]
+    _mapped.clear()
+
+
+_mapped: OrderedDict[int, Memory] = OrderedDict()
+_mapping = threading.Lock()
+
+
+def borrow(lease: Lease, keep: bool) -> Segment:
+    """What another process lends; ``keep`` it mapped for the next time. Raises OSError if it is not there."""
+    with _mapping:
+        found = _mapped.get(lease.serial)
+        if found is None:
+            found = find(lease)
+            if keep:
+                _mapped[lease.serial] = found
+                if len(_mapped) > _MAPPED:
+                    _mapped.popitem(last=False)
+        else:
+            _mapped.move_to_end(lease.serial)
+        return _segment(found, lease.offset, lease.length)
