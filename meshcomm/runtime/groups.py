@@ -28,7 +28,7 @@ from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.process import boxes, exits, forks, neighbours
 from meshcomm.runtime.process.boxes import HERE
 from meshcomm.runtime.process.neighbours import Neighbours
-from meshcomm.runtime.start import world
+from meshcomm.runtime.start import membership, world
 from meshcomm.runtime.transports.detour import DetouredLink, lacks_a_way
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
 from meshcomm.runtime.transports.shared.transport import Mail, OneHostLink, retire, take_leave
@@ -83,7 +83,7 @@ def link_of(ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: 
     return made
 
 
-def _keep(here: world.ProcessWorld, link: ProcessLink, family: Family, name: str, barrier: str) -> None:
+def _keep(here: membership.ProcessWorld, link: ProcessLink, family: Family, name: str, barrier: str) -> None:
     """Until the link goes; those that have gone are seen to when another one is made: here nobody waits for a store."""
     while _let_go:
         held, channel, met, alone = _let_go.popleft()
@@ -99,7 +99,7 @@ def _keep(here: world.ProcessWorld, link: ProcessLink, family: Family, name: str
         weakref.finalize(link.hold, _let_go.append, (weakref.ref(family), name, barrier, apart)).atexit = False
 
 
-def _family_of(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
+def _family_of(here: membership.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
     """The first time its ranks come together."""
     key = ranks, limit
     with _making.setdefault(key, threading.Lock()):
@@ -111,8 +111,8 @@ def _family_of(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelt
     return _families[key]
 
 
-def _new_family(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
-    meeting = world.meeting_number(here)
+def _new_family(here: membership.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
+    meeting = membership.meeting_number(here)
 
     def at(limit: timedelta) -> str:
         name = repr(ranks) if limit == here.timeout else f"{ranks} {limit.total_seconds()}"
@@ -126,19 +126,19 @@ def _new_family(here: world.ProcessWorld, ranks: tuple[int, ...], limit: timedel
     return Family(pool, limit, at(limit))
 
 
-def _guard_of(here: world.ProcessWorld) -> Any:
+def _guard_of(here: membership.ProcessWorld) -> Any:
     """What guards links, imported where that is asked for; None elsewhere."""
     if here.backend == "fake" or here.size == 1:
         return None
     if not _families:
-        world.agree_on_guard(here)
+        membership.agree_on_guard(here)
     if not here.guard:
         return None
     if not _guards:
         _guards.append(importlib.import_module("meshcomm.runtime.hooks.guard.setup"))
     guard = _guards[0]
     if not guard.is_on():
-        at, near = f"meshcomm/guard/{world.meeting_number(here)}", world.neighbours_of(here, range(here.size))
+        at, near = f"meshcomm/guard/{membership.meeting_number(here)}", membership.neighbours_of(here, range(here.size))
         guard.begin(recorder.Owner(here.rank, here.size), here.timeout.total_seconds(), at, near)
     return guard
 
@@ -146,12 +146,12 @@ def _guard_of(here: world.ProcessWorld) -> Any:
 _guards: list[Any] = []
 
 
-def _made(here: world.ProcessWorld, family: Family, name: str) -> ProcessLink:
+def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLink:
     group, ranks, index, limit = family.base, family.ranks, family.index, family.limit
     ring = recorder.own_ring(recorder.Owner(here.rank, here.size))
     seconds = None if limit == here.timeout else limit.total_seconds()
-    log = ring.log(ranks, index, name, seconds, world.meeting_number(here))
-    near = world.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
+    log = ring.log(ranks, index, name, seconds, membership.meeting_number(here))
+    near = membership.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
     args = group, ranks, index, log, name
     link: ProcessLink
     if lacks_a_way(dist.get_backend_config(group)):
@@ -177,7 +177,7 @@ class _Hold:
 
 
 def _is_small_gloo(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> bool:
-    return world.gloo_on_cpu(dist.get_backend_config(group)) and 1 < len(ranks) <= FEW
+    return membership.gloo_on_cpu(dist.get_backend_config(group)) and 1 < len(ranks) <= FEW
 
 
 def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: bool, hold: _Hold) -> Mail:

@@ -17,30 +17,33 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from meshcomm.errors import CommError, fail
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.process import exits, table
+from meshcomm.runtime.start.launchers import LOOPBACK, VARIABLES, Launcher
+from meshcomm.runtime.start.request import Request, host_port
 
 __all__ = [
+    "LOOPBACK",
     "file_store",
     "join",
     "launch_key",
     "local_store",
     "loopback_server",
+    "meeting_place",
     "tcp_store",
     "this_host",
     "within",
 ]
 
 T = TypeVar("T")
-
-LOOPBACK = "127.0.0.1"
 
 _SOON, _LOOK = 0.3, 0.5
 """Seconds after which, and between which, who waits looks whether others have ended."""
@@ -68,6 +71,37 @@ def this_host() -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- stores
+
+
+@contextlib.contextmanager
+def meeting_place(who: Launcher, request: Request, timeout: timedelta) -> Iterator[Store]:
+    """The store that all ranks reach."""
+    agent = who.name == "pytorch" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    method = request.init_method
+    who = replace(who, master_port=request.port or who.master_port)
+    if request.store is not None:
+        yield request.store
+    elif method is not None and method.startswith("file://"):
+        yield file_store(method.removeprefix("file://"), who.world_size, timeout)
+    elif method is not None:
+        host, at = host_port(method)
+        yield tcp_store(host, at, serve=who.rank == 0, timeout=timeout, one_machine=who.one_node)
+    elif who.world_size == 1:
+        yield HashStore()
+    elif who.master_port is not None and who.master_addr is not None:
+        serve, at = who.rank == 0 and not (agent and request.port is None), who.master_port
+        yield tcp_store(who.master_addr, at, serve=serve, timeout=timeout, one_machine=who.one_node)
+    elif who.unset:
+        fail(
+            "init",
+            f"{who.unset} not set: where do the {who.world_size} ranks meet?",
+            got=f"started by {who.name}, rank {who.rank}, {who.local_world_size} ranks on this machine",
+            fix="set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, equal in all processes",
+        )
+    else:
+        key = launch_key(who.name, who.job, who.world_size, VARIABLES[who.name].rank)
+        with local_store(key, serve=who.rank == 0, timeout=timeout) as store:
+            yield store
 
 
 def tcp_store(host: str, port: int, *, serve: bool, timeout: timedelta, one_machine: bool = False) -> Store:

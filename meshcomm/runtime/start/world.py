@@ -13,8 +13,8 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,26 +23,22 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, MeshError, fail, held, text
+from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process import exits, forks
 from meshcomm.runtime.process.neighbours import Address, Neighbours
 from meshcomm.runtime.start import devices, rendezvous
-from meshcomm.runtime.start.launchers import VARIABLES, Launcher, choice, detect
-from meshcomm.runtime.start.request import GUARD, Request, duration, guard_wanted, host_port
+from meshcomm.runtime.start.launchers import Launcher, choice, detect
+from meshcomm.runtime.start.membership import ProcessWorld, adopted, all_under_guard, whole_group
+from meshcomm.runtime.start.request import Request, duration, guard_wanted
 
 __all__ = [
-    "ProcessWorld",
-    "agree_on_guard",
     "current",
     "ensure",
-    "gloo_on_cpu",
     "init",
     "is_met",
     "launched_as",
-    "meeting_number",
-    "neighbours_of",
     "on_init",
     "on_shutdown",
     "shutdown",
@@ -52,25 +48,6 @@ __all__ = [
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _LOOPBACK_NAMES = {"linux": "lo", "darwin": "lo0"}
-
-
-@dataclass(frozen=True)
-class ProcessWorld:
-    """This process among the processes of its launch."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    device: torch.device
-    backend: str
-    timeout: timedelta
-    adopted: bool
-    guard: bool = False
-    """Whether the ranks compare their calls."""
-    neighbours: Neighbours | None = None
-    """All ranks' addresses, if all are on this machine and can share memory."""
 
 
 @dataclass
@@ -255,7 +232,10 @@ def _as_launched(request: Request) -> Request:
 def _begin(request: Request) -> None:
     global _state
     if dist.is_initialized():
-        _state = _adopt(request)
+        here, one_node = adopted(request)
+        exits.watch(peers.leave, _run_callbacks, _end_group, peers.let_go_first)
+        _state = _State(request, None, here, weakref.ref(whole_group()))
+        _use_loopback(_state, one_node)  # for the groups that are made of it here
         return
     request = _as_launched(request)
     found = detect(os.environ, request.launcher) if request.rank is None else None
@@ -312,12 +292,12 @@ def _start(who: Launcher, request: Request) -> None:
             place = devices.Place(who.rank, who.world_size, 0, devices.present(device_type))
             _make_group(state, backend, who, timeout, None)
         else:
-            store = meeting.enter_context(_meeting_place(who, request, timeout))
+            store = meeting.enter_context(rendezvous.meeting_place(who, request, timeout))
             card = devices.Card.mine(who.local_rank, device_type)
             mine = json.dumps([card, Address.mine().write(), secrets.token_hex(8), guard])
             here, told = rendezvous.join(store, who.rank, who.world_size, mine, timeout)
             cards, addresses, tokens, guards = zip(*map(json.loads, told), strict=True)
-            _all_under_guard(guards)
+            all_under_guard(guards)
             place = devices.place([devices.Card(*card) for card in cards], who.rank, device_type)
             if place.device.type != "cpu":
                 torch.accelerator.set_device_index(place.device.index)
@@ -330,14 +310,6 @@ def _start(who: Launcher, request: Request) -> None:
         who.rank, who.world_size, *place, backend, timeout, adopted=False, guard=guard, neighbours=neighbours
     )
     _state = state
-
-
-def _all_under_guard(guards: Sequence[bool]) -> None:
-    if len(set(guards)) > 1:
-        off = ", ".join(str(rank) for rank, guard in enumerate(guards) if not guard)
-        fail(
-            "init", "the guard is on in some processes only.", got=f"off on rank {off}", fix=f"guard= or {GUARD} in all"
-        )
 
 
 @contextlib.contextmanager
@@ -355,37 +327,6 @@ def _undone(state: _State) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _meeting_place(who: Launcher, request: Request, timeout: timedelta) -> Iterator[Store]:
-    """The store that all ranks reach."""
-    agent = who.name == "pytorch" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    method = request.init_method
-    who = replace(who, master_port=request.port or who.master_port)
-    if request.store is not None:
-        yield request.store
-    elif method is not None and method.startswith("file://"):
-        yield rendezvous.file_store(method.removeprefix("file://"), who.world_size, timeout)
-    elif method is not None:
-        host, at = host_port(method)
-        yield rendezvous.tcp_store(host, at, serve=who.rank == 0, timeout=timeout, one_machine=who.one_node)
-    elif who.world_size == 1:
-        yield HashStore()
-    elif who.master_port is not None and who.master_addr is not None:
-        serve, at = who.rank == 0 and not (agent and request.port is None), who.master_port
-        yield rendezvous.tcp_store(who.master_addr, at, serve=serve, timeout=timeout, one_machine=who.one_node)
-    elif who.unset:
-        fail(
-            "init",
-            f"{who.unset} not set: where do the {who.world_size} ranks meet?",
-            got=f"started by {who.name}, rank {who.rank}, {who.local_world_size} ranks on this machine",
-            fix="set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, equal in all processes",
-        )
-    else:
-        key = rendezvous.launch_key(who.name, who.job, who.world_size, VARIABLES[who.name].rank)
-        with rendezvous.local_store(key, serve=who.rank == 0, timeout=timeout) as store:
-            yield store
-
-
 def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, store: Store | None) -> None:
     before = sys.excepthook
     prefixed = None if store is None else PrefixStore("group", store)
@@ -395,7 +336,7 @@ def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, 
             backend, store=prefixed, rank=who.rank, world_size=who.world_size, timeout=timeout,
             pg_options=_torch.options_for(backend, timeout),
         )  # fmt: skip
-        _torch.connect(_whole_group())
+        _torch.connect(whole_group())
 
     try:
         if store is not None and backend == "gloo":
@@ -408,16 +349,10 @@ def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, 
         what += f": {lost}" if lost else "."
         fix = "look at the other ranks: the first one that failed or stopped is the cause"
         raise CommError(text("init", what, got=f"rank {who.rank}: {error}", fix=fix)) from error
-    state.group = weakref.ref(_whole_group())
+    state.group = weakref.ref(whole_group())
     # torch marks each traceback with the rank, once more for each group it makes: put the hook back at the end.
     state.excepthook = (before, sys.excepthook)
     exits.watch(peers.leave, _run_callbacks, _end_group, peers.let_go_first)
-
-
-def _whole_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def _use_loopback(state: _State, one_node: bool) -> None:
@@ -426,108 +361,6 @@ def _use_loopback(state: _State, one_node: bool) -> None:
     if one_node and name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = name
         state.set_variables.append("GLOO_SOCKET_IFNAME")
-
-
-def _adopt(request: Request) -> _State:
-    """Take the process group that something else has initialised as it is."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    config = dist.get_backend_config()
-    facts = {"rank": rank, "world_size": size, "backend": dist.get_backend(), "guard": request.guard}
-    wrong = {k: v for k, v in request.given().items() if facts.get(k) != v and not (k == "backend" and v == config)}
-    if wrong:
-        fail(
-            "init",
-            "torch.distributed is already initialised by something else, otherwise than asked here.",
-            got=", ".join(f"{k}={v!r}" for k, v in wrong.items()) + f"; there is rank {rank} of {size} on {config}",
-            fix="call init() without arguments to use that group, or init() before it is made",
-        )
-    found = _matching_launcher(rank, size)
-    local_rank, local_size = found.local_rank, found.local_world_size
-    kinds = set(devices.types_of(config))
-    accelerator = devices.accelerator()
-    device = torch.device("cpu")
-    if accelerator is not None and accelerator[0] in kinds:
-        index = torch.accelerator.current_device_index()
-        if index == 0 and local_rank is not None and 0 < local_rank < torch.accelerator.device_count():
-            # Its owner has not chosen a device: on one machine all ranks would end up on the first.
-            torch.accelerator.set_device_index(local_rank)
-            index = local_rank
-        device = torch.device(accelerator[0], index)
-    here = ProcessWorld(
-        rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size,
-        found.node_rank or 0, device, config, dist.distributed_c10d.default_pg_timeout, adopted=True,
-        guard=guard_wanted(request.guard),
-    )  # fmt: skip
-    if gloo_on_cpu(config) or here.guard:
-        _publish(rank, here.guard)
-    exits.watch(peers.leave, _run_callbacks, _end_group, peers.let_go_first)
-    state = _State(request, None, here, weakref.ref(_whole_group()))
-    _use_loopback(state, found.one_node)  # for the groups that are made of it here
-    return state
-
-
-def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None:
-    """The addresses of some ranks; None where they cannot share memory. In a group that was adopted, waits until they
-    have adopted it too.
-    """
-    if not here.adopted:
-        if here.neighbours is None:
-            return None
-        return here.neighbours._replace(addresses=tuple(here.neighbours.addresses[rank] for rank in ranks))
-    if not gloo_on_cpu(here.backend) or here.local_world_size != here.size:
-        return None
-    store, meeting = _torch.default_store(), _publish(here.rank)
-    token = store.compare_set(f"meshcomm/{meeting}/token", "", secrets.token_hex(8)).decode()
-    told = [store.get(f"meshcomm/{meeting}/address/{rank}").decode() for rank in ranks]
-    found = Neighbours(token, tuple(map(Address.read, told)))
-    return found if found.share() else None
-
-
-def agree_on_guard(here: ProcessWorld) -> None:
-    """In a group that was adopted: wait until all have adopted it, and see whether all are under guard. Those that
-    ``init`` made have agreed.
-    """
-    if here.adopted and here.backend != "fake" and (here.guard or gloo_on_cpu(here.backend)):
-        store, meeting = _torch.default_store(), _publish(here.rank, here.guard)
-        _all_under_guard([store.get(f"meshcomm/{meeting}/guard/{rank}") == b"1" for rank in range(here.size)])
-
-
-def meeting_number(here: ProcessWorld) -> int | None:
-    """Tells the groups apart that have met in one store, one after the other; one that ``init`` made has its own, and
-    fake ranks have none.
-    """
-    if "fake" in here.backend:
-        return None
-    return _publish(here.rank) if here.adopted else 0
-
-
-def gloo_on_cpu(config: str) -> bool:
-    """Whether gloo moves the CPU tensors of a group with these backends."""
-    return config == "gloo" or "cpu:gloo" in config.split(",")
-
-
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _publish(rank: int, guard: bool = False) -> int:
-    """Tell the others of this group where this process is, once; the number of the group in its store, which may have
-    served others.
-    """
-    group, store = _whole_group(), _torch.default_store()
-    if group not in _meetings:
-        _meetings[group] = store.add(f"meshcomm/groups/{rank}", 1)
-        store.set(f"meshcomm/{_meetings[group]}/guard/{rank}", str(int(guard)))
-        store.set(f"meshcomm/{_meetings[group]}/address/{rank}", Address.mine().write())
-    return _meetings[group]
-
-
-def _matching_launcher(rank: int, size: int) -> Launcher:
-    """What the environment says about this very rank, for the place on the machine; else one machine is assumed."""
-    with contextlib.suppress(MeshError), held():
-        found = detect(os.environ)
-        if found is not None and (found.rank, found.world_size) == (rank, size):
-            return found
-    return Launcher("adopted", rank, size)
 
 
 def solo_process_group() -> dist.ProcessGroup:
@@ -547,7 +380,7 @@ def solo_process_group() -> dist.ProcessGroup:
                 here = devices.present(device_type)
                 state.world = ProcessWorld(0, 1, 0, 1, 0, here, backend, timeout, adopted=False)
                 _state = state
-        return _whole_group()
+        return whole_group()
 
 
 # -------------------------------------------------------------------------------------------------------------- leaving
