@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +16,17 @@ from torch import Tensor
 from meshcomm._torch import outside_dispatch_modes
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime.call import Call, Post, Want, messages_of, told
-from meshcomm.runtime.callsite import call_site, hinted
+from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.health.attendance import absent_text
 from meshcomm.runtime.ledger import Ledger
-from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, log_among
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.protocol import Defaults
+from meshcomm.runtime.transports.threads.meetings import Batch, Came, Circle, Meeting, Message
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.runtime.whose import differ
-from meshcomm.runtime.words import axis_text, differing, sentence
+from meshcomm.runtime.words import axis_text, sentence
 
 __all__ = ["InProcessLink"]
 
@@ -36,117 +35,6 @@ Compute = Callable[[list[Any]], Sequence[Any]]
 _UNKNOWN = Call("a collective")
 _SOON = 1.0
 """Seconds within which ranks that wait for one another are told: a barrier that would wait longer outlasts them."""
-_GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-out, which ends what was begun before."
-
-
-class _Came(NamedTuple):
-    """A rank that has come, with a call."""
-
-    rank: Rank
-    place: int
-    """Its index in the group."""
-    call: Call
-    record: Record
-
-
-class _Meeting:
-    """One collective: who has come, with what, and what came of it."""
-
-    __slots__ = ("came", "count", "error", "inputs", "odd", "outlasts", "results", "waiting")
-
-    def __init__(self, size: int) -> None:
-        self.came: list[_Came] = []
-        self.inputs: list[Any] = [None] * size
-        self.results: list[Any] | None = None
-        self.error: str | None = None
-        self.count = 0
-        self.odd = False  # not all have called the same
-        self.waiting: list[Rank] = []
-        self.outlasts = False  # who waits here does so longer than others in vain
-
-    @property
-    def over(self) -> bool:
-        return self.results is not None or self.error is not None
-
-    def fail(self, error: str) -> None:
-        """Whoever comes later is told the same."""
-        if not self.over:
-            self.error, self.inputs = error, []
-
-    def lengths(self) -> str:
-        """What is said where tensors of other lengths are all that differs."""
-        calls = {each.place: each.call.text for each in self.came}
-        return dims_said(dict(sorted(calls.items())), len(self.inputs))
-
-    def report(self, title: str = "ranks of one axis made different calls.", more: Sequence[_Came] = ()) -> str:
-        """Which ranks called what, equal calls together."""
-        groups: list[tuple[Call, list[int]]] = []
-        for each in (*self.came, *more):
-            same = next((ranks for other, ranks in groups if other.agrees(each.call)), None)
-            if same is None:
-                groups.append((each.call, [each.rank.index]))
-            else:
-                same.append(each.rank.index)
-        called = [(f"rank{'s'[: len(ranks) - 1]} {', '.join(map(str, sorted(ranks)))}", call) for call, ranks in groups]
-        lines = [f"  {who} called {call}" for who, call in called]
-        unlike = differing([(f"on {who}", call.meaning) for who, call in called], operation=False)
-        lines += [f"  {each}" for each in unlike.values()]
-        return hinted(f"meshcomm: {title}\n" + "\n".join(lines) + self.lengths())
-
-
-@dataclass(eq=False)
-class _Batch:
-    """The messages of one exchange of one rank that have not met their other side."""
-
-    rank: Rank
-    call: Call
-    record: Record
-    open: int
-    error: str | None = None
-    waited: bool = False
-    wants: list[_Message] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        return self.open == 0 or self.error is not None
-
-    def fail(self, error: str) -> None:
-        """It will not meet the other sides any more."""
-        if not self.over:
-            self.error = error
-
-    def received(self) -> list[Tensor]:
-        """What has come, on the devices asked for."""
-        return [message.got.to(message.device) for message in self.wants if message.got is not None]
-
-
-@dataclass(eq=False)
-class _Message:
-    batch: _Batch
-    x: Tensor | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device | None = None
-    got: Tensor | None = None
-
-
-class _Circle:
-    """What the links of one group share."""
-
-    def __init__(self, size: int) -> None:
-        self.counts = [0] * size  # how often each rank has come
-        self.meetings: dict[int, _Meeting] = {}
-        self.roll_calls = [0] * size
-        self.rolls: dict[int, _Meeting] = {}
-        self.posts: dict[tuple[int, int, int], deque[_Message]] = {}
-        self.wants: dict[tuple[int, int, int], deque[_Message]] = {}
-
-    def align(self) -> None:
-        """All ranks count on from the one that has made the most calls."""
-        self.counts = [max(self.counts)] * len(self.counts)
-        for meeting in self.meetings.values():
-            meeting.fail(meeting.report(_GIVEN_UP))
-        self.meetings.clear()
 
 
 class InProcessLink(Defaults):
@@ -161,7 +49,7 @@ class InProcessLink(Defaults):
         self._ranks = ranks
         self._rank = rank
         self.log = log_among(rank.world.shared, Owner(rank.index, rank.world.size), ranks, name)
-        self._circle: _Circle = rank.world.shared.setdefault((ranks, name), _Circle(self.size))
+        self._circle: Circle = rank.world.shared.setdefault((ranks, name), Circle(self.size))
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
 
@@ -192,7 +80,7 @@ class InProcessLink(Defaults):
                 "  fix: run backward(), every collective and every wait inside the function that mc.launch runs"
             )
 
-    def look(self, what: _Meeting | _Batch, name: str) -> bool:
+    def look(self, what: Meeting | Batch, name: str) -> bool:
         """Whether it is over; if not, the others run first."""
         self.check_rank(name)
         if not what.over:
@@ -209,9 +97,9 @@ class InProcessLink(Defaults):
         self.log.call = call
         return call
 
-    def _arrive(self, call: Call) -> _Came:
+    def _arrive(self, call: Call) -> Came:
         op = call.given[call.names.index("op")] if "op" in call.names else ""
-        return _Came(self._rank, self.index, call, self.log.begin(call.what, op, call.dtype, call.shape))
+        return Came(self._rank, self.index, call, self.log.begin(call.what, op, call.dtype, call.shape))
 
     def _meet(self, call: Call, given: Any, compute: Compute) -> Any:
         """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
@@ -223,13 +111,13 @@ class InProcessLink(Defaults):
             return _Seat(self, self._join(mine, given, compute), mine)
         return self._take(self._join(mine, given, compute), mine)
 
-    def _join(self, mine: _Came, given: Any, compute: Compute) -> _Meeting:
+    def _join(self, mine: Came, given: Any, compute: Compute) -> Meeting:
         """Come to the next meeting of the group."""
         return self._come(self._circle.counts, self._circle.meetings, mine, given, compute)
 
     def _come(
-        self, counts: list[int], meetings: dict[int, _Meeting], mine: _Came, given: Any, compute: Compute
-    ) -> _Meeting:
+        self, counts: list[int], meetings: dict[int, Meeting], mine: Came, given: Any, compute: Compute
+    ) -> Meeting:
         meeting, call = self._sit(counts, meetings), mine.call
         if meeting.error is None:
             came = meeting.came
@@ -249,19 +137,19 @@ class InProcessLink(Defaults):
             raise CommError(meeting.error)
         return meeting
 
-    def _sit(self, counts: list[int], meetings: dict[int, _Meeting]) -> _Meeting:
+    def _sit(self, counts: list[int], meetings: dict[int, Meeting]) -> Meeting:
         """This rank's next meeting."""
         seat = counts[self.index]
         counts[self.index] = seat + 1
         meeting = meetings.get(seat)
         if meeting is None:
-            meeting = meetings[seat] = _Meeting(self.size)
+            meeting = meetings[seat] = Meeting(self.size)
         meeting.count += 1
         if meeting.count == self.size:
             del meetings[seat]
         return meeting
 
-    def _compute(self, meeting: _Meeting, call: Call, compute: Compute) -> None:
+    def _compute(self, meeting: Meeting, call: Call, compute: Compute) -> None:
         try:
             with torch.no_grad(), outside_dispatch_modes():  # those of this rank, which came last, have no part in it
                 meeting.results = list(compute(meeting.inputs))
@@ -269,7 +157,7 @@ class InProcessLink(Defaults):
             meeting.error = f"meshcomm.{call.what}: {error}\n{meeting.report()}"
         meeting.inputs = []
 
-    def _take(self, meeting: _Meeting, mine: _Came, timeout: float | None = None) -> Any:
+    def _take(self, meeting: Meeting, mine: Came, timeout: float | None = None) -> Any:
         """This rank's result, once all have come."""
         while not meeting.over:
             meeting.waiting.append(self._rank)
@@ -301,7 +189,7 @@ class InProcessLink(Defaults):
                     meeting.fail(meeting.report(more=roll.came))
                     self._wake_all(meeting)
 
-    def _wake_all(self, meeting: _Meeting) -> None:
+    def _wake_all(self, meeting: Meeting) -> None:
         for rank in meeting.waiting:
             self._rank.world.wake(rank)
         meeting.waiting = []
@@ -405,18 +293,18 @@ class InProcessLink(Defaults):
         self._settle(batch)
         return batch.received()
 
-    def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> _Batch:
+    def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> Batch:
         call = self._called(messages=messages_of(posts, wants))
-        batch = _Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants))
+        batch = Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants))
         for x, dst, tag in posts:
-            self._offer((self.index, dst, tag), _Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
+            self._offer((self.index, dst, tag), Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
         for src, shape, dtype, tag, device in wants:
-            message = _Message(batch, None, shape, dtype, device)
+            message = Message(batch, None, shape, dtype, device)
             batch.wants.append(message)
             self._offer((src, self.index, tag), message)
         return batch
 
-    def _settle(self, batch: _Batch, timeout: float | None = None) -> None:
+    def _settle(self, batch: Batch, timeout: float | None = None) -> None:
         """Wait until every message of the batch has met its other side."""
         try:
             while not batch.over:
@@ -435,7 +323,7 @@ class InProcessLink(Defaults):
         finally:
             batch.waited = False
 
-    def _offer(self, route: tuple[int, int, int], message: _Message) -> None:
+    def _offer(self, route: tuple[int, int, int], message: Message) -> None:
         """Match a message with its other side, or queue it."""
         circle = self._circle
         here, there = (circle.posts, circle.wants) if message.x is not None else (circle.wants, circle.posts)
@@ -467,7 +355,7 @@ class InProcessLink(Defaults):
                 batch.waited = False
                 self._rank.world.wake(batch.rank)
 
-    def _withdraw(self, batch: _Batch) -> None:
+    def _withdraw(self, batch: Batch) -> None:
         for queues in (self._circle.posts, self._circle.wants):
             for route, queue in queues.items():
                 queues[route] = deque(message for message in queue if message.batch is not batch)
@@ -478,7 +366,7 @@ class _Seat(Pending):
 
     __slots__ = ("_link", "_meeting", "_mine")
 
-    def __init__(self, link: InProcessLink, meeting: _Meeting, mine: _Came) -> None:
+    def __init__(self, link: InProcessLink, meeting: Meeting, mine: Came) -> None:
         self._link, self._meeting, self._mine = link, meeting, mine
 
     def wait(self, timeout: float | None) -> Any:
@@ -510,7 +398,7 @@ class _Letters(Pending):
 
     __slots__ = ("_batch", "_link")
 
-    def __init__(self, link: InProcessLink, batch: _Batch) -> None:
+    def __init__(self, link: InProcessLink, batch: Batch) -> None:
         self._link, self._batch = link, batch
 
     def wait(self, timeout: float | None) -> list[Tensor]:

@@ -1,0 +1,136 @@
+"""What the ranks of one process come together in: a meeting for each call, and batches of messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshcomm.runtime.call import Call
+from meshcomm.runtime.callsite import hinted
+from meshcomm.runtime.lengths import dims_said
+from meshcomm.runtime.recorder import Record
+from meshcomm.runtime.transports.threads.scheduler import Rank
+from meshcomm.runtime.words import differing
+
+__all__ = ["Batch", "Came", "Circle", "Meeting", "Message"]
+
+_GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-out, which ends what was begun before."
+
+
+class Came(NamedTuple):
+    """A rank that has come, with a call."""
+
+    rank: Rank
+    place: int
+    """Its index in the group."""
+    call: Call
+    record: Record
+
+
+class Meeting:
+    """One collective: who has come, with what, and what came of it."""
+
+    __slots__ = ("came", "count", "error", "inputs", "odd", "outlasts", "results", "waiting")
+
+    def __init__(self, size: int) -> None:
+        self.came: list[Came] = []
+        self.inputs: list[Any] = [None] * size
+        self.results: list[Any] | None = None
+        self.error: str | None = None
+        self.count = 0
+        self.odd = False  # not all have called the same
+        self.waiting: list[Rank] = []
+        self.outlasts = False  # who waits here does so longer than others in vain
+
+    @property
+    def over(self) -> bool:
+        """Whether there are results, or an error."""
+        return self.results is not None or self.error is not None
+
+    def fail(self, error: str) -> None:
+        """Whoever comes later is told the same."""
+        if not self.over:
+            self.error, self.inputs = error, []
+
+    def lengths(self) -> str:
+        """What is said where tensors of other lengths are all that differs."""
+        calls = {each.place: each.call.text for each in self.came}
+        return dims_said(dict(sorted(calls.items())), len(self.inputs))
+
+    def report(self, title: str = "ranks of one axis made different calls.", more: Sequence[Came] = ()) -> str:
+        """Which ranks called what, equal calls together."""
+        groups: list[tuple[Call, list[int]]] = []
+        for each in (*self.came, *more):
+            same = next((ranks for other, ranks in groups if other.agrees(each.call)), None)
+            if same is None:
+                groups.append((each.call, [each.rank.index]))
+            else:
+                same.append(each.rank.index)
+        called = [(f"rank{'s'[: len(ranks) - 1]} {', '.join(map(str, sorted(ranks)))}", call) for call, ranks in groups]
+        lines = [f"  {who} called {call}" for who, call in called]
+        unlike = differing([(f"on {who}", call.meaning) for who, call in called], operation=False)
+        lines += [f"  {each}" for each in unlike.values()]
+        return hinted(f"meshcomm: {title}\n" + "\n".join(lines) + self.lengths())
+
+
+@dataclass(eq=False)
+class Batch:
+    """The messages of one exchange of one rank that have not met their other side."""
+
+    rank: Rank
+    call: Call
+    record: Record
+    open: int
+    error: str | None = None
+    waited: bool = False
+    wants: list[Message] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Whether none is left, or it has failed."""
+        return self.open == 0 or self.error is not None
+
+    def fail(self, error: str) -> None:
+        """It will not meet the other sides any more."""
+        if not self.over:
+            self.error = error
+
+    def received(self) -> list[Tensor]:
+        """What has come, on the devices asked for."""
+        return [message.got.to(message.device) for message in self.wants if message.got is not None]
+
+
+@dataclass(eq=False)
+class Message:
+    """One of them: what is sent, or what is asked for and has come."""
+
+    batch: Batch
+    x: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device | None = None
+    got: Tensor | None = None
+
+
+class Circle:
+    """What the links of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.counts = [0] * size  # how often each rank has come
+        self.meetings: dict[int, Meeting] = {}
+        self.roll_calls = [0] * size
+        self.rolls: dict[int, Meeting] = {}
+        self.posts: dict[tuple[int, int, int], deque[Message]] = {}
+        self.wants: dict[tuple[int, int, int], deque[Message]] = {}
+
+    def align(self) -> None:
+        """All ranks count on from the one that has made the most calls."""
+        self.counts = [max(self.counts)] * len(self.counts)
+        for meeting in self.meetings.values():
+            meeting.fail(meeting.report(_GIVEN_UP))
+        self.meetings.clear()
