@@ -90,10 +90,17 @@ class Call(NamedTuple):
     site: CallSite | None = None
     backward: bool = False
 
-    def here(self, **seen: Any) -> Call:
+    def here(
+        self,
+        moved: tuple[Any, ...] = (),
+        send: Sequence[int] = (),
+        recv: Sequence[int] = (),
+        messages: tuple[Sequence[Any], Sequence[Any]] = ((), ()),
+    ) -> Call:
         """The same with what a link sees of it, and the user's line: it may outlive its axis."""
         axis = None if self.axis is None else AxisAt(self.axis.name, self.axis.coordinate)
-        return self._replace(axis=axis, site=call_site(), backward=in_backward(), **seen)
+        seen = moved, send, recv, messages, call_site(), in_backward()
+        return Call._make((*self[:_AXIS], axis, *self[_AXIS + 1 : _SEEN], *seen))  # a third of what _replace takes
 
     # ------------------------------------------------------------------------------------------------------ its text
 
@@ -166,6 +173,9 @@ class Call(NamedTuple):
     def agrees(self, other: Call) -> bool:
         """Whether it is the same call as another rank's."""
         return self.compared == other.compared and gradients_agree(self.gradient, other.gradient)
+
+
+_AXIS, _SEEN = Call._fields.index("axis"), Call._fields.index("moved")
 
 
 class _Told(threading.local):

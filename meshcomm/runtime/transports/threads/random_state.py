@@ -60,9 +60,11 @@ class RandomState:
         self._random = twister.take()
         if (module := _numpy()) is not None:
             self._numpy = module.get_bit_generator()
+        if (unused := accelerator.module()) is None:
+            return
         if (device := accelerator.in_use()) is not None:
             self._device = device.get_rng_state()
-        elif (unused := accelerator.module()) is not None:
+        else:
             self._waiting = _torch.seeds_in_wait(unused)
 
     def load(self) -> None:

@@ -343,12 +343,16 @@ class World:
 
 def _share_a_core() -> None:
     """Keep the ranks' threads on one core where torch computes with one thread: only one of them runs at a time, and
-    a turn that goes to another core takes twice as long.
+    a turn that goes to another core takes twice as long. As of a batch, the one that is woken does not push aside the
+    one that wakes it, which has the interpreter still.
     """
     if hasattr(os, "sched_setaffinity") and torch.get_num_threads() == 1:
         cores = os.sched_getaffinity(0)
         _cores.update(cores)
         os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+        with contextlib.suppress(OSError):  # what the caller has asked for stays
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 _cores: set[int] = set()
@@ -358,6 +362,9 @@ def _leave_the_core() -> None:
     """A process forked in a rank, such as a worker of a DataLoader, may use all cores again."""
     if local.rank is not None and _cores:
         os.sched_setaffinity(0, _cores)
+        with contextlib.suppress(OSError):
+            if os.sched_getscheduler(0) == os.SCHED_BATCH:
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 if hasattr(os, "register_at_fork"):

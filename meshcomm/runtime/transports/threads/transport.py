@@ -124,7 +124,7 @@ class InProcessLink(Defaults):
             came.append(mine)
             meeting.inputs[self.index] = given
             meeting.odd = meeting.odd or not came[0].call.agrees(call)
-            of_others = call.word and any(differ(each.call.word, call.word) for each in came)
+            of_others = call.whose is not None and any(differ(each.call.word, call.word) for each in came)
             all_here = meeting.count == self.size
             if of_others or (meeting.odd and (all_here or not meeting.lengths())):  # else all are told, of lengths
                 meeting.fail(meeting.report())
@@ -161,9 +161,10 @@ class InProcessLink(Defaults):
         """This rank's result, once all have come."""
         while not meeting.over:
             meeting.waiting.append(self._rank)
-            self._rule_out()
-            if meeting.over:
-                break
+            if self._circle.rolls:
+                self._rule_out()
+                if meeting.over:
+                    break
             try:
                 self._rank.world.wait(
                     self._rank, lambda: f"waits in {mine.call}", timeout, meeting.fail, meeting.outlasts
