@@ -915,18 +915,23 @@ def test_arguments_of_a_wrong_kind(args: Any, kwargs: Any) -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads to cores")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_process_forked_in_a_rank_may_use_all_cores() -> None:
-    def main() -> tuple[int, int]:
+    def scheduled() -> tuple[int, int]:
+        return len(os.sched_getaffinity(0)), os.sched_getscheduler(0)
+
+    def main() -> tuple[tuple[int, int], bytes]:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(write, str(len(os.sched_getaffinity(0))).encode())
+            os.write(write, repr(scheduled()).encode())
             os._exit(0)
         os.waitpid(child, 0)
-        return len(os.sched_getaffinity(0)), int(os.read(read, 9))
+        return scheduled(), os.read(read, 30)
 
-    cores = len(os.sched_getaffinity(0))
-    assert mc.launch(main, ranks=1) == [(1 if torch.get_num_threads() == 1 else cores, cores)]
-    assert len(os.sched_getaffinity(0)) == cores
+    before = scheduled()
+    [(inside, forked)] = mc.launch(main, ranks=1)
+    assert inside == ((1, os.SCHED_BATCH) if torch.get_num_threads() == 1 else before)
+    assert forked.decode() == repr(before)
+    assert scheduled() == before
 
 
 def transposed(op: str) -> tuple[int, ...]:
