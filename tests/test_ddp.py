@@ -467,6 +467,21 @@ def test_buffers() -> None:
     assert mc.launch(buffers, ranks=2, args=("leave",)) == [[7.0, 2.0], [7.0, 4.0]]
 
 
+def buffers_of_who_goes_on() -> float:
+    """Rank 0 has no data, and 1 has."""
+    mesh = mc.make_mesh({"dp": 2})
+    model = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
+    data_parallel(model, "dp", grads="mean", mesh=mesh)
+    with join(model, step=lambda: None):
+        for _ in range(mesh.rank):
+            model(torch.tensor([[4.0], [6.0]])).sum().backward()
+    return model[0].running_mean.item()
+
+
+def test_buffers_are_those_of_who_has_data() -> None:
+    assert mc.launch(buffers_of_who_goes_on, ranks=2) == [5.0, 5.0]
+
+
 class Masked(nn.Module):
     """A buffer that autograd saves."""
 

@@ -325,6 +325,7 @@ def test_an_axis_that_only_one_rank_uses_for_the_first_time() -> None:
 def forgiven() -> None:
     """An error that one rank has caught is no news after all have met."""
     with square() as mesh:
+        mc.all_reduce(x(), BOTH)
         if mesh.rank == 0:
             with pytest.raises(mc.MeshError):
                 mc.all_reduce(x(), "nowhere")
@@ -332,6 +333,25 @@ def forgiven() -> None:
         if mesh.rank == 0:
             time.sleep(3 * guards.LONG)
         assert mc.all_reduce(x(), BOTH).sum() == 32
+
+
+def raised_elsewhere() -> str:
+    """An error that one rank has caught, and not met since: its numbers may be of other calls than the others'."""
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)
+        if mesh.rank == 1:
+            with pytest.raises(mc.MeshError):
+                mc.all_reduce(x(), "nowhere")
+        with pytest.raises(mc.CommError) as caught:
+            mc.all_reduce(x(), BOTH)
+        works_on()
+        return str(caught.value)
+
+
+def test_errors_that_were_caught_are_told_to_all(guarded: Any) -> None:
+    for text in guarded.run(raised_elsewhere):
+        assert "not all ranks have come here by the same calls" in text
+        assert "got: dp=0,tp=1 has raised an error in another call" in text
 
 
 def test_errors_before_a_meeting_are_forgiven(guarded: Any) -> None:

@@ -22,6 +22,7 @@ import meshcomm as mc
 from meshcomm._torch import default_store
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.guard import messages, store
+from meshcomm.runtime.hooks.guard.batches import LEAVING
 from meshcomm.runtime.hooks.guard.boards import Group
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.guard.store import PatientStore
@@ -29,6 +30,7 @@ from meshcomm.runtime.hooks.guard.stored import _StoreMeeting
 from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.transports.shared.call import Call as MailCall
+from meshcomm.runtime.words import Words
 
 
 @pytest.fixture(params=["guarded4", "guarded4_at_the_store"], ids=["shared", "store"])
@@ -467,19 +469,15 @@ def one_round(letters: list[Letters], shape: Places, chance: random.Random, more
     return list(went.values())
 
 
-def test_many_that_may_give_up() -> None:
-    chance, served = random.Random(5), HashStore()
-    before = list(store._store)
+@contextlib.contextmanager
+def letters_of(count: int) -> Iterator[list[Letters]]:
+    """Of as many ranks, which write to a store of their own; they leave nothing there."""
+    served, before = HashStore(), list(store._store)
     store._store.append(PatientStore(served, LONG))
     try:
-        group = Group(1, (0, 1, 2, 3), "many")
-        letters = [Letters(rank, Quiet(), group, LONG) for rank in range(4)]  # type: ignore[arg-type]
-        for _ in range(12):
-            for shape in SHAPES.values():
-                went = one_round(letters, shape, chance)
-                assert len(went) == len(partners(shape))
-                assert len(set(went)) == 1, (shape, went)
-            assert all(one_round(letters, shape, chance, LONG))
+        group = Group(1, tuple(range(count)), "many")
+        letters = [Letters(rank, Quiet(), group, LONG) for rank in range(count)]  # type: ignore[arg-type]
+        yield letters
         for each in letters:
             each.begin_again(1)
             assert each.sweep()
@@ -487,3 +485,40 @@ def test_many_that_may_give_up() -> None:
     finally:
         store._store.pop().end()
         assert store._store == before
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_who_may_be_leaving_is_waited_for(stays: bool) -> None:
+    """All have come, and one of them is about to give up: nobody goes until that one has said."""
+    with letters_of(2) as letters:
+        posts, wants = [(torch.ones(2), 1, 0)], [(0, (2,), torch.float32, 0, torch.device("cpu"))]
+        sends, receives = (
+            Running("exchange", messages, Call("exchange"), None, True, lambda: None)
+            for messages in ((posts, []), ([], wants))
+        )
+        passage = letters[0]._take_places(sends, Words("rank 0", "send", "", ""))
+        passage.post()
+        passage._together.say(LEAVING)
+        receipt = letters[1].run(receives)
+        with pytest.raises(TimedOutError):
+            receipt.wait(0.1)
+        if stays:
+            passage._together.stay()
+            receipt.wait(LONG)
+            passage.go(sends, for_program=True)
+        else:
+            passage._give_up("it was enough")
+            passage._end()
+            with pytest.raises(mc.CommError, match="it was enough"):
+                receipt.wait(LONG)
+
+
+def test_many_that_may_give_up() -> None:
+    chance = random.Random(5)
+    with letters_of(4) as letters:
+        for _ in range(12):
+            for shape in SHAPES.values():
+                went = one_round(letters, shape, chance)
+                assert len(went) == len(partners(shape))
+                assert len(set(went)) == 1, (shape, went)
+            assert all(one_round(letters, shape, chance, LONG))

@@ -126,6 +126,25 @@ def test_one_that_gives_up_behind_a_work(guarded: Any, tmp_path: Path) -> None:
         assert "not begun within 0.05 s" in text
 
 
+def begun_before_a_barrier() -> str:
+    """By one rank alone; the others are in the barrier already."""
+    mesh = mc.make_mesh({"a": 4})
+    mc.all_reduce(X, "a", mesh=mesh)
+    work = mc.all_reduce(X, "a", mesh=mesh, async_op=True) if mesh.rank == 0 else None
+    works_on(mesh)
+    if work is None:
+        return ""
+    with pytest.raises(mc.CommError) as caught:
+        work.wait()
+    return str(caught.value)
+
+
+def test_a_work_begun_before_a_barrier_is_over(guarded: Any) -> None:
+    text, *nothing = guarded.run(begun_before_a_barrier)
+    assert nothing == ["", "", ""]
+    assert "the ranks have met in a barrier since" in text
+
+
 def at_the_same_time(rounds: int) -> list[bool]:
     """Ranks come, and give up, at about the same time; whether each call has succeeded."""
     mesh, chance, found = mc.make_mesh({"a": 4}), random.Random(3), []

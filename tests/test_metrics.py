@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -285,6 +286,18 @@ def test_metrics(run4: Run, kind: str) -> None:
         assert list(first) == list(KINDS)
         assert first == pytest.approx(want, nan_ok=True, rel=1e-12)
         assert second == pytest.approx(want, nan_ok=True, rel=1e-12)
+
+
+def test_numbers_and_tensors_of_one_metric() -> None:
+    def mixed() -> dict[str, float]:
+        metrics = Metrics(KINDS)
+        for name, made in itertools.product(("loss", "tokens", "norm", "lowest"), (float, torch.tensor)):
+            metrics.add(name, made(3.0 if made is float else 5.0))
+        metrics.add_sum("loss", 10.0, 6)
+        return metrics.reduce("a", mesh=mc.make_mesh({"a": 1}))
+
+    [found] = mc.launch(mixed, ranks=1)
+    assert [found[name] for name in ("loss", "tokens", "norm", "lowest")] == [18 / 8, 8.0, 5.0, 3.0]
 
 
 def test_one_collective_per_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -674,3 +675,13 @@ def test_addresses_are_of_this_machine() -> None:
 def test_few_enough_readers() -> None:
     assert process_group.FEW <= memory.READERS
     assert transport._ONE_STEP > 0
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_the_longest_part_has_room(size: int) -> None:
+    """Behind what is lent, to the last byte: a rank's part of a sum that not all parts are equal of."""
+    link = SimpleNamespace(size=size)
+    for length in range(3 * size):
+        for dtype in (torch.uint8, torch.float32, torch.complex128):
+            x = torch.empty(length, dtype=dtype)
+            assert OneHostLink._spare(link, x) >= max(part.nbytes for part in x.tensor_split(size))  # type: ignore[arg-type]

@@ -83,6 +83,21 @@ def test_to_and_from_one_rank() -> None:
     assert on_ranks(run) == [[V, V, V, None], [None, None, V, V]]
 
 
+def test_what_comes_from_one_rank_varies_as_the_sender_may() -> None:
+    def run() -> Any:
+        with mc.check_vma(False):
+            index = mc.current_mesh().coordinate["dp"]  # type: ignore[union-attr]
+        x = mc.mark_varying(zeros(2), "tp")
+        mc.send(x, "dp", 1) if index == 0 else None
+        received = None if index == 0 else mc.recv("dp", 0, shape=(2,), dtype=F64)
+        scattered = mc.scatter(torch.stack([x, x]).view(4) if index == 0 else None, "dp", like=zeros(2))
+        [exchanged] = mc.exchange([(x, 1 - index)], [(1 - index, (2,), F64)], "dp")
+        return [None if y is None else kind(y) for y in (received, scattered, exchanged)]
+
+    every = frozenset(["dp", "tp"])
+    assert on_ranks(run, axes={"dp": 2, "tp": 2}) == [[None, every, every]] * 2 + [[every] * 3] * 2
+
+
 def test_works() -> None:
     def run() -> Any:
         x, w = own(), same()

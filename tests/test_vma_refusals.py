@@ -174,6 +174,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a norm of gradients reduced": (gradients_by_grad, "reduced already by backward at"),
     "a loss reduced twice": (lambda: mc.all_reduce(mc.all_reduce(own().sum(), "dp"), "dp"), "by all_reduce at"),
     "a sum of what never varied": (lambda: mc.all_reduce(same().sum(), "dp"), "multiplies it by the number"),
+    "bits summed twice": (lambda: mc.all_reduce(mc.all_reduce(own().long(), "dp"), "dp", "bxor"), "by all_reduce at"),
     "product": (lambda: mc.all_reduce(same().sum(), "dp", "product"), "multiplies it by the number"),
     "reduce_scatter": (lambda: mc.reduce_scatter(same()[:2], "dp"), "multiplies it by the number"),
     "max_norm": (norm_while_looking_up, "embedding .* changes an operand in place"),
