@@ -22,10 +22,12 @@ __all__ = [
     "default_store",
     "end_backend",
     "functional",
+    "gather_method",
     "is_to_connect",
     "new_group",
     "options_for",
     "reduce_scatter_base",
+    "scatter_method",
     "set_limit",
     "shares_communicators",
 ]
@@ -34,6 +36,9 @@ _GATHERS = has("torch.distributed.ProcessGroup._allgather_base", "some µs of ea
 _SCATTERS = has(
     "torch.distributed.ProcessGroup._reduce_scatter_base", "some µs of each reduce_scatter between processes"
 )
+
+gather_method, scatter_method = "_allgather_base" if _GATHERS else "", "_reduce_scatter_base" if _SCATTERS else ""
+"""Of process groups, where torch has them."""
 
 
 def allgather_base(group: dist.ProcessGroup, out: Tensor, x: Tensor, options: Any) -> dist.Work:

@@ -265,7 +265,7 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Backend, list[Mark]]:
         return marks[-1]
 
     stand_in(monkeypatch)
-    for name in ("process.accelerator.mark", "transports.process_group.mark"):
+    for name in ("process.accelerator.mark", "transports.group_link.mark"):
         monkeypatch.setattr(f"meshcomm.runtime.{name}", mark)
     monkeypatch.setattr(OnDevice, "device", torch.device("cuda", 0), raising=False)
     monkeypatch.setattr(recorder, "_ring", ring := recorder.Ring(recorder.Owner(0, 2)))
@@ -273,7 +273,7 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Backend, list[Mark]]:
     vars(link).update(
         base=backend, group=backend, size=2, index=0, makers={}, _kinds={"cpu": "gloo", "cuda": "nccl"}, _on_gloo=True,
         nccl=frozenset({"cuda"}), _making=threading.Lock(), walker=None, turn=Turn(cast(Any, backend), []), ranks=(0, 1),
-        _sum=None, _sum_later=None, _room=None,
+        _room=None,
     )  # fmt: skip
     link.note_in(ring.log((0, 1), 0, "a test's", 10.0))
     return link, backend, marks

@@ -42,6 +42,10 @@ def gathers() -> None:
     rank, out = dist.get_rank(), torch.empty(8)
     _torch.allgather_base(group, out, torch.full((2,), float(rank)), AllgatherOptions()).wait()
     assert_close(out, torch.arange(4.0).repeat_interleave(2))
+    getattr(group, _torch.gather_method)(
+        rows := torch.empty(8, 3), torch.full((2, 3), float(rank)), AllgatherOptions()
+    ).wait()
+    assert_close(rows, out.view(8, 1).expand(8, 3))
 
 
 def stores() -> bytes:
@@ -60,6 +64,9 @@ def test_name_allgather_base(pool4: Any) -> None:
     pool4.run(gathers)
 
 
+test_name_gather_method = test_name_allgather_base
+
+
 def scatters() -> None:
     mc.init()
     group = dist.group.WORLD
@@ -69,10 +76,16 @@ def scatters() -> None:
     out = torch.empty(2)
     _torch.reduce_scatter_base(group, out, torch.arange(8.0) + dist.get_rank(), options).wait()
     assert_close(out, torch.arange(8.0).view(4, 2)[dist.get_rank()] + 3)
+    rows = torch.empty(2, 1)
+    getattr(group, _torch.scatter_method)(rows, torch.arange(8.0).view(8, 1) + dist.get_rank(), options).wait()
+    assert_close(rows.view(2), out)
 
 
 def test_name_reduce_scatter_base(pool4: Any) -> None:
     pool4.run(scatters)
+
+
+test_name_scatter_method = test_name_reduce_scatter_base
 
 
 def groups() -> None:

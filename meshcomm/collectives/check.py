@@ -162,6 +162,8 @@ def whole_number(value: object) -> bool:
 
 def checked_dim(where: str, x: Tensor, dim: int, axis: Axis, name: str = "dim") -> int:
     """``dim`` counted from the front."""
+    if type(dim) is int and 0 <= dim < x.ndim:
+        return dim
     if not whole_number(dim) or not -x.ndim <= dim < x.ndim:
         fix = f"an int from {-x.ndim} to {x.ndim - 1}" if x.ndim else "x has none: x.reshape(1)"
         explain(where, f"{name}={dim!r} is not a dim of x.", axis, x=x, fix=fix)
@@ -193,13 +195,14 @@ def even(where: str, x: Tensor, dim: int, axis: Axis, extra: str = ", or pass si
         )
 
 
-def slices(where: str, x: Tensor, dim: int, sizes: Sequence[int] | None, axis: Axis) -> None:
-    """``dim`` of x can be cut into the ranks' slices."""
+def slices(where: str, x: Tensor, dim: int, sizes: Sequence[int] | None, axis: Axis) -> int:
+    """``dim`` of x, counted from the front, can be cut into the ranks' slices."""
     place = checked_dim(where, x, dim, axis)
-    if sizes is None:
-        even(where, x, place, axis)
-    else:
+    if sizes is not None:
         total(where, x, place, sizes, axis)
+    elif x.shape[place] % axis.size:
+        even(where, x, place, axis)
+    return place
 
 
 def checked_sizes(where: str, sizes: Sequence[int] | None, axis: Axis, name: str = "sizes") -> tuple[int, ...] | None:

@@ -4,7 +4,7 @@ the function (who watches this thread, the call's own time-out), and how a rule 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Required, TypedDict
 
 from meshcomm.collectives import buckets, check
-from meshcomm.collectives.buckets import Rows
+from meshcomm.collectives.buckets import ELEMENTS, Rows
 from meshcomm.collectives.rule import Params, Rule, apply, start
 from meshcomm.mesh import Axis, Mesh
 from meshcomm.runtime.call import Call, for_later, told
@@ -26,8 +26,8 @@ from meshcomm.watch import here
 from meshcomm.work import Kind, Limit, begun, kind_of
 
 __all__ = [
-    "Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside", "carried", "kept", "made",
-    "started",
+    "Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "as_given", "aside", "by_elements",
+    "carried", "kept", "made", "started",
 ]  # fmt: skip
 
 
@@ -96,14 +96,14 @@ def carried(
     rule: Rule,
     x: Any,
     axis: Axis,
-    params_of: Callable[[Tensor], Params],
+    fits: Callable[..., Params],
+    given: tuple[Any, ...],
     bucket_mb: float,
     async_op: bool | Limit,
-    in_rows: Callable[[], tuple[Params, Rows]] | None = None,
+    in_rows: Callable[..., tuple[Params, Rows]] | None = None,
     *,
     shaped: Callable[[Tensor], Tensor] | None = None,
     ragged: int | None = None,
-    dims: Mapping[str, int] | None = None,
 ) -> Any:
     """What a collective gives of a tensor or a pytree, or the Work of it.
 
@@ -111,20 +111,26 @@ def carried(
         rule: what is done to one tensor.
         x: the tensor or the pytree.
         axis: over which.
-        params_of: what the rule is given beside a tensor; raises for one that it cannot take.
+        fits: ``fits(tensor, axis, *given)`` is what the rule is given beside it; raises for one that it cannot take.
+        given: what the user gave beside x; those that are dims first, in the order of the Op's.
         bucket_mb: the MiB of the leaves that go together.
         async_op: whether to give a Work, or within which limit to wait.
-        in_rows: gives what the rule is given beside a bucket, and how leaves lie in it; None: each leaf goes by itself.
+        in_rows: ``in_rows(axis, *given)`` is what the rule is given beside a bucket, and how leaves lie in it; None:
+            each leaf goes by itself.
         shaped: what the rule takes in place of a tensor; the tensor by default.
         ragged: as in :func:`buckets.leaves_of`.
-        dims: the same.
     """
     where = rule.name
     if isinstance(x, Tensor):
         check.tensor(where, x, axis)
-        params = params_of(x)
         own = x if shaped is None else shaped(x)
+        params = fits(own, axis, *given)
         return started(rule, own, axis, params, async_op, x) if async_op else apply(rule, own, axis, params)
+
+    def params_of(leaf: Tensor) -> Params:
+        return fits(leaf if shaped is None else shaped(leaf), axis, *given)
+
+    dims = dict(zip(rule.op.dims, given, strict=False))
     run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
     leaves, spec, said = buckets.leaves_of(where, x, axis, params_of, ragged, dims)
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
@@ -133,7 +139,7 @@ def carried(
             [run(rule, leaf, axis, params_of(leaf), () if at else said) for at, leaf in enumerate(leaves)], list
         )
     else:
-        params, rows = in_rows()
+        params, rows = in_rows(axis, *given)
         done = buckets.in_buckets(
             where,
             leaves,
@@ -146,6 +152,16 @@ def carried(
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
     return _handed(where, axis, None, tree, async_op) if async_op else tree
+
+
+def as_given(x: Tensor, axis: Axis, *given: Any) -> Params:
+    """``fits`` of what any tensor does."""
+    return given
+
+
+def by_elements(axis: Axis, *given: Any) -> tuple[Params, Rows]:
+    """``in_rows`` of what treats all elements alike."""
+    return given, ELEMENTS
 
 
 def started(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit, seen: Tensor | None = None) -> Any:

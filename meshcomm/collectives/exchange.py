@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import check
-from meshcomm.collectives.buckets import ELEMENTS, Rows
-from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, carried
+from meshcomm.collectives.buckets import Rows
+from meshcomm.collectives.door import LaterOfTree, NowOfTree, as_given, aside, by_elements, carried
 from meshcomm.collectives.gather import cut_in_rows, cut_rows, join_rows, slice_shape
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -42,11 +42,15 @@ def _piece(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send: Sizes, 
     return shape
 
 
-def _run_all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send: Sizes, recv: Sizes) -> Tensor:
-    if send == send[:1] * axis.size and recv == recv[:1] * axis.size:
-        runs = (x.numel() // axis.size,) * axis.size
-        got = axis.link.all_to_all(cut_rows(x, split_dim, axis.size).reshape(-1), runs, runs)
+def _run_all_to_all(
+    x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send: Sizes | None, recv: Sizes | None
+) -> Tensor:
+    """Without sizes all runs are equal, and every rank knows that they are."""
+    if send is None or recv is None:
+        if split_dim == concat_dim == 0:
+            return axis.link.swap_flat(x)
         shape = slice_shape(x, split_dim, axis.size)
+        got = axis.link.swap_flat(cut_rows(x, split_dim, axis.size))
         return then(got, lambda got: join_rows(got, shape, concat_dim, axis.size))
     pieces = x.split(list(send), split_dim)
     shapes = [_piece(x, axis, split_dim, concat_dim, send, recv, source) for source in range(axis.size)]
@@ -214,36 +218,33 @@ def all_to_all(
             all_to_all, x, axis, split_dim, concat_dim, send_sizes, recv_sizes, mesh, bucket_mb, async_op, timeout
         )
     ax = check.axis_of("all_to_all", axis, mesh)
+    given = split_dim, concat_dim, send_sizes, recv_sizes
+    if send_sizes is None and recv_sizes is None:
+        return carried(_ALL_TO_ALL, x, ax, _exchanged, given, bucket_mb, async_op, _exchanged_rows)
+    return carried(_ALL_TO_ALL, x, ax, _exchanged, given, bucket_mb, async_op, ragged=concat_dim)
 
-    def params_of(leaf: Tensor) -> tuple[int, int, Sizes, Sizes]:
-        return _exchange_params("all_to_all", leaf, ax, split_dim, concat_dim, send_sizes, recv_sizes)
 
-    def in_rows() -> tuple[Params, Rows]:
-        even, cut = (1,) * ax.size, cut_in_rows(split_dim, ax.size)
-        return (0, 0, even, even), Rows(cut.of, joined)
-
+def _exchanged_rows(axis: Axis, split_dim: int, concat_dim: int, *_: None) -> tuple[Params, Rows]:
     def joined(part: Tensor, leaf: Tensor) -> Tensor:
-        return join_rows(part, slice_shape(leaf, split_dim % leaf.ndim, ax.size), concat_dim % leaf.ndim, ax.size)
+        return join_rows(part, slice_shape(leaf, split_dim % leaf.ndim, axis.size), concat_dim % leaf.ndim, axis.size)
 
-    own = send_sizes is not None or recv_sizes is not None
-    dims = {"split_dim": split_dim, "concat_dim": concat_dim}
-    ragged = concat_dim if own else None
-    return carried(
-        _ALL_TO_ALL, x, ax, params_of, bucket_mb, async_op, None if own else in_rows, ragged=ragged, dims=dims
-    )
+    return (0, 0, None, None), Rows(cut_in_rows(split_dim, axis.size).of, joined)
 
 
-def _exchange_params(
-    where: str,
+def _exchanged(
     x: Tensor,
     axis: Axis,
     split_dim: int,
     concat_dim: int,
     send_sizes: Sequence[int] | None,
     recv_sizes: Sequence[int] | None,
-) -> tuple[int, int, Sizes, Sizes]:
+) -> tuple[int, int, Sizes | None, Sizes | None]:
+    where = "all_to_all"
     split = check.checked_dim(where, x, split_dim, axis, "split_dim")
     concat = check.checked_dim(where, x, concat_dim, axis, "concat_dim")
+    if send_sizes is None and recv_sizes is None:
+        check.even(where, x, split, axis, ", or pass send_sizes= and recv_sizes=")
+        return split, concat, None, None
     send = check.checked_sizes(where, send_sizes, axis, "send_sizes")
     recv = check.checked_sizes(where, recv_sizes, axis, "recv_sizes")
     if split == concat and (send is None) != (recv is None):
@@ -330,7 +331,7 @@ def permute(
         return aside(permute, x, axis, perm, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("permute", axis, mesh)
     params = (check.checked_perm("permute", perm, ax),)
-    return carried(_PERMUTE, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))
+    return carried(_PERMUTE, x, ax, as_given, params, bucket_mb, async_op, by_elements)
 
 
 @overload
@@ -397,5 +398,4 @@ def shift(
         check.explain("shift", f"offset={offset!r} is not an int.", ax, fix="how far, of either sign")
     if not isinstance(wrap, bool):
         check.explain("shift", f"wrap={wrap!r} is not a bool.", ax, fix="True or False")
-    params = (int(offset), wrap)
-    return carried(_SHIFT, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))
+    return carried(_SHIFT, x, ax, as_given, (int(offset), wrap), bucket_mb, async_op, by_elements)

@@ -42,11 +42,14 @@ def gather_over(x: Tensor, axis: Axis, dim: int, sizes: Sizes = None) -> Tensor:
 
 def _run_gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
     if sizes is None or len(set(sizes)) == 1:
-
-        def join(rows: Tensor) -> Tensor:
-            return rows.flatten(0, 1) if dim == 0 else rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
-
-        return then(axis.link.all_gather(x), join)
+        if dim == 0:
+            return axis.link.gather_flat(x)
+        before = x.shape[:dim]
+        if before.numel() == 1:  # it lies as what has no such dims does
+            got = axis.link.gather_flat(x.reshape(x.shape[dim:]))
+            return then(got, lambda whole: whole.view(*before, *whole.shape))
+        rows = axis.link.all_gather(x)
+        return then(rows, lambda rows: rows.movedim(0, dim).flatten(dim, dim + 1).contiguous())
     longest = max(sizes)
     padded = x.new_zeros((*x.shape[:dim], longest, *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, sizes[axis.index]).copy_(x)
@@ -299,14 +302,16 @@ def shard(
     if here.watcher is not None:
         return aside(shard, x, axis, dim, sizes, mesh, bucket_mb, async_op)
     ax = check.axis_of("shard", axis, mesh)
-    lengths = check.checked_sizes("shard", sizes, ax)
+    lengths = None if sizes is None else check.checked_sizes("shard", sizes, ax)
+    return carried(_SHARD, x, ax, _cut, (dim, lengths), bucket_mb, async_op, _cut_rows if lengths is None else None)
 
-    def params_of(leaf: Tensor) -> tuple[int, Sizes]:
-        check.slices("shard", leaf, dim, lengths, ax)
-        return int(dim) % leaf.ndim, lengths
 
-    in_rows = None if lengths is not None else lambda: ((0, None), cut_in_rows(dim, ax.size))
-    return carried(_SHARD, x, ax, params_of, bucket_mb, async_op, in_rows)
+def _cut(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> tuple[int, Sizes]:
+    return check.slices("shard", x, dim, sizes, axis), sizes
+
+
+def _cut_rows(axis: Axis, dim: int, sizes: None) -> tuple[Params, Rows]:
+    return (0, None), cut_in_rows(dim, axis.size)
 
 
 def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
@@ -342,22 +347,23 @@ def _gather(
     async_op: bool,
 ) -> Any:
     ax = check.axis_of(rule.name, axis, mesh)
-    lengths = check.checked_sizes(rule.name, sizes, ax)
+    if sizes is None:
+        return carried(
+            rule, x, ax, _joined, (dim, None, rule.name), bucket_mb, async_op, _joined_rows, shaped=_with_dims
+        )
+    given = dim, check.checked_sizes(rule.name, sizes, ax), rule.name
+    return carried(rule, x, ax, _joined, given, bucket_mb, async_op, shaped=_with_dims, ragged=dim)
 
-    def params_of(leaf: Tensor) -> tuple[int, Sizes]:
-        whole = _with_dims(leaf)
-        place = check.checked_dim(rule.name, whole, dim, ax)
-        if lengths is not None:
-            check.own(rule.name, whole, place, lengths, ax)
-        return place, lengths
 
-    def in_rows() -> tuple[Params, Rows]:
-        return (0, None), Rows(back=lambda part, leaf: join_rows(part, leaf.shape, dim % leaf.ndim, ax.size))
+def _joined(x: Tensor, axis: Axis, dim: int, sizes: Sizes, where: str) -> tuple[int, Sizes]:
+    place = check.checked_dim(where, x, dim, axis)
+    if sizes is not None:
+        check.own(where, x, place, sizes, axis)
+    return place, sizes
 
-    return carried(
-        rule, x, ax, params_of, bucket_mb, async_op, in_rows if lengths is None else None,
-        shaped=_with_dims, ragged=None if lengths is None else dim, dims={"dim": dim},
-    )  # fmt: skip
+
+def _joined_rows(axis: Axis, dim: int, sizes: None, where: str) -> tuple[Params, Rows]:
+    return (0, None), Rows(back=lambda part, leaf: join_rows(part, leaf.shape, dim % leaf.ndim, axis.size))
 
 
 def _with_dims(x: Tensor) -> Tensor:

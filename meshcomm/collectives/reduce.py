@@ -14,11 +14,21 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import buckets, check
-from meshcomm.collectives.buckets import ELEMENTS
-from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside, carried, started
+from meshcomm.collectives.buckets import ELEMENTS, Rows
+from meshcomm.collectives.door import (
+    LaterOfLocal,
+    LaterOfTree,
+    NowOfLocal,
+    NowOfTree,
+    as_given,
+    aside,
+    by_elements,
+    carried,
+    started,
+)
 from meshcomm.collectives.gather import cut_in_rows, gather_over
 from meshcomm.collectives.overlap import vary_tree
-from meshcomm.collectives.rule import Rule, apply
+from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
@@ -86,11 +96,9 @@ def _push_all_reduce(t: Tensor, axis: Axis, x: Tensor, y: Tensor, op: str) -> Te
 
 def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
     if sizes is None:
-        each = x.shape[dim] // axis.size
         if dim == 0:
-            rows = x.reshape(axis.size, each, *x.shape[1:])
-        else:
-            rows = x.unflatten(dim, (axis.size, each)).movedim(dim, 0)
+            return axis.link.scatter_flat(x, op)
+        rows = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
         return axis.link.reduce_scatter(rows, op)
     longest = max(sizes)
     rows = x.new_zeros((axis.size, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
@@ -324,20 +332,21 @@ def all_reduce(
     rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
     if isinstance(x, Tensor):  # the one that is called most, at no call more than needed
         check.tensor("all_reduce", x, ax)
-        check.reducible("all_reduce", x, op, ax)
-        if exact:
-            check.exact("all_reduce", x, op, ax)
-            op = f"exact {op}"
-        return started(rule, x, ax, (op,), async_op) if async_op else apply(rule, x, ax, (op,))
-    called = f"exact {op}" if exact else op
+        params = _reduced(x, ax, op, exact)
+        return started(rule, x, ax, params, async_op) if async_op else apply(rule, x, ax, params)
+    return carried(rule, x, ax, _reduced, (op, exact), bucket_mb, async_op, _reduced_elements)
 
-    def params_of(leaf: Tensor) -> tuple[str]:
-        check.reducible("all_reduce", leaf, op, ax)
-        if exact:
-            check.exact("all_reduce", leaf, op, ax)
-        return (called,)
 
-    return carried(rule, x, ax, params_of, bucket_mb, async_op, lambda: ((called,), ELEMENTS))
+def _reduced(x: Tensor, axis: Axis, op: str, exact: bool, where: str = "all_reduce") -> tuple[str]:
+    check.reducible(where, x, op, axis)
+    if not exact:
+        return (op,)
+    check.exact(where, x, op, axis)
+    return (f"exact {op}",)
+
+
+def _reduced_elements(axis: Axis, op: str, exact: bool) -> tuple[Params, Rows]:
+    return (f"exact {op}" if exact else op,), ELEMENTS
 
 
 @overload
@@ -421,22 +430,20 @@ def reduce_scatter(
     """
     if here.watcher is not None or timeout is not None:
         return aside(reduce_scatter, x, axis, dim, op, sizes, exact, mesh, bucket_mb, async_op, timeout)
-    where = "reduce_scatter"
-    ax = check.axis_of(where, axis, mesh)
-    lengths = check.checked_sizes(where, sizes, ax)
-
-    called = f"exact {op}" if exact else op
-
-    def params_of(leaf: Tensor) -> tuple[int, str, Sizes]:
-        check.reducible(where, leaf, op, ax)
-        if exact:
-            check.exact(where, leaf, op, ax)
-        check.slices(where, leaf, dim, lengths, ax)
-        return int(dim) % leaf.ndim, called, lengths
-
+    ax = check.axis_of("reduce_scatter", axis, mesh)
+    lengths = None if sizes is None else check.checked_sizes("reduce_scatter", sizes, ax)
     rule = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER
-    in_rows = None if lengths is not None else lambda: ((0, called, None), cut_in_rows(dim, ax.size))
-    return carried(rule, x, ax, params_of, bucket_mb, async_op, in_rows, dims={"dim": dim})
+    in_rows = _scattered_rows if lengths is None else None
+    return carried(rule, x, ax, _scattered, (dim, op, exact, lengths), bucket_mb, async_op, in_rows)
+
+
+def _scattered(x: Tensor, axis: Axis, dim: int, op: str, exact: bool, sizes: Sizes) -> tuple[int, str, Sizes]:
+    (called,) = _reduced(x, axis, op, exact, "reduce_scatter")
+    return check.slices("reduce_scatter", x, dim, sizes, axis), called, sizes
+
+
+def _scattered_rows(axis: Axis, dim: int, op: str, exact: bool, sizes: None) -> tuple[Params, Rows]:
+    return (0, f"exact {op}" if exact else op, None), cut_in_rows(dim, axis.size)
 
 
 @overload
@@ -497,7 +504,7 @@ def broadcast(
         return aside(broadcast, x, axis, src, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("broadcast", axis, mesh)
     params = (check.checked_index("broadcast", src, ax, "src"),)
-    return carried(_BROADCAST, x, ax, lambda _: params, bucket_mb, async_op, lambda: (params, ELEMENTS))
+    return carried(_BROADCAST, x, ax, as_given, params, bucket_mb, async_op, by_elements)
 
 
 @torch.no_grad()

@@ -13,8 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import check
-from meshcomm.collectives.buckets import ELEMENTS
-from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, carried
+from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, by_elements, carried
 from meshcomm.collectives.exchange import shifted
 from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -249,11 +248,10 @@ def scan(
             check.explain("scan", f"{name}={value!r} is not a bool.", ax, fix="True or False")
     if isinstance(op, str) and op == "mean":
         check.explain("scan", "no reduce op 'mean'.", ax, fix="the sum, over mc.axis_index(axis) + 1")
-    params = (op, exclusive, reverse)
-
-    def params_of(leaf: Tensor) -> tuple[str, bool, bool]:
-        check.reducible("scan", leaf, op, ax)
-        return params
-
     rule = _SCAN_CURVED if op in ("max", "min", "product") else _SCAN
-    return carried(rule, x, ax, params_of, bucket_mb, async_op, lambda: (params, ELEMENTS))
+    return carried(rule, x, ax, _scan_fits, (op, exclusive, reverse), bucket_mb, async_op, by_elements)
+
+
+def _scan_fits(x: Tensor, axis: Axis, op: str, exclusive: bool, reverse: bool) -> tuple[str, bool, bool]:
+    check.reducible("scan", x, op, axis)
+    return op, exclusive, reverse

@@ -185,7 +185,7 @@ def _with_hooks(kind: Any) -> type:
     more: dict[str, Any] = {"announce": announce, "refuse": refuse, "copies": copies}
     more |= {"takes_parts": takes_parts, "sum_parts": sum_parts}
     more["all_reduce_own"] = _hooked("all_reduce", kind.all_reduce_own)
-    more |= {"gather_flat": Defaults.gather_flat, "scatter_flat": Defaults.scatter_flat}  # by the primitives
+    more |= {name: vars(Defaults)[name] for name in ("gather_flat", "scatter_flat", "swap_flat")}  # by the primitives
     own = {name: _hooked(name, getattr(kind, name)) for name in PRIMITIVES if name != "agree"}  # it is made of others
     more |= {"watched": True, "hears": True, "without_hooks": kind, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**own, **more})

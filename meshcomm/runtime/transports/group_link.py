@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
+from threading import get_ident
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -25,14 +26,15 @@ from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then_all
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import BEGAN, WHAT, Log, state_of
+from meshcomm.runtime.process.accelerator import mark
+from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Record, failed, state_of
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox, begin_all, queued
 from meshcomm.runtime.transports.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Fault, Messages, Started, Walker
 
-__all__ = ["GroupLink", "Message", "options_for"]
+__all__ = ["GroupLink", "Message", "both", "options_for"]
 
 T = TypeVar("T")
 
@@ -80,7 +82,6 @@ class GroupLink(PacketLink):
         kinds = self._kinds or {"cuda": backends}
         self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
-        self._sum, self._sum_later = (options_for("AllreduceOptions", later, reduceOp="sum") for later in (False, True))
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
         self.walker: Walker | None = None
@@ -95,7 +96,7 @@ class GroupLink(PacketLink):
 
     def note_in(self, log: Log) -> None:
         """Where calls are noted."""
-        self.log, self._note, self._next, self._keep = log, log.begin, log.number, log.records.append
+        self.log, self._note, self._direct = log, log.begin, _direct_in(log)
 
     def __getattr__(self, name: str) -> Any:
         # Called for what is missing only: what is made when it is first used, and what was taken away since.
@@ -148,6 +149,10 @@ class GroupLink(PacketLink):
         """Of the next messages: one that is waited for later shall not meet one of another call."""
         self._calls = (self._calls + 1) % _MOST_CALLS
         return CALLS + self.channel.number % _CHANNELS * _MOST_CALLS + self._calls
+
+    def _as_it_lies(self, x: Tensor, known: frozenset[torch.dtype]) -> bool:
+        """Whether the backend takes ``x`` itself, and does with it what is called."""
+        return x.dtype in known and x.is_contiguous() and not (x.is_neg() or (self._on_gloo and x.is_cpu))
 
     def _start(self, what: str, start: Callable[[], T]) -> T:
         if queued:
@@ -246,6 +251,43 @@ class GroupLink(PacketLink):
         return then_all(begun, lambda _: result)
 
 
+def _direct_in(log: Log) -> Callable[..., Tensor]:
+    """``direct(link, what, op, x, root, y, call, *given)``: ``y``, which one call of the backend fills. ``what`` to
+    ``root`` are as they are noted; ``given`` ends with the options for who waits now, or for who waits later.
+
+    A closure, with as little as can be around the call: each line is felt.
+    """
+    number, keep, now, thread = log.number, log.records.append, monotonic, get_ident
+
+    def direct(
+        link: GroupLink, what: str, op: str, x: Tensor, root: int, y: Tensor, call: Callable[..., Any], *given: Any
+    ) -> Tensor:
+        shape = x.shape
+        record: Record = [number(), what, op, x.dtype, shape, now(), None, None, root, thread()]
+        keep(record)
+        if 0 not in shape:
+            try:
+                if queued:
+                    begin_all()
+                work = call(*given)
+                if told.later:
+                    read = None if type(given[0]) is list else x  # what is in a list is ``y`` itself
+                    begun = Started(work, y, Fault(link, what), gloo=False, keep=read, record=record)
+                    return cast(Tensor, begun)
+                if work is not None:
+                    work.wait()
+            except CommError as error:
+                failed(record, error)
+                raise
+            except RuntimeError as error:
+                failed(record, error)
+                raise Fault(link, what)(error) from error
+        record[ENDED] = True if y.is_cpu else mark(y) or True
+        return y
+
+    return direct
+
+
 class Ended:
     """In the place of a group whose backend was ended: whoever wants something of it is told."""
 
@@ -269,3 +311,8 @@ def options_for(name: str, later: bool, **given: Any) -> Any:
     for each, value in given.items():
         setattr(options, each, _OPS[value] if each == "reduceOp" else value)
     return options
+
+
+def both(name: str, **given: Any) -> tuple[Any, Any]:
+    """torch's options of this name: those for now, and those for later."""
+    return options_for(name, False, **given), options_for(name, True, **given)

@@ -7,8 +7,7 @@ n = number of ranks in the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import get_ident
-from time import monotonic
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,13 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.health import attendance
 from meshcomm.runtime.pending import Pending, then
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.process.accelerator import mark
-from meshcomm.runtime.recorder import Marked, failed, recorded
+from meshcomm.runtime.recorder import recorded
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.compiled import TracedLink
@@ -36,17 +33,20 @@ from meshcomm.runtime.transports.device_post import (
     tags_of,
 )  # fmt: skip
 from meshcomm.runtime.transports.envelopes import ROOM
-from meshcomm.runtime.transports.group_link import GroupLink, Message, options_for
+from meshcomm.runtime.transports.group_link import GroupLink, Message, both, options_for
 from meshcomm.runtime.transports.post import Parcel, deliver, expect, open_all, route_of
-from meshcomm.runtime.transports.underway import Fault, Started, Walker, apart
+from meshcomm.runtime.transports.underway import Fault, Walker, apart
 
 __all__ = ["FEW", "ProcessLink"]
 
 T = TypeVar("T")
 
-_DIRECT = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
+_SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
 """Dtypes whose sum every backend knows."""
-_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_MOVED = frozenset({*_SUMMED, torch.int8, torch.uint8})
+"""Dtypes that every backend moves."""
+_SUMS, _GATHERS, _EXCHANGES = map(both, ("AllreduceOptions", "AllgatherOptions", "AllToAllOptions"))
+_SUMS_SCATTERED, _MEANS_SCATTERED = (both("ReduceScatterOptions", reduceOp=op) for op in ("sum", "mean"))
 
 FEW = 32
 """Up to so many ranks every one exchanges with every other one at once; more might flood a switch."""
@@ -82,30 +82,10 @@ class ProcessLink(GroupLink):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
-        if op != "sum" or (dtype := x.dtype) not in _DIRECT or (self._on_gloo and x.is_cpu):
+        if op != "sum" or x.dtype not in _SUMMED or (self._on_gloo and x.is_cpu):
             return self._all_reduce(x, op)
-        # With as little as can be around the backend's call: each line is felt.
-        if queued:
-            begin_all()
-        shape = x.shape
-        record = [self._next(), "all_reduce", "sum", dtype, shape, monotonic(), None, None, -1, get_ident()]
-        self._keep(record)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        if 0 not in shape:
-            try:
-                if told.later:
-                    work = self.group.allreduce([y], self._sum_later)
-                    return Started(work, y, Fault(self, "all_reduce"), gloo=False, record=record)  # type: ignore[return-value]
-                if (work := self.group.allreduce([y], self._sum)) is not None:
-                    work.wait()
-            except CommError as error:
-                failed(record, error)
-                raise
-            except RuntimeError as error:
-                failed(record, error)
-                raise self._error("all_reduce", error) from error
-        record[6] = True if y.is_cpu else mark(y) or True
-        return y
+        return self._direct(self, "all_reduce", "sum", x, -1, y, self.group.allreduce, [y], _SUMS[told.later])
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
@@ -125,35 +105,58 @@ class ProcessLink(GroupLink):
     all_gather = recorded(PacketLink.all_gather)
     reduce_scatter = recorded(PacketLink.reduce_scatter)
     all_to_all = recorded(PacketLink.all_to_all)
-    broadcast = recorded(PacketLink.broadcast)
+    _broadcast_packed = recorded(PacketLink.broadcast, "broadcast")
 
-    # One dense buffer, with as little of Python around the backend's call as can be.
+    # Where each rank's rows lie one behind the other, as the backend has it.
 
     def gather_flat(self, x: Tensor) -> Any:
-        """At once as the backend does it, where it does it well and somebody waits later."""
-        if not self._is_direct(x):
+        """One call of the backend, if it takes ``x`` as it lies."""
+        if not (_torch.gather_method and self._as_it_lies(x, _MOVED)):
             return super().gather_flat(x)
-        out = x.new_empty(self.size * x.numel())
-        record = self._note("all_gather", "", x.dtype, x.shape)
-        options = options_for("AllgatherOptions", True)
-        work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x, options))
-        return cast(Tensor, Marked(Started(work, out, Fault(self, "all_gather"), gloo=False, keep=x), record))
+        shape = x.shape
+        out = x.new_empty(self.size * shape[0] if len(shape) == 1 else (self.size * shape[0], *shape[1:]))
+        call = getattr(self.group, _torch.gather_method)
+        return self._direct(self, "all_gather", "", x, -1, out, call, out, x, _GATHERS[told.later])
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """The same. A sum of half precision may be too large where the mean is not: the base knows."""
-        native = op == "sum" or x.device.type in self.nccl
-        if not self._is_direct(x) or not (native or x.dtype in (torch.float32, torch.float64)):
+        native = op == "sum" or (op == "mean" and x.device.type in self.nccl)
+        wide = op == "mean" and not native and x.dtype in (torch.float32, torch.float64)
+        if not ((native or wide) and _torch.scatter_method and self._as_it_lies(x, _SUMMED)):
             return super().scatter_flat(x, op)
-        where, each = "reduce_scatter", x.numel() // self.size
-        out, options = x.new_empty(each), options_for("ReduceScatterOptions", True, reduceOp=op if native else "sum")
-        record = self._note(where, op, x.dtype, (self.size, each))
-        work = self._start(where, lambda: _torch.reduce_scatter_base(self.group, out, x, options))
-        got = cast(Tensor, Marked(Started(work, out, Fault(self, where), gloo=False, keep=x), record))
-        return got if native else then(got, lambda total: total.div_(self.size))
+        shape = x.shape
+        each = shape[0] // self.size
+        out = x.new_empty(each if len(shape) == 1 else (each, *shape[1:]))
+        call, options = (
+            getattr(self.group, _torch.scatter_method),
+            _MEANS_SCATTERED if native and op != "sum" else _SUMS_SCATTERED,
+        )
+        got = self._direct(self, "reduce_scatter", op, x, -1, out, call, out, x, options[told.later])
+        return then(got, lambda total: total.div_(self.size)) if wide else got
 
-    def _is_direct(self, x: Tensor) -> bool:
-        on_backend = told.later and not (x.is_cpu and self._on_gloo)
-        return on_backend and x.dtype in _FLOATS and x.is_contiguous() and x.numel() > 0
+    def swap_flat(self, x: Tensor) -> Any:
+        """The same. NCCL has another all_to_all for who gives no lengths: all ranks give them, or none."""
+        if not self._as_it_lies(x, _MOVED):
+            return super().swap_flat(x)
+        out = torch.empty_like(x)
+        call = self.group.alltoall_base
+        return self._direct(self, "all_to_all", "", x, -1, out, call, out, x, [], [], _EXCHANGES[told.later])
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """The same."""
+        if not self._as_it_lies(x, _MOVED):
+            return self._broadcast_packed(x, src)
+        y = x.clone() if self.index == src else torch.empty_like(x)
+        return self._direct(self, "broadcast", "", x, src, y, self.group.broadcast, [y], _from(src)[told.later])
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """An all_to_all in which at most one run is not empty; two messages on gloo."""
+        if source is None or destination is None or not (x.ndim and self._as_it_lies(x, _MOVED)):
+            return self._permute(x, source, destination)
+        send, recv, y = [0] * self.size, [0] * self.size, torch.empty_like(x)
+        send[destination] = recv[source] = x.shape[0]
+        call = self.group.alltoall_base
+        return self._direct(self, "permute", "", x, -1, y, call, y, x, recv, send, _EXCHANGES[told.later])
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
         """Both send all they have, and reduce it."""
@@ -281,9 +284,7 @@ class ProcessLink(GroupLink):
         """Whether the ranks' one group orders the calls of another axis, so that this one's go as messages."""
         return self._on_gloo and x.is_cpu and self.size <= FEW and not self.channel.first
 
-    @recorded
-    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
-        """Two messages on gloo, else as in the base."""
+    def _permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
             return super().permute(x, source, destination)
         tag = self._tag()
@@ -292,6 +293,8 @@ class ProcessLink(GroupLink):
         got = self._by_post("permute", posts, wants, [tag] * len(posts), [tag] * len(wants))
         own = [dtypes.plain(x).clone() if source == self.index else torch.zeros_like(x).contiguous()]
         return then(got, lambda got: [*got, *own][0])
+
+    _permute = recorded(_permute, "permute")
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
         y = x.clone() if self.index == src else torch.empty_like(x)
@@ -422,3 +425,8 @@ class ProcessLink(GroupLink):
         forks.refuse_if_forked("barrier")
         if self.log.meeting is not None:
             attendance.all_here(self.place, self.ranks, self.index, seconds)
+
+
+@cache
+def _from(src: int) -> tuple[Any, Any]:
+    return both("BroadcastOptions", rootRank=src)

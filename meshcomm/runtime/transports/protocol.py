@@ -138,10 +138,13 @@ class Link(Primitives, Protocol):
         """all_reduce of a tensor that nobody else has: its memory may become the result's."""
 
     def gather_flat(self, x: Tensor) -> Tensor:
-        """``[k] -> [n * k]``: all_gather of a dense buffer."""
+        """``[k, *s] -> [n * k, *s]``: all_gather, one behind the other."""
 
     def scatter_flat(self, x: Tensor, op: str) -> Tensor:
-        """``[n * k] -> [k]``: reduce_scatter of a dense buffer; ``op`` is sum or mean."""
+        """``[n * k, *s] -> [k, *s]``: reduce_scatter of what lies so."""
+
+    def swap_flat(self, x: Tensor) -> Tensor:
+        """``[n * k, *s] -> [n * k, *s]``: all_to_all of what lies so; all ranks know that their runs are equal."""
 
 
 class Defaults:
@@ -203,11 +206,16 @@ class Defaults:
 
     def gather_flat(self: Any, x: Tensor) -> Any:
         """As any tensor."""
-        return then(self.all_gather(x), lambda rows: rows.view(-1))
+        return then(self.all_gather(x), lambda rows: rows.flatten(0, 1))
 
     def scatter_flat(self: Any, x: Tensor, op: str) -> Any:
         """As any tensor."""
-        return self.reduce_scatter(x.view(self.size, x.numel() // self.size), op)
+        return self.reduce_scatter(x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:]), op)
+
+    def swap_flat(self: Any, x: Tensor) -> Any:
+        """As any runs."""
+        runs, shape = (x.numel() // self.size,) * self.size, x.shape
+        return then(self.all_to_all(x.reshape(-1), runs, runs), lambda got: got.view(shape))
 
 
 def _read(told: Tensor) -> Any:
