@@ -183,7 +183,8 @@ def all_to_all(
         split_dim: the dim to cut into n pieces.
         concat_dim: the dim to join the pieces along; it may be the same.
         send_sizes: the length along ``split_dim`` of the piece for each index. They may differ from rank to rank only
-            where ``split_dim == concat_dim``, and must there be what the receivers expect.
+            where ``split_dim == concat_dim``, and must there be what the receivers expect. All ranks give sizes, or
+            none does.
         recv_sizes: the length along ``concat_dim`` of the piece from each index. Needed with send_sizes where the two
             dims are the same; where they differ the default is that all ranks have as much of ``concat_dim`` as this
             one.

@@ -151,8 +151,8 @@ class ProcessLink(GroupLink):
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """An all_to_all in which at most one run is not empty; two messages on gloo."""
-        if source is None or destination is None or not (x.ndim and self._as_it_lies(x, _MOVED)):
-            return self._permute(x, source, destination)
+        if source is None or destination is None or not (x.ndim and x.numel() and self._as_it_lies(x, _MOVED)):
+            return self._permute(x, source, destination)  # what is empty too: not all ranks may have both ends
         send, recv, y = [0] * self.size, [0] * self.size, torch.empty_like(x)
         send[destination] = recv[source] = x.shape[0]
         call = self.group.alltoall_base

@@ -1,0 +1,147 @@
+"""Collectives that are one call of a backend, over one in Python that moves tensors of the CPU by gloo: the library leaves
+them to it, as it does to NCCL. Values, gradients, storage and records are as where the library moves tensors itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+import meshcomm as mc
+from meshcomm.runtime.recorder import state_of
+
+RANKS = 4
+calls: list[str] = []
+"""What the backend was asked for."""
+
+
+class Passes(dist.ProcessGroup):
+    """Hands all on to gloo."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "passes"
+
+    def _do(self, name: str, *args: Any) -> Any:
+        calls.append(name)
+        return getattr(self.gloo, name)(*args)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self._do("allreduce", tensors, opts or dist.AllreduceOptions())
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        return self._do("broadcast", tensors, opts or dist.BroadcastOptions())
+
+    def _allgather_base(self, out: Any, x: Any, opts: Any = None) -> Any:
+        return self._do("_allgather_base", out, x)
+
+    def _reduce_scatter_base(self, out: Any, x: Any, opts: Any = None) -> Any:
+        return self._do("_reduce_scatter_base", out, x, opts or dist.ReduceScatterOptions())
+
+    def alltoall_base(self, out: Any, x: Any, recv: Any, send: Any, opts: Any = None) -> Any:
+        return self._do("alltoall_base", out, x, recv, send)
+
+
+def collectives(mesh: mc.Mesh) -> dict[str, Callable[[Tensor], Tensor]]:
+    ring = [(i, (i + 1) % RANKS) for i in range(RANKS)]
+    found: dict[str, Callable[[Tensor], Tensor]] = {
+        "all_reduce": lambda x: mc.all_reduce(x, "a", mesh=mesh),
+        "broadcast": lambda x: mc.broadcast(x, "a", 2, mesh=mesh),
+        "shift": lambda x: mc.shift(x, "a", mesh=mesh),
+        "shift without wrap": lambda x: mc.shift(x, "a", wrap=False, mesh=mesh),
+        "permute": lambda x: mc.permute(x, "a", ring, mesh=mesh),
+        "all_gather 0": lambda x: mc.all_gather(x, "a", mesh=mesh),
+    }
+    for dim in (0, -1):
+        found |= {
+            f"all_gather {dim}": lambda x, dim=dim: mc.all_gather(x, "a", dim, mesh=mesh),
+            f"all_gather_invariant {dim}": lambda x, dim=dim: mc.all_gather_invariant(x, "a", dim, mesh=mesh),
+            f"reduce_scatter {dim}": lambda x, dim=dim: mc.reduce_scatter(x, "a", dim, mesh=mesh),
+            f"all_to_all {dim}": lambda x, dim=dim: mc.all_to_all(x, "a", dim, dim, mesh=mesh),
+            f"all_to_all {dim}, {-1 - dim}": lambda x, dim=dim: mc.all_to_all(x, "a", dim, -1 - dim, mesh=mesh),
+            f"shard {dim}": lambda x, dim=dim: mc.shard(x, "a", dim, mesh=mesh),
+        }
+    return found
+
+
+def inputs(me: int) -> dict[str, Tensor]:
+    """Whole numbers: sums are exact in any order."""
+    flat = torch.arange(16.0) + 3 * me
+    made = {str(dtype)[6:]: flat.to(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
+    made |= {str(dtype)[6:]: flat.to(dtype) for dtype in (torch.int32, torch.uint8, torch.int16, torch.complex64)}
+    made |= {"2-d": flat.view(4, 4), "3-d": torch.arange(32.0).view(4, 2, 4) + me, "one row": flat.view(1, 16)}
+    made |= {"transposed": flat.view(4, 4).T, "every other": torch.arange(32.0)[::2] + me, "empty": torch.ones(0, 4)}
+    made |= {"turned": torch.complex(flat, flat).conj().imag, "turned and dense": (flat * 1j).conj()[:4].imag}
+    made |= {"expanded": torch.full((1,), float(me)).expand(8), "parameter": torch.nn.Parameter(flat.clone())}
+    return made
+
+
+def found(mesh: mc.Mesh) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, fn in collectives(mesh).items():
+        for kind, x in inputs(mesh.rank).items():
+            before, read = x.detach().clone(), [x]
+            try:
+                with torch.no_grad():
+                    y = fn(x)
+            except mc.MeshError as error:  # a dim that does not divide, a dtype without such a sum
+                out[f"{name} {kind}"] = str(error).split("\n")[0]
+                continue
+            assert_close(x.detach(), before, rtol=0, atol=0)
+            assert type(y) is Tensor
+            assert not y.requires_grad
+            assert y.is_contiguous() or name.startswith("all_to_all"), (name, kind)
+            assert y.numel() == 0 or y.untyped_storage().data_ptr() != read[0].untyped_storage().data_ptr()
+            out[f"{name} {kind}"] = y
+            with torch.inference_mode():
+                assert_close(fn(x), y, rtol=0, atol=0)
+            assert_close(collectives(mesh)[name](x.detach()), y, rtol=0, atol=0)
+    x = inputs(mesh.rank)["2-d"].requires_grad_()
+    for name, fn in collectives(mesh).items():
+        (g,) = torch.autograd.grad((fn(x) ** 2).sum(), x, create_graph=True)
+        (gg,) = torch.autograd.grad((g * g).sum(), x)
+        out |= {f"gradient of {name}": g.detach(), f"second derivative of {name}": gg}
+        out[f"tangent of {name}"] = torch.func.jvp(fn, (x.detach(),), (x.detach() + 1,))[1]
+    return out
+
+
+def both_ways(folder: str) -> list[str]:
+    mesh = mc.make_mesh({"a": RANKS})
+    rank, by_us = mesh.rank, found(mesh)
+    mc.shutdown()
+    dist.Backend.register_backend("passes", Passes, devices=["cpu"])
+    mc.init(init_method=f"file://{folder}/passes", rank=rank, world_size=RANKS, timeout=200, backend="passes")
+    mesh = mc.make_mesh({"a": RANKS})
+    by_it = found(mesh)
+    assert by_us.keys() == by_it.keys()
+    for name, value in by_us.items():
+        if isinstance(value, Tensor):
+            assert_close(by_it[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            assert by_it[name] == value, name
+    log: Any = mesh.axis("a").link.log  # type: ignore[attr-defined]
+    missed = []
+    wanted = {"all_reduce": "allreduce", "all_gather 0": "_allgather_base", "reduce_scatter 0": "_reduce_scatter_base"}
+    wanted |= {"broadcast": "broadcast", "shift": "alltoall_base", "permute": "alltoall_base"}
+    wanted |= {"all_to_all 0": "alltoall_base"}
+    for name, method in wanted.items():
+        for kind in ("float32", "bfloat16", "int64", "2-d", "3-d"):
+            calls.clear()
+            seen = log.begun
+            collectives(mesh)[name](inputs(rank)[kind])
+            if calls != [method] or log.begun != seen + 1 or state_of(log.last) != "completed":
+                missed.append(f"{name} {kind}: {calls}")
+    return missed
+
+
+def test_one_call_of_the_backend(tmp_path: Any) -> None:
+    assert mc.launch(both_ways, ranks=RANKS, args=(str(tmp_path),), runtime="processes", timeout=280) == [[]] * RANKS
