@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +17,13 @@ import toy_device
 import meshcomm as mc
 from meshcomm.collectives import overlap
 from meshcomm.objects.objects import all_gather_object
+from meshcomm.parallel.fingerprints import Fingerprint, differ, fingerprint_of
+from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime import groups
+from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.start import devices, world
-from meshcomm.runtime.transports import detour
+from meshcomm.runtime.transports import detour, dtypes
+from meshcomm.spmd.shard_map.assemble import _alike
 from meshcomm.training.process import device
 
 HAS_TOY = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
@@ -292,3 +299,89 @@ def test_pvary_of_leaves_on_two_devices(tmp_path: Any) -> None:
     ):
         assert threads == 2
         assert on_cpu == on_both == [[[2.0 * (i + 1) + 1] * 8 for i in range(8)]] * 6
+
+
+def doubles_of(mesh: mc.Mesh, where: str) -> list[Any]:
+    """What the library computes in float64, of tensors that lie there."""
+    me, found = mesh.rank, []
+    x = torch.tensor([0.1, 1e8, -0.3, -1e8]).mul(me + 1).to(where)
+    with mc.use_mesh(mesh):
+        found += [mc.all_reduce(x, "a", exact=True), mc.reduce_scatter(x, "a", op="mean", exact=True)]
+        counts = torch.tensor([2**24 + me, 3]).to(where)
+        found += [mc.weighted_mean(counts, 2, "a"), mc.weighted_mean(x.sum(), torch.tensor(3).to(where), "a")]
+        assert {y.device.type for y in found} == {where}
+        metrics = mc.Metrics({"loss": "mean", "tokens": "sum", "most": "max"})
+        for _ in range(2):
+            metrics.add("loss", x[0], counts[1])
+            metrics.add("tokens", counts[0])
+            metrics.add("most", x[1])
+        found.append(metrics.reduce("a"))
+        module = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.fill_(0.5)
+        module.register_buffer("seen", torch.tensor([5, 7]))
+        module.to(where)
+        found += [fingerprint_of(each) for each in (*module.parameters(), module.seen)]
+        with mc.rng("d", seed=3):
+            found.append(torch.nn.functional.dropout(torch.ones(8).to(where), 0.5))
+    found.append(_alike(x, x * (1 + 1e-7)))
+    return [y.to("cpu").tolist() if isinstance(y, torch.Tensor) else y for y in found]
+
+
+def without_doubles(folder: str) -> list[Any]:
+    """On a device that refuses float64, as Metal does."""
+    toy_device.register(backend=False)
+    rejoined(folder, "gloo", backend="gloo")
+    toy_device.dtypes_refused.add(torch.float64)
+    accelerator.NO_DOUBLES.add("toy")
+    with pytest.raises(TypeError, match="float64"):
+        torch.ones(1).to("toy", torch.float64)
+    mesh = mc.make_mesh({"a": 2})
+    return [doubles_of(mesh, "cpu"), doubles_of(mesh, "toy")]
+
+
+@needs_toy
+def test_a_device_without_float64(tmp_path: Any) -> None:
+    """The exact sums and counts are those of the CPU; a norm may be rounded as float32."""
+    for on_cpu, on_device in mc.launch(
+        without_doubles, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=280
+    ):
+        for one, other in zip(on_cpu, on_device, strict=True):
+            if isinstance(one, Fingerprint):
+                assert not differ(one, other)
+            else:
+                assert one == other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_leaf_of_another_shape_needs_no_float64(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.dtype] = []
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, dtype, **kw: made.append(dtype) or empty(*shape, dtype=dtype, **kw)
+    )
+    p = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    become(p, torch.zeros(2, dtype=dtype))
+    assert (p.shape, p.dtype) == ((2,), dtype)
+    assert len(made) == 1
+    assert made[0] not in (dtype, torch.float64)
+
+
+def exact_without_float64() -> None:
+    """As ranks of one process reduce."""
+    toy_device.register(backend=False)
+    toy_device.dtypes_refused.add(torch.float64)
+    accelerator.NO_DOUBLES.add("toy")
+    rows = [torch.tensor([0.1, 1e8, -0.3, -1e8]).mul(rank + 1) for rank in range(3)]
+    for op in ("exact sum", "exact mean"):
+        on_cpu, on_device = dtypes.fold(op, rows), dtypes.fold(op, [row.to("toy") for row in rows])
+        assert on_device.device.type == "toy"
+        assert on_cpu.tolist() == on_device.to("cpu").tolist()
+
+
+@needs_toy
+def test_exact_sums_of_ranks_of_one_process_without_float64() -> None:
+    command = [sys.executable, "-c", "import test_devices as t; t.exact_without_float64()"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr

@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 aten = torch.ops.aten
 calls: list[str] = []
 """What the backend was asked for."""
+dtypes_refused: set[torch.dtype] = set()
+"""What the device has not."""
 
 
 class Toy(Tensor):
@@ -62,6 +64,8 @@ def on_the_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     def dressed(y: Any) -> Any:
         if not isinstance(y, Tensor) or to_cpu:
             return y
+        if y.dtype in dtypes_refused:
+            raise TypeError(f"a toy tensor has no {y.dtype}")
         return wrappers[id(y)] if id(y) in wrappers else wrap(y)
 
     return pytree.tree_map(dressed, out)

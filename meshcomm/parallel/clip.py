@@ -17,6 +17,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Mesh, axes_in
 from meshcomm.parallel.cut_parameters import checked_module, parts_of, widest_mesh
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.process.accelerator import with_doubles
 from meshcomm.spmd.types.vma import declared
 from meshcomm.watch import here, paused
 
@@ -101,7 +102,7 @@ class _Sums:
         self.axes = mesh.axis_names
         self.parts = parts_of(module)
         self.device = mesh.device
-        double = torch.float32 if self.device.type == "mps" else torch.float64
+        double = torch.float64 if with_doubles(self.device) == self.device else torch.float32
         self.table = torch.zeros(2 ** len(self.axes) + 1, dtype=double, device=self.device)
         self.dtype: torch.dtype | None = None
         lists: dict[tuple[int, float], list[Tensor]] = {}

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.process.accelerator import with_doubles
+
 __all__ = ["Fingerprint", "differ", "fingerprint_of"]
 
 _SAMPLES = 32
@@ -27,8 +29,9 @@ def fingerprint_of(x: Tensor) -> Fingerprint:
     flat = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     least = 1e-6 if flat.dtype == torch.float64 else 1e-3 if flat.dtype.itemsize > 2 else 5e-2
     if not flat.is_floating_point() or flat.dtype.itemsize == 1:
-        flat, least = flat.double(), 0.0
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float32 if flat.device.type == "mps" else torch.float64)
+        flat, least = flat.to(with_doubles(flat.device), torch.float64), 0.0
+    double = with_doubles(flat.device) == flat.device
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64 if double else torch.float32)
     if not flat.numel():
         return Fingerprint(least, 0.0, 0, ())
     at = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).round().long()

@@ -35,7 +35,7 @@ def become(p: Tensor, values: Tensor) -> None:
     if p.shape != values.shape:
         # Where a graph from before is still held (a loss, the weight of weight_norm), so is the node that gradients of
         # p come to, and it wants the old shape for ever: torch makes another one when the dtype changes.
-        other = torch.float32 if p.dtype == torch.float64 else torch.float64
+        other = torch.float32 if p.dtype != torch.float32 else torch.float16
         p.data = torch.empty(0, dtype=other, device=p.device)
     p.data = values
 

@@ -19,6 +19,7 @@ from meshcomm.objects.parcels import Courier
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.process.accelerator import with_doubles
 
 __all__ = ["Metrics"]
 
@@ -133,7 +134,7 @@ class Metrics:
             held[0] = (max if kind == "max" else min)(held[0], value)
 
     def _on_one_device(self, where: str, name: str, **numbers: object) -> list[Tensor]:
-        device = next(x.device for x in numbers.values() if isinstance(x, Tensor))
+        device = with_doubles(next(x.device for x in numbers.values() if isinstance(x, Tensor)))
         return [_one(where, what, name, number, device) for what, number in numbers.items()]
 
     def _add_tensors(self, name: str, value: Tensor, count: Tensor) -> None:
@@ -163,11 +164,11 @@ class Metrics:
         """
         ax = check.axis_of("Metrics.reduce", axis, mesh)
         with _torch.outside_transforms(), torch.no_grad():
-            mine = self._packed(ax)
+            mine = self._packed()
             self._agree(ax)
             given = tuple(self._kinds.items()), tuple(self._kinds)
             with calling(ax, Call("Metrics.reduce", *given, None, ax, mine.dtype, mine.shape)):
-                rows = ax.link.agree(mine.cpu().view(torch.int64).flatten().tolist())  # the bits of each number
+                rows = ax.link.agree(mine.view(torch.int64).flatten().tolist())  # the bits of each number
             total, count = torch.tensor(rows, device="cpu").view(torch.float64).view(-1, *mine.shape).unbind(-1)
             found = {
                 name: _whole(kind, total[:, i], float(count[:, i].sum()))
@@ -184,15 +185,15 @@ class Metrics:
             Courier("Metrics.reduce", axis, metrics=", ".join(self._kinds), digest=digest).meet()
             self._agreed.add(axis.key)
 
-    def _packed(self, axis: Axis) -> Tensor:
-        """float64 ``[metrics, 2]`` on a device that the axis moves: values and counts."""
-        device = axis.mesh.device
-        rows = torch.tensor([self._numbers[name] for name in self._kinds], dtype=torch.float64, device=device)
+    def _packed(self) -> Tensor:
+        """float64 ``[metrics, 2]`` of the host: values and counts. It waits for a device once."""
+        rows = torch.tensor([self._numbers[name] for name in self._kinds], dtype=torch.float64, device="cpu")
         if not self._tensors:
             return rows
         order = list(self._kinds)
         places = [order.index(name) for name in self._tensors]
-        added = torch.stack([torch.stack(held).to(device) for held in self._tensors.values()])
+        device = next(iter(self._tensors.values()))[0].device
+        added = torch.stack([torch.stack(held).to(device) for held in self._tensors.values()]).cpu()
         for at, name, row in zip(places, self._tensors, added, strict=True):
             rows[at] = torch.stack([_STEPS[self._kinds[name]](rows[at, 0], row[0]), rows[at, 1] + row[1]])
         return rows

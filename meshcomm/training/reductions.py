@@ -14,6 +14,7 @@ from meshcomm.collectives.reduce import all_reduce
 from meshcomm.errors import MeshError
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.process.accelerator import with_doubles
 
 __all__ = ["all_reduce_params", "weighted_mean"]
 
@@ -79,20 +80,26 @@ def weighted_mean(total: Tree, count: Any, axis: AxisName, *, mesh: Mesh | None 
     for path, leaf in zip(paths, totals, strict=True):
         try:
             check.tensor(_WHERE, leaf, ax, "total")
-            pairs.append((leaf.to(_wide(leaf.dtype)), _checked_count(leaf, counts[path], ax)))
+            whole = _widened(leaf)
+            pairs.append((whole, _checked_count(whole, counts[path], ax)))
         except MeshError as error:
             if not path:
                 raise
             raise MeshError(f"{error}\n  leaf: total{path}") from None
     sums = all_reduce(pairs, axis, mesh=mesh)
-    means = [(whole / number).to(_mean_dtype(leaf.dtype)) for leaf, (whole, number) in zip(totals, sums, strict=True)]
+    means = [
+        (whole / number).to(leaf.device, _mean_dtype(leaf.dtype))
+        for leaf, (whole, number) in zip(totals, sums, strict=True)
+    ]
     found: Tree = _torch.tree_unflatten(means, spec)
     return found
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums of counts are exact enough."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float64
+def _widened(total: Tensor) -> Tensor:
+    """As what sums of counts are exact enough in."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        return total.to(torch.promote_types(total.dtype, torch.float32))
+    return total.to(with_doubles(total.device), torch.float64)
 
 
 def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -100,7 +107,7 @@ def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _checked_count(total: Tensor, count: object, axis: Axis) -> Tensor:
-    dtype = _wide(total.dtype)
+    dtype = total.dtype
     if isinstance(count, (torch.SymInt, torch.SymFloat)):  # the size of something that depends on data, under a checker
         return torch.zeros((), dtype=dtype, device=total.device).add(count)
     if check.whole_number(count) or isinstance(count, float):

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Order", "capturing", "in_use", "lend", "mark", "module", "on", "stream_of", "take_over", "tensors"]
+__all__ = [
+    "Order", "capturing", "in_use", "lend", "mark", "module", "on", "stream_of", "take_over", "tensors", "with_doubles",
+]  # fmt: skip
 
 
 @cache
@@ -31,6 +33,15 @@ def in_use() -> ModuleType | None:
         return None
     begun = getattr(found, "is_initialized", None)  # Metal has no beginning
     return found if begun is None or begun() else None
+
+
+NO_DOUBLES = {"mps"}
+"""Kinds of device that have no float64."""
+
+
+def with_doubles(device: torch.device) -> torch.device:
+    """Where something of this device can be computed in float64: there, or on the CPU."""
+    return torch.device("cpu") if device.type in NO_DOUBLES else device
 
 
 def capturing() -> bool:

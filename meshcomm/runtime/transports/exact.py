@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.process.accelerator import with_doubles
+
 __all__ = ["EXACT", "MOST_RANKS", "exponents", "fold", "in_units", "value"]
 
 EXACT = ("exact sum", "exact mean")
@@ -104,6 +106,9 @@ def value(total: Tensor, top: Tensor, dtype: torch.dtype, count: int) -> Tensor:
 
 def fold(op: str, xs: Sequence[Tensor]) -> Tensor:
     """The exact sum or mean of what is here."""
+    device = xs[0].device
+    if (place := with_doubles(device)) != device:
+        return fold(op, [x.to(place) for x in xs]).to(device)
     top = exponents(xs[0])
     for x in xs[1:]:
         top = torch.maximum(top, exponents(x))

@@ -17,6 +17,7 @@ from meshcomm.collectives.seeds import forks_open
 from meshcomm.errors import fail
 from meshcomm.layout.notation import Layout
 from meshcomm.layout.shapes import fit
+from meshcomm.runtime.process.accelerator import with_doubles
 from meshcomm.spmd.random.philox import Part, Stream
 from meshcomm.watch import here
 
@@ -134,8 +135,7 @@ class Draws(TorchFunctionMode):
         """A tensor of this shape, made of the numbers of the next draw; no mode sees how."""
         with _torch.without_modes(), torch.no_grad():
             part = self.cut.part(shape, func)
-            # Metal has no float64.
-            y = make(self.stream(torch.device("cpu") if device.type == "mps" else device), part)
+            y = make(self.stream(with_doubles(device)), part)
             return y.to(device)
 
     def __exit__(self, *exc: Any) -> None:

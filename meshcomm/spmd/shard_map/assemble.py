@@ -11,6 +11,7 @@ from torch import Tensor
 from meshcomm.errors import VaryingError, fail, shape_text
 from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
+from meshcomm.runtime.process.accelerator import with_doubles
 from meshcomm.spmd.shard_map.specs import WHERE, own_part
 
 __all__ = ["Outputs", "assembled", "differentiable"]
@@ -92,6 +93,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
         return False
     tolerance = torch.finfo(a.dtype).eps ** 0.5
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
+    a, b = (x.to(with_doubles(x.device), wide) for x in (a, b))
     scale = a.abs().nan_to_num(0, 0, 0).max().item()
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
