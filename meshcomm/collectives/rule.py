@@ -38,6 +38,7 @@ from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
+from meshcomm.runtime.whose import Whose
 
 __all__ = ["Described", "Params", "Rule", "apply", "refuse_in_process", "rule_named", "start"]
 
@@ -101,10 +102,19 @@ class Rule:
         """The params for a tensor with one more dim in front."""
         return tuple(param + 1 if i in self.shift else param for i, param in enumerate(params))
 
-    def noted(self, given: Params, dtype: torch.dtype, shape: torch.Size, tree: Described = ()) -> Call:
+    def noted(
+        self,
+        given: Params,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        tree: Described = (),
+        needs_grad: bool | None = None,
+        axis: Axis | None = None,
+        whose: Whose | None = None,
+    ) -> Call:
         """What all ranks say of a call with these params."""
         fixed = () if self.ragged is None else shape[: given[self.ragged]] + shape[given[self.ragged] + 1 :]
-        return Call(self.name, given, self.agreed, None, None, dtype, shape, fixed, tree)
+        return Call(self.name, given, self.agreed, needs_grad, axis, dtype, shape, fixed, tree, whose)
 
     def announced(
         self,
@@ -120,8 +130,7 @@ class Rule:
         whose = None if self.whose is None else params[self.whose]
         try:
             if link.watched:
-                call = self.noted(given, x.dtype, x.shape, tree)
-                told.call = call = call._replace(needs_grad=needs_grad, axis=axis, whose=whose)
+                told.call = call = self.noted(given, x.dtype, x.shape, tree, needs_grad, axis, whose)
                 link.announce(call)
             elif link.hears:
                 told.call = (self.noted, given, x.dtype, x.shape), tree, whose

@@ -29,6 +29,10 @@ from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
 __all__ = ["UNKNOWN", "Hook", "Running", "log_of", "put_on", "take_off"]
 
 
+_WITHOUT = frozenset(("exchange", "barrier", "barrier_within"))
+"""Primitives that are given no tensor."""
+
+
 class Running(NamedTuple):
     """One primitive that is about to run."""
 
@@ -46,12 +50,13 @@ class Running(NamedTuple):
     @property
     def x(self) -> Any:
         """What this rank gives, if it is one tensor."""
-        return None if self.name in ("exchange", "barrier", "barrier_within") else self.args[0]
+        return None if self.name in _WITHOUT else self.args[0]
 
     @property
     def like(self) -> Any:
         """The tensor that says dtype and shape, on a rank that may give none."""
-        return self.args[1] if self.name == "scatter" else self.x
+        name = self.name
+        return None if name in _WITHOUT else self.args[name == "scatter"]
 
     @property
     def runs(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -161,10 +166,13 @@ def _own_class(kind: type) -> type:
 def _with_hooks(kind: Any) -> type:
     """``kind``, whose primitives run the hooks. A thread may be in one of them when the last hook is taken off."""
 
+    hears = kind.announce is not Defaults.announce
+
     def announce(self: Any, call: Call) -> None:
         for hook in self.hooks:
             hook.announce(call)
-        kind.announce(self, call)
+        if hears:
+            kind.announce(self, call)
 
     def refuse(self: Any, where: str, why: str, axis: object) -> None:
         for hook in self.hooks:
@@ -205,15 +213,16 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
                 told.call = None
             try:
                 told.later = later
+                if stream is None:
+                    return own(self, *args)
                 with accelerator.on(stream):
                     return own(self, *args)
             finally:
                 here.inside, told.call, told.later = False, before, waited
 
         call = told.call if isinstance(told.call, Call) else UNKNOWN
-        what = Running(name, args, call, self, later, go)
-        *nearer, last = stack
-        for hook in nearer:
+        what, last = Running(name, args, call, self, later, go), stack[-1]
+        for hook in stack[:-1]:
             what = what._replace(go=partial(hook.run, what))
         return for_later(False, last.run, what) if later else last.run(what)  # a hook may make calls of its own
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from meshcomm.errors import CommError, described, text
 from meshcomm.runtime.call import Call
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import call_site, in_backward
 from meshcomm.runtime.health.attendance import Gathering
 from meshcomm.runtime.hooks.guard.boards import Board, Entry, Group
 from meshcomm.runtime.hooks.guard.guard import LONG, Guard, Wait
@@ -43,8 +43,9 @@ class Guarded(Hook):
 
     def announce(self, call: Call) -> None:
         """Keep it for the ring, and for the comparison of its primitives, with the user's line."""
-        here = self.log.call = call.here()
-        self.room.announced = call, here
+        said = self.room.known_as(call)
+        self.log.call = said.here
+        self.room.announced = call, said
 
     def run(self, what: Running) -> Any:
         """Agree, then go."""
@@ -111,6 +112,17 @@ class Guarded(Hook):
         self.room.end()
 
 
+class Said:
+    """A call at one line of the program, and what this rank says of it."""
+
+    __slots__ = ("gradient", "here", "primitives")
+
+    def __init__(self, here: Call) -> None:
+        self.here, self.gradient = here, here.gradient
+        self.primitives: dict[Hashable, Any] = {}
+        """By all that makes them what they are on this rank."""
+
+
 class Room:
     """Where the calls of a guarded link are."""
 
@@ -119,8 +131,10 @@ class Room:
 
     def __init__(self, index: int, guard: Guard, group: Group, board: Board, timeout: float) -> None:
         self.index, self.guard, self.group, self.board, self.timeout = index, guard, group, board, timeout
-        self.announced: tuple[Call | None, Call] = None, UNKNOWN
-        """The last call as it was announced, and with the user's line."""
+        self.announced: tuple[Call | None, Said] = None, Said(UNKNOWN)
+        """The last call, and what is known of it."""
+        self.known: dict[Hashable, Any] = {}
+        """A :class:`Said` for each call and line. Who puts words into memory that is written over clears it then."""
         self.leaves = threading.RLock()
         """Held by the thread that is about to give up a call, or sees that it stays."""
         weakref.finalize(self, guard.issued.pop, group.key, None).atexit = False
@@ -128,22 +142,37 @@ class Room:
         self.letters = Letters(index, guard, group, timeout)
         self._errors = guard.failures  # those before are no news on an axis that is new
 
-    def seen(self, what: Running) -> tuple[Any, ...]:
-        """All that makes a call what it is, as its primitive is."""
-        call, (send, recv) = what.call, what.runs
-        here = self._here(call)
-        more = what.key, tuple(send), tuple(recv), here.site, here.backward, getattr(call.axis, "key", None)
-        return call[:_AXIS], call[_AXIS + 1 :], *more
+    def known_as(self, call: Call) -> Said:
+        """What is known of such a call of this line."""
+        axis = call.axis
+        key = call[:_AXIS], call[_AXIS + 1 :], call_site(), in_backward(), getattr(axis, "key", None)
+        try:
+            said: Said | None = self.known.get(key)
+        except TypeError:  # an argument without a hash
+            return Said(call.here())
+        if said is None:
+            said = self.known[key] = Said(call.here())
+        return said
 
-    def _here(self, call: Call) -> Call:
-        """With the user's line, which is looked for once."""
-        announced, here = self.announced
-        return here if announced is call else call.here()
+    def put(self, what: Running, x: Any) -> tuple[Said, Any]:
+        """What is said of a primitive, and of its call; put into words once for each line. ``x``: ``what.like``."""
+        announced, said = self.announced
+        if announced is not what.call:  # another thread's, or nobody's
+            said = self.known_as(what.call)
+        more = tuple(map(tuple, what.runs)) if what.name == "all_to_all" else what.args[1 + (what.name == "scatter") :]
+        key = what.name, more, None if x is None else (x.dtype, x.device, x.shape)
+        found = said.primitives.get(key)
+        if found is None:
+            found = said.primitives[key] = self.learn(self._in_words(what, said.here))
+        return said, found
 
-    def put(self, what: Running) -> Entry:
-        """A call as its primitive is, in words and in numbers."""
+    def learn(self, entry: Entry) -> Any:
+        """What is to be known of it."""
+        return entry
+
+    def _in_words(self, what: Running, here: Call) -> Entry:
         send, recv = map(tuple, what.runs)
-        call = self._here(what.call)._replace(moved=what.key, send=send, recv=recv)
+        call = here._replace(moved=what.key, send=send, recv=recv)
         self.guard.places = getattr(what.call.axis, "places", dict)()
         said, x = Entry.of(call), what.like
         if x is None or x.is_cpu:

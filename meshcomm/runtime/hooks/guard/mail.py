@@ -77,9 +77,11 @@ class GuardedByMail(Guarded):
     def agree_and_go(self, what: Running) -> Any:
         """With a watch that says what the guard wants to know."""
         room, x = self.room, what.like
-        watch = _Watch(room, room.meaning(what), what.call.gradient)
+        said, meaning = room.put(what, x)
+        watch = _Watch(room, meaning, said.gradient)
         record = noted_in(self.log, what.name, what.args)
-        room.watches[get_ident()] = watch, record
+        thread = get_ident()
+        room.watches[thread] = watch, record
         interrupted = None
         try:
             if not (x is None or x.is_cpu):
@@ -90,7 +92,7 @@ class GuardedByMail(Guarded):
             watch.broken(error)
             raise
         finally:
-            room.watches.pop(get_ident(), None)
+            room.watches.pop(thread, None)
         if interrupted is not None:
             raise interrupted
         if isinstance(result, Pending):
@@ -153,18 +155,11 @@ class MailRoom(Room):
         self._link, self.mail = weakref.ref(link), link.mail  # which has the room
         self.watches: dict[int, tuple[Watch, Record]] = {}
         link.watches = self.watches
+        self.known = self.mail.lexicon.known
 
-    def meaning(self, what: Running) -> Meaning:
-        """What the entry says; the same call at the same place in the program is put into words once."""
-        key = self.seen(what)
-        try:
-            found = self.mail.known.get(key)
-        except TypeError:  # an argument without a hash
-            key, found = (repr(key),), None
-        if found is None:
-            said = self.put(what)
-            found = self.mail.lexicon.learn(key, 0, said.digest[0], said.data)
-        return found
+    def learn(self, entry: Entry) -> Meaning:
+        """With its words where others find them."""
+        return Meaning(0, entry.digest[0], self.mail.lexicon.write(entry.digest[0], entry.data))
 
     def words_of(self, meaning: Meaning) -> Words:
         """What stands there, if it has not been written over."""
@@ -216,8 +211,9 @@ class _Watch(Meeting):
     call: Call
 
     def __init__(self, room: MailRoom, meaning: Meaning, gradient: int, state: int = MADE) -> None:
-        super().__init__(room, 0, room.errors_since())
-        self.meaning, self.gradient, self.stands = meaning, gradient, _stands(state, self.errors)
+        errors = room.errors_since()
+        super().__init__(room, 0, errors)
+        self.meaning, self.gradient, self.stands = meaning, gradient, state + _BELOW * errors
         self.reason, self.for_program, self._began = 0, True, 0.0
         self._ended: tuple[int, ...] = ()  # they were about to give up, and did not come to it
 

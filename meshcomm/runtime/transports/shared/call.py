@@ -124,11 +124,11 @@ class Call(Entry):
             return self._decided
 
     def _decide(self, watch: Watch) -> None:
-        sure, odd, stands, gradient = not self._missing, False, watch.stands, watch.gradient
+        sure, odd, said = not self._missing, False, (self.digest, watch.stands, watch.gradient)
         for i, entry in self._entries.items():
             if sure:  # now that all are there
                 entry[STANDS] = self.stands_of(i)
-            odd = odd or entry[DIGEST] != self.digest or entry[STANDS] != stands or entry[GRADIENT] != gradient
+            odd = odd or (entry[DIGEST], entry[STANDS], entry[GRADIENT]) != said
         if odd or watch.wavers:
             said_of = {i: (entry[DIGEST], entry[STANDS], entry[GRADIENT]) for i, entry in self._entries.items()}
             leaving, self._odd = watch.weigh(said_of)
@@ -137,7 +137,7 @@ class Call(Entry):
 
     def stands_of(self, index: int) -> int:
         """What one that has come says now."""
-        box = self.mail.box(index)
+        box = self.mail.boxes[index] or self.mail.box(index)
         assert box is not None
         return box.cells[box.at(self.number) + STANDS]
 

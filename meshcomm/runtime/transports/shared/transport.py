@@ -269,7 +269,9 @@ class OneHostLink(ProcessLink):
 
     def _watched_call(self, watched: tuple[Watch, Record], code: int, count: int, root: int) -> Call:
         watch, record = watched
-        return Call(self, self.mail, watch.meaning._replace(code=code), count, root, record, watch)
+        call = Call(self, self.mail, watch.meaning, count, root, record, watch)
+        call.code = code
+        return call
 
     def _call(self, name: str, op: str, x: Tensor, root: int = -1) -> Call:
         if queued:
