@@ -23,7 +23,7 @@ from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.hooks.guard import guard as guards
 from meshcomm.runtime.hooks.guard import setup
 from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
-from meshcomm.runtime.hooks.guard.guard import Guard, Wait
+from meshcomm.runtime.hooks.guard.guard import Guard, Status, Wait
 from meshcomm.runtime.hooks.guard.store import PatientStore
 from meshcomm.runtime.process import exits, lending, memory, neighbours, table
 from meshcomm.runtime.start import workers
@@ -165,6 +165,42 @@ def test_a_wait_that_is_interrupted_while_it_is_told_is_told_no_more(store: AtKe
             long()
     assert not waits
     assert not store.check(["shelf/status/0"])
+
+
+def test_who_was_told_of_a_deadlock_and_waits_anew_is_in_no_other_one() -> None:
+    """Rank 0 is told of the deadlock with rank 1, and waits for it in the next call, while rank 1 looks at what it says:
+    rank 1 is to be told of the same deadlock.
+    """
+    here, there = Group(1, (0, 1), "g"), Group(2, (0, 1), "h")
+    mine = Wait(here, 1, "my call", "rank 1")
+    first, second = (
+        Status(
+            waits=[wait], main=(wait.group.key, 1, 0), issued={wait.group.key: 1}, condemned=told, verdict="the first"
+        )
+        for wait, told in (
+            (Wait(there, 1, "its call", "rank 0"), []),
+            (Wait(Group(3, (0, 1), "i"), 1, "the next one", "rank 0"), [(0, 7), (1, mine.id)]),
+        )
+    )
+
+    class Shelf:
+        looked = 0
+
+        def tell(self, status: bytes) -> None:
+            pass
+
+        def status(self, rank: int) -> bytes:
+            Shelf.looked += 1
+            return (first if Shelf.looked == 1 else second).write()
+
+        def has_posted(self, rank: int, group: Group, number: int) -> bool:
+            return False
+
+    guard = Guard(1, 2, Shelf(), lambda _: False, lambda _: "")
+    guard.issued[here.key] = 1
+    guard.tell_of(mine, True)
+    assert guard.why_never(mine, [0], sure=True) == ""
+    assert guard.why_never(mine, [0], sure=True) == "the first"
 
 
 def test_the_watch_of_a_guard_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

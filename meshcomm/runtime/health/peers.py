@@ -21,7 +21,7 @@ from meshcomm.runtime.process.exits import last_error
 
 __all__ = [
     "LEFT", "account", "distance", "ended", "forget", "is_stopped", "leave", "let_go_first", "met",
-    "reason", "sign", "stay",
+    "reason", "sign", "stay", "stopped",
 ]  # fmt: skip
 
 _ANSWER = 1.0
@@ -160,6 +160,16 @@ def _seen(peer: _Peer) -> str:
     return "stopped" if fields[0] in "Tt" else ""
 
 
+def stopped(rank: int) -> str:
+    """That a rank of the world stands still after SIGSTOP, as far as can be seen from here; else nothing."""
+    here = _here()
+    return _stopped(here.peers[rank]) if here is not None and _seen(here.peers[rank]) == "stopped" else ""
+
+
+def _stopped(peer: _Peer) -> str:
+    return f"is stopped (process {peer.pid}; kill -CONT lets it go on)"
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process of this machine stands still after SIGSTOP."""
     return table.fields(pid)[:1] in (["T"], ["t"])
@@ -203,11 +213,11 @@ def _blame(here: _Meeting, ranks: Iterable[int]) -> None:
 def _look(here: _Meeting, ranks: Sequence[int]) -> dict[int, str]:
     """The ranks that are not well, the likely cause of it all first."""
     seen = {rank: _seen(here.peers[rank]) for rank in ranks}
-    stopped = [rank for rank in ranks if seen[rank] == "stopped"]
-    said = {} if stopped and "ended" not in seen.values() else _said(here, ranks)
+    still = [rank for rank in ranks if seen[rank] == "stopped"]
+    said = {} if still and "ended" not in seen.values() else _said(here, ranks)
     found = {rank: f"has ended (process {here.peers[rank].pid})" for rank in ranks if seen[rank] == "ended"}
     found = {rank: how for rank, how in found.items() if rank not in said}
-    found |= {rank: f"is stopped (process {here.peers[rank].pid}; kill -CONT lets it go on)" for rank in stopped}
+    found |= {rank: _stopped(here.peers[rank]) for rank in still}
     found |= {rank: f"has left: {why}" for rank, why in said.items() if not why.startswith(_FAILED)}
     return found or {rank: f"has failed: {why.removeprefix(_FAILED)}" for rank, why in list(said.items())[:1]}
 

@@ -133,6 +133,12 @@ class Status:
 Seen = dict[int, Status]
 
 
+class _Here(threading.local):
+    """This thread."""
+
+    acted = False  # it is known to make calls
+
+
 class Guard:
     """What this process knows of the others, and tells them."""
 
@@ -145,6 +151,7 @@ class Guard:
         self._lock = threading.RLock()
         self._status = Status()
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # numbers of threads come again
+        self._here = _Here()
         self._acknowledged: dict[int, int] = {}
         self.issued: dict[int, int] = {}
         self.rooms: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -175,10 +182,10 @@ class Guard:
 
     def acts(self) -> None:
         """A thread of the program makes a call."""
-        thread = threading.current_thread()
-        if thread not in self._threads:
+        if not self._here.acted:
             with self._lock:
-                self._threads.add(thread)
+                self._threads.add(threading.current_thread())
+            self._here.acted = True
 
     def is_alone(self) -> bool:
         """Whether what this thread waits for, the program waits for: autograd's own threads run while it waits."""
@@ -299,6 +306,9 @@ class Guard:
             return ""
         if {r: s.version for r, s in seen.items()} != {r: s.version for r, s in again.items()}:
             return ""
+        told = {each for status in again.values() for each in status.condemned}
+        if not told.isdisjoint(circle):  # who waits there is told of another one, in which who waits for it has been
+            return ""
         return self._condemn(circle, f"{DEADLOCK}; {self.where_all_are()}") if sure else DEADLOCK
 
     def _condemn(self, circle: list[tuple[int, int]], verdict: str) -> str:
@@ -382,7 +392,7 @@ class Guard:
         groups: dict[str, list[str]] = {}
         for rank in range(self.size):
             status = self._own_status() if rank == self.rank else self.status(rank)
-            reason = "" if rank == self.rank else self.gone(rank, status)
+            reason = "" if rank == self.rank else self.gone(rank, status) or peers.stopped(rank)
             wait = status.of_main() or next(iter(status.waits), None)
             if wait is not None and not reason:
                 groups.setdefault(f"called {wait.words}", []).append(wait.place)

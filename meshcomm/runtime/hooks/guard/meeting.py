@@ -215,6 +215,7 @@ class Meeting:
         end = time.monotonic() + _LINGER
         while len(found := self._came()) < len(self.room.others) and time.monotonic() < end:
             if any(entry.state in (GAVE_UP, EXPIRED) for entry in found.values()):
+                found = self._came()  # those too that it had seen, which came while this rank looked
                 break
             time.sleep(1e-3)
         made = [entry for entry in found.values() if entry.state != REFUSED]
