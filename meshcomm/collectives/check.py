@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn, TypeGuard
@@ -275,7 +276,7 @@ def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tup
             )
     for place, name in enumerate(("source", "destination")):
         column = [pair[place] for pair in pairs]
-        twice = next((index for index in column if column.count(index) > 1), None)
+        twice = next((index for index, count in Counter(column).items() if count > 1), None)
         if twice is not None:
             explain(
                 where, f"{name} {twice} stands twice in perm.", axis, got=f"perm={pairs}", fix=f"name each {name} once"

@@ -47,7 +47,7 @@ def _run_scan(x: Tensor, axis: Axis, op: str, exclusive: bool, reverse: bool) ->
     y = wide = x.float() if dtype in HALF and op in ("sum", "product") else x
     if not axis.is_traced:  # one meeting, whoever has a time-out or waits later: a step cannot begin in a wait
         rows = axis.link.all_gather(wide)
-        return then(rows, lambda rows: _of_rows(list(rows), axis, op, exclusive, reverse).to(dtype))
+        return then(rows, lambda rows: _of_rows(rows, axis, op, exclusive, reverse).to(dtype))
     for step in _steps(axis):
         y = _taken_in(y, axis, sign * step, op, y)
     if exclusive:
@@ -62,15 +62,19 @@ def _taken_in(y: Tensor, axis: Axis, step: int, op: str, alone: Tensor) -> Tenso
     return torch.where(_has(axis, step, y), fold(op, [came, y]) if op else came, alone)  # the same graph on every rank
 
 
-def _of_rows(rows: list[Tensor], axis: Axis, op: str, exclusive: bool, reverse: bool) -> Tensor:
-    """The same from the tensors of all ranks, in the same order: the same bits."""
-    place = axis.size - 1 - axis.index if reverse else axis.index
-    rows = rows[::-1] if reverse else rows
-    if exclusive and place == 0:
-        return torch.full_like(rows[0], _identity(op, rows[0].dtype), memory_format=torch.contiguous_format)
-    for step in _steps(axis):
-        rows = [fold(op, [rows[i - step], row]) if i >= step else row for i, row in enumerate(rows)]
-    return rows[place - exclusive].clone(memory_format=torch.contiguous_format)
+def _of_rows(rows: Tensor, axis: Axis, op: str, exclusive: bool, reverse: bool) -> Tensor:
+    """The same from the tensors of all ranks, in the same order: the same bits. In pairs from this rank's own row on,
+    all pairs at once; the row farthest away goes up as it is where it is alone.
+    """
+    mine = rows[axis.index + exclusive :] if reverse else rows[: axis.index + 1 - exclusive]
+    if not len(mine):
+        return torch.full_like(rows[0], _identity(op, rows.dtype), memory_format=torch.contiguous_format)
+    while len(mine) > 1:
+        count, odd = len(mine), len(mine) % 2
+        alone, even = (mine[count - odd :], mine[: count - odd]) if reverse else (mine[:odd], mine[odd:])
+        pairs = fold(op, [even[1::2], even[::2]] if reverse else [even[::2], even[1::2]])
+        mine = torch.cat([pairs, alone] if reverse else [alone, pairs]) if odd else pairs
+    return mine[0].clone(memory_format=torch.contiguous_format)
 
 
 def _identity(op: str, dtype: torch.dtype) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ __all__ = ["FIX", "Courier"]
 
 FIX = "\n  fix: "
 _ROW = 1024
-_HEAD = struct.Struct("<4q")
+_HEAD = struct.Struct("=4q")
 _ROOM = _ROW - _HEAD.size
 _CHUNK = 2**26
 """Bytes that move at a time, over all ranks: what moves is copied once, by chunks."""
@@ -56,7 +56,7 @@ class Courier:
 
     # ----------------------------------------------------------------------------------------------------- agreement
 
-    def meet(self, problem: str | None = None, size: int = 0, inline: bytes | bytearray = b"") -> list[_Row]:
+    def meet(self, problem: str | None = None, size: int = 0, inline: bytes | bytearray = b"") -> _Rows:
         """Every rank's row, in order of index.
 
         Raises:
@@ -71,12 +71,12 @@ class Courier:
         digest = zlib.crc32(f"{self.where}{sorted(self._given.items())!r}".encode())
         _HEAD.pack_into(row, 0, digest, len(told), size, len(inline))
         row[_HEAD.size : _HEAD.size + len(body)] = body
-        rows = [_Row(bytes(row)) for row in self._rows(row)]
-        if any(row.digest != digest for row in rows):
+        rows = _Rows(self._gathered(row))
+        if rows.digests.count(digest) < len(rows):
             self._disagreement()
-        problems = list(dict.fromkeys(row.problem for row in rows if row.problem))
-        if problems:
-            self._raise(problems, [row.problem for row in rows])
+        if any(rows.told):
+            of_ranks = [row.problem for row in rows]
+            self._raise(list(dict.fromkeys(filter(None, of_ranks))), of_ranks)
         return rows
 
     def _raise(self, problems: list[str], of_ranks: list[str]) -> NoReturn:
@@ -105,17 +105,19 @@ class Courier:
 
     def _disagreement(self) -> NoReturn:
         row = bytearray(str(self).encode()[:_ROW].ljust(_ROW, b"\0"))
-        calls = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in self._rows(row)]
+        got = self._gathered(row)
+        rows = [got[at : at + _ROW] for at in range(0, len(got), _ROW)]
+        calls = [row.rstrip(b"\0").decode(errors="ignore") for row in rows]
         ranks = {call: [i for i, other in enumerate(calls) if other == call] for call in calls}
         told = "; ".join(f"{call} on index {', '.join(map(str, indices))}" for call, indices in ranks.items())
         fix = "make the same call with the same arguments on every rank of the axis"
         fail(self.where, f"the ranks along {self.axis.name!r} made different calls.", got=told, fix=fix)
 
-    def _rows(self, row: bytearray) -> list[bytearray]:
+    def _gathered(self, row: bytearray) -> bytearray:
         got = bytearray(self.axis.size * _ROW)
         with _torch.outside_transforms():
             self._move(byte_view(row), self.axis.link.all_gather, byte_view(got).view(self.axis.size, _ROW))
-        return [got[i * _ROW : (i + 1) * _ROW] for i in range(self.axis.size)]
+        return got
 
     def _move(self, x: Tensor, primitive: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Send ``x`` over its device, and put what comes into ``out``."""
@@ -133,8 +135,7 @@ class Courier:
         """The bytes of every rank, on every rank."""
         with _torch.outside_transforms():
             rows = self._open(data, problem)
-            lengths = [row.size for row in rows]
-            return self._inlined(rows) or self._gather_chunks(data, lengths)
+            return self._inlined(rows) or self._gather_chunks(data, rows.sizes)
 
     def broadcast(self, data: bytearray | None, src: int, problem: str | None = None) -> bytearray:
         """The bytes of ``src``."""
@@ -148,7 +149,7 @@ class Courier:
         """The bytes of every rank, on ``dst``."""
         with _torch.outside_transforms():
             rows = self._open(data, problem)
-            me, lengths = self.axis.index, [row.size for row in rows]
+            me, lengths = self.axis.index, rows.sizes
             found = self._inlined(rows)
             if found is not None:
                 return found if me == dst else None
@@ -180,11 +181,11 @@ class Courier:
                     self._runs(joined, runs, recv, out, at)
             return out[src]
 
-    def _open(self, data: bytearray, problem: str | None) -> list[_Row]:
+    def _open(self, data: bytearray, problem: str | None) -> _Rows:
         return self.meet(problem, len(data), data if len(data) <= _ROOM else b"")
 
-    def _inlined(self, rows: list[_Row]) -> list[bytearray] | None:
-        return [row.inline for row in rows] if all(row.size <= _ROOM for row in rows) else None
+    def _inlined(self, rows: _Rows) -> list[bytearray] | None:
+        return [row.inline for row in rows] if max(rows.sizes) <= _ROOM else None
 
     def _gather_chunks(self, data: bytearray, lengths: list[int]) -> list[bytearray]:
         """Chunk by chunk: padded to the longest, or from one rank after the other where that would move twice as
@@ -225,11 +226,29 @@ class Courier:
             start += run
 
 
+class _Rows:
+    """What all ranks say of their calls: each is taken apart when somebody looks at it, for they may be thousands."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+        words = memoryview(data).cast("q")
+        self.digests, self.told, self.sizes = (words[at :: _ROW // 8].tolist() for at in range(3))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[_Row]:
+        return (self[at] for at in range(len(self)))
+
+    def __getitem__(self, at: int) -> _Row:
+        return _Row(bytes(memoryview(self._data)[at * _ROW : (at + 1) * _ROW]))
+
+
 class _Row:
     """What a rank says of its call."""
 
     def __init__(self, row: bytes) -> None:
-        self.digest, told, self.size, inline = _HEAD.unpack_from(row)
+        _, told, self.size, inline = _HEAD.unpack_from(row)
         body = row[_HEAD.size :]
         self.problem = body[:told].decode(errors="ignore")
         self.inline = bytearray(b"" if told else body[:inline])

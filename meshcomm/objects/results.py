@@ -159,7 +159,7 @@ def _places(courier: Courier, parts: Sequence[T], size: int, order: str | None) 
         return strided, problem
     if order == "stride" or n == 1:
         return strided, _too_few(len(parts), strided[me], size, me, n)
-    lengths = [row.size for row in courier.meet(None, len(parts))]
+    lengths = courier.meet(None, len(parts)).sizes
     runs = _runs(lengths, size)
     if order is None:
         fits = all(length >= len(samples) for length, samples in zip(lengths, strided, strict=True))

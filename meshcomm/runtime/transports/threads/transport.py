@@ -213,7 +213,7 @@ class InProcessLink(Defaults):
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Each row folded by index."""
-        result: Tensor = self._same(x, op, x, lambda xs: [dtypes.fold(op, rows) for rows in zip(*xs, strict=True)])
+        result: Tensor = self._same(x, op, x, lambda xs: [_copy(row) for row in dtypes.fold(op, xs)])
         return result
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
@@ -435,6 +435,10 @@ def _only(x: Tensor, dst: int, count: int) -> list[Tensor | None]:
 
 
 def _swap(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    lengths = set[int]().union(*(send for _, send, _ in given), *(recv for *_, recv in given))
+    if len(lengths) == 1:  # with one copy for all, not one for each pair of ranks
+        rows = torch.stack([x.reshape(len(given), *lengths) for x, _, _ in given], 1)
+        return [_copy(row.reshape(-1)) for row in rows]
     runs = [x.split(list(send)) for x, send, _ in given]
     for source, (_, send, _) in enumerate(given):
         for target, (_, _, recv) in enumerate(given):
