@@ -37,6 +37,7 @@ __all__ = [
     "outside_transforms",
     "own_parameters",
     "plain_apply",
+    "plain_now",
     "profiler_on",
     "seeds_in_wait",
     "set_own_parameters",
@@ -160,7 +161,14 @@ def outside_transforms() -> Iterator[None]:
 
 
 _plainly = contextlib.nullcontext()
-_depth_of_modes: Any = find("torch._C._len_torch_dispatch_stack", "collectives of fully_shard cost some µs more")
+_depth_of_modes: Any = find(
+    "torch._C._len_torch_dispatch_stack", "collectives of fully_shard and small draws of rng cost more"
+)
+
+
+def plain_now() -> bool:
+    """Whether what torch makes is plain tensors: no transform is active, and no dispatch mode."""
+    return _depth_of_modes is not None and _depth_of_modes() == 0 and not functorch_active()
 
 
 def outside_dispatch_modes() -> contextlib.AbstractContextManager[object]:

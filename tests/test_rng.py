@@ -58,8 +58,11 @@ KNOWN = [
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_philox_gives_the_published_answers(counter: Any, key: Any, words: Any) -> None:
-    got = philox.philox([torch.tensor([c, c]) for c in counter], key)
-    assert [word.tolist() for word in got] == [[word, word] for word in words]
+    room = torch.tensor([[counter[i]] * 2 for i in (0, 3, 2, 1)] + [[0, 0]] * 2)
+    assert (philox.philox(room, key) & 0xFFFFFFFF).tolist() == [[word, word] for word in words]
+    ones = 1 << 64 | 1
+    got = philox._philox_of_ints([c * ones for c in counter], key, ones)
+    assert [word & 0xFFFFFFFF * ones for word in got] == [word * ones for word in words]
     assert slow_philox(counter, key) == words
 
 
@@ -124,8 +127,9 @@ def test_each_element_has_the_numbers_of_its_global_index(part: Part, monkeypatc
         F16: [(w >> 21) * 2.0**-11 for (w,) in short],
         F64: [(w << 21 | v >> 11) * 2.0**-53 for w, v in long],
     }
-    for chunk in (philox._ON_CPU, 3):
+    for chunk, few in ((philox._ON_CPU, philox._FEW), (philox._ON_CPU, 0), (3, 0)):
         monkeypatch.setattr(philox, "_ON_CPU", chunk)
+        monkeypatch.setattr(philox, "_FEW", few)
         for dtype, numbers in wanted.items():
             got = philox.uniform(stream, part, dtype)
             assert got.dtype == philox.wide(dtype)
@@ -177,16 +181,70 @@ def test_normal_and_exponential_numbers_are_those_of_their_formulas(part: Part) 
     )
 
 
+ALL = {
+    "uniform": lambda stream, part, dtype: philox.uniform(stream, part, dtype),
+    "normal": lambda stream, part, dtype: philox.normal(stream, part, dtype),
+    "exponential": lambda stream, part, dtype: philox.exponential(stream, part, dtype),
+    "integers": lambda stream, part, dtype: philox.integers(stream, part, -7, 1000),
+    "below": lambda stream, part, dtype: philox.below(stream, part, 0.7),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_few_numbers_and_many_have_the_same_bits_and_memory_of_their_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever way their words are made, under modes and transforms that see each operation, and in chunks."""
+    stream = Stream(KEY, DRAW, ATTEMPT, CPU)
+    for dtype, part in itertools.product((F32, F64, BF16), PARTS):
+        few = ALL[name](stream, part, dtype)
+        assert few.is_contiguous()
+        assert few._base is None
+        assert few.untyped_storage().nbytes() == few.nbytes
+        with monkeypatch.context() as patch:
+            patch.setattr(philox, "_FEW", 0)
+            many = ALL[name](stream, part, dtype)
+            patch.setattr(philox, "plain_now", lambda: False)
+            seen = ALL[name](stream, part, dtype)
+        for other in (many, seen):
+            assert other.dtype == few.dtype
+            assert other.flatten().view(torch.uint8).equal(few.flatten().view(torch.uint8))
+
+
+# Of a known key, as this library has drawn them ever since: sums of the bits of 1000 numbers.
+BITS = {
+    ("uniform", F32): 53469371,
+    ("uniform", F64): 130468551,
+    ("normal", F32): 63059040,
+    ("normal", F64): 138240019,
+    ("exponential", F32): 54621759,
+    ("exponential", F64): 126278762,
+    ("integers", F32): 16751339,
+    ("integers", F64): 16751339,
+    ("below", F32): 88059,
+    ("below", F64): 88059,
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_numbers_of_a_seed_stay_what_they_were(name: str) -> None:
+    stream, part = Stream(KEY, DRAW, ATTEMPT, CPU), Part((1000,), (2000,), (1000,))
+    for dtype in (F32, F64):
+        y = ALL[name](stream, part, dtype).contiguous()
+        assert int(y.view(torch.uint8).long().mul(torch.arange(y.nbytes) % 251 + 1).sum()) == BITS[name, dtype]
+
+
 def test_logarithm_and_circle_to_the_ends_of_their_ranges() -> None:
     for form, tolerance in ((philox._DOUBLE, 1e-14), (philox._SINGLE, 3e-7)):
         x = torch.cat(
             [torch.logspace(-19, 0, 999, base=10.0, dtype=F64), 1 - torch.logspace(-9, 0, 99, dtype=F64)[:-1]]
         )
         x = x.to(form.dtype)
-        assert_close(philox._log(x, form).double(), x.double().log(), rtol=tolerance, atol=tolerance)
+        assert_close(philox._log(x, 0, form, 1.0).double(), x.double().log(), rtol=tolerance, atol=tolerance)
+        assert torch.equal(philox._log(x * 2.0**5, 5, form, -2.0), philox._log(x, 0, form, 1.0) * -2)
         angle = torch.linspace(-math.pi / 2, math.pi / 2, 999, dtype=form.dtype)
-        sine = philox._polynomial(angle * angle, form.sine) * angle
-        cosine = philox._polynomial(angle * angle, form.cosine)
+        cosine, sine = philox._cosine_and_sine((angle * angle)[None], form)
+        sine = sine * angle
         assert_close(sine.double(), angle.double().sin(), rtol=tolerance, atol=tolerance)
         assert_close(cosine.double(), angle.double().cos(), rtol=tolerance, atol=tolerance)
 

@@ -660,6 +660,14 @@ def test_name_out_of_graphs() -> None:
     assert seen == [False, False]
 
 
+def test_name_plain_now() -> None:
+    assert _torch.plain_now()
+    with FakeTensorMode():
+        assert not _torch.plain_now()
+    assert not vmap(lambda x: x + _torch.plain_now())(torch.zeros(2)).any()
+    assert _torch.plain_now()
+
+
 def test_name_outside_transforms() -> None:
     kept: list[Tensor] = []
 

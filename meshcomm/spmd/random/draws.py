@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -79,6 +80,7 @@ class Draws(TorchFunctionMode):
         """``handler_of`` gives what takes the place of a random function, and None for others."""
         super().__init__()
         self.cut, self.key, self.handler_of = cut, key, handler_of
+        self._parts: dict[tuple[int, ...], Part] = {}
         self.count = 0
         self.forks = forks_open()
         self.source: FrameType | None = None  # who has called the function that is being replaced
@@ -134,20 +136,37 @@ class Draws(TorchFunctionMode):
     ) -> Any:
         """A tensor of this shape, made of the numbers of the next draw; no mode sees how."""
         with _torch.without_modes(), torch.no_grad():
-            part = self.cut.part(shape, func)
-            y = make(self.stream(with_doubles(device)), part)
-            return y.to(device)
+            return self.made(func, shape, device, make)
+
+    def made(
+        self, func: Any, shape: Sequence[int], device: torch.device, make: Callable[[Stream, Part], Tensor]
+    ) -> Tensor:
+        """The same, for who has seen to that."""
+        part = self.part(shape, func)
+        y = make(self.stream(with_doubles(device)), part)
+        return y.to(device)
+
+    def part(self, shape: Sequence[int], func: Any) -> Part:
+        """Which part of a global tensor this rank draws, given the shape of that part."""
+        key = tuple(shape)
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = self.cut.part(key, func)
+        return found
 
     def __exit__(self, *exc: Any) -> None:
         self.repeating = None
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
+_CHECKPOINT = vars(torch.utils.checkpoint)
+
+
 def _checkpoints(frame: FrameType | None) -> int:
     """How many frames of torch.utils.checkpoint have led here."""
     count = 0
     while frame is not None:
-        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        count += frame.f_globals is _CHECKPOINT
         frame = frame.f_back
     return count
 

@@ -102,9 +102,19 @@ def _float(func: Any, dtype: torch.dtype) -> None:
 
 def _form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """An empty tensor such as ``func`` would give: torch reads the arguments."""
-    with _torch.without_modes(), torch.no_grad():
-        form: Tensor = func(*args, **kwargs, device="meta")
+    if func in _FORMS:
+        try:  # for it takes torch 200 µs to say what randn_like would give
+            return _FORMS[func](*args, **kwargs, device="meta")
+        except (TypeError, RuntimeError):
+            pass  # and says what is wrong
+    form: Tensor = func(*args, **kwargs, device="meta")
     return form
+
+
+_FORMS: dict[Any, Callable[..., Tensor]] = {
+    torch.rand: torch.empty, torch.rand_like: torch.empty_like, torch.randn: torch.empty,
+    torch.randn_like: torch.empty_like, torch.normal: lambda mean, std, size, **kwargs: torch.empty(size, **kwargs),
+}  # fmt: skip
 
 
 def _new(
@@ -118,14 +128,15 @@ def _new(
         given, kwargs = out.device, kwargs | {"dtype": out.dtype}
     elif given is None:
         given = torch.get_default_device() if like is None else like.device
-    form = _form(func, args, kwargs)
-    if not integers:
-        _float(func, form.dtype)
-    y = draws.draw(func, form.shape, torch.device(given), lambda stream, part: make(stream, part, form.dtype))
     with _torch.without_modes(), torch.no_grad():
-        if out is None:
-            out = torch.empty_like(form, device=given, pin_memory=pinned)
-        y = out.resize_(form.shape).copy_(y)
+        form = _form(func, args, kwargs)
+        if not integers:
+            _float(func, form.dtype)
+        y = draws.made(func, form.shape, torch.device(given), lambda stream, part: make(stream, part, form.dtype))
+        if out is not None:
+            y = out.resize_(form.shape).copy_(y)
+        elif pinned or y.dtype != form.dtype or not form.is_contiguous():
+            y = torch.empty_like(form, device=given, pin_memory=pinned).copy_(y)
     return noted_as_drawn(y.requires_grad_(requires_grad) if requires_grad else y)
 
 
@@ -352,7 +363,7 @@ def _init_normal(draws: Draws, func: Any, /, tensor: Tensor, mean: float = 0.0, 
 def _init_kaiming(
     draws: Draws, func: Any, /, tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu"
 ) -> Tensor:
-    whole = draws.cut.part(tensor.shape, func).whole
+    whole = draws.part(tensor.shape, func).whole
     if len(whole) < 2 or mode.lower() not in ("fan_in", "fan_out"):
         got = f"x {shape_text(tensor.dtype, tensor.shape)}; mode={mode!r}"
         fail(WHERE, "nn.init.kaiming_uniform_ goes by a fan.", got=got, fix="two dims or more; 'fan_in' or 'fan_out'")
@@ -367,7 +378,7 @@ def _size(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The global tensor's shape, where nn.init asks a part for its own to get the fans."""
     if not draws.in_init("calculate_fan"):
         return func(*args, **kwargs)
-    whole = torch.Size(draws.cut.part(tuple(args[0].shape), nn.init.xavier_uniform_).whole)
+    whole = torch.Size(draws.part(args[0].shape, nn.init.xavier_uniform_).whole)
     return whole[args[1]] if len(args) > 1 else whole
 
 
