@@ -6,7 +6,7 @@ n = size of the axis, p = number of elements of all parameters, u = of the large
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -150,16 +150,12 @@ def fully_shard(
     checked_mean(where, grads, ax.mesh, mean_over)
     if not check.whole_number(prefetch) or prefetch < 0:
         fail(where, f"prefetch={prefetch!r} is not a number of units.", fix="0 or more")
-    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            fail(where, f"{name}={dtype!r} is not a floating dtype.", fix="such as torch.bfloat16")
-    for name, flag in (("regather", regather), ("offload", offload), ("sync", sync)):
-        if not isinstance(flag, bool):
-            fail(where, f"{name}={flag!r} is not a bool.", fix="True or False")
     kept_whole = () if isinstance(whole, bool) else whole
-    for name, patterns in (("ignore", ignore), ("methods", methods), ("whole", kept_whole)):
-        if isinstance(patterns, str) or not isinstance(patterns, Collection):
-            fail(where, f"{name}={patterns!r} is not a list of patterns.", fix="such as ['*.bias']")
+    _checked_kinds(
+        {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype},
+        {"regather": regather, "offload": offload, "sync": sync},
+        {"ignore": ignore, "methods": methods, "whole": kept_whole},
+    )
     if init is not None and not callable(init):
         fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
     refuse_copies(where, module, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
@@ -201,6 +197,19 @@ def fully_shard(
     mark_states(module)
     owner.mean = mean_of(module, grads, ax.mesh, tuple(over.name for over in policy.axes), mean_over)
     return module
+
+
+def _checked_kinds(dtypes: Mapping[str, object], flags: Mapping[str, object], lists: Mapping[str, object]) -> None:
+    """Options are what their names say."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            fail("fully_shard", f"{name}={dtype!r} is not a floating dtype.", fix="such as torch.bfloat16")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            fail("fully_shard", f"{name}={flag!r} is not a bool.", fix="True or False")
+    for name, patterns in lists.items():
+        if isinstance(patterns, str) or not isinstance(patterns, Collection):
+            fail("fully_shard", f"{name}={patterns!r} is not a list of patterns.", fix="such as ['*.bias']")
 
 
 # ----------------------------------------------------------------------------------------------------- what is whose

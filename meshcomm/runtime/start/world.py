@@ -200,7 +200,7 @@ def init(
     request = Request(launcher, backend, init_method, rank, world_size, store, port, limit, guard)
     with _lock:
         current()  # Forgets a group that its owner has destroyed meanwhile.
-        if _state is not None and not (_state.world is None and _adoptable()):
+        if _state is not None and (_state.world is not None or not dist.is_initialized()):
             _same_or_fail(_state, request)
         else:
             _begin(request)
@@ -246,11 +246,6 @@ def _begin(request: Request) -> None:
     else:
         devices.choose_backend(request.backend)
         _state = _State(request)
-
-
-def _adoptable() -> bool:
-    """A plain process in which a process group has been initialised since."""
-    return dist.is_initialized() and (_state is None or _state.world is None)
 
 
 def _same_or_fail(state: _State, request: Request) -> None:

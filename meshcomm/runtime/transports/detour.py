@@ -26,6 +26,15 @@ def lacks_a_way(config: str) -> bool:
     return "cpu" not in kinds or (here is not None and here.type not in kinds)
 
 
+def _by_way_of(name: str) -> Any:
+    """The primitive of the link after this one, on a tensor that is moved."""
+
+    def primitive(self: DetouredLink, x: Tensor, *args: Any) -> Any:
+        return self._back(getattr(super(DetouredLink, self), name)(self._there(x), *args), x)
+
+    return primitive
+
+
 class DetouredLink(ProcessLink):
     """Every primitive, with a tensor that is moved and back where it must be; before another link, if it is not to be
     made of messages.
@@ -64,41 +73,15 @@ class DetouredLink(ProcessLink):
         """A tensor that is moved is copied."""
         return self._way(x.device) != x.device or super().copies(name, x)
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """By way of."""
-        return self._back(super().all_reduce(self._there(x), op), x)
-
-    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
-        """By way of."""
-        return self._back(super().all_reduce_own(self._there(x), op), x)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """By way of."""
-        return self._back(super().all_gather(self._there(x)), x)
-
-    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
-        """By way of."""
-        return self._back(super().reduce_scatter(self._there(x), op), x)
-
-    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
-        """By way of."""
-        return self._back(super().all_to_all(self._there(x), send, recv), x)
-
-    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
-        """By way of."""
-        return self._back(super().permute(self._there(x), source, destination), x)
-
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """By way of."""
-        return self._back(super().broadcast(self._there(x), src), x)
-
-    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
-        """By way of."""
-        return self._back(super().reduce(self._there(x), op, dst), x)
-
-    def gather(self, x: Tensor, dst: int) -> Tensor | None:
-        """By way of."""
-        return self._back(super().gather(self._there(x), dst), x)
+    all_reduce = _by_way_of("all_reduce")
+    all_reduce_own = _by_way_of("all_reduce_own")
+    all_gather = _by_way_of("all_gather")
+    reduce_scatter = _by_way_of("reduce_scatter")
+    all_to_all = _by_way_of("all_to_all")
+    permute = _by_way_of("permute")
+    broadcast = _by_way_of("broadcast")
+    reduce = _by_way_of("reduce")
+    gather = _by_way_of("gather")
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """By way of."""

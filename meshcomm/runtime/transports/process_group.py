@@ -239,18 +239,15 @@ class ProcessLink(GroupLink):
         if self.size > 2 and rows.numel() * rows.element_size() <= _SMALL:
             return then(self._all_to_all_same(x), lambda out: out.view_as(rows))
         rows[self.index].copy_(x)
-        return self._swap_rows(rows)
+        return self._end(self._begin(*self._row_messages(rows.unbind()), self._tag()), rows)
 
     def _all_to_all_same(self, x: Tensor) -> Tensor:
         """``x`` to everybody: one call of the backend, which wakes this thread once, for more copying."""
         runs = [x.numel()] * self.size
         return self._all_to_all(x.repeat(self.size), runs, runs)
 
-    def _swap_rows(self, rows: Tensor) -> Tensor:
-        """Send the own row to everybody and receive the others'."""
-        return self._end(self._begin(*self._row_messages(rows.unbind()), self._tag()), rows)
-
     def _row_messages(self, rows: Sequence[Tensor]) -> tuple[list[Message], list[Message]]:
+        """The own row to everybody, the others' from them."""
         around = [(self.index + step) % self.size for step in range(1, self.size)]
         return [(rows[self.index], other) for other in around], [(rows[other], other) for other in around]
 

@@ -75,17 +75,8 @@ class Call(Entry):
         "_segments",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        link: Caller,
-        mail: Mail,
-        meaning: Meaning,
-        count: int,
-        root: int,
-        record: Record,
-        watch: Watch | None = None,
-    ) -> None:
-        super().__init__(link, mail, meaning, count, root, record, watch)
+    def prepare(self) -> None:
+        """For what it waits for and reads."""
         self._entries: dict[int, list[int]] = {}
         self._decided = self._odd = False  # under guard: whether all read, or none does
         self._fill: Fill | None = None

@@ -16,7 +16,7 @@ from meshcomm.runtime.call import told
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.process.boxes import ENTRIES
+from meshcomm.runtime.process.boxes import ENTRIES, HERE
 from meshcomm.runtime.process.lending import TABLE, Segment
 from meshcomm.runtime.recorder import Log, Record
 from meshcomm.runtime.transports.shared.lexicon import Meaning
@@ -123,6 +123,10 @@ class Entry:
         self._own: Tensor | None = None
         self._tables: dict[int, Sequence[int]] = {}
         self._over = False
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What a call needs beside its entry."""
 
     def post(
         self,
@@ -275,6 +279,21 @@ class Entry:
         boxes = {i: self.mail.box(i) for i in self.mail.others}
         came = [i for i, box in boxes.items() if box is not None and box.cells[box.at(self.number)] >= self.number]
         return came, {i: last_said(box) for i, box in boxes.items() if i not in came}
+
+    def gone_among(self, missing: Sequence[int]) -> dict[int, str]:
+        """Who of these will not come, and why."""
+        mail, gone = self.mail, {}
+        for i in missing:
+            box, neighbour = mail.box(i), mail.neighbours[i]
+            assert neighbour is not None
+            who = f"rank {self.link.ranks[i]}, process {neighbour.pid}"
+            ended = neighbour.is_gone()
+            if ended or (box is not None and box.state() != HERE):
+                why = peers.reason(self.link.ranks[i])
+                # Who has said why has left, whether or not its process has come to its end meanwhile.
+                how = "has ended" if ended and not why else peers.LEFT
+                gone[i] = f"index {i} {how} ({who})" + (f": {why}" if why else "")
+        return gone
 
     def expire(self, missing: list[int]) -> NoReturn:
         """The mesh's time is up."""

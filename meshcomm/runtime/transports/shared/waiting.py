@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 from meshcomm.runtime.health import peers
-from meshcomm.runtime.process.boxes import HERE, Box
-from meshcomm.runtime.process.neighbours import Neighbour
 
 __all__ = ["Wait"]
 
@@ -20,38 +18,14 @@ _ALIVE = 0.05
 """Seconds between looks at whether the others are alive."""
 
 
-class _Group(Protocol):
-    """Which ranks there are."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """By index."""
-
-
-class _Near(Protocol):
-    """What is seen of them."""
-
-    @property
-    def neighbours(self) -> tuple[Neighbour | None, ...]:
-        """Their processes."""
-
-    def box(self, index: int) -> Box | None:
-        """The mailbox of one, once it has made it."""
-
-
 class Waiting(Protocol):
     """A call that waits."""
 
-    @property
-    def link(self) -> _Group:
-        """Its group."""
-
-    @property
-    def mail(self) -> _Near:
-        """The mailboxes of that."""
+    def gone_among(self, missing: Sequence[int]) -> dict[int, str]:
+        """Who of these will not come, and why."""
 
     def fail(self, what: str) -> NoReturn:
-        """One of the others is gone."""
+        """One of them is gone."""
 
     def expire(self, missing: list[int]) -> NoReturn:
         """Time is up."""
@@ -82,19 +56,9 @@ class Wait:
         now = time.monotonic()
         if now > self._next:
             self._next = now + _ALIVE
-            (self._sees or self._see)(missing)
+            if self._sees is not None:
+                self._sees(missing)
+            else:
+                self._gone |= self._call.gone_among(missing)
         if self._end is not None and now > self._end:
             self._call.expire(list(missing))
-
-    def _see(self, missing: Sequence[int]) -> None:
-        mail = self._call.mail
-        for i in missing:
-            box, neighbour = mail.box(i), mail.neighbours[i]
-            assert neighbour is not None
-            who = f"rank {self._call.link.ranks[i]}, process {neighbour.pid}"
-            ended = neighbour.is_gone()
-            if ended or (box is not None and box.state() != HERE):
-                why = peers.reason(self._call.link.ranks[i])
-                # Who has said why has left, whether or not its process has come to its end meanwhile.
-                how = "has ended" if ended and not why else peers.LEFT
-                self._gone[i] = f"index {i} {how} ({who})" + (f": {why}" if why else "")
