@@ -313,10 +313,12 @@ class Mesh:
         """The axis of this name, or of these names as one, for the rank that asks; ``where`` names the caller in
         errors.
         """
-        rank = _ranks.rank
         try:
             # Outside a launch, and on meshes that are not of one, the axes are the mesh's own.
-            return self._axes[name] if rank is None or not self.in_process else rank.axes[self, name]
+            if not self.in_process or (rank := _ranks.rank) is None:
+                return self._axes[name]
+            found: Axis = rank.axes[self, name]
+            return found
         except (KeyError, TypeError):
             return self._find(name, where)
 

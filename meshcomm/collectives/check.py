@@ -22,6 +22,7 @@ __all__ = [
     "exact", "explain", "mesh_of", "no_gradient", "own", "reducible", "slices", "tensor", "total", "whole_number",
 ]  # fmt: skip
 
+_STRIDED = torch.strided
 _INTS = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
@@ -83,7 +84,7 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
     kind = type(x)
     if kind is not Tensor and kind is not Parameter:
         _odd_tensor(where, x, axis, name)
-    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+    if x.layout is not _STRIDED or x.is_nested or x.is_quantized:
         form = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
         fix = {"nested": "torch.nested.to_padded_tensor", "quantized": ".dequantize()"}.get(str(form), ".to_dense()")
         explain(where, f"{name} is a {form} tensor.", axis, fix=f"make it dense first: {fix}")
@@ -173,6 +174,8 @@ def checked_dim(where: str, x: Tensor, dim: int, axis: Axis, name: str = "dim") 
 
 def checked_index(where: str, value: int, axis: Axis, name: str) -> int:
     """An index along the axis."""
+    if type(value) is int and 0 <= value < axis.size:
+        return value
     if not whole_number(value) or not 0 <= value < axis.size:
         explain(
             where,
@@ -198,10 +201,12 @@ def even(where: str, x: Tensor, dim: int, axis: Axis, extra: str = ", or pass si
 
 def slices(where: str, x: Tensor, dim: int, sizes: Sequence[int] | None, axis: Axis) -> int:
     """``dim`` of x, counted from the front, can be cut into the ranks' slices."""
+    if sizes is None and type(dim) is int and 0 <= dim < x.ndim and not x.shape[dim] % axis.size:
+        return dim
     place = checked_dim(where, x, dim, axis)
     if sizes is not None:
         total(where, x, place, sizes, axis)
-    elif x.shape[place] % axis.size:
+    else:
         even(where, x, place, axis)
     return place
 
@@ -260,6 +265,25 @@ def own(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, name:
 
 def checked_perm(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tuple[tuple[int, int], ...]:
     """Pairs of indices along the axis, with no source and no destination twice, in one order on all ranks."""
+    if not isinstance(perm, (list, tuple)) or torch.compiler.is_compiling():
+        return _looked_at(where, perm, axis)
+    try:  # True is 1 to a dict
+        key = axis.size, *perm, *map(type, itertools.chain.from_iterable(perm))
+        if (known := _perms.get(key)) is not None:
+            return known
+    except TypeError:
+        return _looked_at(where, perm, axis)
+    if len(_perms) >= _MOST_PERMS:
+        _perms.clear()
+    _perms[key] = _looked_at(where, perm, axis)
+    return _perms[key]
+
+
+_MOST_PERMS = 100
+_perms: dict[Any, tuple[tuple[int, int], ...]] = {}
+
+
+def _looked_at(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tuple[tuple[int, int], ...]:
     fix = "perm is a list of (source, destination) indices along the axis"
     fix += ": list(perm.items())" if isinstance(perm, Mapping) else ""
     try:  # of pairs without end the first that are too many tell enough

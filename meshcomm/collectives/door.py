@@ -26,7 +26,7 @@ from meshcomm.watch import here
 from meshcomm.work import Kind, Limit, begun, kind_of
 
 __all__ = [
-    "Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "as_given", "aside", "by_elements",
+    "Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside", "by_elements",
     "carried", "kept", "made", "started",
 ]  # fmt: skip
 
@@ -96,7 +96,7 @@ def carried(
     rule: Rule,
     x: Any,
     axis: Axis,
-    fits: Callable[..., Params],
+    fits: Callable[..., Params] | None,
     given: tuple[Any, ...],
     bucket_mb: float,
     async_op: bool | Limit,
@@ -112,6 +112,7 @@ def carried(
         x: the tensor or the pytree.
         axis: over which.
         fits: ``fits(tensor, axis, *given)`` is what the rule is given beside it; raises for one that it cannot take.
+            None: it takes any, with what was given.
         given: what the user gave beside x; those that are dims first, in the order of the Op's.
         bucket_mb: the MiB of the leaves that go together.
         async_op: whether to give a Work, or within which limit to wait.
@@ -124,11 +125,11 @@ def carried(
     if isinstance(x, Tensor):
         check.tensor(where, x, axis)
         own = x if shaped is None else shaped(x)
-        params = fits(own, axis, *given)
+        params = given if fits is None else fits(own, axis, *given)
         return started(rule, own, axis, params, async_op, x) if async_op else apply(rule, own, axis, params)
 
     def params_of(leaf: Tensor) -> Params:
-        return fits(leaf if shaped is None else shaped(leaf), axis, *given)
+        return given if fits is None else fits(leaf if shaped is None else shaped(leaf), axis, *given)
 
     dims = dict(zip(rule.op.dims, given, strict=False))
     run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
@@ -152,11 +153,6 @@ def carried(
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
     return _handed(where, axis, None, tree, async_op) if async_op else tree
-
-
-def as_given(x: Tensor, axis: Axis, *given: Any) -> Params:
-    """``fits`` of what any tensor does."""
-    return given
 
 
 def by_elements(axis: Axis, *given: Any) -> tuple[Params, Rows]:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from meshcomm.collectives import check
 from meshcomm.collectives.buckets import Rows
-from meshcomm.collectives.door import LaterOfTree, NowOfTree, as_given, aside, by_elements, carried
+from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, by_elements, carried
 from meshcomm.collectives.gather import cut_in_rows, cut_rows, join_rows, slice_shape
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -65,13 +65,19 @@ def _run_all_to_all(
 
 
 def _run_permute(x: Tensor, axis: Axis, perm: Perm) -> Tensor:
-    source = next((src for src, dst in perm if dst == axis.index), None)
-    destination = next((dst for src, dst in perm if src == axis.index), None)
+    source = destination = None
+    for src, dst in perm:
+        if dst == axis.index:
+            source = src
+        if src == axis.index:
+            destination = dst
     return axis.link.permute(_of_this_call(x, axis, perm), source, destination)
 
 
 def _run_shift(x: Tensor, axis: Axis, offset: int, wrap: bool) -> Tensor:
     source, destination = axis.index - offset, axis.index + offset
+    if wrap and not axis.is_traced:
+        return axis.link.permute(x, source % axis.size, destination % axis.size)
     inside = range(axis.size)
     if axis.is_traced:
         pairs = ((i, (i + offset) % axis.size if wrap else i + offset) for i in inside)
@@ -332,7 +338,7 @@ def permute(
         return aside(permute, x, axis, perm, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("permute", axis, mesh)
     params = (check.checked_perm("permute", perm, ax),)
-    return carried(_PERMUTE, x, ax, as_given, params, bucket_mb, async_op, by_elements)
+    return carried(_PERMUTE, x, ax, None, params, bucket_mb, async_op, by_elements)
 
 
 @overload
@@ -399,4 +405,4 @@ def shift(
         check.explain("shift", f"offset={offset!r} is not an int.", ax, fix="how far, of either sign")
     if not isinstance(wrap, bool):
         check.explain("shift", f"wrap={wrap!r} is not a bool.", ax, fix="True or False")
-    return carried(_SHIFT, x, ax, as_given, (int(offset), wrap), bucket_mb, async_op, by_elements)
+    return carried(_SHIFT, x, ax, None, (int(offset), wrap), bucket_mb, async_op, by_elements)

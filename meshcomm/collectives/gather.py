@@ -30,6 +30,8 @@ __all__ = [
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
+_SMALL = 2**15
+"""Elements that one thread copies as fast as several."""
 
 
 # ------------------------------------------------------------------------------------------------------ the rules
@@ -66,9 +68,12 @@ def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
         if axis.is_traced:  # the same graph on every rank
             places = axis.index_tensor.to(x.device) * length + torch.arange(length, device=x.device)
             return x.index_select(dim, places)
-        return x.narrow(dim, axis.index * length, length).clone(memory_format=torch.contiguous_format)
-    start = sum(sizes[: axis.index])
-    return x.narrow(dim, start, sizes[axis.index]).clone(memory_format=torch.contiguous_format)
+        start = axis.index * length
+        if x.is_contiguous() and x.numel() <= _SMALL:
+            return x.narrow_copy(dim, start, length)  # one operation, on one thread, of what is dense
+    else:
+        start, length = sum(sizes[: axis.index]), sizes[axis.index]
+    return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
 ALL_GATHER = Op(

@@ -20,7 +20,6 @@ from meshcomm.collectives.door import (
     LaterOfTree,
     NowOfLocal,
     NowOfTree,
-    as_given,
     aside,
     by_elements,
     carried,
@@ -121,8 +120,11 @@ def _push_reduce_scatter(t: Tensor, axis: Axis, x: Tensor, y: Tensor, dim: int, 
 
 
 def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
+    varied = _vary(g, axis)
+    if not (axis.is_traced or torch.is_grad_enabled()):
+        return varied if axis.index == src else torch.zeros_like(varied)
     # A condition on a tensor, so that all ranks have the same graph.
-    return torch.where(axis.index_tensor.to(g.device) == src, _vary(g, axis), 0)
+    return torch.where(axis.index_tensor.to(g.device) == src, varied, 0)
 
 
 def _run_sum_of(x: Tensor, axis: Axis, op: str, whose: Whose) -> Tensor:
@@ -329,10 +331,11 @@ def all_reduce(
     if here.watcher is not None or timeout is not None:
         return aside(all_reduce, x, axis, op, exact, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("all_reduce", axis, mesh)
-    rule = _ALL_REDUCE_CURVED if op in _CURVED else _ALL_REDUCE
+    rule = _ALL_REDUCE if op == "sum" or op not in _CURVED else _ALL_REDUCE_CURVED
     if isinstance(x, Tensor):  # the one that is called most, at no call more than needed
         check.tensor("all_reduce", x, ax)
-        params = _reduced(x, ax, op, exact)
+        check.reducible("all_reduce", x, op, ax)
+        params = _reduced(x, ax, op, exact) if exact else (op,)
         return started(rule, x, ax, params, async_op) if async_op else apply(rule, x, ax, params)
     return carried(rule, x, ax, _reduced, (op, exact), bucket_mb, async_op, _reduced_elements)
 
@@ -504,7 +507,7 @@ def broadcast(
         return aside(broadcast, x, axis, src, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("broadcast", axis, mesh)
     params = (check.checked_index("broadcast", src, ax, "src"),)
-    return carried(_BROADCAST, x, ax, as_given, params, bucket_mb, async_op, by_elements)
+    return carried(_BROADCAST, x, ax, None, params, bucket_mb, async_op, by_elements)
 
 
 @torch.no_grad()

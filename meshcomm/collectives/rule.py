@@ -151,9 +151,12 @@ def rule_named(name: str) -> Rule:
     return _rules[name]
 
 
+_is_compiling = torch.compiler.is_compiling
+
+
 def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Described = ()) -> Tensor:
     """Run ``rule`` on ``x`` in the way that the moment calls for. ``tree``: of which ``x`` is made."""
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return _compiled(rule, x, axis, params)
     if functorch_active() or dual_level_open():
         return rule.function(x, axis, params, tree)  # type: ignore[no-any-return]

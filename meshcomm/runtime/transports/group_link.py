@@ -265,7 +265,7 @@ def _direct_in(log: Log) -> Callable[..., Tensor]:
         shape = x.shape
         record: Record = [number(), what, op, x.dtype, shape, now(), None, None, root, thread()]
         keep(record)
-        if 0 not in shape:
+        if x.numel():
             try:
                 if queued:
                     begin_all()

@@ -144,7 +144,7 @@ class ProcessLink(GroupLink):
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The same."""
-        if not self._as_it_lies(x, _MOVED):
+        if not x.is_contiguous() or x.dtype not in _MOVED or (self._on_gloo and x.is_cpu):
             return self._broadcast_packed(x, src)
         y = x.clone() if self.index == src else torch.empty_like(x)
         return self._direct(self, "broadcast", "", x, src, y, self.group.broadcast, [y], _from(src)[told.later])
