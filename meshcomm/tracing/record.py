@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from meshcomm._torch import backward_pass
 from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, messages_of, told
-from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.callsite import CallSite, call_site, in_backward
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.tracing.event import TraceEvent, bytes_of
@@ -36,17 +35,16 @@ class Record:
     )  # fmt: skip
 
     def __init__(self, axis: _Place, what: Running) -> None:
-        x, (send, recv) = what.x, map(tuple, what.runs)
-        self._axis, self._primitive = axis, what.name
-        self._call = what.call._replace(axis=None)
-        if send or what.name == "exchange":
-            self._call = self._call._replace(messages=messages_of(*what.messages), send=send, recv=recv)
+        name, x = what.name, what.x
+        send, recv = map(tuple, what.runs) if name == "all_to_all" else ((), ())
+        messages = messages_of(*what.messages) if name == "exchange" else ((), ())
+        self._axis, self._primitive, self._call = axis, name, what.call.apart(send, recv, messages)
         self._dtype = None if x is None else x.dtype
-        self._shape: tuple[int, ...] = () if x is None else tuple(x.shape)
+        self._shape: tuple[int, ...] = () if x is None else x.shape
         self._bytes = bytes_of(what, axis.size, axis.index)
         self.asynchronous = what.asynchronous and not told.waits
-        self.backward = backward_pass() != -1
-        self.site = _site()
+        self.backward = in_backward()
+        self.site = _site(self.backward)
         self.waited = 0
         self.returned: int | None = None
         self.ended: int | None = None
@@ -65,7 +63,7 @@ class Record:
         return TraceEvent(
             operation=self._call.what, called=self._call.text, primitive=self._primitive,
             axis=axis.name, size=axis.size, rank=axis.rank, place=axis.place,
-            dtype=self._dtype, shape=self._shape, payload=self._bytes[0], wire=self._bytes[1],
+            dtype=self._dtype, shape=tuple(self._shape), payload=self._bytes[0], wire=self._bytes[1],
             site=self.site, backward=self.backward, asynchronous=self.asynchronous,
             start=(self.began - origin) / _SECOND,
             issue=None if self.returned is None else (self.returned - self.began) / _SECOND,
@@ -96,7 +94,7 @@ class Recorder(Hook):
         if call.needs_grad:
             node = sys._getframe(3).f_locals.get("ctx")
             if isinstance(node, torch.autograd.function.FunctionCtx):
-                node.call_site = _site()  # type: ignore[attr-defined]
+                node.call_site = _site(in_backward())  # type: ignore[attr-defined]
 
     def run(self, what: Running) -> Any:
         """Record it, and when it has ended."""
@@ -191,11 +189,11 @@ def detach(axis: Axis, records: list[Record]) -> None:
 # ---------------------------------------------------------------------------------------------------- call sites
 
 
-def _site() -> CallSite | None:
+def _site(backward: bool) -> CallSite | None:
     """The user's line that a primitive is due to: that of the node which autograd is running, if it is known; else of
     this call.
     """
-    for frame in _library_frames() if backward_pass() != -1 else ():
+    for frame in _library_frames() if backward else ():
         if frame.f_code.co_name == "backward" and frame.f_code.co_filename.startswith(_PACKAGE):
             left: CallSite | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
             if left is not None:

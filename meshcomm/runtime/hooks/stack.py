@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshcomm.runtime.call import Call, Post, Want, for_later, told
+from meshcomm.runtime.pending import then
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
@@ -185,15 +186,26 @@ def _with_hooks(kind: Any) -> type:
     def takes_parts(self: Any, device: torch.device, dtype: torch.dtype) -> bool:
         return not self.hooks.compare and kind.takes_parts(self, device, dtype)
 
+    # What a transport does in a way of its own in place of a primitive, hooks see as that.
     sums = _hooked("all_reduce", lambda self, x, _: kind.sum_parts(self, x))
+    scatters = _hooked("reduce_scatter", lambda self, rows, op: kind.scatter_flat(self, rows.flatten(0, 1), op))
+    swaps = _hooked("all_to_all", lambda self, x, *_: kind.swap_flat(self, x))
 
     def sum_parts(self: Any, x: Parts) -> Any:
         return sums(self, x, "sum")
 
+    def scatter_flat(self: Any, x: torch.Tensor, op: str) -> Any:
+        return scatters(self, x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:]), op)
+
+    def swap_flat(self: Any, x: torch.Tensor) -> Any:
+        runs, shape = (x.numel() // self.size,) * self.size, x.shape
+        return then(swaps(self, x.reshape(-1), runs, runs), lambda got: got.view(shape))
+
     more: dict[str, Any] = {"announce": announce, "refuse": refuse, "copies": copies}
     more |= {"takes_parts": takes_parts, "sum_parts": sum_parts}
+    more |= {"scatter_flat": scatter_flat, "swap_flat": swap_flat}
     more["all_reduce_own"] = _hooked("all_reduce", kind.all_reduce_own)
-    more |= {name: vars(Defaults)[name] for name in ("gather_flat", "scatter_flat", "swap_flat")}  # by the primitives
+    more["gather_flat"] = _hooked("all_gather", kind.gather_flat)
     own = {name: _hooked(name, getattr(kind, name)) for name in PRIMITIVES if name != "agree"}  # it is made of others
     more |= {"watched": True, "hears": True, "without_hooks": kind, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**own, **more})
