@@ -112,6 +112,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         serve([*sorted(programs), "warm"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def settled() -> Iterator[None]:
+    """What is left of a file's tests stays too: what torch has imported for them meanwhile."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def serve(modules: list[str]) -> None:
     """Start the server that forks the ranks of pools with what their programs need: imported once, and not by each."""
     context = workers._context()

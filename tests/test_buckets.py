@@ -501,8 +501,9 @@ MOVING = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("bucket_mb", "times"), [(None, 240), (25, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("bucket_mb", "times"), [pytest.param(None, 240, marks=pytest.mark.thorough), (25, 1)], ids=str
+)
 def test_240_small_tensors_go_in_one_collective(run4: Run, bucket_mb: float | None, times: int) -> None:
     for found in run4(small_tensors, bucket_mb):
         assert found == {name: times if name in MOVING else 0 for name in found}

@@ -220,6 +220,7 @@ def interrupted_between(folder: str, name: str) -> list[float]:
     return sorted(set(y.tolist()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["reduce", "gather", "broadcast", "shift"])
 @pytest.mark.parametrize("pool", ["guarded4", "pool4"], ids=["guard", "none"])
 def test_what_was_not_lent_is_not_returned(

@@ -4,6 +4,7 @@ them (docstrings, README, oracle, wrong calls) says the same."""
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +22,13 @@ from meshcomm.runtime.transports.protocol import PRIMITIVES
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "meshcomm").rglob("*.py"))
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 operations()  # imports all
 RULED = {rule.op.name for rule in _rules.values()}
 """The differentiable ones."""
@@ -72,7 +80,7 @@ def test_what_stands_aside_is_given_all_arguments_in_order() -> None:
         node
         for path in MODULES
         if path.parent.name == "collectives"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "aside"
     ]
     assert len(calls) >= 17
@@ -149,18 +157,28 @@ SAYING = {"axis_of": 0, "explain": 0, "begun": 0, "Courier": 0, "Team": 0, "Call
 WORDS = {"a collective", "exchange of objects"}
 
 
-def said(path: Path) -> Iterator[tuple[str, ast.Call]]:
+@functools.cache
+def said(path: Path) -> list[tuple[str, ast.Call]]:
     """The names of public functions by which calls and errors go."""
-    tree = ast.parse(path.read_text())
-    scopes = [(node, constants(tree) | constants(node)) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for scope, known in scopes:
-        for node in ast.walk(scope):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SAYING and node.args:
-                where = node.args[0]
-                if isinstance(where, ast.Constant) and isinstance(where.value, str):
-                    yield where.value, node
-                elif isinstance(where, ast.Name) and where.id in known:
-                    yield known[where.id], node
+    found = []
+    outside = constants(nodes_of(path)[0])
+    for scope in [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]:
+        calls = [
+            node for node in ast.walk(scope) if isinstance(node, ast.Call) and called(node) in SAYING and node.args
+        ]
+        known = outside | constants(scope) if calls else {}
+        for node in calls:
+            where = node.args[0]
+            if isinstance(where, ast.Constant) and isinstance(where.value, str):
+                found.append((where.value, node))
+            elif isinstance(where, ast.Name) and where.id in known:
+                found.append((known[where.id], node))
+    return found
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    return getattr(node.func, "id", "") or getattr(node.func, "attr", "")
 
 
 ELSEWHERE = {"is_main", "convert_batch_norm"}
@@ -177,7 +195,7 @@ def test_every_name_that_stands_in_a_call_is_an_op() -> None:
 def test_what_is_compared_is_what_is_said() -> None:
     for path in MODULES:
         for name, call in said(path):
-            if ast.unparse(call.func).split(".")[-1] in ("Courier", "Team"):
+            if called(call) in ("Courier", "Team"):
                 given = [each.arg for each in call.keywords]
                 assert given in ([], list(ops[name].compared)) or None in given, name
     for name, op in ops.items():
@@ -193,7 +211,7 @@ def test_no_other_list_of_names() -> None:
     for path in MODULES:
         if path.name == "__init__.py" or path.parent.name == "tools":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict)):
                 each = node.keys if isinstance(node, ast.Dict) else node.elts
                 texts = {one.value for one in each if isinstance(one, ast.Constant) and isinstance(one.value, str)}

@@ -186,7 +186,7 @@ def every_value(way: str, n: int) -> None:
         return
     with limits(way):
         # Where there are lengths enough the dtypes take turns, but for the one for which the lengths were chosen.
-        turns = 6 if len(LENGTHS[way]) > 5 else 3 if len(LENGTHS[way]) > 2 else 1
+        turns = 8 if len(LENGTHS[way]) > 5 else 5 if len(LENGTHS[way]) > 2 else 2
         for i, length in enumerate(LENGTHS[way], n):
             for dtype in in_turn(MOVED, i, turns):
                 agree(moved(length, dtype, n), mesh, f"of {length} {dtype}, {way}")
