@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Form", "flatten", "leaves_with_path", "unflatten"]
-
 _DICTS = (dict, OrderedDict, defaultdict)
 _ROWS = (list, tuple, deque, torch.Size)
 

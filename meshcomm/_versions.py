@@ -14,20 +14,6 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-__all__ = [
-    "TESTED",
-    "WITHOUT",
-    "Lack",
-    "Name",
-    "find",
-    "has",
-    "known",
-    "lack",
-    "lacking",
-    "say_if_untested",
-    "untested",
-]
-
 TESTED = ("2.11", "2.13", "2.14", "2.15")
 """With these the whole test suite has passed."""
 

@@ -10,23 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-__all__ = [
-    "CommError",
-    "MeshError",
-    "VaryingError",
-    "described",
-    "fail",
-    "few",
-    "held",
-    "is_held",
-    "likely",
-    "listeners",
-    "names",
-    "raise_alone",
-    "shape_text",
-    "text",
-]
-
 
 class MeshError(ValueError):
     """A call that cannot be right: an unknown axis, a size that does not divide, a wrong dtype, a launch that does

@@ -13,8 +13,6 @@ from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.start.request import duration, switch
 from meshcomm.runtime.transports.threads.scheduler import World, current_rank
 
-__all__ = ["launch"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
-__all__ = ["make_mesh"]
-
 world.on_shutdown(let_go_of_groups)
 _outside = itertools.count()
 

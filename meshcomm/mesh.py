@@ -25,11 +25,6 @@ from meshcomm.runtime.transports.threads import eras
 from meshcomm.runtime.transports.threads.scheduler import carry_over, current_rank
 from meshcomm.runtime.transports.threads.scheduler import local as _ranks
 
-__all__ = [
-    "Axis", "AxisName", "Mesh", "Place", "all_axes", "axes_in", "axis_with_key", "current_mesh", "let_go_of_groups",
-    "mesh_with_key", "on_new_axis", "reads_device_meshes", "use_mesh",
-]  # fmt: skip
-
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or several in order, the first one major."""
 

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Watcher", "drawing", "here", "paused", "watched_by"]
-
 
 class Watcher(Protocol):
     """Knows along which axes each value varies."""

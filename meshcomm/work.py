@@ -27,8 +27,6 @@ from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 from meshcomm.watch import here, paused
 
-__all__ = ["Kind", "Limit", "Source", "Work", "begun", "kind_of", "wait"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 Kind = tuple[torch.dtype, tuple[int, ...]]

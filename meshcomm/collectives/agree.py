@@ -12,8 +12,6 @@ from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.watch import paused
 
-__all__ = ["agree", "begin_to_agree"]
-
 
 def agree(values: Sequence[int], axis: Axis, src: int | None = None, op: str = "") -> list[list[int]]:
     """The numbers of every rank along ``axis``, as many on each, in order of index; with ``src`` those of that index

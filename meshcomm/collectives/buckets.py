@@ -18,8 +18,6 @@ from meshcomm.errors import MeshError
 from meshcomm.mesh import Axis
 from meshcomm.runtime.pending import then_all
 
-__all__ = ["ELEMENTS", "Check", "Rows", "checked_size", "groups_of", "in_buckets", "joined", "leaves_of", "rebuild"]
-
 Check = Callable[[Tensor], object]
 """Raises for a leaf that the collective cannot take."""
 

@@ -17,11 +17,6 @@ from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.transports.exact import MOST_RANKS
 
-__all__ = [
-    "apart", "are_lengths", "axis_of", "checked_dim", "checked_index", "checked_perm", "checked_sizes", "even",
-    "exact", "explain", "mesh_of", "no_gradient", "own", "reducible", "slices", "tensor", "total", "whole_number",
-]  # fmt: skip
-
 _STRIDED = torch.strided
 _INTS = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,

@@ -25,11 +25,6 @@ from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
 from meshcomm.work import Kind, Limit, begun, kind_of
 
-__all__ = [
-    "Later", "LaterOfLocal", "LaterOfTree", "Now", "NowOfLocal", "NowOfTree", "aside", "by_elements",
-    "carried", "kept", "made", "started",
-]  # fmt: skip
-
 
 class Now(TypedDict, total=False):
     """The keywords of a call that gives its result."""

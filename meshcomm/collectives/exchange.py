@@ -24,8 +24,6 @@ from meshcomm.runtime.pending import then
 from meshcomm.watch import here
 from meshcomm.work import Work
 
-__all__ = ["all_to_all", "permute", "shift", "shifted"]
-
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...]
 Perm = tuple[tuple[int, int], ...]

@@ -23,11 +23,6 @@ from meshcomm.runtime.pending import then
 from meshcomm.watch import here
 from meshcomm.work import Work
 
-__all__ = [
-    "all_gather", "all_gather_invariant", "cut_in_rows", "cut_rows", "gather_over", "join_rows", "shard",
-    "slice_shape",
-]  # fmt: skip
-
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
 _SMALL = 2**15

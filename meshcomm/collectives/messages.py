@@ -26,8 +26,6 @@ from meshcomm.runtime.pending import then
 from meshcomm.watch import here
 from meshcomm.work import Limit, Work, kind_of
 
-__all__ = ["exchange", "recv", "send", "tie"]
-
 Tree = TypeVar("Tree")
 
 SEND = Op("send", "V -> one rank")

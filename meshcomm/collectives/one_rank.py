@@ -24,8 +24,6 @@ from meshcomm.runtime.start.request import duration
 from meshcomm.watch import here
 from meshcomm.work import Limit, Work, kind_of
 
-__all__ = ["barrier", "gather", "reduce", "scatter"]
-
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,

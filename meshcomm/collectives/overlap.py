@@ -29,8 +29,6 @@ from meshcomm.runtime.pending import Pending, settled
 from meshcomm.runtime.process.accelerator import stream_of, take_over
 from meshcomm.runtime.transports.protocol import Parts
 
-__all__ = ["How", "sums_alone", "vary_tree"]
-
 
 class How(NamedTuple):
     """How the gradients of a tree are summed."""

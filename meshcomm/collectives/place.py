@@ -9,8 +9,6 @@ from meshcomm.mesh import AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.watch import here
 
-__all__ = ["axis_index", "axis_size"]
-
 
 @Op("axis_index", "V", communicates=False)
 def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> Tensor:

@@ -35,8 +35,6 @@ from meshcomm.runtime.whose import Whose
 from meshcomm.watch import here
 from meshcomm.work import Work, begun
 
-__all__ = ["all_reduce", "broadcast", "pvary", "reduce_scatter", "take_from", "with_gradient_over"]
-
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...] | None
 

@@ -40,8 +40,6 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.whose import Whose
 
-__all__ = ["Described", "Params", "Rule", "apply", "refuse_in_process", "rule_named", "start"]
-
 Params = tuple[Any, ...]
 Described = tuple[Any, ...]
 """Path, dtype and shape of each leaf of a pytree, where that is told."""

@@ -23,8 +23,6 @@ from meshcomm.runtime.transports.dtypes import HALF, fold
 from meshcomm.watch import here
 from meshcomm.work import Work
 
-__all__ = ["scan"]
-
 Tree = TypeVar("Tree")
 
 

@@ -17,8 +17,6 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.random_state import RandomState, mixed
 from meshcomm.watch import drawing, paused
 
-__all__ = ["fork_rng", "forks_open", "sync_seed"]
-
 
 @Op("sync_seed", "a Python int", composed=True)
 def sync_seed(axis: AxisName, *, mesh: Mesh | None = None) -> int:

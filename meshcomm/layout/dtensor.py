@@ -20,9 +20,6 @@ from meshcomm.layout.notation import Dim, Layout, parse, pointed
 from meshcomm.layout.shapes import dim_names, fit, no_ellipsis
 from meshcomm.mesh import Mesh
 
-__all__ = ["from_dtensor", "layout_from", "placements", "to_dtensor"]
-
-
 # ---------------------------------------------------------------------------------------------------- the notations
 
 

@@ -30,8 +30,6 @@ from meshcomm.layout.search import Step
 from meshcomm.mesh import Mesh, mesh_with_key
 from meshcomm.runtime.ops import Op
 
-__all__ = ["einsum"]
-
 
 @Op("einsum", "as the string says", composed=True)
 def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool = False) -> Tensor:

@@ -17,8 +17,6 @@ from einops.parsing import ParsedExpression
 
 from meshcomm.errors import fail, likely, names
 
-__all__ = ["Dim", "Layout", "Pattern", "expand", "parse", "parse_arrow", "pointed"]
-
 _ELLIPSIS = "..."
 _TOKEN = re.compile(r"\.\.\.|\w+|[^ ]")
 _NEARLY_AN_ARROW = re.compile(r"[-=<>→⇒]")

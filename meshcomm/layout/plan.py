@@ -16,8 +16,6 @@ from meshcomm.layout.shapes import checked_shape, cut, fit
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.process.garbage import LaterCollection
 
-__all__ = ["Plan", "plan", "plan_of", "sides_of"]
-
 
 class Plan(NamedTuple):
     """What :func:`meshcomm.reshard` will do. ``str`` prints it with the bytes that each rank sends."""

@@ -18,8 +18,6 @@ from meshcomm.layout.notation import Dim, Layout, Pattern
 from meshcomm.layout.search import State, Step, cheapest
 from meshcomm.layout.shapes import fit
 
-__all__ = ["Move", "Recipe", "gathers", "recipe_of", "varies"]
-
 
 class Move(NamedTuple):
     """What is done with one operand before the product."""

@@ -22,8 +22,6 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import Pending
 from meshcomm.work import Source, Work, begun
 
-__all__ = ["reshard", "take"]
-
 
 @overload
 def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: Literal[False] = False) -> Tensor: ...

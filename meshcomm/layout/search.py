@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from meshcomm.runtime.process.garbage import LaterCollection
 
-__all__ = ["Perm", "State", "Step", "cheapest"]
-
 State = tuple[tuple[str, ...], ...]
 """Per dim the axes that it is cut over, major first."""
 Perm = tuple[tuple[int, int], ...]

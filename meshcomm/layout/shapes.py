@@ -14,18 +14,6 @@ from meshcomm.errors import fail, names
 from meshcomm.layout.notation import Dim, Layout, expand, parse, pointed
 from meshcomm.mesh import Mesh
 
-__all__ = [
-    "checked_shape",
-    "cut",
-    "dim_names",
-    "fit",
-    "global_shape",
-    "layout_of",
-    "local_shape",
-    "no_ellipsis",
-    "partition_spec",
-]
-
 
 def fit(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int], text: str) -> Layout:
     """The layout with its ellipsis written out, for a tensor of this shape, global or local.

@@ -15,8 +15,6 @@ from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.objects.pickles import UnpicklableError, pack, unpack
 from meshcomm.runtime.ops import Op
 
-__all__ = ["all_gather_object", "broadcast_object", "gather_object", "packed", "scatter_object", "unpacked"]
-
 T = TypeVar("T")
 
 

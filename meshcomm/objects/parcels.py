@@ -26,8 +26,6 @@ from meshcomm.objects.pickles import byte_view
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import calling
 
-__all__ = ["FIX", "Courier"]
-
 FIX = "\n  fix: "
 _ROW = 1024
 _HEAD = struct.Struct("=4q")

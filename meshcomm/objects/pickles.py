@@ -23,8 +23,6 @@ from torch.nn import Parameter
 from meshcomm import _torch
 from meshcomm.runtime.transports import dtypes
 
-__all__ = ["UnpicklableError", "byte_view", "bytes_of", "pack", "unpack"]
-
 _SMALL = 1024
 """Bytes up to which a buffer stays in the stream."""
 _ALIGN = 64

@@ -26,8 +26,6 @@ from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.objects.pickles import pack
 from meshcomm.runtime.ops import Op
 
-__all__ = ["collect_results"]
-
 T = TypeVar("T")
 _WHERE = "collect_results"
 

@@ -18,8 +18,6 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.runtime.ops import Op
 
-__all__ = ["SyncBatchNorm", "convert_batch_norm", "sync_batch_norm"]
-
 M = TypeVar("M", bound=nn.Module)
 _WHERE = "sync_batch_norm"
 _HALF = (torch.float16, torch.bfloat16)

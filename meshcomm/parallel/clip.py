@@ -21,8 +21,6 @@ from meshcomm.runtime.process.accelerator import with_doubles
 from meshcomm.spmd.types.vma import declared
 from meshcomm.watch import here, paused
 
-__all__ = ["clip_grad_norm"]
-
 _WHERE = "clip_grad_norm"
 
 

@@ -18,11 +18,6 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.parallel.global_places import Place
 
-__all__ = [
-    "Dim", "Flat", "Part", "checked_module", "cuts_of", "know", "known_around", "parts_of", "place_of",
-    "places_of", "refuse_copies", "refuse_overlap", "widest_mesh",
-]  # fmt: skip
-
 
 class Dim(NamedTuple):
     """Cut along a dim: of which each of these lengths is divided over the axis."""

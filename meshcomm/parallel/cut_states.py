@@ -18,8 +18,6 @@ from meshcomm.parallel.cut_parameters import Flat, Part, cuts_of, place_of
 from meshcomm.parallel.global_places import Place
 from meshcomm.parallel.stand_ins import Around
 
-__all__ = ["mark_states"]
-
 _SLICES = "meshcomm_slices"
 _MARKED = "_meshcomm_marks_states"
 _LOAD, _WRITE = "load_state_dict", "save_pretrained"

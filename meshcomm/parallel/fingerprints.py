@@ -9,8 +9,6 @@ from torch import Tensor
 
 from meshcomm.runtime.process.accelerator import with_doubles
 
-__all__ = ["Fingerprint", "differ", "fingerprint_of"]
-
 _SAMPLES = 32
 
 

@@ -23,8 +23,6 @@ from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.global_places import Place, part_of
 from meshcomm.runtime.ops import Op
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
-
 _BATCH = 2**28
 """Bytes that are gathered at a time."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from meshcomm.errors import fail
 
-__all__ = ["Box", "Place", "Spread", "part_of"]
-
 
 class Box(NamedTuple):
     """A part of a global tensor, and the memory in which it is here."""

@@ -15,11 +15,6 @@ from torch import Tensor, nn
 from meshcomm import _torch
 from meshcomm.errors import fail
 
-__all__ = [
-    "PLAIN_TABLES", "Around", "Site", "become", "follow_recurrent", "leaves_of", "refuse_sliced", "seen_as", "sites_of",
-]  # fmt: skip
-
-
 PLAIN_TABLES = (dict, OrderedDict)
 """Of parameters. Another kind shows slices to who iterates, and what they are slices of to the module's forward."""
 

@@ -32,8 +32,6 @@ from meshcomm.runtime.words import (
 
 T = TypeVar("T")
 
-__all__ = ["AxisAt", "Call", "Post", "Want", "for_later", "gradients_agree", "messages_of", "told"]
-
 _RUNS = 250
 """The most runs of an all_to_all that are compared."""
 _LEAVES = 1000

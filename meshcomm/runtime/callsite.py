@@ -12,8 +12,6 @@ import torch
 
 from meshcomm._torch_autograd import backward_pass
 
-__all__ = ["CallSite", "asked_in", "call_site", "called_at", "called_in", "hinted", "in_backward", "is_ours"]
-
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _EINOPS = os.path.join(os.path.dirname(_TORCH), "einops")

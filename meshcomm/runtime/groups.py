@@ -31,10 +31,10 @@ from meshcomm.runtime.process.neighbours import Neighbours
 from meshcomm.runtime.start import membership, world
 from meshcomm.runtime.transports.detour import DetouredLink, lacks_a_way
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
-from meshcomm.runtime.transports.shared.transport import Mail, OneHostLink, retire, take_leave
+from meshcomm.runtime.transports.shared.leaving import retire, take_leave
+from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.transports.turns import Family, Pool
-
-__all__ = ["DetouredOneHostLink", "group_of", "identify", "identity", "link_of"]
 
 _families: dict[tuple[tuple[int, ...], timedelta], Family] = {}
 _pools: dict[tuple[tuple[int, ...], timedelta], Pool] = {}

@@ -12,8 +12,6 @@ from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.start.launchers import detect
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
-__all__ = ["Identity", "identity"]
-
 
 @dataclass(frozen=True)
 class Identity:

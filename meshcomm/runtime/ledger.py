@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["Ledger"]
-
 
 class Ledger:
     """One link's calls that autograd will run backwards."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from meshcomm.runtime.ops import op_named
 
-__all__ = ["dims_said"]
-
 _DIM = re.compile(r"\b(?:split_)?dim=(-?\d+)")
 _SHAPE = re.compile(r"\b([a-z]+\d+|bool)\[([\d, ]*)\]")
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["Op", "is_operation", "op_named", "operations", "ops", "talks"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -12,8 +12,6 @@ from typing import Any, TypeVar, cast
 
 from meshcomm.errors import CommError, text
 
-__all__ = ["AllOf", "Pending", "TimedOutError", "settled", "then", "then_all"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 

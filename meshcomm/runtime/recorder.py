@@ -22,13 +22,6 @@ from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.words import call_text, messages_text, primitive_arguments, primitive_text
 
-__all__ = [
-    "BEGAN", "CALL", "DROPPED", "DTYPE", "ENDED", "MOST", "NUMBER", "OP", "ROOT", "SHAPE", "THREAD", "WHAT", "Log",
-    "Marked", "Noted", "Owner", "Record", "Ring", "call_of", "failed", "log_among", "made", "noted", "noted_in",
-    "own_ring", "recorded", "retire", "ring", "ring_inside", "rings_inside", "site_of", "state_of", "text_of",
-    "waits_on_a_device", "wall",
-]  # fmt: skip
-
 MOST = 1000
 """The calls of a rank that are kept."""
 _OVER = 64

@@ -11,8 +11,6 @@ import hashlib
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Whose", "differ", "ordinal_of"]
-
 _BITS = 40
 _MOST = 1 << 19
 

@@ -12,11 +12,6 @@ from typing import Any, NamedTuple
 
 from meshcomm.errors import shape_text
 
-__all__ = [
-    "Words", "arguments_text", "axis_text", "call_text", "calls_text", "differing", "leaves_text", "messages_text",
-    "place_of", "primitive_arguments", "primitive_text", "ranks_text", "sentence",
-]  # fmt: skip
-
 _MOST = 900
 """Characters of a call: of a large tree the first leaves."""
 _LEAVES = 8

@@ -31,8 +31,6 @@ from meshcomm.objects.objects import all_gather_object
 from meshcomm.runtime.start import world
 from meshcomm.tools.facts import Facts, Finding, differences, findings, look
 
-__all__ = ["Trial", "main", "trials"]
-
 _SIZES = (2**10, 2**20)
 """Elements of float32."""
 _REPEATS = 5

@@ -17,8 +17,6 @@ from typing import Any
 from meshcomm.runtime.hooks.dumps import FORMAT
 from meshcomm.runtime.words import ranks_text, sentence
 
-__all__ = ["Dump", "Story", "main", "read"]
-
 _SKEW = 1.0
 """Seconds by which clocks and dumps may differ."""
 _NOT_COMPARED = frozenset(("scatter", "all_to_all"))

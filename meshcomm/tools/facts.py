@@ -19,8 +19,6 @@ from meshcomm.runtime.process import neighbours
 from meshcomm.runtime.start import devices
 from meshcomm.runtime.start.launchers import Launcher, detect
 
-__all__ = ["Facts", "Finding", "differences", "findings", "look"]
-
 _SWITCH = neighbours.SWITCH
 _SHOWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

@@ -17,8 +17,6 @@ from meshcomm.runtime.ops import is_operation, operations
 from meshcomm.tracing.event import TraceEvent, axis_text, bytes_text, grouped, per_rank, table_of
 from meshcomm.tracing.traces import Trace
 
-__all__ = ["comm_budget"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 Allowed = Mapping[str, int] | None
 """Operation to how many, "any" to how many beyond those; None: as many as one likes."""

@@ -13,8 +13,6 @@ from meshcomm.mesh import AxisName
 from meshcomm.runtime.callsite import CallSite
 from meshcomm.tracing.event import TraceEvent, axis_text, grouped
 
-__all__ = ["document", "moved", "read"]
-
 _MICRO = 1e6
 _CATEGORY = "collective"
 _KEPT = ("operation", "primitive", "size", "rank", "place", "payload", "wire", "backward", "asynchronous", "error")

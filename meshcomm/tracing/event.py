@@ -17,18 +17,6 @@ from meshcomm.runtime.callsite import CallSite
 from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.words import sentence
 
-__all__ = [
-    "Totals",
-    "TraceEvent",
-    "axis_text",
-    "bytes_of",
-    "bytes_text",
-    "grouped",
-    "most",
-    "per_rank",
-    "table_of",
-]
-
 
 @dataclass(frozen=True)
 class TraceEvent:

@@ -18,8 +18,6 @@ from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.tracing.event import TraceEvent, bytes_of
 
-__all__ = ["Record", "Recorder", "attach", "detach"]
-
 _clock = time.perf_counter_ns
 _SECOND = 1e9
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")

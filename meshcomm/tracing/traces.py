@@ -23,8 +23,6 @@ from meshcomm.tracing import chrome
 from meshcomm.tracing.event import Totals, TraceEvent, axis_text, bytes_text, grouped, most, table_of
 from meshcomm.tracing.record import Record, attach, detach
 
-__all__ = ["Trace", "trace"]
-
 _SECOND = 1e9
 
 

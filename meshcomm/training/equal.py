@@ -26,8 +26,6 @@ from meshcomm.spmd.types.rules.operands import text_of
 from meshcomm.spmd.types.vma import Type, behind, marked
 from meshcomm.watch import here, paused
 
-__all__ = ["assert_invariant", "assert_varying", "varying_axes"]
-
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none; or make it where mc.check_vma sees it"
 _SHOWN = 5
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

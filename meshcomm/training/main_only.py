@@ -17,8 +17,6 @@ from meshcomm.objects.pickles import pack
 from meshcomm.runtime.ops import Op
 from meshcomm.training.process import is_main
 
-__all__ = ["main_only"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 _WHERE = "main_only"
 

@@ -21,8 +21,6 @@ from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process.accelerator import with_doubles
 
-__all__ = ["Metrics"]
-
 KINDS = ("mean", "sum", "max", "min")
 _START = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
 _STEPS: dict[str, Any] = {"mean": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}

@@ -16,11 +16,6 @@ from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.runtime.identity import identity
 
-__all__ = [
-    "backend", "device", "get_dist_info", "is_distributed", "is_main", "local_rank", "local_world_size", "node_rank",
-    "rank", "world_size",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 

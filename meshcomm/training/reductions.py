@@ -16,8 +16,6 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process.accelerator import with_doubles
 
-__all__ = ["all_reduce_params", "weighted_mean"]
-
 Tree = TypeVar("Tree")
 _WHERE = "weighted_mean"
 

@@ -11,8 +11,6 @@ from meshcomm._torch import without_modes
 from meshcomm.errors import fail, shape_text
 from meshcomm.watch import here, paused
 
-__all__ = ["split_rows"]
-
 _WHERE = "split_rows"
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

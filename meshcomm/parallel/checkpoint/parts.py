@@ -18,10 +18,6 @@ from meshcomm.parallel.cut_parameters import places_of
 from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
 
-__all__ = [
-    "Entries", "Named", "Path", "checked_plain", "collect", "dotted", "named", "optimizer_names", "state_names",
-]  # fmt: skip
-
 Path = tuple[str | int, ...]
 """Where a value stands in nested dicts and lists; joined by dots it is the name in the file."""
 

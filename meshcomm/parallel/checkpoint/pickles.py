@@ -12,8 +12,6 @@ import pickle
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
-__all__ = ["Name", "Record", "read_pickle", "refuse"]
-
 
 class Name:
     """A class, a function or a constant: nothing but its name."""

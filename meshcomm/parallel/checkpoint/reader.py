@@ -31,8 +31,6 @@ from meshcomm.parallel.checkpoint.parts import Path
 from meshcomm.parallel.checkpoint.pickles import Name, Record, read_pickle, refuse
 from meshcomm.parallel.global_places import Box, Spread, part_of
 
-__all__ = ["Reader"]
-
 T = TypeVar("T")
 
 _METADATA = "torch.distributed.checkpoint.metadata."

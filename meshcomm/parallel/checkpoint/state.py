@@ -16,8 +16,6 @@ from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.global_places import Place, Spread
 from meshcomm.runtime.process import accelerator
 
-__all__ = ["Restoring", "names_of_groups", "random_states", "set_random_states"]
-
 _EXTRA = "_extra_state"
 _NOT_SETTINGS = ("params", "param_names")
 

@@ -19,8 +19,6 @@ from meshcomm.parallel.checkpoint.parts import Entries, Path
 from meshcomm.parallel.cut_parameters import checked_module, widest_mesh
 from meshcomm.parallel.fingerprints import Fingerprint, differ
 
-__all__ = ["Shares", "Team", "Together", "all_ranks", "checked_both", "merged"]
-
 T = TypeVar("T")
 
 

@@ -30,8 +30,6 @@ from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, rando
 from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_both, merged
 from meshcomm.runtime.ops import Op
 
-__all__ = ["Checkpoint", "latest", "load", "save"]
-
 _OURS = "meshcomm"
 _GROUPS: Path = ("optim", "param_groups")
 

@@ -25,8 +25,6 @@ from meshcomm.parallel.stand_ins import Around, refuse_sliced
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
-__all__ = ["data_parallel", "join"]
-
 M = TypeVar("M", bound=nn.Module)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

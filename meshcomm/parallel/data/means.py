@@ -16,8 +16,6 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.cut_parameters import known_around
 
-__all__ = ["Mean", "checked_mean", "mean_of"]
-
 _NAME = "_meshcomm_mean"
 
 

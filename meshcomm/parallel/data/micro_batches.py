@@ -12,8 +12,6 @@ from meshcomm.parallel.data.replica import Replica, replica_of
 from meshcomm.parallel.fsdp.units import Sharded, sharded_of
 from meshcomm.runtime.ops import Op
 
-__all__ = ["no_sync", "reduce_gradients"]
-
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:

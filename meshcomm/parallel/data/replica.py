@@ -27,8 +27,6 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
 
-__all__ = ["HERE", "WHERE", "Grads", "Replica", "replica_of"]
-
 Grads = Literal["sum", "mean"]
 WHERE = "data_parallel"
 HERE = "_meshcomm_data_parallel"

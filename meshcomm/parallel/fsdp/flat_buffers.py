@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "Layout", "Row"]
-
 _ALIGNED = 8
 """Elements: where a tensor begins, kernels may load 16 bytes at once."""
 

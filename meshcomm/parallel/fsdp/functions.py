@@ -24,8 +24,6 @@ from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.runtime.ops import Op
 from meshcomm.work import Work
 
-__all__ = ["FlatTree", "apply", "gather", "shard"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from torch.nn import Parameter
 from meshcomm import _torch
 from meshcomm.errors import fail
 
-__all__ = ["Again", "changed", "close", "enter", "leave", "open_places"]
-
 Span = tuple[int, int, torch.dtype, int, "Again", int]
 """From and to which address, the elements' dtype and width, whose, and which of its buffers."""
 

@@ -33,8 +33,6 @@ from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import Pending, settled
 
-__all__ = ["Flow", "Group", "Use", "connect"]
-
 _GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
 _AT_LAST = 0
 """The number of autograd's that comes after all of the user's."""

@@ -8,8 +8,6 @@ from meshcomm.collectives.agree import agree, begin_to_agree
 from meshcomm.mesh import Axis
 from meshcomm.runtime.pending import settled
 
-__all__ = ["begin_to_hear"]
-
 _BITS = 62
 """Of a word, that hold a mark each."""
 

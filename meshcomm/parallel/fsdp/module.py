@@ -32,8 +32,6 @@ from meshcomm.parallel.stand_ins import Around, follow_recurrent
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
-__all__ = ["fully_shard"]
-
 M = TypeVar("M", bound=nn.Module)
 Choice = str | type[nn.Module] | nn.Module
 

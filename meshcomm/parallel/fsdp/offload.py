@@ -19,8 +19,6 @@ from torch import Tensor
 
 from meshcomm import _torch
 
-__all__ = ["Copies", "pinned"]
-
 
 class Copies:
     """Those of one module that are under way."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from meshcomm.mesh import Axis
 
-__all__ = ["Counts", "Door", "Policy", "Slot", "raw"]
-
 
 @dataclass(frozen=True)
 class Policy:

@@ -13,8 +13,6 @@ from meshcomm.errors import fail, likely, names
 from meshcomm.parallel.fsdp.slots import Counts
 from meshcomm.parallel.fsdp.units import owner_of
 
-__all__ = ["Piece", "all_matched", "counts", "pieces"]
-
 
 def all_matched(where: str, name: str, patterns: Collection[str], found: Iterable[str]) -> None:
     """Every pattern matches something."""

@@ -23,8 +23,6 @@ from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.slots import Door, Slot
 from meshcomm.runtime.pending import Pending, settled
 
-__all__ = ["Sharded", "Unit", "is_sharded", "owner_of", "register", "sharded_of"]
-
 _FORWARD, _BACKWARD = 0, 1
 
 

@@ -13,8 +13,6 @@ from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.tensor.functions import are_tensors, enter, row_linear
 from meshcomm.runtime.ops import Op
 
-__all__ = ["parallel_attention"]
-
 
 @Op("parallel_attention", "as :func:`enter` and :func:`leave` have it", composed=True)
 def parallel_attention(

@@ -20,10 +20,6 @@ from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 
-__all__ = [
-    "are_tensors", "column_linear", "enter", "heads_of", "leave", "own_rows", "row_linear", "vocab_embedding",
-]  # fmt: skip
-
 
 @Op("enter", "I -> V", composed=True)
 def enter(x: Tensor, axis: AxisName, *, sequence: bool = False, mesh: Mesh | None = None) -> Tensor:

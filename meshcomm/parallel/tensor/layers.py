@@ -23,8 +23,6 @@ from meshcomm.parallel.tensor.functions import enter, heads_of, leave, vocab_emb
 from meshcomm.parallel.tensor.plan import WHERE, Column, Named, Style, indivisible
 from meshcomm.parallel.tensor.streams import Streams
 
-__all__ = ["HERE", "Parallel", "known_of", "layers_of"]
-
 HERE = "_meshcomm_tensor_parallel"
 """Where it stands among the attributes of its module."""
 

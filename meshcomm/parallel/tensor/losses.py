@@ -14,8 +14,6 @@ from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.tensor.functions import are_tensors, own_rows
 from meshcomm.runtime.ops import Op
 
-__all__ = ["vocab_cross_entropy"]
-
 
 @Op("vocab_cross_entropy", "logits varying", composed=True)
 def vocab_cross_entropy(

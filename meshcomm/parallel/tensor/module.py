@@ -18,8 +18,6 @@ from meshcomm.parallel.tensor.plan import WHERE, Style, divided, styles_of
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
-__all__ = ["tensor_parallel", "whole_parameters"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

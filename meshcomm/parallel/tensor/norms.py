@@ -16,8 +16,6 @@ from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.tensor.functions import are_tensors
 from meshcomm.runtime.ops import Op
 
-__all__ = ["sequence_layer_norm", "sequence_rms_norm"]
-
 
 @Op("sequence_layer_norm", "``x`` and result varying", communicates=False, composed=True)
 def sequence_layer_norm(

@@ -12,8 +12,6 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis
 
-__all__ = ["WHERE", "Column", "Named", "Style", "divided", "indivisible", "styles_of"]
-
 WHERE = "tensor_parallel"
 _STYLES = ("column", "row", "vocab", "replicated", "sequence", "split")
 

@@ -23,8 +23,6 @@ from meshcomm.collectives.seeds import sync_seed
 from meshcomm.mesh import AxisName, Mesh, axes_in
 from meshcomm.watch import here, paused
 
-__all__ = ["Streams"]
-
 _REST, _WHOLE, _CUT = 1, 2, 3
 _BITS = 40
 _MASK = (1 << _BITS) - 1

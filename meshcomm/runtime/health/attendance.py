@@ -16,8 +16,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from meshcomm import _torch
 from meshcomm.errors import CommError, described, text
 
-__all__ = ["Gathering", "Hope", "absent_text", "all_here", "forget"]
-
 _ALL = "all"
 _MOST_STEPS = 2
 _LONGEST_PAUSE = 0.02

@@ -24,8 +24,6 @@ from meshcomm.runtime.process import exits
 from meshcomm.runtime.recorder import BEGAN, NUMBER, Log, Record, site_of, text_of
 from meshcomm.runtime.words import axis_text, place_of, sentence
 
-__all__ = ["Late", "keep_by", "late_text"]
-
 _GRACE, _LEAST, _SHARE = 2.0, 0.25, 0.25
 """Seconds for which others are asked, at most and at least, and the share of the time that was waited."""
 _SKEW = 5.0

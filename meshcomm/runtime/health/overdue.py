@@ -15,8 +15,6 @@ from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.process import exits
 from meshcomm.runtime.recorder import BEGAN, WHAT, Log, Record, state_of
 
-__all__ = ["watch"]
-
 _SHARE = 0.8
 """Of its time, after which a call is told of."""
 _LOOKS = 50

@@ -19,11 +19,6 @@ from meshcomm.errors import CommError, described
 from meshcomm.runtime.process import table
 from meshcomm.runtime.process.exits import last_error
 
-__all__ = [
-    "LEFT", "account", "distance", "ended", "forget", "is_stopped", "leave", "let_go_first", "met",
-    "reason", "sign", "stay", "stopped",
-]  # fmt: skip
-
 _ANSWER = 1.0
 """Seconds that the store has to answer: who asks is about to fail."""
 _SETTLING = 0.5

@@ -31,8 +31,6 @@ from meshcomm.runtime.callsite import CallSite, called_in, is_ours
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import Log, Record, Ring
 
-__all__ = ["FOLDER", "FORMAT", "dump_collectives", "dump_on_time_out", "listen"]
-
 FOLDER = "MESHCOMM_DUMP_DIR"
 """The variable of the environment that names the folder for dumps nobody asks for in Python."""
 FORMAT = 1

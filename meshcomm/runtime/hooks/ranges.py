@@ -14,8 +14,6 @@ from meshcomm import _torch
 from meshcomm.errors import shape_text
 from meshcomm.runtime.call import Call, told
 
-__all__ = ["calling", "in_range"]
-
 _NONE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 

@@ -27,9 +27,6 @@ from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
 
-__all__ = ["UNKNOWN", "Hook", "Running", "log_of", "put_on", "take_off"]
-
-
 _WITHOUT = frozenset(("exchange", "barrier", "barrier_within"))
 """Primitives that are given no tensor."""
 

@@ -12,10 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "Order", "capturing", "in_use", "lend", "mark", "module", "on", "stream_of", "take_over", "tensors", "with_doubles",
-]  # fmt: skip
-
 
 @cache
 def module() -> ModuleType | None:

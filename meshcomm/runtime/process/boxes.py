@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from meshcomm.runtime.process.memory import PAGE, Lease, Memory, create
 
-__all__ = ["ENTRIES", "GONE", "HERE", "LEAVING", "NOTES", "WORDS", "Arena", "Box", "Retired", "arena"]
-
 ENTRIES = 4096
 """The entries of a mailbox: how far a rank may run ahead of the others."""
 ENTRY = 16

@@ -17,8 +17,6 @@ from typing import Protocol
 
 from meshcomm.errors import CommError
 
-__all__ = ["blocked", "last_error", "leaving", "loose", "never_abort", "settle", "watch"]
-
 # A process that has used next to no time for so long has threads that wait, and none that lets go of tensors.
 _QUIET = 0.03
 # For collectives that are under way and may never end, since a peer has failed.

@@ -9,8 +9,6 @@ from typing import Any, NoReturn, TypeVar
 
 from meshcomm.errors import fail
 
-__all__ = ["in_every_fork", "is_fork", "on_fork", "refuse", "refuse_if_forked"]
-
 F = TypeVar("F", bound=Callable[[], Any])
 
 _state: dict[str, int] = {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["LaterCollection"]
-
 
 class LaterCollection:
     """Leave a garbage collection that falls due inside for later: one of all that torch has made takes long.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["running", "told_by"]
-
 _told: list[Callable[[], tuple[int, int] | None]] = []
 
 

@@ -18,8 +18,6 @@ from meshcomm import _torch
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.memory import PAGE, READERS, SERIAL, Lease, Memory, create, find
 
-__all__ = ["STATE", "TABLE", "Reader", "Room", "Segment", "borrow", "room"]
-
 STATE = SERIAL + 1
 """A cell for what the lender says about the contents."""
 TABLE = 2 * SERIAL

@@ -15,8 +15,6 @@ import secrets
 import sys
 from typing import Any, NamedTuple
 
-__all__ = ["PAGE", "READERS", "SERIAL", "Lease", "Memory", "create", "find"]
-
 READERS = 64
 """The most readers of one segment."""
 PAGE = 4096

@@ -13,8 +13,6 @@ from meshcomm.runtime.process import forks, table
 from meshcomm.runtime.process.boxes import Arena, arena
 from meshcomm.runtime.process.memory import Lease, find
 
-__all__ = ["SWITCH", "Address", "Neighbour", "Neighbours", "neighbour"]
-
 SWITCH = "MESHCOMM_SHARED_MEMORY"
 """The variable of the environment that is 0 where no memory shall be shared."""
 

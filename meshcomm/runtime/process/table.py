@@ -6,8 +6,6 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["began", "boot", "fields", "machine", "parent"]
-
 
 def boot() -> str:
     """Of this machine, since it was started last. Raises OSError where there is none."""

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from meshcomm.errors import fail
 from meshcomm.runtime.start.rendezvous import this_host
 
-__all__ = ["Card", "Place", "accelerator", "backends", "choose_backend", "place", "present", "types_of"]
-
 _CPU_BACKEND = "gloo"
 
 

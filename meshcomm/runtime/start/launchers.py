@@ -18,11 +18,6 @@ from typing import NamedTuple
 
 from meshcomm.errors import fail
 
-__all__ = [
-    "CHOICES", "LOOPBACK", "VARIABLES", "Launcher", "check_choice", "choice", "derived_port", "detect", "expand_nodes",
-    "expand_tasks",
-]  # fmt: skip
-
 CHOICES = ("pytorch", "mpi", "slurm")
 LOOPBACK = "127.0.0.1"
 

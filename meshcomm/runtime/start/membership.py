@@ -22,17 +22,6 @@ from meshcomm.runtime.start import devices
 from meshcomm.runtime.start.launchers import Launcher, detect
 from meshcomm.runtime.start.request import GUARD, Request, guard_wanted
 
-__all__ = [
-    "ProcessWorld",
-    "adopted",
-    "agree_on_guard",
-    "all_under_guard",
-    "gloo_on_cpu",
-    "meeting_number",
-    "neighbours_of",
-    "whole_group",
-]
-
 
 @dataclass(frozen=True)
 class ProcessWorld:

@@ -30,19 +30,6 @@ from meshcomm.runtime.process import exits, table
 from meshcomm.runtime.start.launchers import LOOPBACK, VARIABLES, Launcher
 from meshcomm.runtime.start.request import Request, host_port
 
-__all__ = [
-    "LOOPBACK",
-    "file_store",
-    "join",
-    "launch_key",
-    "local_store",
-    "loopback_server",
-    "meeting_place",
-    "tcp_store",
-    "this_host",
-    "within",
-]
-
 T = TypeVar("T")
 
 _SOON, _LOOK = 0.3, 0.5

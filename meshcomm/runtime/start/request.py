@@ -12,8 +12,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from meshcomm.errors import fail
 from meshcomm.runtime.start.launchers import LOOPBACK, Launcher, check_choice
 
-__all__ = ["GUARD", "Request", "duration", "guard_wanted", "host_port", "switch"]
-
 GUARD = "MESHCOMM_GUARD"
 """The variable of the environment that is 1 where ranks shall compare their calls."""
 

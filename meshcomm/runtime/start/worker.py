@@ -22,8 +22,7 @@ import torch
 from meshcomm.errors import MeshError, fail, text
 from meshcomm.runtime.process import home
 from meshcomm.runtime.start import rendezvous, world
-
-__all__ = ["Answer", "Plan", "serve", "unpack"]
+from meshcomm.runtime.start.launchers import LOOPBACK
 
 _KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _SHOWN = 12
@@ -138,7 +137,7 @@ def _whereabouts() -> str:
 
 
 def _join(plan: Plan) -> None:
-    store = rendezvous.tcp_store(rendezvous.LOOPBACK, plan.port, serve=False, timeout=plan.world["timeout"])
+    store = rendezvous.tcp_store(LOOPBACK, plan.port, serve=False, timeout=plan.world["timeout"])
     world.launched_as(store=store, **plan.world)
 
 

@@ -35,8 +35,6 @@ from meshcomm.runtime.start import rendezvous, worker, world
 from meshcomm.runtime.start.request import duration, switch
 from meshcomm.runtime.start.worker import Answer, Plan, serve, unpack
 
-__all__ = ["WorkerPool", "run_processes"]
-
 T = TypeVar("T")
 
 # How long after the first failure the others may still answer: they may fail alike, or be the failure's cause.

@@ -33,19 +33,6 @@ from meshcomm.runtime.start.launchers import Launcher, choice, detect
 from meshcomm.runtime.start.membership import ProcessWorld, adopted, all_under_guard, whole_group
 from meshcomm.runtime.start.request import Request, duration, guard_wanted
 
-__all__ = [
-    "current",
-    "ensure",
-    "init",
-    "is_met",
-    "launched_as",
-    "on_init",
-    "on_shutdown",
-    "shutdown",
-    "solo_process_group",
-    "under_launcher",
-]
-
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _LOOPBACK_NAMES = {"linux": "lo", "darwin": "lo0"}
 

@@ -14,8 +14,6 @@ from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.transports import dtypes, exact
 from meshcomm.runtime.transports.protocol import Defaults
 
-__all__ = ["LARGE", "PacketLink", "Reduce"]
-
 LARGE = 2**20
 """Bytes that a rank would receive, from which on sums are made in two steps."""
 

@@ -12,8 +12,6 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink, Reduce
 from meshcomm.runtime.transports.exact import EXACT
 
-__all__ = ["TracedLink"]
-
 _NAMES = {"mean": "avg"}
 """What functional ops call the ops of ours."""
 

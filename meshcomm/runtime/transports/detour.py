@@ -12,8 +12,6 @@ from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports.process_group import ProcessLink
 
-__all__ = ["DetouredLink", "lacks_a_way"]
-
 T = TypeVar("T")
 
 

@@ -33,8 +33,6 @@ from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.underway import Explain, Started
 
-__all__ = ["KNOW_NO_TAGS", "Compared", "Outbox", "begin_all", "check_tags", "messages_for", "queued", "tags_of"]
-
 KNOW_NO_TAGS = frozenset({"nccl", "xccl", "hccl"})
 """Backends that match messages by order."""
 

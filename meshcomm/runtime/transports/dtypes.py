@@ -18,8 +18,6 @@ from torch import Tensor
 from meshcomm._torch import outside_transforms
 from meshcomm.runtime.transports import exact
 
-__all__ = ["HALF", "Dress", "dress", "fold", "from_bytes", "plain", "to_bytes"]
-
 HALF = (torch.float16, torch.bfloat16)
 
 _PLAIN = frozenset(

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from meshcomm.errors import CommError, shape_text, text
 
-__all__ = ["ROOM", "SIZE", "Envelope", "empty", "inside", "misfit", "sequence_of"]
-
 _HEAD = struct.Struct("<6q24s16q")
 _LENGTHS = 16
 SIZE = 4096

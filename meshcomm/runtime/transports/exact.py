@@ -15,8 +15,6 @@ from torch import Tensor
 
 from meshcomm.runtime.process.accelerator import with_doubles
 
-__all__ = ["EXACT", "MOST_RANKS", "exponents", "fold", "in_units", "value"]
-
 EXACT = ("exact sum", "exact mean")
 """What these ops are called below the public functions."""
 _WIDTH = 42

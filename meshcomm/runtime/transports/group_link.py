@@ -34,8 +34,6 @@ from meshcomm.runtime.transports.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Fault, Messages, Started, Walker
 
-__all__ = ["GroupLink", "Message", "both", "options_for"]
-
 T = TypeVar("T")
 
 _OPS = {

@@ -18,8 +18,6 @@ from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.transports import dtypes, envelopes
 from meshcomm.runtime.transports.envelopes import Envelope
 
-__all__ = ["CALLS", "Parcel", "deliver", "expect", "open_all", "route_of"]
-
 CALLS = 2**30
 """Tags of the library's own messages begin here; up to there are those of users, moved on by as much for each axis."""
 _FOLLOWING, _FOLLOWERS = CALLS + 2**29, 2**29

@@ -37,8 +37,6 @@ from meshcomm.runtime.transports.group_link import GroupLink, Message, both, opt
 from meshcomm.runtime.transports.post import Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.underway import Fault, Walker, apart
 
-__all__ = ["FEW", "ProcessLink"]
-
 T = TypeVar("T")
 
 _SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})

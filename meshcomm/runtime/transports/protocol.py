@@ -16,8 +16,6 @@ from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then
 
-__all__ = ["PRIMITIVES", "REDUCE_OPS", "Defaults", "Link", "Parts"]
-
 REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor", "exact sum", "exact mean")
 
 

@@ -13,8 +13,6 @@ from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.transports.exact import EXACT
 from meshcomm.runtime.transports.protocol import Defaults
 
-__all__ = ["SoloLink"]
-
 
 def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)

@@ -30,8 +30,6 @@ from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.process import accelerator
 
-__all__ = ["Channel", "Family", "Pool", "Turn"]
-
 _PAUSE, _LONGEST_PAUSE = 1e-4, 1e-2
 _ALIVE = 0.5
 """Seconds between looks at whether the others are alive."""

@@ -16,8 +16,6 @@ from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, exits
 from meshcomm.runtime.recorder import THREAD, Noted, Record, waits_on_a_device
 
-__all__ = ["Explain", "Fault", "Messages", "Started", "Steps", "Walker", "apart"]
-
 Explain = Callable[[RuntimeError], Exception]
 """Says in the library's words what the transport said in its own."""
 

@@ -22,8 +22,6 @@ from meshcomm.runtime.process.accelerator import with_doubles
 from meshcomm.spmd.random.philox import Part, Stream
 from meshcomm.watch import here
 
-__all__ = ["WHERE", "Cut", "Draws", "Handler", "called", "noted_as_drawn"]
-
 WHERE = "rng"
 
 

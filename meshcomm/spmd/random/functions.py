@@ -20,8 +20,6 @@ from meshcomm.spmd.random.draws import WHERE, Draws, Handler, called, noted_as_d
 from meshcomm.spmd.random.philox import Part, Stream
 from meshcomm.spmd.types.rules.torch_rules import kind_of
 
-__all__ = ["handler_of"]
-
 _handlers: dict[Any, Handler | None] = {}
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from meshcomm._torch import plain_now
 
-__all__ = ["Part", "Stream", "below", "exponential", "integers", "normal", "philox", "uniform", "wide"]
-
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85

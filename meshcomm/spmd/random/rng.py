@@ -15,8 +15,6 @@ from meshcomm.spmd.random.draws import WHERE, Cut, Draws
 from meshcomm.spmd.random.functions import handler_of
 from meshcomm.watch import drawing
 
-__all__ = ["rng"]
-
 
 @contextlib.contextmanager
 def rng(layout: str, *, seed: int | tuple[int, ...], mesh: Mesh | None = None) -> Iterator[None]:

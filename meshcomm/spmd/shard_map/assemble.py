@@ -14,8 +14,6 @@ from meshcomm.mesh import Mesh
 from meshcomm.runtime.process.accelerator import with_doubles
 from meshcomm.spmd.shard_map.specs import WHERE, own_part
 
-__all__ = ["Outputs", "assembled", "differentiable"]
-
 
 class Outputs(NamedTuple):
     """What one rank gives: tensors, how each is a part of a global one, and the rest."""

@@ -24,8 +24,6 @@ from meshcomm.spmd.shard_map.rank_context import Modes, OwnState, body_of, leave
 from meshcomm.spmd.shard_map.specs import WHERE, own_part
 from meshcomm.spmd.types.reachable import Reachable, in_place_of
 
-__all__ = ["Program", "run_global"]
-
 Local = Callable[[list[Tensor], list[Tensor]], Outputs]
 """One rank's work: on its parts, and on tensors that all ranks share."""
 

@@ -13,8 +13,6 @@ from meshcomm.layout.notation import Dim, Layout
 from meshcomm.layout.reshard import reshard
 from meshcomm.mesh import Mesh
 
-__all__ = ["as_dtensor", "is_dtensor", "part_of"]
-
 # It imports DTensor, a second and more, which whoever has one has done already.
 _dtensor = functools.partial(importlib.import_module, "meshcomm.layout.dtensor")
 

@@ -36,8 +36,6 @@ from meshcomm.spmd.types.reachable import Reachable
 from meshcomm.spmd.types.vma import marked
 from meshcomm.watch import here, paused
 
-__all__ = ["shard_map"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -23,8 +23,6 @@ from meshcomm.spmd.shard_map.assemble import differentiable
 from meshcomm.spmd.shard_map.specs import WHERE
 from meshcomm.spmd.types.reachable import Reachable
 
-__all__ = ["Modes", "OwnState", "body_of", "closed_over", "leaves_behind", "no_tangents", "not_in_a_body"]
-
 
 class _Here(threading.local):
     mesh: Mesh | None = None

@@ -15,8 +15,6 @@ from meshcomm.layout.notation import Dim, Layout, parse
 from meshcomm.layout.shapes import cut, fit
 from meshcomm.mesh import Mesh, mesh_with_key
 
-__all__ = ["WHERE", "Laid", "checked", "joined", "laid_out", "local_part", "own_part", "spec_of_each_leaf"]
-
 WHERE = "shard_map"
 
 

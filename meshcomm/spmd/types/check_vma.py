@@ -21,8 +21,6 @@ from meshcomm.spmd.types.seen_changes import moment
 from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here, watched_by
 
-__all__ = ["check_vma", "checked_axes", "checked_mode", "mark_varying"]
-
 Tree = TypeVar("Tree")
 
 

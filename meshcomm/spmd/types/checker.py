@@ -23,8 +23,6 @@ from meshcomm.spmd.types.rules.operands import (
 from meshcomm.spmd.types.sizes.operations import Sizes
 from meshcomm.spmd.types.sizes.varying_numbers import Varying
 
-__all__ = ["Checker"]
-
 
 class Checker(Functions, Sizes, Collectives):
     """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""

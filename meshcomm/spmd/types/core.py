@@ -62,8 +62,6 @@ from meshcomm.spmd.types.vma import (
 )
 from meshcomm.watch import Watcher, here, watched_by
 
-__all__ = ["WHERE", "Core"]
-
 WHERE = "check_vma"
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
 _LATELY = 64

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from meshcomm.spmd.types.seen_changes import storage_of
 
-__all__ = ["any_lent", "lend", "lend_foreign", "with_the_same_memory"]
-
 _lent: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 

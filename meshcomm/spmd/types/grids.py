@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple, Protocol
 
-__all__ = ["ANYWHERE", "Grid", "HasGrid", "Moved", "grid_of"]
-
 
 class HasGrid(Protocol):
     """What is known of a mesh here: the names and sizes of its axes, and its ranks in order."""

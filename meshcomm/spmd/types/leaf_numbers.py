@@ -11,8 +11,6 @@ from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.runtime.whose import Whose
 from meshcomm.spmd.types.notes import Note
 
-__all__ = ["Number", "is_declared", "next_time", "number", "numbered", "whose"]
-
 _NUMBER = "_meshcomm_number"
 _GIVEN = 1 << 18
 """Leaves that are given to a function count by themselves, from here on."""

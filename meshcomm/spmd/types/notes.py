@@ -7,8 +7,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-__all__ = ["Ever", "Note"]
-
 
 class Note:
     """A note on a tensor, which copies of it share and of which nothing is saved: a tensor that is saved with a note

@@ -17,8 +17,6 @@ from torch.nn import Module
 
 from meshcomm.mesh import Mesh
 
-__all__ = ["Reachable", "in_place_of", "package_of"]
-
 _MANY = 10_000
 """Containers with more entries are data, and looking through them at each call would take long."""
 _ABSENT = object()

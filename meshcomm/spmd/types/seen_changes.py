@@ -15,10 +15,6 @@ from torch import Tensor
 
 from meshcomm._torch import functorch_active, unwrapped, version_of
 
-__all__ = [
-    "NOTED_AT", "accounted", "by_hand", "declared_at", "inside", "moment", "noted_at", "saw", "stamp", "storage_of",
-]  # fmt: skip
-
 NOTED_AT = "_meshcomm_version"
 """The attribute with the count as of which a tensor has its type; without it that is 0."""
 _DECLARED = "_meshcomm_declared_at"

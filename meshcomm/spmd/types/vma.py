@@ -20,36 +20,6 @@ from meshcomm.spmd.types.grids import ANYWHERE, Grid
 from meshcomm.spmd.types.notes import Ever, Note
 from meshcomm.spmd.types.seen_changes import NOTED_AT, by_hand, inside, stamp, storage_of
 
-__all__ = [
-    "INVARIANT",
-    "NAME",
-    "Origin",
-    "Type",
-    "alike",
-    "also_written",
-    "behind",
-    "declare",
-    "declared",
-    "forget",
-    "held",
-    "in_spite",
-    "is_written",
-    "join",
-    "made_like",
-    "marked",
-    "note",
-    "says_all",
-    "shared",
-    "sharing_with",
-    "swap_notes",
-    "unknown_in",
-    "unmark",
-    "unseen_write",
-    "write",
-    "writes",
-    "written_in",
-]
-
 
 class Origin(NamedTuple):
     """Where something happened to a value."""

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from meshcomm.runtime.hooks.guard.store import the_store
 
-__all__ = ["GAVE_UP", "GOING", "LEAVING", "Batch", "Side", "Standing", "Together"]
-
 LEAVING, GAVE_UP, GOING = "leaving", "gave up", "going"
 """What a rank says of its batch when it has come: it may be about to give up; it has given up; it goes, as all do."""
 

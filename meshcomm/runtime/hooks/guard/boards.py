@@ -16,21 +16,6 @@ from meshcomm.runtime.process.boxes import NOTES, arena
 from meshcomm.runtime.process.neighbours import Neighbour
 from meshcomm.runtime.words import Words
 
-__all__ = [
-    "EXPIRED",
-    "GAVE_UP",
-    "LEAVING",
-    "MADE",
-    "REFUSED",
-    "Board",
-    "Entry",
-    "Group",
-    "SharedShelf",
-    "Shelf",
-    "StoreBoard",
-    "StoreShelf",
-]
-
 MADE, GAVE_UP, REFUSED, LEAVING, EXPIRED = range(5)
 """A call that was made; one that the rank no longer waits in; one that it did not make, for it was wrong; one that it
 is about to give up, or not: who sees that waits; one that it no longer waits in for a time-out of its own was over, so

@@ -22,11 +22,6 @@ from meshcomm.runtime.hooks.guard.boards import Group, Shelf
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.words import ranks_text
 
-__all__ = [
-    "DEADLOCK", "FEW_LOOKS", "FIRST_PAUSE", "LONG", "Guard", "Status", "Wait", "current", "failed", "home",
-    "set_current",
-]  # fmt: skip
-
 DEADLOCK = "nobody can go on"
 LONG = 0.1
 """Seconds of waiting after which a rank says so, and between looks at what the others say."""

@@ -24,9 +24,6 @@ from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.words import Words, axis_text, place_of
 
-__all__ = ["Guarded", "Room"]
-
-
 _AXIS = Call._fields.index("axis")
 
 

@@ -35,8 +35,6 @@ from meshcomm.runtime.recorder import ENDED, Marked, Record, failed, noted_in
 from meshcomm.runtime.transports.shared.call import Call, Caller, Mail, Meaning, Watch
 from meshcomm.runtime.words import Words
 
-__all__ = ["GuardedByMail", "MailRoom"]
-
 _MOST_WHY = 1500
 """Bytes of a reason."""
 _NOTHING = 1

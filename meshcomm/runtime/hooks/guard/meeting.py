@@ -21,8 +21,6 @@ from meshcomm.runtime.hooks.guard.link import Room
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.words import Words, calls_text, sentence
 
-__all__ = ["MET_SINCE", "Meeting", "not_begun"]
-
 _LINGER = 2.0
 """Seconds that a rank which sees a difference gives the others to come too, so that all can be told of."""
 MET_SINCE = "the ranks have met in a barrier since, which ends what was begun before"

@@ -38,8 +38,6 @@ from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Task
 from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.words import Words
 
-__all__ = ["Letters"]
-
 Route = tuple[int, int, int]
 """Source, destination, tag."""
 _FIRST_PAUSE, _PAUSE = 2e-4, 2e-3

@@ -28,8 +28,6 @@ from meshcomm.runtime.process import home, neighbours, table
 from meshcomm.runtime.recorder import Log, Owner
 from meshcomm.runtime.transports.process_group import ProcessLink
 
-__all__ = ["agree_to_make", "begin", "end", "is_on", "place_of", "put_under_guard"]
-
 _PAUSE = 2e-3
 _HERE, _LEAVING = "here", "leaving"
 """What a rank says that has come to make a group: that it waits for the others; that it gives up, or will see."""

@@ -15,9 +15,6 @@ from meshcomm.errors import CommError, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.process import exits
 
-__all__ = ["PatientStore", "set_store", "the_store"]
-
-
 _AGAIN = 1.0
 """Seconds for a store that has not answered the last question: who ends because of that does not wait as long again."""
 

@@ -35,8 +35,6 @@ from meshcomm.runtime.pending import settled
 from meshcomm.runtime.recorder import recorded
 from meshcomm.runtime.words import Words
 
-__all__ = ["GuardedAtTheStore", "StoreRoom"]
-
 _MOST_WORDS = 4096
 _DRAIN = 2.0
 """Seconds that a rank which leaves, or meets the others in a barrier, gives what was begun before."""

@@ -13,8 +13,6 @@ from meshcomm.runtime.hooks.guard.guard import LONG
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import exits
 
-__all__ = ["Begun", "Limit", "Queue", "Task"]
-
 
 class Limit:
     """After how many seconds who waits for a call has given it up, for the thread that asks the others; 0: not."""

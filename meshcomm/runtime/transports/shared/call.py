@@ -57,7 +57,7 @@ from meshcomm.runtime.transports.shared.words import (
 )
 from meshcomm.runtime.whose import differ
 
-__all__ = ["Call", "Caller", "Fill", "Mail", "Meaning", "Reading", "Watch"]
+__all__ = ["Call", "Caller", "Fill", "Mail", "Meaning", "Reading", "Watch"]  # all that a guard needs to know
 
 _HELPFUL = 0.1
 """Seconds after which a rank reduces what another one should have reduced."""

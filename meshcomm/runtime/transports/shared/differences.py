@@ -32,8 +32,6 @@ from meshcomm.runtime.transports.shared.words import (
 )
 from meshcomm.runtime.words import Words, differing
 
-__all__ = ["Boxes", "compare_given", "differ_in", "runs_differ"]
-
 _COMPARED = 4
 """How many calls are compared at a time."""
 _PARTS = 4

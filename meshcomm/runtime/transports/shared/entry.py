@@ -24,8 +24,6 @@ from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.waiting import Wait
 from meshcomm.runtime.transports.shared.words import ENTRY_CELLS, STANDS, WHY, dtype_of, last_said, name_of, said
 
-__all__ = ["NOBODY", "Caller", "Entry", "Watch"]
-
 NOBODY = -1
 
 

@@ -16,8 +16,6 @@ from meshcomm.runtime.process.lending import Segment
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.words import DIGEST
 
-__all__ = ["retire", "take_leave"]
-
 _LONGEST_PAUSE = 1e-3
 _PATIENCE, _FAILING = 30.0, 2.0
 """Seconds that a rank that leaves gives the others to read, at least; and at most if it leaves because of an error."""

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from meshcomm.runtime.process.boxes import WORDS, arena
 
-__all__ = ["Lexicon", "Meaning", "find", "lexicon"]
-
 _HALF = WORDS // 2
 _HEAD = 16
 _MOST = 4096

@@ -34,8 +34,6 @@ from meshcomm.runtime.transports.shared.words import (
     said,
 )
 
-__all__ = ["Heard", "Mail", "Open"]
-
 
 class Heard(NamedTuple):
     """What another rank has written of a call, for who watches it."""

@@ -28,12 +28,9 @@ from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.leaving import retire, take_leave
 from meshcomm.runtime.transports.shared.words import code_of, meaning_of
 
 T = TypeVar("T")
-
-__all__ = ["Mail", "OneHostLink", "Reading", "retire", "take_leave"]
 
 _ONE_STEP = 2**18
 """Bytes of a tensor up to which all ranks reduce all of it, which takes one meeting and not two."""

@@ -9,8 +9,6 @@ from typing import NoReturn, Protocol
 
 from meshcomm.runtime.health import peers
 
-__all__ = ["Wait"]
-
 _LOOKS = 100
 """How often a rank looks and gives way before it sleeps."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3

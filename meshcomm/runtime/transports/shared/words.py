@@ -14,12 +14,6 @@ from meshcomm.runtime.transports.shared.lexicon import Lexicon, Meaning
 from meshcomm.runtime.whose import ordinal_of
 from meshcomm.runtime.words import primitive_text
 
-__all__ = [
-    "CODE", "COUNT", "DIGEST", "ENTRY_CELLS", "FD", "GRADIENT", "KEPT", "LATER", "LENGTH", "OFFSET", "PERMUTE", "PLACE",
-    "ROOT", "SERIAL", "SIZE", "STANDS", "WHY", "Given", "code_of", "dtype_of", "entry_of", "is_lent_to", "last_said",
-    "meaning_of", "name_of", "named", "said",
-]  # fmt: skip
-
 (_NUMBER, CODE, COUNT, ROOT, FD, SERIAL, SIZE, KEPT, LATER, OFFSET, LENGTH, DIGEST, PLACE, STANDS, GRADIENT, WHY,
  ENTRY_CELLS) = range(17)  # fmt: skip
 """The cells of an entry: the number of the call, what is called, where what is lent lies, a digest of the call, and

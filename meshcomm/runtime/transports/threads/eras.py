@@ -21,8 +21,6 @@ import torch
 from meshcomm._torch import backward_context, backward_pass, current_node, next_sequence_number, sequence_number
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
-__all__ = ["begin", "of_caller", "of_current_node"]
-
 _MOST = 10_000
 """Changes from mesh to mesh that are kept for a thread; the graphs of those before have ended long ago."""
 

@@ -17,8 +17,6 @@ from meshcomm.runtime.recorder import Record
 from meshcomm.runtime.transports.threads.scheduler import Rank
 from meshcomm.runtime.words import differing
 
-__all__ = ["Batch", "Came", "Circle", "Meeting", "Message"]
-
 _GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-out, which ends what was begun before."
 
 

@@ -15,8 +15,6 @@ from meshcomm import _torch
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.transports.threads import twister
 
-__all__ = ["RandomState", "mixed"]
-
 _MASK = (1 << 64) - 1
 
 

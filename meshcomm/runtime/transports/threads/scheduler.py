@@ -25,9 +25,6 @@ from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 
-__all__ = ["Rank", "World", "carry_over", "claim", "current_rank", "local"]
-
-
 _running = threading.Lock()
 _LOOKS = 1000
 """How often each rank may look whether something is done, or run out of time, before that is a deadlock."""

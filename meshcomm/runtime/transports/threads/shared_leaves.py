@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from meshcomm._torch import functorch_active, leaves_of_graph, version_hint, watch_backward
 from meshcomm.errors import fail, shape_text
 
-__all__ = ["SharedLeaves"]
-
 
 class _Known:
     """A leaf, and which ranks have used it for what."""

@@ -28,8 +28,6 @@ from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.runtime.whose import differ
 from meshcomm.runtime.words import axis_text, sentence
 
-__all__ = ["InProcessLink"]
-
 Compute = Callable[[list[Any]], Sequence[Any]]
 
 _UNKNOWN = Call("a collective")

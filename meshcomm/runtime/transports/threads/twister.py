@@ -11,8 +11,6 @@ import random
 import sys
 from typing import Any
 
-__all__ = ["State", "of", "put", "take"]
-
 State = tuple[Any, Any]
 """The numbers, and the normal number that is kept for the next call of ``gauss``."""
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-__all__ = ["Form", "by_name", "forms_of", "is_seeded"]
-
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -37,8 +37,6 @@ from meshcomm.spmd.types.vma import (
 )
 from meshcomm.work import Work
 
-__all__ = ["Collectives"]
-
 
 class Collectives(Core):
     """Calls the public collectives, and the functions whose types stand in a string of layouts."""

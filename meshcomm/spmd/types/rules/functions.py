@@ -53,8 +53,6 @@ from meshcomm.spmd.types.vma import (
 )
 from meshcomm.watch import Watcher, here, watched_by
 
-__all__ = ["Functions", "watch_all"]
-
 
 class Functions(Operations):
     """Gradients have the types of their values, and a hook must leave them so; a custom function takes care of its own

@@ -12,12 +12,6 @@ from meshcomm._torch import functorch_active, unwrapped, version_of
 from meshcomm.errors import shape_text
 from meshcomm.spmd.types.vma import Type
 
-__all__ = [
-    "SIMPLE", "along_of", "differentiated", "gather", "is_among", "is_array", "mapped", "of_tracked", "replaced",
-    "same_place", "several", "text_of", "tracked", "version", "versions_of",
-]  # fmt: skip
-
-
 SIMPLE = frozenset([int, float, bool, complex, str, type(None), torch.dtype, torch.device, type(Ellipsis)])
 """Types of values that are nothing but themselves."""
 

@@ -53,8 +53,6 @@ from meshcomm.spmd.types.vma import (
 )
 from meshcomm.watch import here
 
-__all__ = ["Operations"]
-
 Args = tuple[Any, ...]
 Named = dict[str, Any]
 

@@ -16,9 +16,6 @@ from torch import Tensor
 from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded
 from meshcomm.spmd.types.sizes.size_rules import SIZED, words
 
-__all__ = ["RANDOM", "Kind", "kind_of"]
-
-
 HOST = words(
     """
     item tolist numpy equal allclose is_nonzero __bool__ __int__ __float__ __complex__ __index__ __array__

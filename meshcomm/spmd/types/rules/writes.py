@@ -37,8 +37,6 @@ from meshcomm.spmd.types.vma import (
     write,
 )
 
-__all__ = ["Writes", "is_gradient", "is_new", "is_trained", "of_leaf"]
-
 _GRADIENT = "_meshcomm_gradient"
 
 

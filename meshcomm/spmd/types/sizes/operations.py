@@ -36,8 +36,6 @@ from meshcomm.spmd.types.sizes.size_rules import ASKS, INDEXED, LIKE, counts_par
 from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, Varying, plain, varying
 from meshcomm.spmd.types.vma import Origin, Type, join
 
-__all__ = ["Sizes"]
-
 
 class Sizes(Operations):
     """Follows sizes from what decides them to where they are asked for."""

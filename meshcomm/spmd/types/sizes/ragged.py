@@ -22,11 +22,6 @@ from meshcomm.spmd.types.rules.operands import SIMPLE, gather, mapped
 from meshcomm.spmd.types.sizes.varying_numbers import COUNTS, Varying, made, plain, varying
 from meshcomm.spmd.types.vma import Origin, Type, join, note
 
-__all__ = [
-    "Ragged", "Rows", "carried", "carried_within", "collected", "differing", "fresh", "guessed", "note_ragged",
-    "number_of", "ragged_of", "shapes_elsewhere", "standing_for", "tensors_of", "untouched", "without_numbers",
-]  # fmt: skip
-
 _NAME = "_meshcomm_ragged"
 _HERE = range(len(COUNTS))
 Shape = tuple[int, ...]

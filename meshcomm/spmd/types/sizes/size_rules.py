@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ASKS", "INDEXED", "LIKE", "SIZED", "Source", "counts_parts", "may_size", "source_of", "takes_ints", "words"]
-
 
 def words(text: str) -> frozenset[str]:
     """Names that stand in a text."""

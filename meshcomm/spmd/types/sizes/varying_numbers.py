@@ -22,8 +22,6 @@ from meshcomm.spmd.types.rules.operands import mapped
 from meshcomm.spmd.types.vma import Type, join
 from meshcomm.watch import here
 
-__all__ = ["COUNTS", "Varying", "made", "plain", "varying"]
-
 COUNTS = (0, 2**25 - 39, 2**26 - 5)
 """How many could have been selected elsewhere: prime, so that what divides a size by chance is seen as chance."""
 
