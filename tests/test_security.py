@@ -550,10 +550,11 @@ def hostile(folder: Path, bang: Path, case: str) -> None:
         entry.chunks[0].sizes = torch.Size([-1, 8])
     elif case == "huge":
         table.state_dict_metadata["optim.state.0.weight.exp_avg"].size = torch.Size([2**31, 2**31, 2**31])
-    elif case == "empty":
+    elif case in ("empty", "half empty"):  # there are fewer bytes than elements; or fewer than in all of them
         name = "optim.state.0.weight.exp_avg"
-        table.state_dict_metadata[name].size = torch.Size([2**40])
-        table.state_dict_metadata[name].chunks[0].sizes = torch.Size([2**40])
+        many = 2**40 if case == "empty" else place_of(table, name).length // 2
+        table.state_dict_metadata[name].size = torch.Size([many])
+        table.state_dict_metadata[name].chunks[0].sizes = torch.Size([many])
         table.state_dict_metadata[name].chunks[0].offsets = torch.Size([0])
         (index,) = (index for index in table.storage_data if index.fqn == name)
         object.__setattr__(index, "offset", torch.Size([0]))
@@ -599,7 +600,8 @@ CASES = {
     "outside": "'model.0.weight' is not in a file of the checkpoint", "absolute": "is not in a file of the checkpoint",
     "folder": "is not in a file of the checkpoint",
     "negative": "an offset is -1", "beyond": "is missing or cut short", "negative size": "the size of a box is -1",
-    "huge": "its size is", "empty": "has not all of 'optim.state.0.weight.exp_avg'", "dims": "a box of .* dims",
+    "huge": "its size is", "empty": "has not all of 'optim.state.0.weight.exp_avg'",
+    "half empty": "has not all of 'optim.state.0.weight.exp_avg'", "dims": "a box of .* dims",
     "over the edge": r"a box of .* at \[1, 0\] in a tensor of",
     "overlap": "boxes that overlap", "hole": "has not all of 'model.0.weight'",
     "nowhere": "does not say where 'model.0.weight' is", "compressed": "is compressed",
