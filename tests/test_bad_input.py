@@ -180,6 +180,7 @@ def test_wrong_on_one_rank_without_guard(pool4: WorkerPool) -> None:
 def given_up() -> tuple[str, float, float]:
     """What a rank is told when the mesh's time is up, after how long, and that other meshes go on."""
     mesh, brief = mc.make_mesh({"a": 2, "b": 2}), mc.make_mesh({"a": 2, "b": 2}, timeout=1.25)
+    mc.barrier(("a", "b"), mesh=mesh)  # however late one of them begins
     told, began = "", time.monotonic()
     if mesh.rank == WRONG_RANK:
         with pytest.raises(mc.MeshError, match=r"no axis 'A'"):

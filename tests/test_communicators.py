@@ -236,7 +236,8 @@ def test_make_mesh_connects_while_all_ranks_are_there(pool4: mc.WorkerPool) -> N
 
 def some_of_a_tuple() -> str:
     mc.init()
-    mesh = mc.make_mesh({"a": 2, "b": 2}, timeout=1.5)
+    mesh, usual = mc.make_mesh({"a": 2, "b": 2}, timeout=1.5), mc.make_mesh({"all": 4})
+    mc.barrier("all", mesh=usual)  # however late one of them begins
     if mesh.rank in (1, 2):
         time.sleep(2.5)
         return ""
