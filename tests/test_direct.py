@@ -133,8 +133,9 @@ def both_ways(folder: str) -> list[str]:
     wanted = {"all_reduce": "allreduce", "all_gather 0": "_allgather_base", "reduce_scatter 0": "_reduce_scatter_base"}
     wanted |= {"broadcast": "broadcast", "shift": "alltoall_base", "permute": "alltoall_base"}
     wanted |= {"all_to_all 0": "alltoall_base"}
-    for name, method in wanted.items():
-        for kind in ("float32", "bfloat16", "int64", "2-d", "3-d"):
+    last = {name.replace("0", "-1"): method for name, method in wanted.items() if name.endswith("0")}
+    for name, method in (wanted | last).items():
+        for kind in ("one row",) if name in last else ("float32", "bfloat16", "int64", "2-d", "3-d"):
             calls.clear()
             seen = log.begun
             collectives(mesh)[name](inputs(rank)[kind])

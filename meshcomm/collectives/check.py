@@ -33,6 +33,7 @@ _DTYPES = {
     "bor": (*_INTS, torch.bool),
     "bxor": (*_INTS, torch.bool),
 }
+SUMMED = frozenset(_DTYPES["sum"])
 _ALLOWED = frozenset((op, dtype) for op, dtypes in _DTYPES.items() for dtype in dtypes)
 
 

@@ -116,17 +116,30 @@ def carried(
         shaped: what the rule takes in place of a tensor; the tensor by default.
         ragged: as in :func:`buckets.leaves_of`.
     """
-    where = rule.name
     if isinstance(x, Tensor):
-        check.tensor(where, x, axis)
+        check.tensor(rule.name, x, axis)
         own = x if shaped is None else shaped(x)
         params = given if fits is None else fits(own, axis, *given)
         return started(rule, own, axis, params, async_op, x) if async_op else apply(rule, own, axis, params)
+    return _carried_tree(rule, x, axis, fits, given, bucket_mb, async_op, in_rows, shaped, ragged)
 
+
+def _carried_tree(
+    rule: Rule,
+    x: Any,
+    axis: Axis,
+    fits: Callable[..., Params] | None,
+    given: tuple[Any, ...],
+    bucket_mb: float,
+    async_op: bool | Limit,
+    in_rows: Callable[..., tuple[Params, Rows]] | None,
+    shaped: Callable[[Tensor], Tensor] | None,
+    ragged: int | None,
+) -> Any:
     def params_of(leaf: Tensor) -> Params:
         return given if fits is None else fits(leaf if shaped is None else shaped(leaf), axis, *given)
 
-    dims = dict(zip(rule.op.dims, given, strict=False))
+    where, dims = rule.name, dict(zip(rule.op.dims, given, strict=False))
     run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
     leaves, spec, said = buckets.leaves_of(where, x, axis, params_of, ragged, dims)
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from meshcomm.collectives import check
 from meshcomm.collectives.buckets import Rows
 from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, by_elements, carried
-from meshcomm.collectives.gather import cut_in_rows, cut_rows, join_rows, slice_shape
+from meshcomm.collectives.gather import as_first, cut_in_rows, cut_rows, join_rows, lies_first, slice_shape
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
@@ -47,6 +47,8 @@ def _run_all_to_all(
     if send is None or recv is None:
         if split_dim == concat_dim == 0:
             return axis.link.swap_flat(x)
+        if split_dim == concat_dim and lies_first(x, split_dim, axis):
+            return as_first(x, split_dim, axis.link.swap_flat)  # type: ignore[no-any-return]
         shape = slice_shape(x, split_dim, axis.size)
         got = axis.link.swap_flat(cut_rows(x, split_dim, axis.size))
         return then(got, lambda got: join_rows(got, shape, concat_dim, axis.size))

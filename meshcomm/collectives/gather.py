@@ -5,7 +5,7 @@ n = size of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, overload
 
@@ -41,10 +41,8 @@ def _run_gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
     if sizes is None or len(set(sizes)) == 1:
         if dim == 0:
             return axis.link.gather_flat(x)
-        before = x.shape[:dim]
-        if before.numel() == 1:  # it lies as what has no such dims does
-            got = axis.link.gather_flat(x.reshape(x.shape[dim:]))
-            return then(got, lambda whole: whole.view(*before, *whole.shape))
+        if lies_first(x, dim, axis):
+            return as_first(x, dim, axis.link.gather_flat)  # type: ignore[no-any-return]
         rows = axis.link.all_gather(x)
         return then(rows, lambda rows: rows.movedim(0, dim).flatten(dim, dim + 1).contiguous())
     longest = max(sizes)
@@ -55,6 +53,17 @@ def _run_gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
         return torch.cat([row.narrow(dim, 0, length) for row, length in zip(rows, sizes, strict=True)], dim)
 
     return then(axis.link.all_gather(padded), cut)
+
+
+def lies_first(x: Tensor, dim: int, axis: Axis) -> bool:
+    """Whether ``x`` lies as if it began with ``dim``."""
+    return not axis.is_traced and x.shape[:dim].numel() == 1
+
+
+def as_first(x: Tensor, dim: int, call: Callable[..., Any], *given: Any) -> Any:
+    """``call`` works along the first dim; ``x`` lies as if that were ``dim``."""
+    before = x.shape[:dim]
+    return then(call(x.reshape(x.shape[dim:]), *given), lambda y: y.view(*before, *y.shape))
 
 
 def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:

@@ -25,7 +25,7 @@ from meshcomm.collectives.door import (
     carried,
     started,
 )
-from meshcomm.collectives.gather import cut_in_rows, gather_over
+from meshcomm.collectives.gather import as_first, cut_in_rows, gather_over, lies_first
 from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -95,6 +95,8 @@ def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) 
     if sizes is None:
         if dim == 0:
             return axis.link.scatter_flat(x, op)
+        if lies_first(x, dim, axis):
+            return as_first(x, dim, axis.link.scatter_flat, op)  # type: ignore[no-any-return]
         rows = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
         return axis.link.reduce_scatter(rows, op)
     longest = max(sizes)
@@ -332,7 +334,8 @@ def all_reduce(
     rule = _ALL_REDUCE if op == "sum" or op not in _CURVED else _ALL_REDUCE_CURVED
     if isinstance(x, Tensor):  # the one that is called most, at no call more than needed
         check.tensor("all_reduce", x, ax)
-        check.reducible("all_reduce", x, op, ax)
+        if op != "sum" or x.dtype not in check.SUMMED:
+            check.reducible("all_reduce", x, op, ax)
         params = _reduced(x, ax, op, exact) if exact else (op,)
         return started(rule, x, ax, params, async_op) if async_op else apply(rule, x, ax, params)
     return carried(rule, x, ax, _reduced, (op, exact), bucket_mb, async_op, _reduced_elements)
