@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,8 @@ __all__ = [
     "outside_dispatch_modes",
     "outside_transforms",
     "own_parameters",
+    "packed",
+    "parted",
     "plain_apply",
     "plain_now",
     "profiler_on",
@@ -398,6 +400,43 @@ def out_of_graphs(fn: F) -> F:
     _set_strategy(fn.__code__, _strategy(_action.SKIP, _action.SKIP))
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     return fn
+
+
+# --------------------------------------------------------------------------------- many tensors in one, and out of it
+
+
+_MANY = "trees of many tensors take some µs longer for each"
+_pack: Any = find("torch._C._nn.flatten_dense_tensors", _MANY)
+_part: Any = find("torch._C._nn.unflatten_dense_tensors", _MANY)
+_below: Any = find("torch._C._AutoDispatchBelowADInplaceOrView", _MANY)
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of two or more of one dtype one behind the other, new, and without autograd's knowing."""
+    with _below():
+        return _pack(tensors)  # type: ignore[no-any-return]
+
+
+def parted(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What :func:`packed` was given, in the shapes of ``like``: in the memory of ``flat``, but to autograd tensors that
+    have nothing to do with each other.
+    """
+    with _below():
+        return _part(flat, like)  # type: ignore[no-any-return]
+
+
+if None in (_pack, _part, _below):
+
+    def packed(tensors: Sequence[Tensor]) -> Tensor:
+        """The elements of two or more of one dtype one behind the other, new, and without autograd's knowing."""
+        with torch.no_grad():
+            return torch.cat([x.reshape(-1) for x in tensors])
+
+    def parted(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What it was given, in the shapes of ``like``, in the memory of ``flat``."""
+        with torch.no_grad():
+            parts = flat.split([x.numel() for x in like])
+            return [part.view(x.shape).detach() for part, x in zip(parts, like, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------------------- pytrees

@@ -728,6 +728,32 @@ def test_name_let_into_graph() -> None:
     assert _torch.let_into_graph() is True  # with nothing left to do
 
 
+# --------------------------------------------------------------------------------- many tensors in one, and out of it
+
+MANY = [torch.arange(6.0).view(2, 3).t(), torch.ones(()), torch.ones(0, 2), torch.ones(1).expand(3), torch.arange(2.0)]
+
+
+def test_name_packed() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    whole = _torch.packed([*MANY, leaf])
+    assert whole.tolist() == [0, 3, 1, 4, 2, 5, 1, 1, 1, 1, 0, 1, 1, 1]
+    assert not whole.requires_grad
+    flipped = torch.tensor([1j, 2.0]).conj()
+    assert _torch.packed([flipped, flipped.resolve_conj()]).tolist() == [-1j, 2, -1j, 2]
+
+
+def test_name_parted() -> None:
+    whole = torch.arange(12.0, requires_grad=True)
+    parts = _torch.parted(whole, MANY)
+    assert [part.shape for part in parts] == [x.shape for x in MANY]
+    assert torch.cat([part.reshape(-1) for part in parts]).tolist() == whole.tolist()
+    assert all(part.data_ptr() == whole.data_ptr() + 4 * at for part, at in zip(parts[:2], (0, 6), strict=True))
+    assert not any(part.requires_grad or part._is_view() for part in parts)
+    weight = torch.ones(3, 2, requires_grad=True)
+    parts[0].mul_(weight)  # no business of the others'
+    assert [part.requires_grad for part in parts[:2]] == [True, False]
+
+
 # --------------------------------------------------------------------------------------------------------- pytrees
 
 TREE = {"w": [torch.zeros(1), (None, 3)], "b": torch.ones(2)}

@@ -1,25 +1,44 @@
-"""Pytrees of tensors: the leaves of one dtype and device go together in flat buckets, one collective each.
+"""Pytrees of tensors: the leaves of one dtype and device go together in flat buckets, one collective each::
 
-Flattening and splitting are torch's own differentiable operations, so that all a single tensor can do a tree can do.
+    leaves ── a copy, or where they lie ── one collective ── views that autograd takes for tensors of their own
+
+Where each element goes by itself torch packs and parts them in one call each, with a node of autograd where a gradient
+is needed. Rows, transforms, graphs, and derivatives that need the values take torch's differentiable operations leaf by
+leaf, so that all a single tensor can do a tree can do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from meshcomm import _torch
+from meshcomm._trees import rebuilt, sortable, walk
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError
 from meshcomm.mesh import Axis
 from meshcomm.runtime.pending import then_all
 
+T = TypeVar("T")
 Check = Callable[[Tensor], object]
 """Raises for a leaf that the collective cannot take."""
+_all_but_shape = attrgetter("__class__", "dtype", "device", "layout", "is_nested")
+"""On what it depends whether a collective takes a tensor, where its shape does not matter."""
+
+
+class _OfTorch(NamedTuple):
+    """The form of what torch's pytrees have taken apart, and where in their order each of our leaves is."""
+
+    spec: Any
+    order: list[int]
 
 
 def leaves_of(
@@ -29,42 +48,99 @@ def leaves_of(
     accept: Check | None = None,
     ragged: int | None = None,
     dims: Mapping[str, int] | None = None,
-) -> tuple[list[Tensor], tuple[Any, list[int]], tuple[Any, ...]]:
+    *,
+    any_shape: bool = False,
+) -> tuple[list[Tensor], Any, tuple[Any, ...]]:
     """The leaves of a tree, every one a tensor that ``accept`` lets through; what :func:`rebuild` needs; and what a
     link is told of them, if it wants to know, with the first call that they are in.
 
     Dicts are taken in order of their keys: two ranks may have filled theirs in different orders. ``ragged``: the dim
     whose length may differ between ranks. ``dims``: those that all ranks must have named alike: what is moved in a
-    bucket is the same for each.
+    bucket is the same for each. ``any_shape``: ``accept`` looks at no shape.
     """
-    found, spec = _flattened(where, tree, axis)
-    form = _form_of(spec, len(found))
-    order = form.order
-    leaves = [found[at] for at in order]
-    for at, leaf in zip(order, leaves, strict=True):
+    try:
+        leaves, form = _taken_apart(tree)
+    except RecursionError:
+        check.explain(where, "x contains itself, or is nested too deeply.", axis, fix="a list or a dict of tensors")
+    each: Iterable[int] = range(len(leaves))
+    if (accept is None or any_shape) and type(form) is tuple and len(leaves) > 1:
+        kinds = list(map(_all_but_shape, leaves))
+        firsts = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
+        each = sorted(firsts.values())
+    for at in each:
         try:
-            check.tensor(where, leaf, axis)
+            check.tensor(where, leaves[at], axis)
             if accept is not None:
-                accept(leaf)
+                accept(leaves[at])
         except MeshError as error:
-            path = _torch.tree_leaves_with_path(tree)[at][0]
+            path = _paths(form, len(leaves))[at]
             if not path:  # the tree is one leaf
                 raise
             raise MeshError(f"{error}\n  leaf: x{path}") from None
-    told = axis.link.watched or (axis.link.hears and bool(leaves) and leaves[0].is_cpu)
-    said = form.described(leaves, ragged, dims or {}) if told and not torch.compiler.is_compiling() else ()
-    return leaves, (spec, order), said
+    link = axis.link
+    if torch.compiler.is_compiling() or not (link.watched or (link.hears and leaves and leaves[0].is_cpu)):
+        return leaves, form, ()
+    seen = _kept(_forms, form if type(form) is tuple else form.spec, lambda: _Seen(form, len(leaves)))
+    return leaves, form, seen.described(leaves, ragged, dims or {})
 
 
-class _Form:
+def rebuild(leaves: Sequence[Tensor], form: Any) -> Any:
+    """The tree that :func:`leaves_of` took apart, with these leaves."""
+    if type(form) is tuple:
+        return rebuilt(form, iter(leaves))
+    placed: list[Any] = [None] * len(form.order)
+    for at, leaf in zip(form.order, leaves, strict=True):
+        placed[at] = leaf
+    return _torch.tree_unflatten(placed, form.spec)
+
+
+def _taken_apart(tree: Any) -> tuple[list[Any], Any]:
+    if not torch.compiler.is_compiling():
+        leaves: list[Any] = []
+        with contextlib.suppress(LookupError):
+            form = walk(tree, leaves)
+            return leaves, form
+    found, spec = _torch.tree_flatten(tree)
+
+    def in_order() -> list[int]:
+        numbers = _torch.tree_unflatten(list(range(len(found))), spec)
+        return _torch.tree_flatten(_by_key(numbers))[0]
+
+    order = in_order() if torch.compiler.is_compiling() else _kept(_orders, spec, in_order)
+    return [found[at] for at in order], _OfTorch(spec, order)
+
+
+def _by_key(tree: Any) -> Any:
+    """The tree with its dicts in order of their keys."""
+    if isinstance(tree, dict):
+        return {key: _by_key(tree[key]) for key in sorted(tree, key=sortable)}
+    return [_by_key(part) for part in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+_MOST_FORMS = 100
+_orders: dict[Any, list[int]] = {}
+_forms: dict[Any, _Seen] = {}
+
+
+def _kept(cache: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
+    """What it makes, once for the same key."""
+    try:
+        known = cache.get(key)
+    except TypeError:  # something in it has no hash
+        return make()
+    if known is None:
+        known = make()
+        if len(cache) >= _MOST_FORMS:
+            cache.clear()
+        cache[key] = known
+    return known
+
+
+class _Seen:
     """What trees of one form have in common."""
 
-    def __init__(self, spec: Any, count: int) -> None:
-        numbers = _torch.tree_unflatten(list(range(count)), spec)
-        self.order: list[int] = _torch.tree_flatten(_by_key(numbers))[0]
-        """Of the leaves."""
-        self._numbers = numbers
-        self._paths: list[str] = []
+    def __init__(self, form: Any, count: int) -> None:
+        self.paths = _paths(form, count)
         self._described: dict[Any, tuple[Any, ...]] = {}
 
     def described(self, leaves: Sequence[Tensor], ragged: int | None, dims: Mapping[str, int]) -> tuple[Any, ...]:
@@ -72,70 +148,31 @@ class _Form:
         key = ragged, *dims.values(), *[(leaf.dtype, leaf.shape) for leaf in leaves]
         known = self._described.get(key)
         if known is None:
-            paths = self._paths or [path for path, _ in _torch.tree_leaves_with_path(self._numbers)]
             known = tuple(
-                (paths[at] + _named(dims, leaf), leaf.dtype, _without(leaf.shape, ragged))
-                for at, leaf in zip(self.order, leaves, strict=True)
+                (path + _named(dims, leaf), leaf.dtype, _without(leaf.shape, ragged))
+                for path, leaf in zip(self.paths, leaves, strict=True)
             )
             if len(self._described) >= _MOST_FORMS:
                 self._described.clear()
-            self._paths, self._described[key] = paths, known
+            self._described[key] = known
         return known
 
 
-_MOST_FORMS = 100
-_forms: dict[Any, _Form] = {}
-
-
-def _form_of(spec: Any, count: int) -> _Form:
-    try:
-        known = None if torch.compiler.is_compiling() else _forms.get(spec)
-    except TypeError:  # something in it has no hash
-        return _Form(spec, count)
-    if known is None:
-        known = _Form(spec, count)
-        if not torch.compiler.is_compiling():
-            if len(_forms) >= _MOST_FORMS:
-                _forms.clear()
-            _forms[spec] = known
-    return known
+def _paths(form: Any, count: int) -> list[str]:
+    """The text of the path to each leaf."""
+    numbers: Any = rebuild(range(count), form)  # type: ignore[arg-type]
+    found = {number: path for path, number in _torch.tree_leaves_with_path(numbers)}
+    return [found[at] for at in range(count)]
 
 
 def _named(dims: Mapping[str, int] | None, leaf: Tensor) -> str:
     return "".join(f" {name}={dim % max(1, leaf.ndim)}" for name, dim in (dims or {}).items())
 
 
-def _flattened(where: str, tree: Any, axis: Axis) -> tuple[list[Any], Any]:
-    try:
-        return _torch.tree_flatten(tree)
-    except RecursionError:
-        check.explain(where, "x contains itself, or is nested too deeply.", axis, fix="a list or a dict of tensors")
-
-
 def _without(shape: tuple[int, ...], ragged: int | None) -> tuple[int, ...]:
     if ragged is None or not shape:
         return tuple(shape)
     return *shape[: ragged % len(shape)], -1, *shape[ragged % len(shape) :][1:]
-
-
-def _by_key(tree: Any) -> Any:
-    """The tree with its dicts in order of their keys."""
-    if isinstance(tree, dict):
-        return {key: _by_key(tree[key]) for key in sorted(tree, key=_sortable)}
-    return [_by_key(part) for part in tree] if isinstance(tree, (list, tuple)) else tree
-
-
-def _sortable(key: object) -> tuple[str, Any]:
-    return type(key).__name__, key if isinstance(key, (str, int, float, bytes)) else repr(key)
-
-
-def rebuild(leaves: Sequence[Tensor], structure: tuple[Any, list[int]]) -> Any:
-    """The tree that :func:`leaves_of` took apart, with these leaves."""
-    spec, order = structure
-    placed: list[Any] = [None] * len(order)
-    for at, leaf in zip(order, leaves, strict=True):
-        placed[at] = leaf
-    return _torch.tree_unflatten(placed, spec)
 
 
 def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:
@@ -148,10 +185,12 @@ def groups_of(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis
     """Positions of the leaves that go together, at most ``bucket_mb`` MiB unless one leaf alone is larger."""
     checked_size(where, bucket_mb, axis)
     limit = bucket_mb * 2**20
+    kinds, sizes = list(map(_kind_of, leaves)), list(map(_size_of, leaves))
+    if sum(sizes) <= limit and len(set(kinds)) == 1:
+        return [list(range(len(leaves)))]
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for at, leaf in enumerate(leaves):
-        kind, size = (leaf.dtype, leaf.device), leaf.numel() * leaf.element_size()
+    for at, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
         bucket, filled = filling.get(kind, ([], 0))
         if bucket and filled + size > limit:
             bucket, filled = [], 0
@@ -160,6 +199,11 @@ def groups_of(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis
         bucket.append(at)
         filling[kind] = bucket, filled + size
     return full
+
+
+_SIMPLE = frozenset({Tensor, Parameter})
+_kind_of, _size_of = attrgetter("dtype", "device"), attrgetter("nbytes")
+_needs_grad, _shape_of = attrgetter("requires_grad"), attrgetter("shape")
 
 
 class Rows(NamedTuple):
@@ -171,6 +215,10 @@ class Rows(NamedTuple):
 
 
 ELEMENTS = Rows()
+"""What is done with each element depends on no other: then a bucket is a copy that torch makes at once."""
+
+Run = Callable[[Tensor, tuple[Any, ...], bool], Any]
+Unpack = Callable[[Tensor], Sequence[Tensor]]
 
 
 def in_buckets(
@@ -178,7 +226,7 @@ def in_buckets(
     leaves: Sequence[Tensor],
     axis: Axis,
     bucket_mb: float,
-    run: Callable[[Tensor, tuple[Any, ...], bool], Tensor],
+    run: Run,
     rows: Rows = ELEMENTS,
     saves: bool = False,
     said: tuple[Any, ...] = (),
@@ -189,27 +237,55 @@ def in_buckets(
     of it are one then. ``saves``: the derivative needs the values.
     """
     groups = groups_of(where, leaves, bucket_mb, axis)
-    packed = [[rows.of(leaves[at]) for at in bucket] for bucket in groups]
-    widths = [[part.shape[1] for part in parts] for parts in packed]
-    begun = []
-    for at, parts in enumerate(packed):
-        whole, is_copy = joined(parts, saves)
-        begun.append(run(whole, () if at else said, is_copy))
-    plain = not (torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open())
+    begun: list[Any] = []
+    backs: list[Unpack] = []
+    for bucket in groups:
+        whole, is_copy, back = _packed([leaves[at] for at in bucket], rows, saves)
+        begun.append(run(whole, () if begun else said, is_copy))
+        backs.append(back)
 
     def unpack(done: list[Tensor]) -> list[Tensor]:
+        if len(groups) == 1:
+            return list(backs[0](done[0]))
         results: dict[int, Tensor] = {}
-        for bucket, width, whole in zip(groups, widths, done, strict=True):
-            for at, part in zip(bucket, whole.split(width, 1), strict=True):
-                result = rows.back(part, leaves[at])
-                # A leaf that needs no gradient may share a bucket with one that does.
-                results[at] = result if not plain or leaves[at].requires_grad else result.detach()
+        for bucket, back, whole in zip(groups, backs, done, strict=True):
+            results.update(zip(bucket, back(whole), strict=True))
         return [results[at] for at in range(len(leaves))]
 
     return then_all(begun, unpack)
 
 
-def joined(parts: Sequence[Tensor], saves: bool = False) -> tuple[Tensor, bool]:
+def _packed(leaves: list[Tensor], rows: Rows, saves: bool) -> tuple[Tensor, bool, Unpack]:
+    """The leaves as one tensor, whether that is a copy, and what takes apart what comes of it."""
+    plain = _is_plain()
+    if plain and rows is ELEMENTS and set(map(type, leaves)) <= _SIMPLE:
+        if len(leaves) == 1:
+            return leaves[0], False, lambda whole: [whole]
+        leaves = list(map(_torch.unwrap_if_dead, leaves))
+        needing = list(map(_needs_grad, leaves)) if torch.is_grad_enabled() else []
+        lie = _adjacent(leaves)
+        if True not in needing:
+            whole = _as_one(leaves) if lie else _torch.packed(leaves)
+            return whole, not lie, lambda whole: _torch.parted(whole, leaves)
+        if not saves:
+            # A leaf that needs no gradient may share a bucket with one that does.
+            return _packed_node(lie, *leaves), not lie, lambda whole: _parted_node(whole, leaves, needing)
+    parts = [rows.of(leaf) for leaf in leaves]
+    widths = [part.shape[1] for part in parts]
+
+    def back(whole: Tensor) -> list[Tensor]:
+        pieces = zip(whole.split(widths, 1), leaves, strict=True)
+        results = [rows.back(part, leaf) for part, leaf in pieces]
+        return [y if not plain or x.requires_grad else y.detach() for y, x in zip(results, leaves, strict=True)]
+
+    return *_beside(parts, saves), back
+
+
+def _is_plain() -> bool:
+    return not (torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open())
+
+
+def _beside(parts: Sequence[Tensor], saves: bool) -> tuple[Tensor, bool]:
     """The parts beside each other, ``[rows, sum of k]``, and whether that is a copy: not if they lie so.
 
     Also a copy where a derivative needs the values: a change in place of a part that counts its versions by itself, as
@@ -217,44 +293,81 @@ def joined(parts: Sequence[Tensor], saves: bool = False) -> tuple[Tensor, bool]:
     """
     if len(parts) == 1:
         return parts[0], False
-    if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open() or not _adjacent(parts):
+    needing = torch.is_grad_enabled() and any(map(_needs_grad, parts))
+    if parts[0].shape[0] != 1 or (needing and saves) or not _is_plain() or not _adjacent(parts):
         return torch.cat(list(parts), 1), True
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        if saves:
-            return torch.cat(list(parts), 1), True
-        whole: Tensor = _Joined.apply(*parts)  # type: ignore[no-untyped-call]
-        return whole, False
-    return _as_one(parts), False
+    return (_packed_node(True, *parts) if needing else _as_one(parts)).view(1, -1), False
 
 
-def _adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether each row-shaped part begins where the one before it ends, in one storage."""
-    first = parts[0]
-    if first.shape[0] != 1:
-        return False
-    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
-    for part in parts:
-        if part.data_ptr() != place or not part.is_contiguous() or part.is_conj() or part.is_neg():
+def _adjacent(leaves: Sequence[Tensor]) -> bool:
+    """Whether each begins where the one before it ends, in one storage."""
+    storage = leaves[0].untyped_storage()
+    place, end = leaves[0].data_ptr(), storage.data_ptr() + storage.nbytes()
+    for leaf in leaves:
+        if leaf.data_ptr() != place or not leaf.is_contiguous() or leaf.is_conj() or leaf.is_neg():
             return False
-        if part.untyped_storage().data_ptr() != storage:
-            return False
-        place += part.numel() * part.element_size()
-    return True
+        place += leaf.nbytes
+    return place <= end and end > 0
 
 
-def _as_one(parts: Sequence[Tensor]) -> Tensor:
-    width = sum(part.shape[1] for part in parts)
-    return parts[0].detach().as_strided((1, width), (width, 1))
+def _as_one(leaves: Sequence[Tensor]) -> Tensor:
+    return leaves[0].detach().as_strided((sum(map(Tensor.numel, leaves)),), (1,))
 
 
-class _Joined(Function):
-    """Rows that lie side by side as one, without a copy."""
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Their elements one behind the other, new."""
+    if not _is_plain():
+        return torch.cat([x.reshape(-1) for x in tensors])
+    if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
+        return _packed_node(False, *tensors)  # type: ignore[no-any-return]
+    return _torch.packed(tensors)
+
+
+def _part(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What was packed, in the shapes of ``like``."""
+    if not _is_plain():
+        parts = whole.split([x.numel() for x in like])
+        return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+    if torch.is_grad_enabled() and whole.requires_grad:
+        return _parted_node(whole, like, None)  # type: ignore[no-any-return]
+    return _torch.parted(whole, like)
+
+
+@lru_cache(maxsize=100)
+def _like(shapes: tuple[torch.Size, ...]) -> list[Tensor]:
+    """Tensors of these shapes, which take no memory."""
+    with _torch.outside_transforms(), _torch.without_modes():
+        one = torch.empty((), device="cpu")
+        return [one.expand(shape) for shape in shapes]
+
+
+class _Packed(Function):
+    """Tensors as one: their memory if they lie so, or a copy."""
 
     @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.widths = [part.shape[1] for part in parts]
-        return _as_one(parts)
+    def forward(ctx: Any, as_they_lie: bool, *tensors: Tensor) -> Tensor:
+        ctx.shapes = tuple(map(_shape_of, tensors))
+        return _as_one(tensors) if as_they_lie else _torch.packed(tensors)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g.split(ctx.widths, 1))
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_part(g, _like(ctx.shapes))
+
+
+class _Parted(Function):
+    """One tensor as several, which to autograd have nothing to do with each other: they have no element in common."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, like: Sequence[Tensor], needing: Sequence[bool] | None) -> tuple[Tensor, ...]:
+        found = tuple(_torch.parted(whole, like))
+        if needing is not None and not all(needing):
+            ctx.mark_non_differentiable(*[y for y, needs in zip(found, needing, strict=True) if not needs])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor, None, None]:
+        return _pack(gs), None, None
+
+
+_packed_node: Any = super(Function, _Packed).apply
+_parted_node: Any = super(Function, _Parted).apply

@@ -141,7 +141,8 @@ def _carried_tree(
 
     where, dims = rule.name, dict(zip(rule.op.dims, given, strict=False))
     run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
-    leaves, spec, said = buckets.leaves_of(where, x, axis, params_of, ragged, dims)
+    alike = in_rows is by_elements
+    leaves, form, said = buckets.leaves_of(where, x, axis, params_of, ragged, dims, any_shape=alike)
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
     if in_rows is None:
         done = then_all(
@@ -159,7 +160,7 @@ def _carried_tree(
             rule.saves,
             said,
         )
-    tree = then(done, lambda leaves: buckets.rebuild(leaves, spec))
+    tree = then(done, lambda leaves: buckets.rebuild(leaves, form))
     return _handed(where, axis, None, tree, async_op) if async_op else tree
 
 
