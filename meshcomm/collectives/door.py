@@ -141,15 +141,16 @@ def _carried_tree(
 
     where, dims = rule.name, dict(zip(rule.op.dims, given, strict=False))
     run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
-    alike = in_rows is by_elements
+    packed = None if in_rows is None else in_rows(axis, *given)
+    alike = packed is not None and packed[1] is ELEMENTS
     leaves, form, said = buckets.leaves_of(where, x, axis, params_of, ragged, dims, any_shape=alike)
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
-    if in_rows is None:
+    if packed is None:
         done = then_all(
             [run(rule, leaf, axis, params_of(leaf), () if at else said) for at, leaf in enumerate(leaves)], list
         )
     else:
-        params, rows = in_rows(axis, *given)
+        params, rows = packed
         done = buckets.in_buckets(
             where,
             leaves,
