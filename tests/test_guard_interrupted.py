@@ -16,7 +16,7 @@ from test_timeouts import LONG
 import meshcomm as mc
 from meshcomm.runtime.health import attendance
 from meshcomm.runtime.hooks.guard import boards
-from meshcomm.runtime.hooks.guard.guard import Guard
+from meshcomm.runtime.hooks.guard.guard import Guard, current
 from meshcomm.runtime.hooks.guard.link import Room
 from meshcomm.runtime.hooks.guard.mail import MailRoom, _Watch
 from meshcomm.runtime.hooks.guard.meeting import Meeting
@@ -467,3 +467,25 @@ def test_an_alarm_when_all_have_agreed_at_the_store(guarded4_at_the_store: Any) 
     start = time.monotonic()
     assert guarded4_at_the_store.run(cleaning_alarmed) == [["Alarm "], *3 * [[[4.0]]]]
     assert time.monotonic() - start < LONG / 2
+
+
+def at_the_door(folder: str) -> list[Any]:
+    """An alarm goes off where rank 0 has waited for long, and is about to take back that it waits."""
+    mesh, signs = mc.make_mesh({"a": 4}), Signs(folder)
+    works_on(mesh)
+    guard = current()
+    assert guard is not None
+    if mesh.rank != 0:
+        signs.wait("told")
+        return [mc.all_reduce(torch.ones(1), "a", mesh=mesh).item(), 0, works_on(mesh)]
+    with pytest.MonkeyPatch.context() as patch:
+        tell_of = Guard.tell_of
+        patch.setattr(Guard, "tell_of", lambda *args: (tell_of(*args), signs.say("told")))
+        patch.setattr(_Watch, "__exit__", once(_Watch.__exit__, before=True))
+        found = result_of(mc.all_reduce, torch.ones(1), "a", mesh=mesh)
+    return [found, len(guard._status.waits), works_on(mesh)]
+
+
+def test_who_is_interrupted_at_the_end_of_a_wait_is_not_told_to_wait(guarded4: Any, tmp_path: Path) -> None:
+    found = guarded4.run(at_the_door, str(tmp_path))
+    assert found == [["Alarm ", 0, None]] + [[4.0, 0, None]] * 3

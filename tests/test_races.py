@@ -220,6 +220,23 @@ def test_the_watch_of_a_guard_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> N
 # --------------------------------------------------------------------------------------------------------- other threads
 
 
+def test_what_cannot_be_seen_of_another_process_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread opens meanwhile gets the number that was free."""
+    opened: list[int] = []
+
+    def gone(lease: Any) -> Any:
+        raise FileNotFoundError("it has ended")
+
+    monkeypatch.setattr(neighbours, "find", gone)
+    try:
+        neighbours.Neighbour(memory.Lease(os.getpid(), 0, 0, 0, 0, 0))
+    except OSError:  # until its end the error keeps what failed
+        opened += os.pipe()
+    os.write(opened[1], b"x")
+    for each in opened:
+        os.close(each)
+
+
 def test_a_dump_while_another_thread_makes_a_mesh(tmp_path: Any) -> None:
     """The log of a mesh that is gone is dropped between two looks at the logs."""
 

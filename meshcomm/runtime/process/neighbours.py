@@ -85,6 +85,7 @@ class Neighbour:
             self.arena = Arena(find(lease))
         except BaseException:
             os.close(self._pidfd)
+            del self._pidfd  # when this goes another thread may have opened something with that number
             raise
 
     def is_gone(self) -> bool:

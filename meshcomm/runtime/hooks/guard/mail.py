@@ -349,6 +349,7 @@ class _Watch(Meeting):
         self.settle()
         if not self.call.is_decided:
             self.resign(f"it was interrupted by {described(error)}")
+        self.__exit__()  # at whose door it may have been interrupted
         self.call.drop()
 
     def goes_on(self) -> bool:
