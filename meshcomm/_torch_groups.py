@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from datetime import timedelta
@@ -116,39 +117,36 @@ _CONNECT = "torch._C._distributed_c10d.Backend.eager_connect_single_device"
 _connects = has(_CONNECT, "on NCCL the first message between some of an axis' ranks waits for the others")
 
 
-def connect(group: dist.ProcessGroup) -> None:
-    """Make the communicator of the accelerator that NCCL would make at its first use, while all ranks of the group are
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the communicator for this device that NCCL would make at its first use, while all ranks of the group are
     here: a first message between two of them would wait for the others, and no CUDA graph could begin with it.
     """
-    if (found := _unconnected(group)) is not None:
-        backend, device = found
+    if (backend := _unconnected(group, device)) is not None:
         backend.eager_connect_single_device(device)
 
 
-def is_to_connect(group: dist.ProcessGroup) -> bool:
+def is_to_connect(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether :func:`connect` would make a communicator."""
-    return _unconnected(group) is not None
+    return _unconnected(group, device) is not None
 
 
-def _unconnected(group: dist.ProcessGroup) -> tuple[Any, torch.device] | None:
-    """The backend for the accelerator that has no communicator yet, and for which device it is to have one."""
-    if not _connects or type(group) is not dist.ProcessGroup or group.size() == 1:
+def _unconnected(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend for the device if it has no communicator yet."""
+    if not _connects or device.type == "cpu" or type(group) is not dist.ProcessGroup or group.size() == 1:
         return None
-    # Looking for the device begins to use it: not for who has asked for gloo alone.
-    if not _has_nccl(dist.get_backend_config(group)) or not torch.accelerator.is_available():
+    if not _has_nccl(dist.get_backend_config(group)):
         return None
-    here = torch.accelerator.current_accelerator()
-    assert here is not None
-    device = torch.device(here.type, torch.accelerator.current_device_index())
     try:
         backend: Any = group._get_backend(device)
     except RuntimeError:  # none for this kind of device
         return None
     if not backend.supports_splitting:  # as torch itself asks
         return None
-    # NCCL's would make a second one. The first of these knows of the communicator of all ranks alone.
+    # NCCL's would make a second one. The first of these knows of the communicator of all ranks alone, on the device
+    # that this thread uses: a new thread the first one.
     is_there = getattr(backend, "_comm_ptr", None) or getattr(backend, "_is_initialized", None)
-    return None if is_there is not None and is_there() else (backend, device)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return None if is_there is not None and is_there() else backend
 
 
 _SET = "torch.distributed.distributed_c10d._set_pg_timeout"
@@ -181,9 +179,11 @@ def options_for(backend: str, timeout: timedelta) -> Any:
     return options
 
 
-def new_group(ranks: Sequence[int], name: str, timeout: timedelta, *, connected: bool = True) -> dist.ProcessGroup:
-    """Make a process group of ``ranks`` in the order given; only its members call. ``connected``: as by
-    :func:`connect`.
+def new_group(
+    ranks: Sequence[int], name: str, timeout: timedelta, device: torch.device | None = None
+) -> dist.ProcessGroup:
+    """Make a process group of ``ranks`` in the order given; only its members call. ``device``: for which it is
+    connected as by :func:`connect`.
 
     The public ``dist.new_group`` either needs every rank of the world, or derives the group's name from the number of
     groups that this rank has made before, which differs between ranks once groups are made when first used.
@@ -215,8 +215,8 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta, *, connected:
         if bound is not None:
             default.bound_device_id = bound
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    if connected:
-        connect(group)
+    if device is not None:
+        connect(group, device)
     return group  # type: ignore[no-any-return]
 
 

@@ -36,6 +36,26 @@ def received_before_the_next_call() -> None:
         work.wait()
 
 
+def received_before_a_later_one() -> None:
+    """The same, where what it waits for first is a receipt that was begun later, and a meeting with a time-out."""
+    mesh = mc.make_mesh({"a": size()})
+    x = torch.full((LARGE,), 3.0, device=mesh.device)
+    if mesh.rank == 0:
+        work = mc.send(x, "a", dst=1, mesh=mesh, async_op=True)
+        assert mc.recv("a", src=1, shape=(1,), dtype=x.dtype, mesh=mesh, async_op=True).wait().item() == 4.0
+    if mesh.rank == 1:
+        y = mc.recv("a", src=0, shape=(LARGE,), dtype=x.dtype, mesh=mesh)[-1].item() + 1
+        mc.send(torch.full((1,), y, device=mesh.device), "a", dst=0, mesh=mesh)
+    if mesh.rank == 0:
+        work.wait()
+        work = mc.send(x, "a", dst=1, mesh=mesh, async_op=True)
+    if mesh.rank == 1:
+        assert mc.recv("a", src=0, shape=(LARGE,), dtype=x.dtype, mesh=mesh)[-1].item() == 3.0
+    mc.barrier("a", mesh=mesh, timeout=60)
+    if mesh.rank == 0:
+        work.wait()
+
+
 def tags_of_one_exchange() -> None:
     """What is asked for in another order than it is given."""
     mesh = mc.make_mesh({"a": size()})
@@ -76,7 +96,14 @@ def size() -> int:
     return torch.distributed.get_world_size()
 
 
-PROGRAMS = (both_ways_later, received_before_the_next_call, tags_of_one_exchange, from_the_cpu, first_between_two)
+PROGRAMS = (
+    both_ways_later,
+    received_before_the_next_call,
+    received_before_a_later_one,
+    tags_of_one_exchange,
+    from_the_cpu,
+    first_between_two,
+)
 
 
 def all_of_them() -> None:

@@ -22,6 +22,7 @@ from meshcomm.runtime.transports import turns
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.turns import Family, Pool
 
+CARD = torch.device("cuda", 3)
 USUAL, OTHER, THIRD = (timedelta(seconds=seconds) for seconds in (20, 10, 15))
 
 
@@ -40,16 +41,18 @@ class Torch:
         store = dist.HashStore()
         patch.setattr(_torch, "default_store", lambda: store)
         patch.setattr(_torch, "new_group", self.new_group)
-        patch.setattr(_torch, "is_to_connect", lambda group: not group.connected)
+        patch.setattr(_torch, "is_to_connect", lambda group, device: not group.connected)
         patch.setattr(_torch, "connect", self.connect)
         patch.setattr(_torch, "set_limit", lambda group, limit: setattr(group, "limit", limit))
         patch.setattr(peers, "account", lambda ranks, closed=False: "")
 
-    def new_group(self, ranks: Any, name: str, limit: timedelta, *, connected: bool = True) -> Group:
-        self.made.append(Group(name, limit, connected))
+    def new_group(self, ranks: Any, name: str, limit: timedelta, device: torch.device | None = None) -> Group:
+        assert device in (None, CARD)
+        self.made.append(Group(name, limit, device is not None))
         return self.made[-1]
 
-    def connect(self, group: Group) -> None:
+    def connect(self, group: Group, device: torch.device) -> None:
+        assert device == CARD
         assert not group.connected
         group.connected = True
 
@@ -81,7 +84,7 @@ def on_two_ranks(program: Callable[[int], Any]) -> list[Any]:
 
 
 def pool_of(rank: int, first: Any = None) -> Pool:
-    return Pool((0, 1), rank, USUAL, "here", first)
+    return Pool((0, 1), rank, USUAL, "here", first, CARD)
 
 
 # ------------------------------------------------------------------------------------------------------- how many
@@ -177,10 +180,10 @@ def test_an_adopted_group_is_connected_when_all_ranks_have_come(asked: Torch) ->
 def test_who_comes_alone_is_told_who_does_not(asked: Torch) -> None:
     limit = timedelta(seconds=0.2)
     with pytest.raises(mc.CommError, match=r"index 1 did not come to set up a process group within 0\.\d+ s"):
-        Family(Pool((0, 1), 0, limit, "here", None), limit, "here")
+        Family(Pool((0, 1), 0, limit, "here", None, CARD), limit, "here")
     world: Any = Group("world", limit, False)
     with pytest.raises(mc.CommError, match=r"index 1 did not come"):
-        Family(Pool((0, 1), 0, limit, "there", world), limit, "there")
+        Family(Pool((0, 1), 0, limit, "there", world, CARD), limit, "there")
     assert not world.connected
     assert asked.made == []
 
@@ -190,7 +193,7 @@ def test_a_graph_cannot_make_a_communicator(asked: Torch, monkeypatch: pytest.Mo
     captures = [False]
     monkeypatch.setattr(type(module), "is_current_stream_capturing", lambda self: captures[0], raising=False)
     module.begin()
-    pool: Any = Pool((0,), 0, USUAL, "here", None)
+    pool: Any = Pool((0,), 0, USUAL, "here", None, CARD)
     captures[0] = True
     said = r"(?s)no communicator yet, and none can be made while a CUDA graph is captured.*the same call once, before"
     with pytest.raises(mc.MeshError, match=said):
@@ -261,9 +264,9 @@ def other_time_outs() -> list[tuple[bool, float]]:
     with pytest.MonkeyPatch.context() as patch:
         new = _torch.new_group
 
-        def new_group(ranks: Any, name: str, limit: timedelta, *, connected: bool = True) -> Any:
-            made.append(connected)
-            return new(ranks, name, limit, connected=connected)
+        def new_group(ranks: Any, name: str, limit: timedelta, device: torch.device | None = None) -> Any:
+            made.append(device is not None)
+            return new(ranks, name, limit, device)
 
         patch.setattr(_torch, "shares_communicators", lambda backend: True)
         patch.setattr(_torch, "new_group", new_group)

@@ -20,7 +20,7 @@ from meshcomm import _torch
 from meshcomm.collectives import messages
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on
-from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.pending import Pending, TimedOutError, begin_all, queued
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports import device_post, group_link
@@ -128,7 +128,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     monkeypatch.setattr(dist, "P2POp", Op)
     monkeypatch.setattr(_torch, "begin_messages", found.begin)
     yield found
-    assert not device_post.queued
+    assert not queued
 
 
 class Op:
@@ -362,7 +362,7 @@ def test_groups_that_end_begin_nothing(wire: Wire) -> None:
     with for_later():
         link.exchange([post(1.0, 1)], [])
     link.let_go()
-    device_post.begin_all()
+    begin_all()
     assert wire.batches[0] == []
 
 
@@ -396,14 +396,34 @@ def test_a_thread_of_a_hook_begins_nothing_and_keeps_the_callers_stream(
         got = link.exchange([], [want(1)])
         theirs = other.exchange([post(8.0, 0)], [want(0)])
     assert not begun
-    queued = list(link._outbox._waiting)
-    assert [{each.name for each in one.streams} for one in queued] == [{"mine"}] * 2
+    waiting = list(link._outbox._waiting)
+    assert [{each.name for each in one.streams} for one in waiting] == [{"mine"}] * 2
     use(later := Stream("later"))
     theirs.done()
     assert got.wait(None)[0].item() == 8.0
     assert later.waits[-1:] == ["mine"]
     assert begun == [(threading.get_ident(), True)] * 2
     assert sent.wait(None) == []
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_thread_of_a_hook_calls_on_the_callers_stream(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    """What is waited for at once, too: a thread begins on the default stream, which waits for nothing of the caller's."""
+    module, stream, use = stand_in(monkeypatch)
+    module.begin()
+    seen: list[str] = []
+    link = link_of(0)
+    monkeypatch.setattr(link.group, "_do", lambda name, options: seen.append(stream().name) or Done([]))
+    put_on(link, Elsewhere())
+    use(Stream("mine"))
+    if later:
+        with for_later():
+            link.all_reduce(torch.ones(2), "sum")
+    else:
+        link.all_reduce(torch.ones(2), "sum")
+    assert seen == ["mine"]
 
 
 # ------------------------------------------------------------------------------------------------- devices, and works

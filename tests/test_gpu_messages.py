@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import message_programs as programs
 import pytest
@@ -11,12 +14,62 @@ import torch.distributed as dist
 from later import for_later
 
 import meshcomm as mc
+from meshcomm import _torch
+from meshcomm.runtime.hooks.guard import messages as letters
 from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.recorder import recorded
+from meshcomm.runtime.start import world
+from meshcomm.runtime.transports import group_link, process_group
+from meshcomm.runtime.transports.process_group import ProcessLink
 
 
 @pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
 def test_over_gloo(program: Callable[[], None], pool4: mc.WorkerPool) -> None:
     pool4.run(program)
+
+
+class Again:
+    """A work that may be waited for again, as NCCL's."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work: dist.Work | None = work
+
+    def wait(self) -> None:
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+
+
+def as_nccl_does(name: str, folder: str) -> None:
+    """A program under guard, over gloo, by order alone: what is waited for later is begun by the program, and who receives
+    stands still until it is there, as in ``item()``.
+    """
+    here = world.current()
+    assert here is not None
+    rank = here.rank
+    world.shutdown()
+    os.environ["MESHCOMM_SHARED_MEMORY"] = "0"
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (group_link, process_group):
+            patch.setattr(place, "KNOW_NO_TAGS", {"gloo"}, raising=place is group_link)
+        patch.setattr(ProcessLink, "exchange", recorded(ProcessLink._by_batch, "exchange"))
+        depart = letters._Passage._depart
+
+        def late(self: letters._Passage) -> None:
+            """Threads that receive are later to queue it than those that send."""
+            time.sleep(0 if self.batch.sides[0].sends else 0.3)
+            depart(self)
+
+        patch.setattr(letters._Passage, "_depart", late)
+        begin = _torch.begin_messages
+        patch.setattr(_torch, "begin_messages", lambda todo: [Again(work) for work in begin(todo)])
+        mc.init(init_method=f"file://{folder}/{name}", rank=rank, world_size=2, timeout=20, guard=True)
+        getattr(programs, name)()
+
+
+@pytest.mark.parametrize("name", ["received_before_the_next_call", "received_before_a_later_one", "both_ways_later"])
+def test_a_program_that_waits_under_guard_begins_what_is_queued(name: str, tmp_path: Path) -> None:
+    mc.launch(as_nccl_does, ranks=2, args=(name, str(tmp_path)), runtime="processes", timeout=100)
 
 
 def needs_nccl(ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from contextvars import ContextVar
@@ -176,35 +177,32 @@ def test_name_connect(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.backend
 
     group: Any = Group()
-    _torch.connect(group)  # of somebody's own
-    monkeypatch.setattr(dist, "ProcessGroup", Group)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "nccl")
-    _torch.connect(group)
-    assert not connected
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    config = ["cpu:gloo,cuda:gloo"]
+    card, config = torch.device("cuda", 3), ["cpu:gloo,cuda:nccl"]
+    # A thread has a device of its own, and looking for it begins to use it.
+    monkeypatch.delattr(torch.accelerator, "current_device_index")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config[0])
-    monkeypatch.delattr(torch.accelerator, "current_device_index")  # it begins to use the device
-    _torch.connect(group)  # of gloo alone
+    _torch.connect(group, card)  # of somebody's own
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    _torch.connect(group, torch.device("cpu"))
+    config[0] = "cpu:gloo,cuda:gloo"
+    _torch.connect(group, card)
     assert not connected
-    config[0] = "cpu:gloo,cuda:nccl"
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3, raising=False)
-    _torch.connect(group)
-    assert connected == [torch.device("cuda", 3)]
+    for config[0] in ("cpu:gloo,cuda:nccl", "nccl"):
+        _torch.connect(group, card)
+    assert connected == [card, card]
     for backend in (None, SimpleNamespace(supports_splitting=False)):
         group.backend = backend
-        _torch.connect(group)
-    assert len(connected) == 1
+        _torch.connect(group, card)
+    assert len(connected) == 2
     assert hasattr(torch._C._distributed_c10d.Backend, "eager_connect_single_device")
     for name, there in product(("_comm_ptr", "_is_initialized"), (0, 1)):  # NCCL's would make a second one
         connected.clear()
         group.backend = SimpleNamespace(
             supports_splitting=True, eager_connect_single_device=connected.append, **{name: lambda there=there: there}
         )
-        assert _torch.is_to_connect(group) is not bool(there)
-        _torch.connect(group)
+        assert _torch.is_to_connect(group, card) is not bool(there)
+        _torch.connect(group, card)
         assert len(connected) == 1 - there
 
 
@@ -212,7 +210,7 @@ def test_name_is_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``connect``."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "nccl")
     other: Any = SimpleNamespace(size=lambda: 2)
-    assert not _torch.is_to_connect(other)
+    assert not _torch.is_to_connect(other, torch.device("cuda", 0))
 
 
 def test_name_shares_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +262,7 @@ def new_groups(folder: str) -> list[int]:
     mc.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         for place in (_torch, _torch_groups):
-            patch.setattr(place, "connect", lambda group: seen.append(group.size()))
+            patch.setattr(place, "connect", lambda group, device: seen.append(group.size()))
         mc.init(init_method=f"file://{folder}/all", rank=rank, world_size=4, timeout=200)
         mc.make_mesh({"a": 2, "b": 2})
     return seen

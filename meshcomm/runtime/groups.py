@@ -122,7 +122,9 @@ def _new_family(here: membership.ProcessWorld, ranks: tuple[int, ...], limit: ti
     # Communicators of an accelerator are large: axes with other time-outs use the same ones, one after the other.
     shared = here.timeout if meeting is not None and _torch.shares_communicators(here.backend) else limit
     first = dist.group.WORLD if shared == here.timeout and ranks == tuple(range(here.size)) else None
-    pool = _pools.setdefault((ranks, shared), Pool(ranks, ranks.index(here.rank), shared, at(shared), first))
+    pool = _pools.setdefault(
+        (ranks, shared), Pool(ranks, ranks.index(here.rank), shared, at(shared), first, here.device)
+    )
     return Family(pool, limit, at(limit))
 
 

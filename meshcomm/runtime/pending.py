@@ -6,6 +6,7 @@ that packs before a primitive and unpacks after it serves both, if what comes af
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -33,6 +34,39 @@ class TimedOutError(Exception):
         super().__init__(what)
         self.told = told
         self.missing, self.came, self.known = missing, came, known or {}
+
+
+queued: list[Any] = []
+"""Who has called for something in this process that nobody has begun: ``begin()`` does. The program looks when it makes
+any other call, and while it waits for one, for others may stand still until they have that.
+"""
+queueing = threading.RLock()
+about_to_queue: list[Callable[[], object]] = []
+"""Each waits for what a helper is about to queue: what the others have called for already is to begin together."""
+
+
+class _Helper(threading.local):
+    is_one = False
+
+
+helper = _Helper()
+"""Of a thread that may only queue, for it is not the program's."""
+
+
+def wait_for_helpers() -> None:
+    """For what they are about to queue."""
+    for wait in about_to_queue:
+        wait()
+
+
+def begin_all() -> None:
+    """All that is queued, unless a helper asks."""
+    if helper.is_one:
+        return
+    wait_for_helpers()
+    with queueing:
+        for each in list(queued):
+            each.begin()
 
 
 class Pending:

@@ -214,7 +214,8 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         if not stack or stack.here.inside:
             return own(self, *args)
         here, later = stack.here, told.later
-        stream = torch.accelerator.current_stream() if later and accelerator.in_use() is not None else None
+        # The last hook may go on on a thread of its own, whatever is waited for.
+        stream = torch.accelerator.current_stream() if accelerator.in_use() is not None else None
 
         def go() -> Any:
             here.inside, before, waited = True, told.call, told.later

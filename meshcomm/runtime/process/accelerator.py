@@ -99,10 +99,9 @@ def take_over(x: Tensor, stream: torch.Stream) -> None:
 @contextmanager
 def on(stream: torch.Stream | None) -> Iterator[None]:
     """This thread uses this stream."""
-    if stream is None:
+    if stream is None or (before := torch.accelerator.current_stream()) == stream:
         yield
         return
-    before = torch.accelerator.current_stream()
     torch.accelerator.set_stream(stream)
     try:
         yield

@@ -272,7 +272,7 @@ def _start(who: Launcher, request: Request) -> None:
     with contextlib.ExitStack() as meeting, _undone(state):
         if backend == "fake":
             place = devices.Place(who.rank, who.world_size, 0, devices.present(device_type))
-            _make_group(state, backend, who, timeout, None)
+            _make_group(state, backend, who, timeout, None, place.device)
         else:
             store = meeting.enter_context(rendezvous.meeting_place(who, request, timeout))
             card = devices.Card.mine(who.local_rank, device_type)
@@ -284,7 +284,7 @@ def _start(who: Launcher, request: Request) -> None:
             if place.device.type != "cpu":
                 torch.accelerator.set_device_index(place.device.index)
             _use_loopback(state, place.local_world_size == who.world_size)
-            _make_group(state, backend, who, timeout, here)
+            _make_group(state, backend, who, timeout, here, place.device)
             near = Neighbours(tokens[0], tuple(map(Address.read, addresses)))
             if rendezvous.agreed(here, who.rank, who.world_size, near.are_seen(), timeout):
                 neighbours = near
@@ -309,7 +309,9 @@ def _undone(state: _State) -> Iterator[None]:
         raise
 
 
-def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, store: Store | None) -> None:
+def _make_group(
+    state: _State, backend: str, who: Launcher, timeout: timedelta, store: Store | None, device: torch.device
+) -> None:
     before = sys.excepthook
     prefixed = None if store is None else PrefixStore("group", store)
 
@@ -318,7 +320,7 @@ def _make_group(state: _State, backend: str, who: Launcher, timeout: timedelta, 
             backend, store=prefixed, rank=who.rank, world_size=who.world_size, timeout=timeout,
             pg_options=_torch.options_for(backend, timeout),
         )  # fmt: skip
-        _torch.connect(whole_group())
+        _torch.connect(whole_group(), device)
 
     try:
         if store is not None and backend == "gloo":
@@ -358,8 +360,8 @@ def solo_process_group() -> dist.ProcessGroup:
                 backend, device_type = devices.choose_backend(request.backend)
                 who, timeout = Launcher("explicit", 0, 1), request.timeout or DEFAULT_TIMEOUT
                 _use_loopback(state, True)
-                _make_group(state, backend, who, timeout, HashStore())
                 here = devices.present(device_type)
+                _make_group(state, backend, who, timeout, HashStore(), here)
                 state.world = ProcessWorld(0, 1, 0, 1, 0, here, backend, timeout, adopted=False)
                 _state = state
         return whole_group()

@@ -15,7 +15,6 @@ made: a thread that only queues (the guard's) touches no device.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -28,24 +27,13 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.call import Post, Want
-from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.pending import Pending, queued, queueing, wait_for_helpers
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.underway import Explain, Started
 
 KNOW_NO_TAGS = frozenset({"nccl", "xccl", "hccl"})
 """Backends that match messages by order."""
-
-queued: list[Outbox] = []
-"""Those of this process with something in them. Whoever makes any other call looks, for others may wait for it."""
-_lock = threading.RLock()
-
-
-def begin_all() -> None:
-    """All that is queued."""
-    with _lock:
-        for outbox in list(queued):
-            outbox.begin()
 
 
 def messages_for(
@@ -74,15 +62,18 @@ class Outbox:
     def put(self, todo: list[dist.P2POp], result: Any, explain: Explain) -> Queued:
         """Behind those that are there."""
         one = Queued(self, todo, result, explain)
-        with _lock:
+        with queueing:
             self._waiting.append(one)
             if self not in queued:
                 queued.append(self)
         return one
 
+    def __contains__(self, one: Queued) -> bool:
+        return one in self._waiting
+
     def begin(self) -> None:
         """All of it as one batch; who waits is told if that fails."""
-        with _lock:
+        with queueing:
             waiting = self.drop()
             if not waiting:
                 return
@@ -101,7 +92,7 @@ class Outbox:
 
     def take_out(self, one: Queued) -> None:
         """It was given up before anybody has begun it."""
-        with _lock:
+        with queueing:
             if one not in self._waiting:
                 return
             self._waiting.remove(one)
@@ -111,7 +102,7 @@ class Outbox:
 
     def drop(self) -> list[Queued]:
         """What has not been begun, which this is not to begin any more."""
-        with _lock:
+        with queueing:
             waiting, self._waiting = self._waiting, []
             if self in queued:
                 queued.remove(self)
@@ -146,7 +137,9 @@ class Queued(Pending):
         self.todo = []
 
     def _under_way(self) -> Sequence[Started]:
-        self._outbox.begin()
+        if self in self._outbox:
+            wait_for_helpers()
+            self._outbox.begin()
         if self._failed is not None:
             raise self._explain(self._failed) from self._failed
         return self._works

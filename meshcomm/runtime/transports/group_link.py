@@ -24,12 +24,12 @@ from meshcomm.runtime.call import told
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
-from meshcomm.runtime.pending import then_all
+from meshcomm.runtime.pending import begin_all, queued, then_all
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.accelerator import mark
 from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Record, failed, state_of
 from meshcomm.runtime.transports.algorithms import PacketLink
-from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox, begin_all, queued
+from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox
 from meshcomm.runtime.transports.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Fault, Messages, Started, Walker

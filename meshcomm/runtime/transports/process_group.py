@@ -17,7 +17,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.health import attendance
-from meshcomm.runtime.pending import Pending, then
+from meshcomm.runtime.pending import Pending, begin_all, queued, then
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import recorded
 from meshcomm.runtime.transports import dtypes
@@ -26,10 +26,8 @@ from meshcomm.runtime.transports.compiled import TracedLink
 from meshcomm.runtime.transports.device_post import (
     KNOW_NO_TAGS,
     Compared,
-    begin_all,
     check_tags,
     messages_for,
-    queued,
     tags_of,
 )  # fmt: skip
 from meshcomm.runtime.transports.envelopes import ROOM
@@ -418,6 +416,8 @@ class ProcessLink(GroupLink):
     def barrier_within(self, seconds: float) -> None:
         """At the store, which knows who has come."""
         forks.refuse_if_forked("barrier")
+        if queued:
+            begin_all()
         if self.log.meeting is not None:
             attendance.all_here(self.place, self.ranks, self.index, seconds)
 

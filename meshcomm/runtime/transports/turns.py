@@ -22,12 +22,14 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.health import peers
+from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process import accelerator
 
 _PAUSE, _LONGEST_PAUSE = 1e-4, 1e-2
@@ -67,13 +69,19 @@ class Pool:
     """The groups between some ranks in one order, at which their axes take turns."""
 
     def __init__(
-        self, ranks: tuple[int, ...], index: int, limit: timedelta, at: str, first: dist.ProcessGroup | None
+        self,
+        ranks: tuple[int, ...],
+        index: int,
+        limit: timedelta,
+        at: str,
+        first: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
         """``limit``: of the groups while no axis has another one; of the first of them always, for it carries messages
         of other axes too. ``first``: that one, if it is there already. ``at``: names their keys in the store; empty
-        where there is none.
+        where there is none. ``device``: the mesh's, for which they are connected.
         """
-        self.ranks, self.index, self.limit, self.at = ranks, index, limit, at
+        self.ranks, self.index, self.limit, self.at, self._device = ranks, index, limit, at, device
         self._groups: dict[int, dist.ProcessGroup] = {} if first is None else {0: first}
         self._limits: dict[int, timedelta] = {}
         self._making: dict[int, threading.Lock] = {}
@@ -87,16 +95,16 @@ class Pool:
             group = self._groups.get(number)
             if group is None:
                 group = self._groups[number] = self.made(str(number), limit)
-            elif _torch.is_to_connect(group):  # it was adopted
+            elif _torch.is_to_connect(group, self._device):  # it was adopted
                 self._all_come(str(number), limit)
-                _torch.connect(group)
+                _torch.connect(group, self._device)
         return group
 
     def made(self, name: str, limit: timedelta, *, connected: bool = True) -> dist.ProcessGroup:
         """A group of this name, made by all ranks. ``connected``: with the communicator for accelerators."""
         self._all_come(name, limit)
         unique = f"meshcomm_{_short(f'{self.at or self.ranks} {name}')}"
-        return _torch.new_group(self.ranks, unique, limit, connected=connected)
+        return _torch.new_group(self.ranks, unique, limit, self._device if connected else None)
 
     def _all_come(self, name: str, limit: timedelta) -> None:
         """To the making of a group, so that nobody is in the middle of it for long."""
@@ -159,6 +167,8 @@ class Pool:
         start = last = time.monotonic()
         pause = _PAUSE
         while keys and not store.check(list(keys.values())):
+            if queued:  # who is to come may stand still until it has that
+                begin_all()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
             now = time.monotonic()

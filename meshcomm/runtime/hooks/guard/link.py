@@ -20,6 +20,7 @@ from meshcomm.runtime.hooks.guard.boards import Board, Entry, Group
 from meshcomm.runtime.hooks.guard.guard import LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.messages import Letters
 from meshcomm.runtime.hooks.stack import UNKNOWN, Hook, Running
+from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.words import Words, axis_text, place_of
@@ -232,6 +233,8 @@ class Room:
 
         def hope(keys: dict[int, str]) -> str:
             nonlocal last
+            if queued:
+                begin_all()
             if time.monotonic() - last < LONG:
                 return ""
             last, wait.keys = time.monotonic(), keys

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -34,8 +35,9 @@ from meshcomm.runtime.hooks.guard.batches import GAVE_UP, GOING, LEAVING, Batch,
 from meshcomm.runtime.hooks.guard.boards import Group
 from meshcomm.runtime.hooks.guard.guard import DEADLOCK, LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.store import the_store
-from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Task
+from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Task, wait_for
 from meshcomm.runtime.hooks.stack import Running
+from meshcomm.runtime.pending import about_to_queue, begin_all, helper, queued
 from meshcomm.runtime.words import Words
 
 Route = tuple[int, int, int]
@@ -60,6 +62,7 @@ class Letters:
         self._left: list[str] = []  # keys that nobody may come to read
         self._going: list[tuple[str, list[str]]] = []  # words that are read until these keys are gone
         self._since = self._number = 0
+        _every.add(self)
 
     def run(self, what: Running) -> Any:
         """Meet the other sides, then go; on a thread of its own if it is waited for later."""
@@ -76,9 +79,11 @@ class Letters:
 
     def _posted(self, passage: _Passage, what: Running) -> Begun:
         """On a thread of its own."""
+        passage.is_helped = True
         task = Task(lambda: passage.go(what, for_program=False))
 
         def live() -> None:
+            helper.is_one = True
             task.run()
             with contextlib.suppress(CommError):
                 self._sweep_for(_SWEEPING)
@@ -115,6 +120,16 @@ class Letters:
                 self._going.append((gone.mine.state, gone.mine.posted()))
             if given_up is not None:
                 self._left += [*given_up.posted(), given_up.state]
+
+    def look_once_more(self) -> None:
+        """Wait until each thread that waits for others has looked once more, and has gone with those who had come
+        already. Else a rank may begin to send and to receive one after the other, and the other one too.
+        """
+        with self._lock:
+            waiting = [(passage, passage.looks) for passage in self._open if passage.is_helped]
+        for passage, looks in waiting:
+            while passage.looks < looks + 2 and not passage.over.wait(_PAUSE):
+                pass
 
     def close(self, passage: _Passage) -> None:
         """It is over here."""
@@ -159,6 +174,17 @@ class Letters:
         return passage
 
 
+_every: weakref.WeakSet[Letters] = weakref.WeakSet()
+
+
+def _look_once_more() -> None:
+    for letters in list(_every):
+        letters.look_once_more()
+
+
+about_to_queue.append(_look_once_more)
+
+
 class _Passage:
     """One batch of this rank, until it goes or is given up."""
 
@@ -166,8 +192,9 @@ class _Passage:
         self, letters: Letters, batch: Batch, words: Words, before: list[threading.Event], over: threading.Event
     ) -> None:
         self.letters, self.batch, self.words = letters, batch, words
-        self._before, self._over = before, over
+        self._before, self.over = before, over
         self.decided = threading.Event()
+        self.is_helped, self.looks = False, 0
         self.void = False
         self.limit = Limit()
         self._together = Together(batch)
@@ -189,7 +216,8 @@ class _Passage:
             interrupted = self._met(for_program)
             self._depart()
             for each in self._before:
-                each.wait()
+                while not wait_for(each, _PAUSE):
+                    self.looks += 1
             with torch.no_grad():
                 found = what.go()
             with contextlib.suppress(CommError):  # the store may be gone
@@ -220,7 +248,7 @@ class _Passage:
 
     def _end(self) -> None:
         self.decided.set()
-        self._over.set()
+        self.over.set()
         self.letters.close(self)
 
     # ---------------------------------------------------------------------------------------------- meeting
@@ -228,6 +256,9 @@ class _Passage:
     def _wait_for_all(self, long: Callable[[], None]) -> None:
         pause, next_look = _FIRST_PAUSE, self._began + LONG
         while not self._all_go():
+            self.looks += 1
+            if queued:
+                begin_all()
             if self.limit.seconds:
                 self._withdraw()
             time.sleep(pause)

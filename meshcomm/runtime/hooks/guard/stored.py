@@ -31,7 +31,7 @@ from meshcomm.runtime.hooks.guard.link import Guarded, Room
 from meshcomm.runtime.hooks.guard.meeting import Meeting, not_begun
 from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Queue, Task
 from meshcomm.runtime.hooks.stack import Running
-from meshcomm.runtime.pending import settled
+from meshcomm.runtime.pending import begin_all, queued, settled
 from meshcomm.runtime.recorder import recorded
 from meshcomm.runtime.words import Words
 
@@ -50,12 +50,16 @@ class GuardedAtTheStore(Guarded):
         return True
 
     def agree_and_go(self, what: Running) -> Any:
-        """At once, or on the group's thread, after what was begun before."""
+        """At once, or on the group's thread, after what was begun before. What is on a device begins on the program's
+        thread, in its order.
+        """
         room = self.room
         x = what.like
         _, said = room.put(what, x)
         on_cpu = x is None or x.is_cpu
-        if (what.asynchronous and on_cpu) or not room.idle():
+        if not on_cpu:
+            room.wait_until_idle()
+        elif what.asynchronous or not room.idle():
             begun = room.later(said, what)
             return begun if what.asynchronous else settled(begun)
         return room.go(_StoreMeeting(room, room.next(), said, what), for_program=True)
@@ -113,6 +117,12 @@ class StoreRoom(Room):
     def idle(self) -> bool:
         """Whether no earlier call waits for the others' agreement."""
         return self._queue is None or self._queue.idle
+
+    def wait_until_idle(self) -> None:
+        """Until none does."""
+        if self._queue is not None and not self._queue.wait(LONG):
+            with self.guard.program_waits((self.group.key, self._number, 0)):
+                self._queue.wait(None)
 
     def later(self, said: Entry, what: Running) -> _Deferred:
         """Agree and begin when those before have."""
@@ -212,6 +222,8 @@ class _StoreMeeting(Meeting):
             if looks < FEW_LOOKS:
                 os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
                 continue
+            if queued:
+                begin_all()
             time.sleep(pause)
             pause = min(1.2 * pause, 1e-3)
             now = time.monotonic()

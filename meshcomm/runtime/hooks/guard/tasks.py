@@ -10,8 +10,24 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from meshcomm.runtime.hooks.guard.guard import LONG
-from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.pending import Pending, TimedOutError, begin_all, helper, queued
 from meshcomm.runtime.process import exits
+
+_SLICE = 0.01
+"""Seconds after which a program that waits looks whether a thread of the guard has left it messages to begin."""
+
+
+def wait_for(event: threading.Event, seconds: float | None) -> bool:
+    """Whether it came within the time. Meanwhile the program begins what threads of the guard may only queue: another
+    rank may stand still until it has that, and not come to what is waited for.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    while not event.wait(_SLICE if end is None else min(_SLICE, _left(end) or 0.0)):
+        if end is not None and time.monotonic() >= end:
+            return False
+        if queued:
+            begin_all()
+    return True
 
 
 class Limit:
@@ -78,6 +94,10 @@ class Queue:
             self._left.pop(0)
         return not self._left
 
+    def wait(self, seconds: float | None) -> bool:
+        """Whether all that were put have begun, or have failed, within the time."""
+        return self.idle or all(wait_for(over, seconds) for over in list(self._left))
+
     def put(self, fn: Callable[[], Any], limit: Limit | None = None) -> Task:
         """Call it after those before."""
         task = Task(fn, limit)
@@ -100,6 +120,7 @@ class Queue:
 
 
 def _live(tasks: queue.SimpleQueue[Task | None]) -> None:
+    helper.is_one = True
     while (task := tasks.get()) is not None:
         if exits.leaving():
             return
@@ -122,9 +143,9 @@ class Begun(Pending):
     def wait(self, timeout: float | None) -> Any:
         """Until it has begun, and then until it is done."""
         task, end = self._task, None if timeout is None else time.monotonic() + timeout
-        if not task.known.wait(LONG if timeout is None else min(LONG, timeout)):
+        if not wait_for(task.known, LONG if timeout is None else min(LONG, timeout)):
             with self.waiting() if timeout is None else nullcontext():
-                if not task.known.wait(_left(end)):
+                if not wait_for(task.known, _left(end)):
                     raise TimedOutError("not all ranks have made the call")
         if task.error is not None:
             raise task.error

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.call import for_later, told
+from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.recorder import CALL, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.device_post import begin_all, queued
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
