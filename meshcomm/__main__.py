@@ -6,8 +6,6 @@ import sys
 
 from meshcomm.tools import doctor, explain
 
-__all__: list[str] = []
-
 if __name__ == "__main__":
     wanted = sys.argv[1:]
     sys.exit(explain.main(wanted[1:]) if wanted[:1] == ["explain"] else doctor.main())
