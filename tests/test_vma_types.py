@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vma_checks import LINE, I, N, V, host, kind, on_ranks, ones, own, same, zeros
 
 import meshcomm as mc
+from meshcomm.spmd.types.rules.torch_rules import kind_of
 
 TYPES: dict[str, tuple[Callable[[], Any], frozenset[str] | None]] = {
     "numbers": (lambda: torch.tensor([1.0, 2.0]), I),
@@ -130,3 +131,22 @@ def test_mark_varying_refuses() -> None:
         pass
     with pytest.raises(mc.MeshError, match=r"outside|mc\.launch"), mc.check_vma(mesh=mesh):
         pass
+
+
+def test_what_writes_into_its_operands_is_not_taken_for_pure() -> None:
+    """By torch's own schemas: what writes without a name that says so, too."""
+    for func in (
+        torch.fused_moving_avg_obs_fake_quant, torch.batch_norm, torch.embedding_renorm_, Tensor.add_, Tensor.__setitem__,
+        torch.nn.functional.relu, torch.arange, torch.tensor, Tensor.detach, Tensor.__getitem__, torch.dropout,
+    ):  # fmt: skip
+        assert not kind_of(func).pure, func
+    for func in (
+        torch.add,
+        Tensor.mul,
+        torch.relu,
+        torch.matmul,
+        Tensor.view,
+        Tensor.transpose,
+        torch.nn.functional.gelu,
+    ):
+        assert kind_of(func).pure, func

@@ -147,6 +147,15 @@ def join(types: Sequence[Type], name: str) -> Type:
     return Type(since, ended)
 
 
+def wider(one: Type, other: Type) -> Type | None:
+    """The one of two types that their join is, if it is one and the value of the other has no gradient."""
+    if len(one.axes) < len(other.axes):
+        one, other = other, one
+    if one.leaf or not other.plain or not other.axes < one.axes or functorch_active():
+        return None
+    return one if not other.ended or other.ended.keys() <= one.ended.keys() | one.axes else None
+
+
 # -------------------------------------------------------------------------------------------- what is noted on a tensor
 
 NAME = "_meshcomm_type"

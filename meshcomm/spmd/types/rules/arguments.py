@@ -57,10 +57,26 @@ def by_name(forms: Sequence[Form], args: Sequence[Any], kwargs: Mapping[str, Any
 
 def is_seeded(func: Any) -> bool:
     """Whether a function of torch, or an operation of its name, uses a generator."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in _operations(func))
+
+
+def only_reads(func: Any) -> bool:
+    """Whether a function is one of torch in C++ that, by all its schemas, writes into nothing but an ``out=``."""
+    if isinstance(func, types.FunctionType) or not (known := _operations(func)):
+        return False
+    schemas = [schema for each in known for schema in get_signature_for_torch_op(each, return_schemas=True)[1] or ()]
+    return bool(schemas) and not any(
+        arg.alias_info is not None and arg.alias_info.is_write and not arg.kwarg_only
+        for schema in schemas
+        for arg in schema.arguments
+    )
+
+
+def _operations(func: Any) -> list[Any]:
+    """The overloads of an operation, or of the one that has the name of a function of torch."""
     if not hasattr(func, "tags") and not hasattr(func, "overloads"):
         name = str(getattr(func, "__name__", ""))
         if name.startswith("__") or not str(getattr(func, "__module__", None) or "torch").startswith("torch"):
-            return False
+            return []
         func = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(func, each) for each in func.overloads()] if hasattr(func, "overloads") else [func]
-    return any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in overloads)
+    return [getattr(func, each) for each in func.overloads()] if hasattr(func, "overloads") else [func]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from meshcomm._torch import (
     at_trace_time,
@@ -49,6 +50,7 @@ from meshcomm.spmd.types.vma import (
     marked,
     note,
     unmark,
+    wider,
     writes,
 )
 from meshcomm.watch import here
@@ -61,13 +63,25 @@ class Operations(Writes):
     """Sees every operation: what varies where any operand does, unless the rules say otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         watcher: object = here.watcher
         if watcher is not self:
+            kwargs = kwargs or {}
             return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             _untraceable()
         kind = kind_of(func)
+        if (
+            kind.pure
+            and not (kwargs or made.any or writes.any)
+            and (whole := self._known_at_once(kind, args)) is not None
+        ):
+            result = func(*args)
+            if type(result) is Tensor and getattr(result, NAME, None) is None:
+                note(result, whole, self._known, args)
+            else:
+                self._note_all(result, whole, [x for x in args if isinstance(x, Tensor)])
+            return result
+        kwargs = kwargs or {}
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
         if not kind.ordinary or (kwargs and kwargs.get("out") is not None):
@@ -81,6 +95,31 @@ class Operations(Writes):
         if kind.sized and len(operands) >= kind.sized and may_size(kind.name, args):
             return self._sized(kind, func, args, kwargs)
         return self._ordinary(kind, func, args, kwargs, operands)
+
+    def _known_at_once(self, kind: Kind, args: Args) -> Type | None:
+        """What is asked most often, in short: the type of what a pure function gives, where the types of all operands
+        are known for this mesh and as of now, and no pvary is due.
+        """
+        grid, whole = self.grid, None
+        try:
+            for x in args:
+                mine = getattr(x, NAME, None)
+                if mine is None and type(x) in SIMPLE:
+                    continue
+                if (
+                    type(mine) is not Type
+                    or (mine.grid is not grid and mine.grid is not ANYWHERE)
+                    or ((at := version_of(x)) and at != getattr(x, NOTED_AT, 0))
+                    or (mine.plain and x.requires_grad)
+                ):
+                    return None
+                if whole is None:
+                    whole = mine
+                elif kind.sized or (mine.sort is not whole.sort and (whole := wider(whole, mine)) is None):
+                    return None
+        except RuntimeError:  # an inference tensor does not count its changes
+            return None
+        return whole
 
     def _typed(self, kind: Kind, func: Any, args: Args, kwargs: Named, also: Sequence[Tensor] | None = None) -> Any:
         """Call it, and note the types of what it gives.

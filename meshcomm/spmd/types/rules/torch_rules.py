@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded
+from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded, only_reads
 from meshcomm.spmd.types.sizes.size_rules import SIZED, words
 
 HOST = words(
@@ -125,6 +125,8 @@ class Kind:
     """From how many tensors on what it gives may have sizes that depend on data; 0: never by itself."""
     ordinary: bool = False
     """None of these."""
+    pure: bool = False
+    """And by its schemas it writes into nothing that it is given by position, and one tensor alone gives no sizes."""
 
 
 @lru_cache(4096)
@@ -163,7 +165,10 @@ def kind_of(func: Any) -> Kind:
         from_data=name in ("tensor", "as_tensor", "asarray"),
         sized=SIZED.get(name, 0),
     )
-    return replace(kind, ordinary=replace(kind, name="", from_data=False, sized=0) == Kind(""))
+    ordinary = replace(kind, name="", from_data=False, sized=0) == Kind("")
+    return replace(
+        kind, ordinary=ordinary, pure=ordinary and kind.sized != 1 and not kind.from_data and only_reads(func)
+    )
 
 
 _IN_PLACE = words(
