@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ import torch.distributed as dist
 import meshcomm as mc
 from meshcomm.errors import CommError
 from meshcomm.runtime import recorder
+from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.hooks import dumps
 from meshcomm.runtime.hooks.guard import guard as guards
 from meshcomm.runtime.hooks.guard import setup
 from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
 from meshcomm.runtime.hooks.guard.guard import Guard, Status, Wait
+from meshcomm.runtime.hooks.guard.link import Room
 from meshcomm.runtime.hooks.guard.store import PatientStore
 from meshcomm.runtime.process import exits, lending, memory, neighbours, table
 from meshcomm.runtime.start import workers
@@ -165,6 +168,16 @@ def test_a_wait_that_is_interrupted_while_it_is_told_is_told_no_more(store: AtKe
             long()
     assert not waits
     assert not store.check(["shelf/status/0"])
+
+
+def test_calls_that_are_all_different_are_not_all_kept() -> None:
+    """Messages with a tag of their own, say: no primitive of theirs is put into words."""
+    room: Any = SimpleNamespace(known={})
+    for tag in range(5000):
+        once, again = (Room.known_as(room, Announced("send", (tag,))) for _ in range(2))
+        assert once.here.given == again.here.given == (tag,)
+        assert once is again
+    assert len(room.known) < 5000
 
 
 def test_who_was_told_of_a_deadlock_and_waits_anew_is_in_no_other_one() -> None:

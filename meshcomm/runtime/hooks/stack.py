@@ -178,7 +178,10 @@ def _with_hooks(kind: Any) -> type:
         kind.refuse(self, where, why, axis)
 
     def copies(self: Any, name: str, x: torch.Tensor) -> bool:
-        return not any(hook.defers(name, x) for hook in self.hooks) and kind.copies(self, name, x)
+        for hook in self.hooks:
+            if hook.defers(name, x):
+                return False
+        return bool(kind.copies(self, name, x))
 
     def takes_parts(self: Any, device: torch.device, dtype: torch.dtype) -> bool:
         return not self.hooks.compare and kind.takes_parts(self, device, dtype)

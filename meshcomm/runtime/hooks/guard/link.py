@@ -26,6 +26,8 @@ from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.words import Words, axis_text, place_of
 
 _AXIS = Call._fields.index("axis")
+_MOST = 4096
+"""The calls that are known before all of them are forgotten."""
 
 
 class Guarded(Hook):
@@ -121,6 +123,11 @@ class Said:
         """By all that makes them what they are on this rank."""
 
 
+def _make_room(known: dict[Hashable, Any]) -> None:
+    if len(known) >= _MOST:
+        known.clear()
+
+
 class Room:
     """Where the calls of a guarded link are."""
 
@@ -149,6 +156,7 @@ class Room:
         except TypeError:  # an argument without a hash
             return Said(call.here())
         if said is None:
+            _make_room(self.known)
             said = self.known[key] = Said(call.here())
         return said
 
@@ -161,6 +169,7 @@ class Room:
         key = what.name, more, None if x is None else (x.dtype, x.device, x.shape)
         found = said.primitives.get(key)
         if found is None:
+            _make_room(said.primitives)
             found = said.primitives[key] = self.learn(self._in_words(what, said.here))
         return said, found
 

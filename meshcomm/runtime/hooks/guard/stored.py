@@ -35,7 +35,6 @@ from meshcomm.runtime.pending import begin_all, queued, settled
 from meshcomm.runtime.recorder import recorded
 from meshcomm.runtime.words import Words
 
-_MOST_WORDS = 4096
 _DRAIN = 2.0
 """Seconds that a rank which leaves, or meets the others in a barrier, gives what was begun before."""
 
@@ -78,16 +77,9 @@ class StoreRoom(Room):
 
     def __init__(self, index: int, guard: Guard, group: Group, timeout: float) -> None:
         super().__init__(index, guard, group, StoreBoard(group, index), timeout)
-        self._number = self._learned = 0
+        self._number = 0
         self._lock = threading.Lock()
         self._queue: Queue | None = None
-
-    def learn(self, entry: Entry) -> Entry:
-        """As it is."""
-        self._learned += 1
-        if self._learned % _MOST_WORDS == 0:
-            self.known.clear()
-        return entry
 
     @property
     def number(self) -> int:
