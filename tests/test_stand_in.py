@@ -20,8 +20,9 @@ from meshcomm.runtime import recorder
 from meshcomm.runtime.call import told
 from meshcomm.runtime.health import overdue
 from meshcomm.runtime.hooks import dumps
-from meshcomm.runtime.pending import TimedOutError
+from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator
+from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.turns import Turn
 from meshcomm.tools import explain
@@ -367,6 +368,53 @@ def test_a_wait_on_another_stream_keeps_the_memory(linked: tuple[Any, Backend, l
     torch.accelerator.set_stream(cast(Any, other))
     works[1].wait(None)
     assert lent == [other]
+
+
+@pytest.mark.parametrize("name", ["_gather", "_reduce_scatter", "_all_to_all"])
+def test_a_wait_on_another_stream_keeps_what_is_read(linked: tuple[Any, Backend, list[Mark]], name: str) -> None:
+    """What was packed for the call has no other owner when the backend lets go of it, at the wait."""
+    link, backend, _ = linked
+    for call in ("_allgather_base", "_reduce_scatter_base", "alltoall_base"):
+        setattr(backend, call, lambda *args: backend.work)
+    read, written = [], []  # type: list[object], list[object]
+    x, out = OnDevice(read), OnDevice(written)
+    vars(x).update(new_empty=lambda *shape: out, view=lambda *shape: x)
+    vars(out).update(view=lambda *shape: out)
+    with for_later():
+        work = getattr(link, name)(x, *{"_gather": (), "_reduce_scatter": ("sum",)}.get(name, ([1, 1], [1, 1])))
+    backend.work.over = True
+    other = Stream("other")
+    torch.accelerator.set_stream(cast(Any, other))
+    assert work.wait(None) is out
+    assert read == written == [other]
+
+
+def test_zeros_of_who_receives_nothing_are_made_before_the_call(linked: tuple[Any, Backend, list[Mark]]) -> None:
+    """Whoever waits on another stream comes after what was on this one at the call, and no more."""
+    link, *_ = linked
+    seen: list[str] = []
+    zeros: list[object] = []
+
+    class Sees(OnDevice):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.zeros_like:
+                seen.append("zeros")
+                return OnDevice(zeros)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = Sees([])
+    link.all_to_all = lambda *args: (seen.append("call"), Later())[1]
+    work = PacketLink.permute(link, x, None, None)
+    assert seen == ["zeros", "call"]
+    torch.accelerator.set_stream(cast(Any, other := Stream("other")))
+    assert cast(Any, work).wait(None).tolist() == [1.0, 1.0]
+    assert zeros == [other]
+
+
+class Later(Pending):
+    def wait(self, timeout: float | None) -> Any:
+        return torch.ones(0)
 
 
 def test_who_is_late_is_said_before_the_time_is_up(

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshcomm.runtime.pending import settled, then
+from meshcomm.runtime.pending import Pending, settled, then
+from meshcomm.runtime.process.accelerator import lend, stream_of
 from meshcomm.runtime.transports import dtypes, exact
 from meshcomm.runtime.transports.protocol import Defaults
 
@@ -81,10 +82,14 @@ class PacketLink(Defaults):
         top: Tensor = settled(self._dressed(exact.exponents(x), "max", self._reduce, self._reduce_own))
 
         def value(total: Tensor) -> Tensor:
+            if made_on is not None:
+                lend(made_on, top)
             mine = top if total.ndim == x.ndim + 1 else top[self.index]
             return exact.value(total, mine, x.dtype, self.size if op == "exact mean" else 1)
 
-        return then(reduce(exact.in_units(x, top), "sum"), value)
+        total = reduce(exact.in_units(x, top), "sum")
+        made_on = stream_of(top) if isinstance(total, Pending) else None  # it may be waited for on another one
+        return then(total, value)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """One all_reduce, or an all_gather and a local reduction where the backend cannot."""
@@ -133,13 +138,20 @@ class PacketLink(Defaults):
             send[destination] = x.numel()
         if source is not None:
             recv[source] = x.numel()
-        flat = x.reshape(-1)
+        flat, shape = x.reshape(-1), x.shape
+        # Before the call, which may be waited for on another stream.
+        empty = None if source is not None else torch.zeros_like(x, memory_format=torch.contiguous_format)
         out = self.all_to_all(flat if destination is not None else flat[:0], send, recv)
-        shape, empty = (
-            x.shape,
-            None if source is not None else torch.zeros_like(x, memory_format=torch.contiguous_format),
-        )
-        return then(out, lambda out: out.view(shape) if empty is None else empty)
+        made_on = stream_of(empty) if empty is not None and isinstance(out, Pending) else None
+
+        def arrived(out: Tensor) -> Tensor:
+            if empty is None:
+                return out.view(shape)
+            if made_on is not None:
+                lend(made_on, empty)
+            return empty
+
+        return then(out, arrived)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """One broadcast of the elements, or of their bytes."""

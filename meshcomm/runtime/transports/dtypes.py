@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import outside_transforms
+from meshcomm.runtime.process.accelerator import stream_of
 from meshcomm.runtime.transports import exact
 
 HALF = (torch.float16, torch.bfloat16)
@@ -145,9 +146,12 @@ def _can_look_up(x: Tensor) -> bool:
 
 @cache
 def _table(fn: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
-    """What ``fn`` gives of every pattern of 16 bits."""
+    """What ``fn`` gives of every pattern of 16 bits; for use on any stream, so it is there when this returns."""
     with outside_transforms():
-        return fn(torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16))
+        table = fn(torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16))
+    if (stream := stream_of(table)) is not None:
+        stream.synchronize()
+    return table
 
 
 def _looked_up(table: Tensor, x: Tensor) -> Tensor:

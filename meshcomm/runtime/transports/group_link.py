@@ -205,14 +205,14 @@ class GroupLink(PacketLink):
             return None
         return Late(record[WHAT], self.log, record, monotonic() - record[BEGAN], found=found)
 
-    def _finish(self, what: str, work: dist.Work | None, result: T) -> T:
+    def _finish(self, what: str, work: dist.Work | None, result: T, keep: object = None) -> T:
         """``result``, once ``work`` is done: NCCL gives none where it was asked for the result at once, for then all
-        is done on the caller's stream, without a hop to its own and back.
+        is done on the caller's stream, without a hop to its own and back. ``keep`` is what is read until then.
         """
         if told.later:
             on_gloo = self._on_gloo and (result is None or cast(Any, result).is_cpu)
             assert work is not None
-            return cast(T, Started(work, result, Fault(self, what), gloo=on_gloo))
+            return cast(T, Started(work, result, Fault(self, what), gloo=on_gloo, keep=keep))
         try:
             if work is not None:
                 work.wait()

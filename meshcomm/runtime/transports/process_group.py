@@ -229,7 +229,7 @@ class ProcessLink(GroupLink):
             return self._gather_directly(rows, x)
         options = options_for("AllgatherOptions", told.later)
         work = self._start("all_gather", lambda: _torch.allgather_base(self.group, out, x, options))
-        return self._finish("all_gather", work, rows)
+        return self._finish("all_gather", work, rows, x)
 
     def _gather_directly(self, rows: Tensor, x: Tensor) -> Tensor:
         if self.size > 2 and rows.numel() * rows.element_size() <= _SMALL:
@@ -254,14 +254,14 @@ class ProcessLink(GroupLink):
         flat = x.view(-1)  # torch's fake backend copies a chunk of the input, with its shape
         options = options_for("ReduceScatterOptions", told.later, reduceOp=op)
         work = self._start("reduce_scatter", lambda: _torch.reduce_scatter_base(self.group, out, flat, options))
-        return self._finish("reduce_scatter", work, out)
+        return self._finish("reduce_scatter", work, out, x)
 
     def _all_to_all(self, x: Tensor, send: list[int], recv: list[int]) -> Tensor:
         out = x.new_empty(sum(recv))
         works = self._swap("all_to_all", out, x, recv, send)
         if self._by_messages(x):  # of which there may be one: a wait of one message that runs out ends the group
             return self._end(works, out, keep=x)
-        return self._finish("all_to_all", works[0], out)
+        return self._finish("all_to_all", works[0], out, x)
 
     def _swap(self, where: str, out: Tensor, x: Tensor, recv: list[int], send: list[int]) -> Sequence[dist.Work]:
         """Runs of ``x`` to all, runs of ``out`` from all."""
