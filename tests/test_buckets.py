@@ -467,6 +467,33 @@ def test_leaves_that_do_not_lie_together_are_copied_together(run4: Run, way: Cal
     run4(lying_apart, way)
 
 
+def filled_in_other_orders() -> None:
+    """Each rank has put the entries of its dicts in an order of its own, which its results keep."""
+    mesh = mc.make_mesh({"a": 4})
+    for names in (["w", "b", "a"], ["w", 1, ("t", 2)]):
+        turned = names[mesh.rank % 3 :] + names[: mesh.rank % 3]
+        tree = {"x": {name: torch.full((2,), 10.0 ** names.index(name)) for name in turned}}
+        found = mc.all_reduce(tree, "a", mesh=mesh)
+        assert list(found["x"]) == turned
+        assert {name: y.tolist() for name, y in found["x"].items()} == {
+            name: [4 * 10.0**place] * 2 for place, name in enumerate(names)
+        }
+
+
+def test_dicts_that_were_filled_in_other_orders(run4: Run) -> None:
+    run4(filled_in_other_orders)
+
+
+def test_the_first_of_several_wrong_leaves_is_named() -> None:
+    mesh, right, wrong = mc.make_mesh({"a": 1}), torch.ones(2), torch.ones(2, dtype=torch.bool)
+
+    def main() -> None:
+        with pytest.raises(mc.MeshError, match=r"leaf: x\[1\]$"):
+            mc.all_reduce([right, wrong, right, wrong], "a", mesh=mesh)
+
+    mc.launch(main, ranks=1)
+
+
 # ----------------------------------------------------------------------------------------------- how many collectives
 
 
