@@ -244,7 +244,7 @@ class Core(TorchFunctionMode):
 
     def _random(self, name: str) -> Type:
         axes = self._drawn_along()
-        return Type(dict.fromkeys(axes, Origin(name, str(call_site())))) if axes else INVARIANT
+        return Type(dict.fromkeys(axes, Origin(name, call_site()))) if axes else INVARIANT
 
     def _drawn_along(self) -> frozenset[str]:
         if here.draws_along is None:
@@ -272,7 +272,7 @@ class Core(TorchFunctionMode):
     def made_whole(self, x: Tensor, what: str, mesh: Mesh) -> None:
         """Note that ``x`` is invariant along all axes of ``mesh``."""
         with without_modes():
-            ended = dict.fromkeys(mesh.axis_names, Origin(what, str(call_site())))
+            ended = dict.fromkeys(mesh.axis_names, Origin(what, call_site()))
             self._note(x, Type({}, ended, grid=grid_of(mesh)))
 
     def _sized(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -317,7 +317,7 @@ class Core(TorchFunctionMode):
         if y is None or not same_place(x, y):  # a view of what its base was before x.data = ...
             with self._apart():
                 y = self._varied(x, axes)
-        self._note(y, mine.begins(axes, Origin(name, str(call_site()))))
+        self._note(y, mine.begins(axes, Origin(name, call_site())))
         carried(x, y)
         entry.by[axes] = y
         return y

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import functorch_active, unwrapped, version_of
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.spmd.types.foreign_memory import any_lent, lend_foreign, with_the_same_memory
 from meshcomm.spmd.types.grids import ANYWHERE, Grid
 from meshcomm.spmd.types.notes import Ever, Note
@@ -25,7 +25,7 @@ class Origin(NamedTuple):
     """Where something happened to a value."""
 
     what: str
-    site: str = ""
+    site: CallSite | str = ""
     leaf: bool = False
     """It was so from the beginning, and no operation's doing."""
 
@@ -141,7 +141,7 @@ def join(types: Sequence[Type], name: str) -> Type:
     for axis in axes:
         origin = next(each.since[axis] for each in types if axis in each.axes)
         if origin.leaf and not all(axis in each.axes for each in types):
-            here = here or Origin(name, str(call_site()))
+            here = here or Origin(name, call_site())
             origin = here
         since[axis] = origin
     return Type(since, ended)

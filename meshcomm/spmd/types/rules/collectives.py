@@ -35,6 +35,7 @@ from meshcomm.spmd.types.vma import (
     Type,
     join,
 )
+from meshcomm.watch import here
 from meshcomm.work import Work
 
 
@@ -43,20 +44,29 @@ class Collectives(Core):
 
     def collective(self, fn: Any, x: Any, axis: AxisName, /, *args: Any, mesh: Mesh | None, **kwargs: Any) -> Any:
         """Call a public collective."""
+        outer, here.watcher = here.watcher, None  # as `_apart` does it, which takes longer
+        try:
+            with without_modes():
+                return self._collective(fn, x, axis, args, mesh, kwargs)
+        finally:
+            here.watcher = outer
+
+    def _collective(
+        self, fn: Any, x: Any, axis: AxisName, args: tuple[Any, ...], mesh: Mesh | None, kwargs: dict[str, Any]
+    ) -> Any:
         op = ops[fn.__name__]
-        with self._apart():
-            if made.any:
-                args, kwargs = plain(args), plain(kwargs)
-            axes = self._axes_of(op.name, axis, mesh)
-            named = op.arguments(args, kwargs)
-            leaves, form = ([x], None) if isinstance(x, Tensor) else tree_flatten(x)
-            kinds: list[Type] = []
-            if all(isinstance(leaf, Tensor) for leaf in leaves):
-                for i, leaf in enumerate(leaves):
-                    kind, leaves[i] = self._taken(op, leaf, axes, named)
-                    kinds.append(kind)
-                x = leaves[0] if form is None else tree_unflatten(leaves, form)
-            return self._given(op, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, named)
+        if made.any:
+            args, kwargs = plain(args), plain(kwargs)
+        axes = self._axes_of(op.name, axis, mesh)
+        named = op.arguments(args, kwargs)
+        leaves, form = ([x], None) if isinstance(x, Tensor) else tree_flatten(x)
+        kinds: list[Type] = []
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            for i, leaf in enumerate(leaves):
+                kind, leaves[i] = self._taken(op, leaf, axes, named)
+                kinds.append(kind)
+            x = leaves[0] if form is None else tree_unflatten(leaves, form)
+        return self._given(op, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, named)
 
     def made(self, fn: Any, axis: AxisName, mesh: Mesh | None, /, *args: Any, **kwargs: Any) -> Any:
         """Call a collective that takes no tensor."""
@@ -101,7 +111,7 @@ class Collectives(Core):
         named: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """What a collective gives, with its types noted."""
-        origin = Origin(op.name, str(call_site()))
+        origin = Origin(op.name, call_site())
         given = [_gives(op, kind, axes, self._all, origin) for kind in kinds or [INVARIANT]]
 
         def noted(result: Any) -> Any:
@@ -187,7 +197,7 @@ class Collectives(Core):
                     inputs[i] = self.vary(x, missing, name, operands, found)
         result = _of_layouts(fn, layouts, inputs, mesh, kwargs)
         axes = frozenset(pattern.output.axes) | rest
-        origin, known = Origin(name, str(call_site())), join(found, name).since
+        origin, known = Origin(name, call_site()), join(found, name).since
         whole = Type({axis: known.get(axis, origin) for axis in axes}, dict.fromkeys(spoken - axes, origin))
 
         def noted(y: Tensor) -> Tensor:
@@ -213,6 +223,5 @@ def _gives(op: Op, kind: Type, axes: frozenset[str], everything: frozenset[str],
     """The type of the result of a collective."""
     if op.gives == "I":
         return kind.ends(axes, origin)
-    if op.others:  # the sender's, which the receiver does not know
-        return kind.begins(everything - kind.axes, origin)
-    return kind.begins(axes - kind.axes, origin)
+    begun = (everything if op.others else axes) - kind.axes  # of others: the sender's, which the receiver does not know
+    return kind.begins(begun, origin) if begun else kind

@@ -279,7 +279,7 @@ def watch_all() -> None:
 
 def _on_storage(storage: UntypedStorage) -> None:
     if here.watcher is not None:
-        unknown_in(storage, Origin("UntypedStorage.copy_", str(call_site())))
+        unknown_in(storage, Origin("UntypedStorage.copy_", call_site()))
 
 
 def _on_parameter(made: Tensor, data: Any) -> None:

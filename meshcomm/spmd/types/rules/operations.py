@@ -212,7 +212,7 @@ class Operations(Writes):
         """torch's own collectives do not say what they write."""
         versions = versions_of(operands)
         result = func(*args, **kwargs)
-        whole = Type(dict.fromkeys(self._all, Origin(kind.name, str(call_site()))))
+        whole = Type(dict.fromkeys(self._all, Origin(kind.name, call_site())))
         self._saw(operands, versions)
         for x in operands:
             self._written(x, whole, kind.name)
@@ -432,7 +432,7 @@ class Operations(Writes):
     def _of_gradient(self, kind: Type) -> Type:
         """The type of the gradient of a value: what is invariant has been summed by the backward of pvary."""
         axes = self._all - kind.axes
-        return kind.ends(axes, Origin("backward", str(call_site()))) if axes else kind
+        return kind.ends(axes, Origin("backward", call_site())) if axes else kind
 
     def _own_leaf(self, x: Tensor, begins: bool) -> None:
         """What was made in the image of something that varies, and becomes a leaf, is each rank's own."""

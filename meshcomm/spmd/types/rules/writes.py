@@ -184,7 +184,7 @@ class Writes(Core):
     def _spread(self, x: Tensor, kind: Type) -> None:
         """All that shares the memory of ``x`` varies, too."""
         if kind.axes and not is_written(x, kind, self.grid):
-            origin = Origin("a write in place", str(call_site()))
+            origin = Origin("a write in place", call_site())
             write(x, Type(dict.fromkeys(kind.axes, origin), grid=self.grid))
 
     def _overwritten(self, x: Tensor, kind: Type) -> None:
@@ -238,7 +238,7 @@ class Writes(Core):
         with self._apart(), torch.enable_grad():
             _VaryInPlace.apply(owner, self._axis(missing))  # type: ignore[no-untyped-call]
         self._saw([owner], versions)
-        self._note(owner, mine.begins(missing, Origin(name, str(call_site()))))
+        self._note(owner, mine.begins(missing, Origin(name, call_site())))
 
     def _unknown_in_changed(self, operands: Sequence[Tensor], versions: Sequence[int], name: str) -> None:
         """Something unknown was written into those that have changed since."""
@@ -250,7 +250,7 @@ class Writes(Core):
         """Something unknown was written into ``x``, which must not be taken for what it was."""
         if x.requires_grad and self.type_of(x) is not None:
             self._unknown(next(y for y in operands if self.type_of(y) is None), operands, name)
-        unseen_write(x, Origin(name, str(call_site())))
+        unseen_write(x, Origin(name, call_site()))
 
 
 class _VaryInPlace(Function):

@@ -162,7 +162,7 @@ class Sizes(Operations):
         """The type of what decides sizes: unknown may differ anywhere. None: it is the same everywhere."""
         mine = self.type_of(x)
         if mine is None:
-            unknown = Origin("a tensor that was made out of sight", str(call_site()))
+            unknown = Origin("a tensor that was made out of sight", call_site())
             return Type(dict.fromkeys(self._all, unknown), grid=self.grid)
         return mine if mine.axes else None
 
