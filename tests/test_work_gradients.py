@@ -394,3 +394,16 @@ def test_several_transposed_collectives_are_under_way_at_once(run4: Run4, order:
     begun, waited = ["begun"] * 3, ["waited for"] * 3
     expected = ["what was after the wait", *begun, "what was between", *waited, "what was before the start"]
     assert run4(order_in_backward, "all_gather", order) == [expected] * 4
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_thousand_works_are_run_backwards(step: int) -> None:
+    """Whichever is waited for first: who holds back whom is a chain as long."""
+
+    def main() -> float:
+        x = torch.ones(2, requires_grad=True)
+        with mc.use_mesh(mc.make_mesh({"dp": 2})):
+            works = [mc.all_reduce(x, "dp", async_op=True) for _ in range(1000)]
+            return torch.autograd.grad([work.wait().sum() for work in works[::step]], x)[0].sum().item()
+
+    assert mc.launch(main, ranks=2) == [2000.0, 2000.0]

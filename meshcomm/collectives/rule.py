@@ -36,6 +36,7 @@ from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import Call, for_later, told
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.hooks.ranges import in_range
+from meshcomm.runtime.ledger import Entry
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.whose import Whose
@@ -215,19 +216,18 @@ class _Pair:
     """
 
     __slots__ = (
-        "__weakref__", "_after", "_held", "_passes", "_since", "axis", "early", "params", "rule", "version", "waited",
-        "y",
+        "__weakref__", "_end", "_held", "_own", "_passes", "_since", "axis", "early", "params", "rule", "version", "y",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, axis: Axis, params: Params, version: int) -> None:
         self.rule, self.axis, self.params, self.version = rule, axis, params, version
         self.y: Tensor | None = None
-        self.waited = self.early = False
+        self.early = False
         self._since = axis.link.ledger.at_once
-        self._after: list[Any] = []
+        self._end: Entry | None = None  # of those begun after this one while it was under way
         self._passes: dict[int, _Pass] = {}  # that are between the two nodes
         self._held: dict[int, list[_Pair]] = {}  # those that begin after this one, by pass
-        axis.link.ledger.begin(self)
+        self._own = axis.link.ledger.begin(self)
 
     def finish(self, token: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The result as a function of ``x``."""
@@ -238,7 +238,7 @@ class _Pair:
                 fix="change it after the wait, or pass x.clone()",
             )
         ledger = self.axis.link.ledger
-        self._after = ledger.wait(self)
+        self._end = ledger.wait(self)
         self.early = not self.rule.saves and ledger.at_once == self._since
         self.y = y
         return _finish(token, x if self.rule.saves else None, self)  # type: ignore[no-any-return]
@@ -251,17 +251,32 @@ class _Pair:
             self._begin_in_turn(number)
 
     def _begin_in_turn(self, number: int) -> None:
-        mine = self._passes.get(number)
-        if mine is None or mine.begun:
-            return
-        for later in self._after:
-            other = later()
-            if other is not None and not (number in other._passes and other._passes[number].begun):
-                other._held.setdefault(number, []).append(self)
-                return
-        mine.gradient, mine.begun = for_later(True, self._run, mine), True
-        for other in self._held.pop(number, ()):
-            other._begin_in_turn(number)
+        turn = [self]
+        while turn:  # there may be thousands, each of which was held back by the next
+            pair = turn.pop()
+            mine = pair._passes.get(number)
+            if mine is None or mine.begun:
+                continue
+            other = pair._not_begun(number)
+            if other is not None:
+                other._held.setdefault(number, []).append(pair)
+                continue
+            mine.gradient, mine.begun = for_later(True, pair._run, mine), True
+            turn += reversed(pair._held.pop(number, ()))
+
+    def _not_begun(self, number: int) -> _Pair | None:
+        """The first of those that come before this one in backward that has not been begun there."""
+        entry, last = self._own.following, -1 if self._end is None else self._end.number
+        while entry is not None and entry.number <= last:
+            other: _Pair | None = entry.call()
+            if other is not None:
+                there = other._passes.get(number)
+                if there is None or not there.begun:
+                    return other
+                if other._end is not None and other._end.number > entry.number:
+                    entry = other._end  # all up to there had been begun before it
+            entry = entry.following
+        return None
 
     def first_node(self) -> Tensor:
         """The gradient of ``x``."""

@@ -6,6 +6,17 @@ import weakref
 from typing import Any
 
 
+class Entry:
+    """One call that is waited for later, and by way of the next one those that were begun after it."""
+
+    __slots__ = ("call", "following", "number")
+
+    def __init__(self, call: Any, number: int) -> None:
+        self.call = weakref.ref(call)
+        self.number = number
+        self.following: Entry | None = None
+
+
 class Ledger:
     """One link's calls that autograd will run backwards."""
 
@@ -14,17 +25,19 @@ class Ledger:
         """How many gave their result at once."""
         self.modules = 0
         """How many modules were given to the link that have their gradients summed over it, by all of its ranks."""
-        self._begun: list[weakref.ref[Any]] = []  # from the oldest that is not waited for on
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # those that are not waited for
+        self._last: Entry | None = None
 
-    def begin(self, call: Any) -> None:
-        """A call that is waited for later; it has an attribute ``waited``."""
-        self._begun.append(weakref.ref(call))
+    def begin(self, call: Any) -> Entry:
+        """A call that is waited for later. Where none is under way nobody will look on from the entries before."""
+        before = self._last
+        entry = self._last = Entry(call, 0 if before is None else before.number + 1)
+        if before is not None and self._open:
+            before.following = entry
+        self._open.add(call)
+        return entry
 
-    def wait(self, call: Any) -> list[weakref.ref[Any]]:
-        """The calls begun after this one, which has now been waited for."""
-        call.waited = True
-        at = next(i for i, other in enumerate(self._begun) if other() is call)
-        after = self._begun[at + 1 :]
-        while self._begun and ((oldest := self._begun[0]()) is None or oldest.waited):
-            self._begun.pop(0)
-        return after
+    def wait(self, call: Any) -> Entry | None:
+        """The last of the calls begun after this one, which has now been waited for; its own if there is none."""
+        self._open.discard(call)
+        return self._last
