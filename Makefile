@@ -34,7 +34,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-newest test-gpu lint format bench bench-checker bench-collectives bench-overlap bench-train bench-trace soak wheel launchers clean
+.PHONY: help venv demo test test-all test-newest test-gpu lint format bench bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -47,6 +47,8 @@ help:
 	@echo 'make bench       what a collective costs the host'
 	@echo 'make bench-collectives'
 	@echo '                 how fast each collective moves bytes'
+	@echo 'make bench-growth'
+	@echo '                 how costs grow with ranks, leaves, calls, units: their exponents'
 	@echo 'make bench-overlap'
 	@echo '                 what communicating later buys: beside products, during backward, as a tree'
 	@echo 'make bench-train a training step beside DistributedDataParallel, fully_shard and parallelize_module'
@@ -104,6 +106,9 @@ bench-train: $(VENV)/.installed
 
 bench-overlap: $(VENV)/.installed
 	$(PY) -m benchmarks.overlap $(ARGS)
+
+bench-growth: $(VENV)/.installed
+	$(PY) -m benchmarks.growth $(ARGS)
 
 bench-collectives: $(VENV)/.installed
 	$(PY) -m benchmarks.collectives $(ARGS)

@@ -45,10 +45,12 @@ LARGE = 10**6
 LIMITS = {"all_gather": 0.5, "all_gather_invariant": 0.5, "reduce_scatter": 0.7}
 LIMIT = 1.05
 """The budgets on gloo from 1 MB: our time over torch's."""
+OVER_MEMORY = ((64, 64, 8.0), (2**20, 2**26, 2.0))
+"""On 2 processes that share memory: from and up to so many bytes, our time over the floor's."""
 
 HEAD = ["size", "count", "type", "redop", "root"]
 SIDE = ["time", "algbw", "busbw", "#wrong"]
-UNDER_HEAD = ["B", "elements", "", "", "", *["µs", "GB/s", "GB/s", ""] * 2, ""]
+UNDER_HEAD = ["B", "elements", "", "", "", *["µs", "GB/s", "GB/s", ""] * 2, "", "µs", ""]
 
 
 class Side(NamedTuple):
@@ -72,6 +74,8 @@ class Row:
     root: int
     ours: Side
     theirs: Side | None
+    floor: float | None = None
+    """Seconds of the same copies and sums in private memory."""
 
     @property
     def ratio(self) -> float | None:
@@ -85,13 +89,15 @@ class Row:
             "meshcomm": side_fields(self.ours),
             "torch": None if self.theirs is None else side_fields(self.theirs),
             "ratio": self.ratio,
+            "floor_us": None if self.floor is None else 1e6 * self.floor,
         }
 
     def cells(self) -> list[str]:
         """As it stands in the table."""
         sides = [*side_cells(self.ours), *side_cells(self.theirs)]
         ratio = "-" if self.ratio is None else f"{self.ratio:.2f}"
-        return [str(self.size), str(self.count), self.type, self.redop, str(self.root), *sides, ratio]
+        floor = ["-", "-"] if self.floor is None else [f"{1e6 * self.floor:.1f}", f"{self.ours.time / self.floor:.2f}"]
+        return [str(self.size), str(self.count), self.type, self.redop, str(self.root), *sides, ratio, *floor]
 
 
 def side_fields(side: Side) -> dict[str, float | int]:

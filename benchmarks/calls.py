@@ -181,6 +181,38 @@ OURS: Mapping[str, Collective] = {
 }
 
 
+# ------------------------------------------------------------------------------------- the floor: in private memory
+
+
+def copied(p: Problem, xs: list[Tensor]) -> Tensor | None:
+    """What this rank has to copy and to sum for its result, were all ranks' tensors ``xs`` in its own memory."""
+    if p.collective in ("all_reduce", "pvary"):
+        out, parts = torch.empty_like(xs[0]), [x.tensor_split(p.ranks) for x in xs]
+        for index, into in enumerate(out.tensor_split(p.ranks)):
+            summed([each[index] for each in parts], into) if index == p.rank else into.copy_(parts[index][index])
+        return out
+    if p.collective == "reduce_scatter":
+        rows = [x.chunk(p.ranks)[p.rank] for x in xs]
+        return summed(rows, torch.empty_like(rows[0]))
+    if p.collective in ("reduce", "gather") and not p.is_root:
+        return None
+    if p.collective == "reduce":
+        return summed(xs, torch.empty_like(xs[0]))
+    if p.collective in ("all_gather", "all_gather_invariant", "gather"):
+        return torch.cat(xs)
+    if p.collective == "all_to_all":
+        return torch.cat([x.chunk(p.ranks)[p.rank] for x in xs])
+    return xs[ROOT][: p.count].clone()  # from one rank
+
+
+def summed(xs: list[Tensor], out: Tensor) -> Tensor:
+    """One after the other, each into the same memory."""
+    torch.add(xs[0], xs[1], out=out)
+    for x in xs[2:]:
+        out.add_(x)
+    return out
+
+
 # -------------------------------------------------------------------------------------------- torch.distributed's own
 
 

@@ -4,16 +4,16 @@
     python -m benchmarks.checker --quick          # some seconds, noisier
     python -m benchmarks.checker --json out.json
 
-All programs run on a mesh of one rank. "a mode" is a TorchFunctionMode that does nothing: what torch asks of anyone who
-sees its operations. The modes take turns in short samples; each number is the median of its samples.
+The programs run on a mesh of one rank, the collectives on torch's fake backend, of 8 ranks. "a mode" is a
+TorchFunctionMode that does nothing: what torch asks of anyone who sees its operations.
+The modes take turns in short samples; each number is the median of its samples.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from statistics import median
@@ -22,12 +22,13 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 import meshcomm as mc
-from benchmarks.common import machine, print_table, take_turns
+from benchmarks.common import RANKS, Budget, as_json, options_of, print_budgets, print_table, run, take_turns, worst
 
 CHAIN = 500
 MODES: tuple[bool | str, ...] = (False, "error", True)
@@ -95,6 +96,34 @@ def measure_operations(repeats: int) -> dict[str, dict[str, float]]:
         }
         times = take_turns(calls, repeats)
         found[name] = {who: each[name] / CHAIN for who, each in times.items()}
+    return found
+
+
+def measure_collectives(repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds per collective of 16 numbers over 8 ranks, checked and not."""
+    dist.init_process_group("fake", rank=0, world_size=RANKS)
+    mesh = mc.make_mesh({"tp": RANKS})
+    ours = {
+        "all_reduce": lambda x: mc.all_reduce(x, "tp"),
+        "all_gather": lambda x: mc.all_gather(x, "tp"),
+        "reduce_scatter": lambda x: mc.reduce_scatter(x, "tp"),
+        "shift": lambda x: mc.shift(x, "tp"),
+    }
+    found = {}
+    with mc.use_mesh(mesh):
+        x = mc.mark_varying(torch.ones(16), "tp")
+        for name, call in ours.items():
+
+            def under(mode: Any, call: Callable[[Tensor], object] = call) -> Callable[[], object]:
+                def run() -> None:
+                    with mode():
+                        for _ in range(CHAIN // 10):
+                            call(x)
+
+                return run
+
+            times = take_turns({("plain", name): under(nullcontext), ("checked", name): under(mc.check_vma)}, repeats)
+            found[name] = {who: each[name] / (CHAIN // 10) for who, each in times.items()}
     return found
 
 
@@ -191,21 +220,39 @@ def report(operations: dict[str, dict[str, float]], steps: dict[str, dict[str, f
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="What checking varying types costs.")
-    parser.add_argument("--quick", action="store_true", help="small and few: seconds, for CI")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
-    options = parser.parse_args(arguments)
+def budgets_of(operations: dict[str, dict[str, float]], collectives: dict[str, dict[str, float]]) -> list[Budget]:
+    """Those of the design that this program can judge."""
+    modes = {name: took["checked"] / took["a mode"] for name, took in operations.items()}
+    adds = {name: 1e6 * (took["checked"] - took["plain"]) for name, took in collectives.items()}
+    most = max(adds, key=adds.__getitem__)
+    return [
+        worst("an operation over one under an empty TorchFunctionMode", modes, 1.6),
+        Budget(f"what check_vma adds to a collective, most: {most}", adds[most], 15, "µs"),
+    ]
+
+
+def measure(options: Namespace) -> dict[str, Any]:
+    """Everything, as it goes to --json."""
     repeats = 3 if options.quick else 30
     with mc.use_mesh(mc.make_mesh(AXES)):
         operations = measure_operations(repeats)
         steps = measure_steps(repeats, [(32, 16)] if options.quick else [(64, 64), (256, 128), (512, 128)])
-    info = machine()
-    print(", ".join(f"{key} {value}" for key, value in info.items()))
+    mc.shutdown()  # the mesh of one rank: the next one has others
+    collectives = measure_collectives(repeats)
     report(operations, steps)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": info, "operations": operations, "steps": steps}, file, indent=2)
+    rows = [
+        [name, *(f"{1e6 * each:.1f}" for each in (took["plain"], took["checked"], took["checked"] - took["plain"]))]
+        for name, took in collectives.items()
+    ]
+    head = ["µs", "plain", "checked", "checked - plain"]
+    print_table(f"One collective of 16 numbers, fake backend, {RANKS} ranks", head, rows)
+    budgets = budgets_of(operations, collectives)
+    print_budgets(budgets)
+    return {"operations": operations, "steps": steps, "collectives": collectives, "budgets": as_json(budgets)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    run(options_of("What checking varying types costs."), measure, arguments)
 
 
 if __name__ == "__main__":

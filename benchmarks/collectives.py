@@ -13,6 +13,7 @@ all n shares together where a collective is cut over the n ranks. algbw is S / t
     all_gather, all_gather_invariant, reduce_scatter, all_to_all, gather, scatter      (n-1)/n
     broadcast, reduce, shift (nccl-tests' sendrecv), permute                           1
 
+The floor is what a rank has to copy and sum for the result, done in its own memory: all ranks do so at the same time.
 #wrong is the number of elements, on all ranks, that differ from what each rank computes by itself.
 
 Processes use NCCL where there are GPUs and gloo elsewhere. Ours and torch's take turns sample by sample, with a barrier
@@ -28,12 +29,12 @@ Then all_reduce is taken apart: it equals all_gather after reduce_scatter, in va
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TextIO
@@ -47,8 +48,8 @@ from torch import Tensor
 import meshcomm as mc
 from benchmarks import bandwidth, plots
 from benchmarks.bandwidth import FACTORS, HEAD, SIDE, UNDER_HEAD, Row
-from benchmarks.calls import AXIS, EXACT, OURS, REDUCE_OPS, THEIRS, Problem, count_wrong, expected, given
-from benchmarks.common import Budget, machine, print_budgets, print_table
+from benchmarks.calls import AXIS, EXACT, OURS, REDUCE_OPS, THEIRS, Problem, copied, count_wrong, expected, given
+from benchmarks.common import Budget, as_json, machine, print_budgets, print_machine, print_table, worst, write
 from meshcomm.runtime.start import world
 
 RUNTIMES = ("in-process", "processes")
@@ -167,7 +168,11 @@ def measure_one(collective: str, size: int, ranks: Ranks, options: Namespace) ->
     problem = problem_of(collective, size, ranks, options)
     x, wanted = given(problem), expected(problem)
     kinds = [OURS[collective], THEIRS[collective][0]] if ranks.processes else [OURS[collective]]
-    turns = take_turns([partial(kind, problem, x) for kind in kinds], ranks, options.repeats, options.warmup)
+    calls: list[Call] = [partial(kind, problem, x) for kind in kinds]
+    if ranks.processes and x.is_cpu and problem.op in ("none", "sum"):
+        calls.append(partial(copied, problem, [given(replace(problem, rank=rank)) for rank in range(ranks.size)]))
+    turns = take_turns(calls, ranks, options.repeats, options.warmup)
+    floor = turns.pop()[0] if len(calls) > len(kinds) else None
     wrong = ranks.total([count_wrong(result, wanted) for _, result in turns])
     size = bandwidth.size_of(collective, problem.count, options.dtype.itemsize, ranks.size)
     sides = [
@@ -176,7 +181,7 @@ def measure_one(collective: str, size: int, ranks: Ranks, options: Namespace) ->
     ]
     dtype = str(options.dtype).removeprefix("torch.")
     ours, theirs = sides if len(sides) == 2 else (sides[0], None)
-    return Row(collective, size, problem.count, dtype, problem.op, bandwidth.root_of(collective), ours, theirs)
+    return Row(collective, size, problem.count, dtype, problem.op, bandwidth.root_of(collective), ours, theirs, floor)
 
 
 def measure_halves(size: int, ranks: Ranks, options: Namespace) -> Halves:
@@ -226,11 +231,11 @@ def measure(options: Namespace, runtime: str) -> dict[str, Any]:
         "ranks": ranks.size,
         "rows": [row.fields() for row in rows],
         "all_reduce_in_two": [half._asdict() for half in halves],
-        "budgets": [budget._asdict() | {"verdict": budget.verdict} for budget in budgets_of(rows, ranks.backend)],
+        "budgets": as_json(budgets_of(rows, ranks.backend, ranks.size)),
     }
 
 
-def budgets_of(rows: Sequence[Row], backend: str) -> list[Budget]:
+def budgets_of(rows: Sequence[Row], backend: str, ranks: int) -> list[Budget]:
     """The design's budgets, which are for gloo."""
     if backend != "gloo":
         return []
@@ -238,9 +243,24 @@ def budgets_of(rows: Sequence[Row], backend: str) -> list[Budget]:
     for collective, ratios in bandwidth.ratios_from_1mb(rows).items():
         limit = bandwidth.LIMITS.get(collective, bandwidth.LIMIT)
         mean = bandwidth.geometric_mean([ratio for ratio, _ in ratios])
-        worst, size = max(ratios)
+        most, size = max(ratios)
         budgets.append(Budget(f"{collective}, geometric mean from 1 MB", mean, limit, "x"))
-        budgets.append(Budget(f"{collective}, worst, at {bandwidth.show_size(size)}", worst, limit, "x"))
+        budgets.append(Budget(f"{collective}, worst, at {bandwidth.show_size(size)}", most, limit, "x"))
+    return budgets + (budgets_over_memory(rows) if ranks == 2 else [])
+
+
+def budgets_over_memory(rows: Sequence[Row]) -> list[Budget]:
+    """Of two processes, over the same copies and sums in private memory."""
+    budgets = []
+    for least, most, limit in bandwidth.OVER_MEMORY:
+        found = {
+            f"{row.collective} of {bandwidth.show_size(row.size)}": row.ours.time / row.floor
+            for row in rows
+            if row.floor is not None and least <= row.size <= most
+        }
+        if found:
+            what = f"over the same in private memory, {bandwidth.show_size(least)} to {bandwidth.show_size(most)}"
+            budgets.append(worst(what, found, limit))
     return budgets
 
 
@@ -281,8 +301,8 @@ def print_rows(rows: Sequence[Row], ranks: Ranks) -> None:
     collective = rows[0].collective
     what = "pvary, forward and backward" if collective == "pvary" else collective
     theirs = THEIRS[collective][1] if ranks.processes else "cannot have its ranks in one process"
-    head = [*HEAD, "meshcomm: time", *SIDE[1:], "torch: time", *SIDE[1:], "x"]
-    title = f"{what}: {ranks.backend}, {ranks.size} ranks; torch.distributed: {theirs}; x: our time over torch's"
+    head = [*HEAD, "meshcomm: time", *SIDE[1:], "torch: time", *SIDE[1:], "x", "floor", "x"]
+    title = f"{what}: {ranks.backend}, {ranks.size} ranks; torch.distributed: {theirs}; x: our time over theirs"
     print_table(title, head, [UNDER_HEAD, *(row.cells() for row in rows)])
 
 
@@ -388,7 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     leads = not dist.is_initialized() or dist.get_rank() == 0
     info = machine()
     if leads:
-        print(", ".join(f"{key} {value}" for key, value in info.items()))
+        print_machine(info)
     runs = [run(runtime, options) for runtime in options.runtime]
     if leads:
         report(info, runs, options)
@@ -403,9 +423,7 @@ def report(info: dict[str, object], runs: list[dict[str, Any]], options: Namespa
     sides = [side for each in runs for row in each["rows"] for side in (row["meshcomm"], row["torch"]) if side]
     print(f"\nwrong elements: {sum(side['wrong'] for side in sides)}")
     settings = {"repeats": options.repeats, "warmup": options.warmup, "op": options.op}
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": info, **settings, "runs": runs}, file, indent=2)
+    write(options.json, {"machine": info, **settings, "runs": runs})
     if options.plot:
         plots.save(options.plot, runs)
 

@@ -13,11 +13,9 @@ not lengthen. An axis that was traced has its own link back: "after" over "never
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import time
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from statistics import median
@@ -29,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import meshcomm as mc
-from benchmarks.common import RANKS, machine, print_table
+from benchmarks.common import RANKS, Budget, as_json, options_of, print_budgets, print_table, quiet, run
 from meshcomm.tracing.traces import trace
 
 STATES = ("never traced", "another one", "after a trace", "in a trace")
@@ -100,28 +98,23 @@ def report(found: dict[str, Times]) -> None:
         print_table(f"One all_reduce of 16 elements, {where}", head, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="What a trace costs, off and on.")
-    parser.add_argument("--quick", action="store_true", help="few samples: seconds, for CI")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
-    options = parser.parse_args(arguments)
+def measure(options: Namespace) -> dict[str, Any]:
+    """Everything, as it goes to --json."""
     repeats, few = (2, 2) if options.quick else (40, 10)
-    info = machine()
-    print(", ".join(f"{key} {value}" for key, value in info.items()))
-    gc.disable()  # of the process, and so of all ranks
-    found = {
-        f"{RANKS} in-process ranks together": in_process(repeats, few),
-        "the fake backend": on_fake(repeats, 10 * few),
-    }
-    gc.enable()
+    with quiet():  # of the process, and so of all ranks
+        found = {
+            f"{RANKS} in-process ranks together": in_process(repeats, few),
+            "the fake backend": on_fake(repeats, 10 * few),
+        }
     report(found)
-    if options.json:
-        results: dict[str, Any] = {"machine": info, "repeats": repeats, "all_reduce": found}
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=2)
-    mc.shutdown()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    never, _, _, inside = (found["the fake backend"][MODES[0]][state] for state in STATES)
+    budgets = [Budget("what a trace adds to a call, fake", 1e6 * (inside - never), 8, "µs")]
+    print_budgets(budgets)
+    return {"repeats": repeats, "all_reduce": found, "budgets": as_json(budgets)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    run(options_of("What a trace costs, off and on."), measure, arguments)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,23 @@
 
     python -m benchmarks.train_step                    # some minutes
     python -m benchmarks.train_step --quick            # smaller and noisier
+    python -m benchmarks.train_step --markdown         # README's table too
     python -m benchmarks.train_step --json out.json --plot out.png
 
-First the host's part alone, on torch's fake backend (8 ranks, of which this process is rank 0, one thread): seconds per
-step, and of one step the most memory and the collectives. Then steps on gloo, on 2 and on 4 processes of this machine,
-where a number is the median over the steps of the slowest rank's time. The candidates take turns.
+First the host's part alone, on torch's fake backend (8 ranks, of which this process is rank 0, one thread): time of
+this process per step, and of one step the most memory and the collectives. fully_shard has one unit per block on both
+sides. "raw collectives" is the floor: the step of one rank and the same collectives as bare C++ calls of the process
+group. Then steps on gloo, on 2 and on 4 processes of this machine, where a number is the median over the steps of the
+slowest rank's time. The candidates take turns.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -34,12 +36,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm as mc
 from benchmarks import plots
-from benchmarks.common import Budget, machine, print_budgets, print_table
+from benchmarks.common import (
+    RANKS,
+    Budget,
+    as_json,
+    machine,
+    options_of,
+    print_budgets,
+    print_machine,
+    print_markdown,
+    print_table,
+    write,
+)
 from benchmarks.tracked import Tracked
 from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
 
-RANKS = 8
 PLAIN = "one rank"
+FLOOR = "raw collectives (floor)"
 OURS = "meshcomm"
 DDP, FSDP, TP = "data parallel", "fully sharded", "tensor parallel"
 TORCHS = {DDP: "DistributedDataParallel", FSDP: "fully_shard", TP: "parallelize_module"}
@@ -124,7 +137,7 @@ def torch_ddp(size: Size) -> nn.Module:
 
 
 def our_fsdp(size: Size) -> nn.Module:
-    return fully_shard(Stack(size), "ranks", grads="mean")
+    return fully_shard(Stack(size), "ranks", grads="mean", units=["blocks.*"])
 
 
 def torch_fsdp(size: Size) -> nn.Module:
@@ -177,6 +190,28 @@ def step_of(make: Callable[[Size], nn.Module], size: Size, seed: int) -> tuple[S
     return step, parameters
 
 
+def raw_step(kind: str, size: Size) -> Step:
+    """One rank's step, and the collectives of such a step as C++ calls, of as many bytes."""
+    step, parameters = step_of(MAKERS[kind, PLAIN], size, 0)
+    group: Any = dist.group.WORLD
+    options = dist.AllreduceOptions()
+    shard = -(-sum(p.numel() for p in parameters) // RANKS // (size.layers + 1))
+    mine, whole, x = torch.zeros(shard), torch.zeros(shard * RANKS), torch.zeros(size.batch, size.width)
+
+    def with_collectives() -> None:
+        step()
+        for _ in range(size.layers):
+            if kind == FSDP:
+                group._allgather_base(torch.empty_like(whole), mine).wait()
+                group._allgather_base(torch.empty_like(whole), mine).wait()
+                group._reduce_scatter_base(torch.empty_like(mine), whole, dist.ReduceScatterOptions()).wait()
+            else:
+                group.allreduce([x.clone()], options).wait()
+                group.allreduce([x.clone()], options).wait()
+
+    return with_collectives
+
+
 # --------------------------------------------------------------------------------------------- the host's part alone
 
 
@@ -203,14 +238,16 @@ def on_fake(sizes: Mapping[str, Size], repeats: int) -> dict[str, dict[str, dict
         for kind, size in sizes.items():
             makers = {who: make for (what, who), make in MAKERS.items() if what == kind}
             found[kind] = {who: tracked_step(make, size) for who, make in makers.items()}
-            steps = {who: step_of(make, size, 0) for who, make in makers.items()}
+            kept = {who: step_of(make, size, 0) for who, make in makers.items()}
+            steps = {FLOOR: raw_step(kind, size)} | {who: step for who, (step, _) in kept.items()}
             taken: dict[str, list[float]] = {who: [] for who in steps}
             for number in range(repeats + 2):
-                for who, (step, _) in steps.items():
-                    start = time.perf_counter()
+                for who, step in steps.items():
+                    start = time.process_time()
                     step()
                     if number >= 2:
-                        taken[who].append(time.perf_counter() - start)
+                        taken[who].append(time.process_time() - start)
+            found[kind][FLOOR] = {"peak": 0, "at_rest": 0, "collectives": {}, "bytes": 0}
             for who, each in taken.items():
                 found[kind][who]["seconds"] = median(each)
     mc.shutdown()
@@ -252,16 +289,15 @@ def budgets_of(fake: Mapping[str, Any], gloo: Mapping[int, Any]) -> list[Budget]
     budgets = []
     if FSDP in fake:
         plain, ours, theirs = (fake[FSDP][who]["seconds"] for who in (PLAIN, OURS, TORCHS[FSDP]))
-        budgets.append(
-            Budget("fully sharded, fake: time over one rank's", (ours - plain) / (theirs - plain), 1 / 3, "x")
-        )
+        ratio = (ours - plain) / (theirs - plain)
+        budgets.append(Budget("fully sharded, fake: time over one rank's, over torch's", ratio, 0.2, "x"))
         ours, theirs = (fake[FSDP][who]["peak"] for who in (OURS, TORCHS[FSDP]))
         budgets.append(Budget("fully sharded: peak memory", ours / theirs, 1, "x"))
     if TP in fake:
         ours, theirs = (fake[TP][who]["seconds"] for who in (OURS, TORCHS[TP]))
-        budgets.append(Budget("tensor parallel, fake: a step", ours / theirs, 1 / 5, "x"))
+        budgets.append(Budget("tensor parallel, fake: a step", ours / theirs, 0.12, "x"))
     for ranks, found in gloo.items():
-        for kind, limit in ((DDP, 1.0), (FSDP, 0.7)):
+        for kind, limit in ((DDP, 0.8), (FSDP, 0.55)):
             if kind in found:
                 ratio = found[kind][OURS] / found[kind][TORCHS[kind]]
                 budgets.append(Budget(f"{kind}, gloo, {ranks} processes: a step", ratio, limit, "x"))
@@ -325,30 +361,41 @@ def measure(options: Namespace) -> dict[str, Any]:
         report_gloo(gloo, gloo_sizes)
     budgets = budgets_of(fake, gloo)
     print_budgets(budgets)
-    return {
-        "fake": fake,
-        "gloo": gloo,
-        "budgets": [budget._asdict() | {"verdict": budget.verdict} for budget in budgets],
-    }
+    if options.markdown:
+        markdown(fake, gloo)
+    return {"fake": fake, "gloo": gloo, "budgets": as_json(budgets)}
+
+
+def markdown(fake: Mapping[str, Any], gloo: Mapping[int, Any]) -> None:
+    """README's table."""
+    rows = []
+    for kind, name in ((DDP, "data_parallel"), (FSDP, "fully_shard"), (TP, "tensor_parallel")):
+        ratios = [found[kind][OURS] / found[kind][TORCHS[kind]] for found in gloo.values()]
+        if kind in fake:
+            plain, ours, theirs = (fake[kind][who] for who in (PLAIN, OURS, TORCHS[kind]))
+            ratios.append((ours["seconds"] - plain["seconds"]) / (theirs["seconds"] - plain["seconds"]))
+            ratios.append(ours["peak"] / theirs["peak"])
+        cells = [f"{ratio:.2f} ×" for ratio in ratios]
+        cells += [""] * (len(gloo) + 2 * bool(fake) - len(cells))
+        rows.append([f"`{name}` over `{TORCHS[kind]}`", *cells])
+    head = [*(f"{ranks} processes" for ranks in gloo), *(["host's part", "peak memory"] if fake else [])]
+    print_markdown(["", *head], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="A training step, ours beside torch's own.")
-    parser.add_argument("--quick", action="store_true", help="small and few: for CI")
+    parser = options_of("A training step, ours beside torch's own.")
     parser.add_argument("--repeats", type=int, metavar="N", help="steps per number")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes on gloo (2 4)")
     parser.add_argument("--only", choices=["fake", "gloo"], help="one half of it")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
+    parser.add_argument("--markdown", action="store_true", help="print README's table too")
     parser.add_argument("--plot", metavar="FILE", help="draw a PNG; needs matplotlib")
     options = parser.parse_args(arguments)
     if options.plot and not plots.available():
         parser.error(plots.MISSING)
     info = machine()
-    print(", ".join(f"{key} {value}" for key, value in info.items()))
+    print_machine(info)
     results = measure(options)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": info} | results, file, indent=2)
+    write(options.json, {"machine": info} | results)
     if options.plot:
         plot(options.plot, results)
 

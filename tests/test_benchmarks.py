@@ -107,26 +107,26 @@ def test_cells_stand_under_their_names(capsys: pytest.CaptureFixture[str]) -> No
     row = row_of("all_reduce", 2_000_000, 1e-3, 4e-3)
     assert row.cells() == [
         "2000000", "500000", "float32", "sum", "-1",
-        "1000.0", "2.000", "3.000", "0", "4000.0", "0.500", "0.750", "0", "0.25",
+        "1000.0", "2.000", "3.000", "0", "4000.0", "0.500", "0.750", "0", "0.25", "-", "-",
     ]  # fmt: skip
-    head = [*bandwidth.HEAD, *bandwidth.SIDE, *bandwidth.SIDE, "x"]
+    head = [*bandwidth.HEAD, *bandwidth.SIDE, *bandwidth.SIDE, "x", "floor", "x"]
     assert len(head) == len(bandwidth.UNDER_HEAD) == len(row.cells())
     print_table("all_reduce", head, [bandwidth.UNDER_HEAD, row.cells()])
     title, names, units, cells = [line for line in capsys.readouterr().out.splitlines() if line]
     assert title == "all_reduce"
     for name, cell in [("count", "500000"), ("busbw", "3.000"), ("#wrong", "0")]:
         assert names.index(name) + len(name) == cells.index(f" {cell} ") + 1 + len(cell)
-    assert units.split() == ["B", "elements", "µs", "GB/s", "GB/s", "µs", "GB/s", "GB/s"]
+    assert units.split() == ["B", "elements", "µs", "GB/s", "GB/s", "µs", "GB/s", "GB/s", "µs"]
 
 
 def test_nothing_beside() -> None:
     row = row_of("shift", 4096, 1e-3, None)
     assert row.ratio is None
-    assert row.cells()[-5:] == ["-"] * 5
+    assert row.cells()[-7:] == ["-"] * 7
     assert row.fields() == {
         "collective": "shift", "size": 4096, "count": 1024, "type": "float32", "redop": "sum", "root": -1,
         "meshcomm": {"time_us": 1000.0, "algbw_gb_s": 0.004096, "busbw_gb_s": 0.004096, "wrong": 0},
-        "torch": None, "ratio": None,
+        "torch": None, "ratio": None, "floor_us": None,
     }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def test_budgets() -> None:
         row_of("shift", 2**20, 1.0, 1.0),
         row_of("reduce", 2**20, 1.0, None),
     ]
-    budgets = collectives.budgets_of(rows, "gloo")
+    budgets = collectives.budgets_of(rows, "gloo", 4)
     assert [(b.what, b.limit, b.verdict) for b in budgets] == [
         ("all_gather, geometric mean from 1 MB", 0.5, "ok"),
         ("all_gather, worst, at 4M", 0.5, "over"),
@@ -146,7 +146,12 @@ def test_budgets() -> None:
         ("shift, worst, at 1M", 1.05, "ok"),
     ]
     assert [b.measured for b in budgets] == pytest.approx([0.4, 0.8, 1.0, 1.0])
-    assert collectives.budgets_of(rows, "nccl") == []
+    assert collectives.budgets_of(rows, "nccl", 4) == []
+    near = [replace(rows[1], floor=0.04), replace(rows[2], floor=0.5), replace(rows[0], size=64, floor=3.0)]
+    assert [(b.what, b.measured, b.limit) for b in collectives.budgets_of(near, "gloo", 2)[-2:]] == [
+        ("over the same in private memory, 64 to 64", pytest.approx(3.0), 8.0),
+        ("over the same in private memory, 1M to 64M, worst of 2: all_gather of 1M", pytest.approx(5.0), 2.0),
+    ]
 
 
 class Terminal(io.StringIO):
@@ -233,6 +238,16 @@ def test_what_must_come_out() -> None:
         shares = summed.sum(0).split(5)
         torch.testing.assert_close(calls.expected(problem("reduce_scatter", rank, "sum")), shares[rank])
         torch.testing.assert_close(calls.expected(problem("all_reduce", rank, "sum")), shares[0])
+
+
+@pytest.mark.parametrize("collective", sorted({*calls.OURS} - {"all_reduce", "pvary", "shift", "permute", "scatter"}))
+def test_the_floor_computes_the_result(collective: str) -> None:
+    """But for what another rank sums, or sends: there it copies as many bytes."""
+    op = "sum" if collective in bandwidth.REDUCING | {"pvary"} else "none"
+    for rank in range(3):
+        p = problem(collective, rank, op)
+        xs = [calls.given(replace(p, rank=other)) for other in range(3)]
+        assert calls.count_wrong(calls.copied(p, xs), calls.expected(p)) == 0
 
 
 def test_values_repeat_beyond_their_period() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import checker, overhead, peers, train_step
+from benchmarks import checker, growth, overhead, peers, train_step
 from benchmarks import guard as guard_costs
 from benchmarks.tracked import Tracked
 
@@ -147,6 +147,33 @@ def test_what_a_call_costs(tmp_path: Path) -> None:
     ):
         assert line in judged
     assert "| **`mc.all_reduce" in done.stdout
+
+
+def test_exponents() -> None:
+    for power in (0, 1, 2):
+        times = {n: 1e-6 * n**power for n in (100, 200, 400, 800)}
+        assert growth.exponent(times) == pytest.approx(power, abs=1e-6)
+    assert all(len(sizes) >= 4 for curve in growth.CURVES for sizes in (curve.sizes, curve.few))
+    assert len({(curve.group, curve.what) for curve in growth.CURVES}) == len(growth.CURVES)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("curve", growth.CURVES, ids=lambda curve: f"{curve.group}: {curve.what}")
+def test_every_curve_can_be_measured(curve: growth.Curve) -> None:
+    assert not dist.is_initialized()
+    small = curve._replace(few=curve.few[:1])
+    ((size, took),) = growth.measure_curve(small, quick=True).items()
+    assert size == curve.few[0]
+    assert took > 0
+    assert not dist.is_initialized()
+
+
+def test_the_rest_of_growth(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plans between random layouts are made, and a curve that is one is told so."""
+    slowest, *rest = growth.measure_plans(3)
+    assert slowest[0] >= max(each[0] for each in rest) > 0
+    growth.print_curves({"ranks: all": {"times": {1: 1.0, 2: 4.0}, "exponent": 2.0, "limit": 1.25}})
+    assert "over" in capsys.readouterr().out
 
 
 def test_peers_compute_what_we_do() -> None:
