@@ -412,9 +412,8 @@ _below: Any = find("torch._C._AutoDispatchBelowADInplaceOrView", _MANY)
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of two or more of one dtype one behind the other, new, and without autograd's knowing."""
-    with _below():
-        return _pack(tensors)  # type: ignore[no-any-return]
+    """The elements of two or more of one dtype one behind the other, new."""
+    return _pack(tensors)  # type: ignore[no-any-return]
 
 
 def parted(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -428,9 +427,8 @@ def parted(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 if None in (_pack, _part, _below):
 
     def packed(tensors: Sequence[Tensor]) -> Tensor:
-        """The elements of two or more of one dtype one behind the other, new, and without autograd's knowing."""
-        with torch.no_grad():
-            return torch.cat([x.reshape(-1) for x in tensors])
+        """The elements of two or more of one dtype one behind the other, new."""
+        return torch.cat([x.reshape(-1) for x in tensors])
 
     def parted(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
         """What it was given, in the shapes of ``like``, in the memory of ``flat``."""

@@ -32,6 +32,7 @@ S = TypeVar("S")
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape."""
 
+_Lock = type(threading.RLock())  # half of what asking for one by its function costs
 _EAGER_TURNS = 50
 """How often an ``await`` gives the event loop a turn before it sleeps in between."""
 
@@ -71,10 +72,11 @@ class Work(Generic[T]):
             return
         self._source: Any = source
         self._call, self._axis = call, axis
-        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if not source.bare:
+            self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._rank = rank = local.rank
         if rank is None:
-            self._lock = threading.RLock()
+            self._lock = _Lock()
         self._began = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -115,7 +117,8 @@ class Work(Generic[T]):
         if timeout is not None and began is not None:
             timeout = max(0.0, timeout - (time.monotonic() - began))
         try:
-            value: T = self._finish(timeout)
+            source = self._source
+            value: T = source.wait(timeout) if source.bare else self._finish(timeout)
             self._value = value
         except TimedOutError as late:
             waited = 0.0 if began is None else time.monotonic() - began
@@ -129,15 +132,11 @@ class Work(Generic[T]):
     def _finish(self, timeout: float | None) -> Any:
         source = self._source
         grad, inference = self._modes
-        if (
-            isinstance(source, _Follow)
-            or source.bare
-            or (
-                here.watcher is None
-                and not _torch.functorch_active()
-                and torch.is_grad_enabled() == grad
-                and torch.is_inference_mode_enabled() == inference
-            )
+        if isinstance(source, _Follow) or (
+            here.watcher is None
+            and not _torch.functorch_active()
+            and torch.is_grad_enabled() == grad
+            and torch.is_inference_mode_enabled() == inference
         ):
             return source.wait(timeout)
         with contextlib.ExitStack() as stack:
@@ -272,12 +271,8 @@ def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[A
     """A work whose result is ``result``, or what that will be; ``x`` is the one tensor that it is about, if it is."""
     if not isinstance(result, Pending):
         return Work(result)
-    return Work(result, _noted(what, axis, x, result), axis)
-
-
-def _noted(what: str, axis: Axis, x: Tensor | Kind | None, result: Pending) -> Any:
-    dtype, shape = (None, ()) if x is None else (x.dtype, x.shape) if isinstance(x, Tensor) else x
-    return noted(result.record(), what, axis, dtype, shape)
+    seen = (x.dtype, x.shape) if isinstance(x, Tensor) else (None, ()) if x is None else x
+    return Work(result, noted(result.record(), what, axis, *seen), axis)
 
 
 def kind_of(x: Tensor) -> Kind:
@@ -300,7 +295,8 @@ class Limit:
         """
         if not isinstance(result, Pending):
             return result
-        call = _noted(what, axis, x, result)
+        seen = (x.dtype, x.shape) if isinstance(x, Tensor) else (None, ()) if x is None else x
+        call = noted(result.record(), what, axis, *seen)
         try:
             return for_later(False, self._in_time, result)
         except TimedOutError as late:

@@ -316,21 +316,23 @@ def _as_one(leaves: Sequence[Tensor]) -> Tensor:
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
     """Their elements one behind the other, new."""
-    if not _is_plain():
-        return torch.cat([x.reshape(-1) for x in tensors])
-    if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
-        return _packed_node(False, *tensors)  # type: ignore[no-any-return]
-    return _torch.packed(tensors)
+    if _is_plain():
+        if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
+            return _packed_node(False, *tensors)  # type: ignore[no-any-return]
+        with contextlib.suppress(RuntimeError):  # of one that stands for many: is_grads_batched=True
+            return _torch.packed(tensors)
+    return torch.cat([x.reshape(-1) for x in tensors])
 
 
 def _part(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """What was packed, in the shapes of ``like``."""
-    if not _is_plain():
-        parts = whole.split([x.numel() for x in like])
-        return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
-    if torch.is_grad_enabled() and whole.requires_grad:
-        return _parted_node(whole, like, None)  # type: ignore[no-any-return]
-    return _torch.parted(whole, like)
+    if _is_plain():
+        if torch.is_grad_enabled() and whole.requires_grad:
+            return _parted_node(whole, like, None)  # type: ignore[no-any-return]
+        with contextlib.suppress(RuntimeError):  # the same
+            return _torch.parted(whole, like)
+    parts = whole.split([x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 @lru_cache(maxsize=100)

@@ -194,7 +194,7 @@ def start(
 def _begun(rule: Rule, x: Tensor, axis: Axis, params: Params, needs_grad: bool, tree: Described, ended: Any) -> Tensor:
     link, one_read = axis.link, rule.op.primitive
     if not (rule.local or rule.takes or axis.size == 1 or (one_read and link.copies(one_read, x))):
-        x = x.detach().clone(memory_format=torch.contiguous_format)
+        x = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     before, told.later = told.later, True  # as ``for_later`` does, without its calls
     try:
         if ended is None and not link.hears and not profiler_on():

@@ -56,7 +56,7 @@ def site_of(frame: FrameType) -> CallSite:
     """The same, of a thread that is in this frame."""
     while _known[frame.f_code.co_filename] and (outer := frame.f_back) is not None:
         frame = outer
-    return CallSite(frame.f_code.co_filename, frame.f_lineno)
+    return tuple.__new__(CallSite, (frame.f_code.co_filename, frame.f_lineno))  # half of what its own way costs
 
 
 def called_in(frame: FrameType) -> tuple[str, CallSite] | None:

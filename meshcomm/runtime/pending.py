@@ -74,7 +74,7 @@ class Pending:
 
     __slots__ = ("__weakref__",)
 
-    bare = False
+    bare: bool = False
     """Whether its wait does nothing with tensors, so that it does not matter in which modes it is made."""
 
     def wait(self, timeout: float | None) -> Any:

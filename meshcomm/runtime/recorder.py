@@ -406,16 +406,11 @@ class Noted(Pending):
 class Marked(Noted):
     """Something under way whose end is noted for it."""
 
-    __slots__ = ("_source",)
+    __slots__ = ("_source", "bare")
 
     def __init__(self, source: Pending, record: Record) -> None:
         super().__init__(record)
-        self._source = source
-
-    @property
-    def bare(self) -> bool:  # type: ignore[override]
-        """As the source's."""
-        return self._source.bare
+        self._source, self.bare = source, source.bare
 
     def _wait(self, timeout: float | None) -> Any:
         return self._source.wait(timeout)

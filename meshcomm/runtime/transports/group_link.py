@@ -270,8 +270,8 @@ def _direct_in(log: Log) -> Callable[..., Tensor]:
                 work = call(*given)
                 if told.later:
                     read = None if type(given[0]) is list else x  # what is in a list is ``y`` itself
-                    begun = Started(work, y, Fault(link, what), gloo=False, keep=read, record=record)
-                    return cast(Tensor, begun)
+                    begun: Any = Started(work, y, Fault(link, what), gloo=False, keep=read, record=record)
+                    return begun  # type: ignore[no-any-return]
                 if work is not None:
                     work.wait()
             except CommError as error:

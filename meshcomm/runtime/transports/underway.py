@@ -49,7 +49,7 @@ class Started(Noted):
     it has come that far; who gives up ends the backend, for whatever waited on its stream would never go on.
     """
 
-    __slots__ = ("_before", "_began", "_explain", "_gloo", "_in_vain", "_keep", "_result", "_stream", "_work")
+    __slots__ = ("_before", "_began", "_explain", "_gloo", "_in_vain", "_keep", "_result", "_stream", "_work", "bare")
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class Started(Noted):
         self._stream: torch.Stream | None = None
         self._before: Any = None
         self._in_vain = False
+        self.bare = True
         self._record = record
         if record is not None:
             record[THREAD] = 0
@@ -72,13 +73,9 @@ class Started(Noted):
             return
         for first in accelerator.tensors(result, keep):
             self._stream, self._before = accelerator.stream_of(first), accelerator.mark(first)
+            self.bare = False  # memory is lent to streams by an operation of torch's
             self._began = time.monotonic()
             break
-
-    @property
-    def bare(self) -> bool:  # type: ignore[override]
-        """Memory is lent to streams by an operation of torch's."""
-        return self._stream is None
 
     def _wait(self, timeout: float | None) -> Any:
         # On an accelerator without a time-out: order the streams, and do not wait on the host.

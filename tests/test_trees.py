@@ -1,0 +1,201 @@
+"""Pytrees of all kinds of containers and leaves: what comes back is the tree that was given, each leaf a tensor of its own, and derivatives
+of every kind go through."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import meshcomm as mc
+
+Pair = namedtuple("Pair", "first second")
+RANKS = 2
+
+
+class Named(Tensor):
+    """A subclass that torch's functions keep."""
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape) / 7).to(dtype)
+
+
+def side_by_side() -> list[Tensor]:
+    return [part.view(2, -1) for part in leaf(24).split([4, 12, 8])]
+
+
+TREES: dict[str, Callable[[], Any]] = {
+    "one": lambda: [leaf(3)],
+    "none": lambda: {"a": [], "b": ()},
+    "shapes": lambda: [leaf(3), leaf(), leaf(0, 2), leaf(2, 3).t(), leaf(1).expand(4), leaf(2, 2)[:, :1]],
+    "dtypes": lambda: (leaf(2), leaf(3, dtype=torch.bfloat16), leaf(2, dtype=torch.int64), leaf(2, 2), leaf(1, dtype=torch.complex64).conj()),
+    "keys": lambda: {"b": leaf(2), "a": {3: leaf(1), 1: leaf(2)}, "10": leaf(3), "9": [leaf(1), (leaf(2),)]},
+    "mixed keys": lambda: {2: leaf(2), "a": leaf(1), (1, 2): leaf(3), None: leaf(1)},
+    "torch's own": lambda: {"z": Pair(leaf(2), leaf(1)), "a": OrderedDict(y=leaf(3), x=leaf(2))},
+    "parameters": lambda: [Parameter(leaf(2, 2)), leaf(3), Parameter(leaf(1))],
+    "side by side": side_by_side,
+    "one after the other, not all": lambda: [side_by_side()[0], *side_by_side()[1:]],
+    "the same twice": lambda: [x := leaf(3), x, {"again": x}],
+    "subclass": lambda: [leaf(2), leaf(3).as_subclass(Named)],
+    "many": lambda: {f"k{i}": leaf(1 + i % 4) for i in range(60)},
+}  # fmt: skip
+
+
+def leaves_of(tree: Any) -> list[Tensor]:
+    return pytree.tree_leaves(tree)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("name", TREES)
+def test_what_comes_back_is_the_tree_of_the_leaves(name: str, later: bool) -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"x": RANKS})
+        tree = pytree.tree_map(lambda x: x, TREES[name]())
+        scaled = pytree.tree_map(lambda x: x, tree)
+        before = [x.detach().clone() for x in leaves_of(tree)]
+        for call in (
+            lambda x, **k: mc.all_reduce(x, "x", mesh=mesh, **k),
+            lambda x, **k: mc.broadcast(x, "x", src=1, mesh=mesh, **k),
+            lambda x, **k: mc.shift(x, "x", mesh=mesh, **k),
+        ):
+            result = call(scaled, async_op=True).wait() if later else call(scaled)
+            assert pytree.tree_structure(result) == pytree.tree_structure(tree)
+            if isinstance(tree, dict):
+                assert list(result) == list(tree)
+            found = leaves_of(result)
+            for y, x in zip(found, leaves_of(tree), strict=True):
+                alone = call(x)
+                assert (y.shape, y.dtype, y.requires_grad) == (x.shape, x.dtype, x.requires_grad)
+                assert_close(y.detach(), alone.detach(), rtol=0, atol=0)
+            with torch.no_grad():
+                for i, y in enumerate(found):
+                    others = [z.detach().clone() for j, z in enumerate(found) if j != i]
+                    y.detach().zero_()
+                    rest = [z for j, z in enumerate(found) if j != i]
+                    assert all(torch.equal(z, other) for z, other in zip(rest, others, strict=True)), (
+                        f"{i} is another's"
+                    )
+        for x, old in zip(leaves_of(tree), before, strict=True):
+            assert torch.equal(x, old)
+
+    mc.launch(main, ranks=RANKS)
+
+
+def test_a_change_in_place_of_one_leaf_is_no_business_of_the_others() -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"x": RANKS})
+        weight = torch.ones(3, requires_grad=True)
+        first, second = mc.all_reduce([leaf(3), leaf(2)], "x", mesh=mesh)
+        kept = second.sin().sum()
+        first.mul_(weight)
+        assert first.requires_grad
+        assert not second.requires_grad
+        assert second._version == 0
+        first.sum().backward()
+        assert_close(weight.grad, 2 * leaf(3))
+        xs = [leaf(3).requires_grad_(), leaf(2).requires_grad_()]
+        first, second = mc.all_reduce(xs, "x", mesh=mesh)
+        kept = (second**2).sum()
+        first.mul_(2)
+        (kept + first.sum()).backward()
+        assert_close(xs[0].grad, torch.full((3,), 2.0))
+        assert_close(xs[1].grad, 2 * second.detach())
+
+    mc.launch(main, ranks=RANKS)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "product"])
+@pytest.mark.parametrize("lie", [False, True], ids=["apart", "side by side"])
+def test_derivatives_are_those_of_the_leaves(op: str, lie: bool) -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"x": RANKS})
+        given = side_by_side() if lie else [leaf(3), leaf(2, 2).t(), leaf(0), leaf()]
+        given = [x * (1 + mesh.rank) for x in given] if not lie else given
+
+        def loss(ys: list[Tensor]) -> Tensor:
+            return torch.stack([(y.sin() * (1 + i)).sum() for i, y in enumerate(ys)]).sum()
+
+        def tree(*xs: Tensor) -> Tensor:
+            return loss(mc.all_reduce(list(xs), "x", op, mesh=mesh))
+
+        def alone(*xs: Tensor) -> Tensor:
+            return loss([mc.all_reduce(x, "x", op, mesh=mesh) for x in xs])
+
+        found = []
+        for fn in (tree, alone):
+            xs = [x.detach().requires_grad_() for x in given]
+            first = torch.autograd.grad(fn(*xs), xs, create_graph=True)
+            second = torch.autograd.grad(loss(list(first)), xs, allow_unused=True, materialize_grads=True)
+            by_func = torch.func.grad(fn)(*given)
+            found.append([*first, *second, by_func])
+        for mine, theirs in zip(*found, strict=True):
+            assert_close(mine, theirs)
+
+    mc.launch(main, ranks=RANKS)
+
+
+def test_gradients_of_a_batch_of_cotangents() -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"x": RANKS})
+        xs = [leaf(3).requires_grad_(), leaf(2, 2).requires_grad_()]
+        ys = mc.all_reduce(xs, "x", mesh=mesh)
+        batch = [torch.randn(5, *y.shape, generator=torch.Generator().manual_seed(0)) for y in ys]
+        together = torch.autograd.grad(ys, xs, batch, is_grads_batched=True, retain_graph=True)
+        for i in range(5):
+            one = torch.autograd.grad(ys, xs, [b[i] for b in batch], retain_graph=True)
+            for mine, theirs in zip(together, one, strict=True):
+                assert_close(mine[i], theirs)
+
+    mc.launch(main, ranks=RANKS)
+
+
+def test_gradients_have_memory_of_their_own() -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"x": RANKS})
+        xs = [leaf(3).requires_grad_(), leaf(2).requires_grad_(), leaf(2)]
+        ys = mc.all_reduce(xs, "x", mesh=mesh)
+        whole = torch.ones(5)
+        torch.autograd.backward(ys[:2], [whole[:3], whole[3:]])
+        for x in xs[:2]:
+            assert x.grad is not None
+            x.grad.zero_()
+        assert torch.equal(whole, torch.ones(5))
+        assert not ys[2].requires_grad
+
+    mc.launch(main, ranks=RANKS)
+
+
+def test_what_has_leaked_out_of_a_transform() -> None:
+    mesh, kept = mc.make_mesh({"x": 1}), list[Tensor]()
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(torch.ones(2))
+    first, _ = mc.all_reduce([*kept, leaf(1)], "x", mesh=mesh)
+    assert first.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("tree", [[leaf(2), 3], {"a": leaf(1), "b": None}, [leaf(2), [leaf(1).to_sparse()]], ["text"]])
+def test_what_is_no_tensor_is_named_by_its_path(tree: Any) -> None:
+    mesh = mc.make_mesh({"x": 1})
+    path = (
+        r"x\[1\]\[0\]"
+        if isinstance(tree, list) and isinstance(tree[-1], list)
+        else r"x\['b'\]"
+        if isinstance(tree, dict)
+        else r"x\[\d\]"
+    )
+    with pytest.raises(mc.MeshError, match=rf"leaf: {path}"):
+        mc.all_reduce(tree, "x", mesh=mesh)
+
+
+def test_a_tree_that_contains_itself() -> None:
+    tree: list[Any] = [leaf(1)]
+    tree.append(tree)
+    with pytest.raises(mc.MeshError, match="contains itself"):
+        mc.all_reduce(tree, "x", mesh=mc.make_mesh({"x": 1}))
