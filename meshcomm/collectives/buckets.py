@@ -185,7 +185,8 @@ def groups_of(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis
     """Positions of the leaves that go together, at most ``bucket_mb`` MiB unless one leaf alone is larger."""
     checked_size(where, bucket_mb, axis)
     limit = bucket_mb * 2**20
-    kinds, sizes = list(map(_kind_of, leaves)), list(map(_size_of, leaves))
+    kinds = [(leaf.dtype, leaf.device) for leaf in leaves]
+    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
     if sum(sizes) <= limit and len(set(kinds)) == 1:
         return [list(range(len(leaves)))]
     full: list[list[int]] = []
@@ -202,7 +203,6 @@ def groups_of(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis
 
 
 _SIMPLE = frozenset({Tensor, Parameter})
-_kind_of, _size_of = attrgetter("dtype", "device"), attrgetter("nbytes")
 _needs_grad, _shape_of = attrgetter("requires_grad"), attrgetter("shape")
 
 
@@ -293,7 +293,7 @@ def _beside(parts: Sequence[Tensor], saves: bool) -> tuple[Tensor, bool]:
     """
     if len(parts) == 1:
         return parts[0], False
-    needing = torch.is_grad_enabled() and any(map(_needs_grad, parts))
+    needing = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     if parts[0].shape[0] != 1 or (needing and saves) or not _is_plain() or not _adjacent(parts):
         return torch.cat(list(parts), 1), True
     return (_packed_node(True, *parts) if needing else _as_one(parts)).view(1, -1), False
