@@ -128,6 +128,12 @@ def both_ways(folder: str) -> list[str]:
             assert_close(by_it[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
         else:
             assert by_it[name] == value, name
+    with mc.trace() as seen:
+        by_it = found(mesh)
+    assert all(torch.equal(by_it[name], value) for name, value in by_us.items() if isinstance(value, Tensor))
+    assert {"all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute"} <= {
+        each.primitive for each in seen.events
+    }
     log: Any = mesh.axis("a").link.log  # type: ignore[attr-defined]
     missed = []
     wanted = {"all_reduce": "allreduce", "all_gather 0": "_allgather_base", "reduce_scatter 0": "_reduce_scatter_base"}

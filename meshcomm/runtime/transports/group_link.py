@@ -250,15 +250,23 @@ class GroupLink(PacketLink):
 
 
 def _direct_in(log: Log) -> Callable[..., Tensor]:
-    """``direct(link, what, op, x, root, y, call, *given)``: ``y``, which one call of the backend fills. ``what`` to
-    ``root`` are as they are noted; ``given`` ends with the options for who waits now, or for who waits later.
+    """``direct(link, what, op, x, root, y, later, call, *given)``: ``y``, which one call of the backend fills. ``what``
+    to ``root`` are as they are noted; ``given`` ends with the options for who waits now, or, if ``later``, then.
 
     A closure, with as little as can be around the call: each line is felt.
     """
     number, keep, now, thread = log.number, log.records.append, monotonic, get_ident
 
     def direct(
-        link: GroupLink, what: str, op: str, x: Tensor, root: int, y: Tensor, call: Callable[..., Any], *given: Any
+        link: GroupLink,
+        what: str,
+        op: str,
+        x: Tensor,
+        root: int,
+        y: Tensor,
+        later: bool,
+        call: Callable[..., Any],
+        *given: Any,
     ) -> Tensor:
         shape = x.shape
         record: Record = [number(), what, op, x.dtype, shape, now(), None, None, root, thread()]
@@ -268,7 +276,7 @@ def _direct_in(log: Log) -> Callable[..., Tensor]:
                 if queued:
                     begin_all()
                 work = call(*given)
-                if told.later:
+                if later:
                     read = None if type(given[0]) is list else x  # what is in a list is ``y`` itself
                     begun: Any = Started(work, y, Fault(link, what), gloo=False, keep=read, record=record)
                     return begun  # type: ignore[no-any-return]

@@ -81,7 +81,8 @@ class ProcessLink(GroupLink):
         if op != "sum" or x.dtype not in _SUMMED or (self._on_gloo and x.is_cpu):
             return self._all_reduce(x, op)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        return self._direct(self, "all_reduce", "sum", x, -1, y, self.group.allreduce, [y], _SUMS[told.later])
+        later = told.later
+        return self._direct(self, "all_reduce", "sum", x, -1, y, later, self.group.allreduce, [y], _SUMS[later])
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
@@ -111,8 +112,8 @@ class ProcessLink(GroupLink):
             return super().gather_flat(x)
         shape = x.shape
         out = x.new_empty(self.size * shape[0] if len(shape) == 1 else (self.size * shape[0], *shape[1:]))
-        call = getattr(self.group, _torch.gather_method)
-        return self._direct(self, "all_gather", "", x, -1, out, call, out, x, _GATHERS[told.later])
+        later, call = told.later, getattr(self.group, _torch.gather_method)
+        return self._direct(self, "all_gather", "", x, -1, out, later, call, out, x, _GATHERS[later])
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """The same. A sum of half precision may be too large where the mean is not: the base knows."""
@@ -123,11 +124,9 @@ class ProcessLink(GroupLink):
         shape = x.shape
         each = shape[0] // self.size
         out = x.new_empty(each if len(shape) == 1 else (each, *shape[1:]))
-        call, options = (
-            getattr(self.group, _torch.scatter_method),
-            _MEANS_SCATTERED if native and op != "sum" else _SUMS_SCATTERED,
-        )
-        got = self._direct(self, "reduce_scatter", op, x, -1, out, call, out, x, options[told.later])
+        later, call = told.later, getattr(self.group, _torch.scatter_method)
+        options = _MEANS_SCATTERED if native and op != "sum" else _SUMS_SCATTERED
+        got = self._direct(self, "reduce_scatter", op, x, -1, out, later, call, out, x, options[later])
         return then(got, lambda total: total.div_(self.size)) if wide else got
 
     def swap_flat(self, x: Tensor) -> Any:
@@ -135,15 +134,16 @@ class ProcessLink(GroupLink):
         if not self._as_it_lies(x, _MOVED):
             return super().swap_flat(x)
         out = torch.empty_like(x)
-        call = self.group.alltoall_base
-        return self._direct(self, "all_to_all", "", x, -1, out, call, out, x, [], [], _EXCHANGES[told.later])
+        later, call = told.later, self.group.alltoall_base
+        return self._direct(self, "all_to_all", "", x, -1, out, later, call, out, x, [], [], _EXCHANGES[later])
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The same."""
         if not x.is_contiguous() or x.dtype not in _MOVED or (self._on_gloo and x.is_cpu):
             return self._broadcast_packed(x, src)
         y = x.clone() if self.index == src else torch.empty_like(x)
-        return self._direct(self, "broadcast", "", x, src, y, self.group.broadcast, [y], _from(src)[told.later])
+        later = told.later
+        return self._direct(self, "broadcast", "", x, src, y, later, self.group.broadcast, [y], _from(src)[later])
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """An all_to_all in which at most one run is not empty; two messages on gloo."""
@@ -151,8 +151,8 @@ class ProcessLink(GroupLink):
             return self._permute(x, source, destination)  # what is empty too: not all ranks may have both ends
         send, recv, y = [0] * self.size, [0] * self.size, torch.empty_like(x)
         send[destination] = recv[source] = x.shape[0]
-        call = self.group.alltoall_base
-        return self._direct(self, "permute", "", x, -1, y, call, y, x, recv, send, _EXCHANGES[told.later])
+        later, call = told.later, self.group.alltoall_base
+        return self._direct(self, "permute", "", x, -1, y, later, call, y, x, recv, send, _EXCHANGES[later])
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
         """Both send all they have, and reduce it."""
