@@ -155,6 +155,8 @@ def other_modes(large: bool) -> None:
                 equal(y, expected, what)
                 needed = [[leaf.requires_grad for leaf in pytree.tree_leaves(tree)] for tree in (y, expected)]
                 assert needed[0] == needed[1] == [at_call == "grad"] * len(needed[0]), what
+                made = [[leaf.is_inference() for leaf in pytree.tree_leaves(tree)] for tree in (y, expected)]
+                assert made[0] == made[1], what
                 if at_call == "grad":
                     found = [torch.autograd.grad(weighted(tree), leaf)[0] for tree in (y, expected)]
                     equal(found[0], found[1], what)
