@@ -124,3 +124,32 @@ def on_the_callers_stream() -> None:
 def test_first_in_a_cuda_graph() -> None:
     needs_nccl(2)
     mc.launch(on_the_callers_stream, ranks=2, runtime="processes", timeout=60)
+
+
+def in_graphs_of_an_adopted_group(folder: str) -> None:
+    """Two meshes between the same ranks, one with a time-out of its own, of a group that something else has made."""
+    here = world.current()
+    assert here is not None
+    world.shutdown()
+    torch.cuda.set_device(here.rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/adopted", rank=here.rank, world_size=here.size
+    )
+    mesh, other = mc.make_mesh({"a": here.size}), mc.make_mesh({"a": here.size}, timeout=40)
+    x = torch.ones(1 << 10, device=mesh.device)
+    for each in (mesh, other):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = each.axis("a").link.all_reduce(x, "sum")
+        graph.replay()
+        torch.cuda.synchronize()
+        assert y[0].item() == here.size
+    third = mc.make_mesh({"a": 1, "b": here.size})
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(mc.MeshError, match="while a CUDA graph is captured"):
+        mc.all_reduce(x, ("a", "b"), mesh=third)
+
+
+@pytest.mark.gpu
+def test_adopted_groups_and_second_axes_first_in_cuda_graphs(tmp_path: Path) -> None:
+    needs_nccl(2)
+    mc.launch(in_graphs_of_an_adopted_group, ranks=2, args=(str(tmp_path),), runtime="processes", timeout=60)

@@ -631,6 +631,27 @@ def test_devices_in_another_order_are_told_apart_by_what_they_are(
         devices.place(cards, 0, "cuda")
 
 
+@pytest.mark.parametrize(("others", "shared"), [(None, True), ("GPU-1,GPU-0", True), ("GPU-1,GPU-2", False)])
+def test_a_device_that_the_environment_calls_otherwise_is_known_by_its_id(
+    monkeypatch: pytest.MonkeyPatch, others: str | None, shared: bool
+) -> None:
+    """Rank 0 sees "0,1" and takes the first; rank 1 sees ids, or all there are."""
+    cards = []
+    seen_by = ("0,1", "1,0" if others is None else others.replace("GPU-", ""))
+    for rank, (shown, seen) in enumerate(zip(("0,1", others), seen_by, strict=True)):
+        monkeypatch.delenv("XX_VISIBLE_DEVICES", raising=False)
+        if shown is not None:
+            monkeypatch.setenv("XX_VISIBLE_DEVICES", shown)
+        monkeypatch.setattr(torch, "get_device_module", lambda kind, seen=seen: Devices(seen, ids=True))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        cards.append(devices.Card.mine(rank, "cuda"))
+    if shared:
+        with pytest.raises(MeshError, match="ranks 0 and 1 would share one cuda device"):
+            devices.place(cards, 0, "cuda")
+    else:
+        devices.place(cards, 0, "cuda")
+
+
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerator", lambda: ("cuda", "nccl"))
     both = "cpu:gloo,cuda:nccl"
