@@ -203,8 +203,12 @@ def test_a_graph_cannot_make_a_communicator(asked: Torch, monkeypatch: pytest.Mo
     captures[0] = True
     held = family.turn("a")
     assert held.group is family.base  # it is there
-    with pytest.raises(mc.MeshError, match=said):
-        family.turn("b")
+    for _ in range(2):
+        with pytest.raises(mc.MeshError, match=said):
+            family.turn("b")
+    captures[0] = False
+    assert family.turn("b").group is not family.base
+    assert len(pool._uses) == len(asked.made) == 2  # who asks again is given the same
 
 
 def test_a_mesh_connects_its_axes_where_nccl_moves_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,9 @@ class Pool:
         self._making: dict[int, threading.Lock] = {}
         self._left: list[_Place] = []  # that this rank has not told of yet
         self._uses: dict[int, int] = {0: 0}  # of the first rank: how often each has been given away
+        self._given: dict[
+            str, _Place
+        ] = {}  # of the first rank: to axes that have not come to have theirs, and may again
         self._lock = threading.Lock()
 
     def group(self, number: int, limit: timedelta) -> dist.ProcessGroup:
@@ -121,6 +124,7 @@ class Pool:
         """A turn for the axis of this name, on all of its ranks."""
         place = self._place(_torch.default_store(), name, limit)
         group = self.group(place[0], limit)
+        self._given.pop(name, None)
         if limit != self._limits.get(place[0], self.limit):
             _torch.set_limit(group, limit)
             self._limits[place[0]] = limit
@@ -143,7 +147,7 @@ class Pool:
         key = f"{self.at}/of/{_short(name)}"
         if self.index == 0:
             with self._lock:
-                place = self._free(store, own)
+                place = self._given.setdefault(name, self._given.get(name) or self._free(store, own))
             store.set(key, "{} {}".format(*place))
             return place
         self._await(store, {0: key}, limit)
