@@ -160,7 +160,7 @@ def whole_number(value: object) -> bool:
 
 def checked_dim(where: str, x: Tensor, dim: int, axis: Axis, name: str = "dim") -> int:
     """``dim`` counted from the front."""
-    if type(dim) is int and 0 <= dim < x.ndim:
+    if dim.__class__ is int and 0 <= dim < x.ndim:  # dynamo cannot trace type() of what it was told is constant
         return dim
     if not whole_number(dim) or not -x.ndim <= dim < x.ndim:
         fix = f"an int from {-x.ndim} to {x.ndim - 1}" if x.ndim else "x has none: x.reshape(1)"

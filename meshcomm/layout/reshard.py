@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -93,7 +94,17 @@ def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 def _planned(layouts: str, shape: tuple[int, ...], mesh: int) -> tuple[tuple[Step, ...], tuple[int, ...]]:
     """The steps, and where each dim of the result is then, for a local shape on the mesh with this key."""
-    where, sizes = "reshard", mesh_with_key(mesh).shape
+    sizes = tuple(mesh_with_key(mesh).shape.items())
+    if type(layouts) is str and all([type(length) is int for length in shape]):  # noqa: C419 -- half of a generator's time
+        return _planned_once(layouts, shape, sizes)
+    return _planned_once.__wrapped__(layouts, shape, sizes)
+
+
+@functools.lru_cache(4096)
+def _planned_once(
+    layouts: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    where, sizes = "reshard", dict(axes)
     pattern = parse_arrow(where, layouts, sizes, 1)
     source, _ = sides_of(where, pattern, shape, sizes)
     whole = tuple(math.prod(pair) for pair in zip(shape, source.parts(sizes), strict=True))
