@@ -258,15 +258,13 @@ def in_buckets(
 def _packed(leaves: list[Tensor], rows: Rows, saves: bool) -> tuple[Tensor, bool, Unpack]:
     """The leaves as one tensor, whether that is a copy, and what takes apart what comes of it."""
     plain = _is_plain()
-    if plain and rows is ELEMENTS and set(map(type, leaves)) <= _SIMPLE:
-        if len(leaves) == 1:
-            return leaves[0], False, lambda whole: [whole]
+    if plain and rows is ELEMENTS and len(leaves) > 1 and set(map(type, leaves)) <= _SIMPLE:
         leaves = list(map(_torch.unwrap_if_dead, leaves))
         needing = list(map(_needs_grad, leaves)) if torch.is_grad_enabled() else []
         lie = _adjacent(leaves)
         if True not in needing:
-            whole = _as_one(leaves) if lie else _torch.packed(leaves)
-            return whole, not lie, lambda whole: _torch.parted(whole, leaves)
+            whole = _as_one(leaves) if lie else _torch.packed(leaves).view(1, -1)
+            return whole, not lie, lambda whole: _torch.parted(whole.view(-1), leaves)
         if not saves:
             # A leaf that needs no gradient may share a bucket with one that does.
             return _packed_node(lie, *leaves), not lie, lambda whole: _parted_node(whole, leaves, needing)
@@ -296,7 +294,7 @@ def _beside(parts: Sequence[Tensor], saves: bool) -> tuple[Tensor, bool]:
     needing = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     if parts[0].shape[0] != 1 or (needing and saves) or not _is_plain() or not _adjacent(parts):
         return torch.cat(list(parts), 1), True
-    return (_packed_node(True, *parts) if needing else _as_one(parts)).view(1, -1), False
+    return _packed_node(True, *parts) if needing else _as_one(parts), False
 
 
 def _adjacent(leaves: Sequence[Tensor]) -> bool:
@@ -311,17 +309,18 @@ def _adjacent(leaves: Sequence[Tensor]) -> bool:
 
 
 def _as_one(leaves: Sequence[Tensor]) -> Tensor:
-    return leaves[0].detach().as_strided((sum(map(Tensor.numel, leaves)),), (1,))
+    width = sum(map(Tensor.numel, leaves))
+    return leaves[0].detach().as_strided((1, width), (width, 1))
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Their elements one behind the other, new."""
+    """Their elements one behind the other, ``[1, all]``, new."""
     if _is_plain():
         if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
             return _packed_node(False, *tensors)  # type: ignore[no-any-return]
         with contextlib.suppress(RuntimeError):  # of one that stands for many: is_grads_batched=True
-            return _torch.packed(tensors)
-    return torch.cat([x.reshape(-1) for x in tensors])
+            return _torch.packed(tensors).view(1, -1)
+    return torch.cat([x.reshape(1, x.numel()) for x in tensors], 1)
 
 
 def _part(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -330,8 +329,8 @@ def _part(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
         if torch.is_grad_enabled() and whole.requires_grad:
             return _parted_node(whole, like, None)  # type: ignore[no-any-return]
         with contextlib.suppress(RuntimeError):  # the same
-            return _torch.parted(whole, like)
-    parts = whole.split([x.numel() for x in like])
+            return _torch.parted(whole.reshape(-1), like)
+    parts = whole.split([x.numel() for x in like], 1)
     return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
@@ -349,7 +348,7 @@ class _Packed(Function):
     @staticmethod
     def forward(ctx: Any, as_they_lie: bool, *tensors: Tensor) -> Tensor:
         ctx.shapes = tuple(map(_shape_of, tensors))
-        return _as_one(tensors) if as_they_lie else _torch.packed(tensors)
+        return _as_one(tensors) if as_they_lie else _torch.packed(tensors).view(1, -1)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -361,7 +360,7 @@ class _Parted(Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, like: Sequence[Tensor], needing: Sequence[bool] | None) -> tuple[Tensor, ...]:
-        found = tuple(_torch.parted(whole, like))
+        found = tuple(_torch.parted(whole.reshape(-1), like))
         if needing is not None and not all(needing):
             ctx.mark_non_differentiable(*[y for y, needs in zip(found, needing, strict=True) if not needs])
         return found
