@@ -64,11 +64,13 @@ def forward_backward(run: Callable[[Any], Any], given: Any, leaves: list[Tensor]
     torch.autograd.grad(tensors_of(run(given)), leaves, gradients)
 
 
-def take_turns(calls: Mapping[tuple[str, str], Call], repeats: int) -> Times:
+def take_turns(
+    calls: Mapping[tuple[str, str], Call], repeats: int, clock: Callable[[], float] = time.thread_time
+) -> Times:
     """The median time of each call, of samples taken in turns: of this thread's processor, which others that use the
     machine do not lengthen.
     """
-    timers = {key: Timer(call, timer=time.thread_time) for key, call in calls.items()}
+    timers = {key: Timer(call, timer=clock) for key, call in calls.items()}
     counts = {key: max(1, round(SAMPLE / min(timer.repeat(3, 20)) * 20)) for key, timer in timers.items()}
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
     for _ in range(repeats):

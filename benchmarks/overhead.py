@@ -417,6 +417,14 @@ def in_process(repeats: int, elements: int = 16) -> dict[str, float]:
     return {what: median(taken) for what, taken in samples.items()}
 
 
+def mapped(repeats: int) -> float:
+    """Seconds of a shard_map of a tiny body over in-process ranks."""
+    mesh, x = mc.make_mesh({"tp": RANKS}), torch.ones(2 * RANKS)
+    total = mc.shard_map(lambda x: mc.all_reduce(x.sum(), "tp"), in_specs="(tp b)", out_specs="", mesh=mesh)
+    with quiet():
+        return take_turns({("shard_map", NO_GRAD): partial(total, x)}, repeats, time.perf_counter)["shard_map"][NO_GRAD]
+
+
 def import_times(repeats: int) -> list[float]:
     """Seconds that ``import meshcomm`` takes after ``import torch``, in each of several fresh processes. All is
     compiled to bytecode, in a folder of its own, whatever the environment says of that.
@@ -439,8 +447,10 @@ def measure_alone(repeats: int, starts: int) -> dict[str, Any]:
         for what, took in inside.items()
     ]  # fmt: skip
     print_table(f"In-process, all {RANKS} ranks together, on one core", ["µs", "", "x"], rows)
-    print(f"\nimport meshcomm after import torch, s: median {median(imports):.3f}, fastest {min(imports):.3f}")
-    return {"in_process": inside, "import": imports}
+    body = mapped(min(repeats, 15))
+    print(f"\nshard_map of a tiny body, {RANKS} in-process ranks: {1e3 * body:.2f} ms")
+    print(f"import meshcomm after import torch, s: median {median(imports):.3f}, fastest {min(imports):.3f}")
+    return {"in_process": inside, "shard_map": body, "import": imports}
 
 
 def judge_alone(found: Mapping[str, Any]) -> list[Budget]:
@@ -448,6 +458,7 @@ def judge_alone(found: Mapping[str, Any]) -> list[Budget]:
     what = f"in-process all_reduce, {RANKS} ranks, over a bare ring on one core"
     return [
         Budget(what, inside[NO_GRAD] / inside["ring"], 2.4, "x"),
+        Budget(f"shard_map of a tiny body, {RANKS} in-process ranks", 1e3 * found["shard_map"], 1.5, "ms"),
         Budget("import meshcomm beyond import torch, byte-compiled", median(found["import"]), 0.05, "s"),
     ]
 
