@@ -87,9 +87,7 @@ class Pool:
         self._making: dict[int, threading.Lock] = {}
         self._left: list[_Place] = []  # that this rank has not told of yet
         self._uses: dict[int, int] = {0: 0}  # of the first rank: how often each has been given away
-        self._given: dict[
-            str, _Place
-        ] = {}  # of the first rank: to axes that have not come to have theirs, and may again
+        self._given: dict[str, _Place] = {}  # of the first rank: to axes that may have to ask again
         self._lock = threading.Lock()
 
     def group(self, number: int, limit: timedelta) -> dist.ProcessGroup:
