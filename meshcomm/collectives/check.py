@@ -170,7 +170,7 @@ def checked_dim(where: str, x: Tensor, dim: int, axis: Axis, name: str = "dim") 
 
 def checked_index(where: str, value: int, axis: Axis, name: str) -> int:
     """An index along the axis."""
-    if type(value) is int and 0 <= value < axis.size:
+    if value.__class__ is int and 0 <= value < axis.size:
         return value
     if not whole_number(value) or not 0 <= value < axis.size:
         explain(
@@ -197,7 +197,7 @@ def even(where: str, x: Tensor, dim: int, axis: Axis, extra: str = ", or pass si
 
 def slices(where: str, x: Tensor, dim: int, sizes: Sequence[int] | None, axis: Axis) -> int:
     """``dim`` of x, counted from the front, can be cut into the ranks' slices."""
-    if sizes is None and type(dim) is int and 0 <= dim < x.ndim and not x.shape[dim] % axis.size:
+    if sizes is None and dim.__class__ is int and 0 <= dim < x.ndim and not x.shape[dim] % axis.size:
         return dim
     place = checked_dim(where, x, dim, axis)
     if sizes is not None:
