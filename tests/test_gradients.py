@@ -553,3 +553,21 @@ def scans_of_nan() -> None:
 
 def test_scan_of_nan_and_infinity(run4: Callable[..., list[Any]]) -> None:
     run4(scans_of_nan)
+
+
+def broadcasts_added_up() -> None:
+    """The gradients of two tensors are two tensors, also where one gradient reaches both: they may be written to."""
+    mesh = mc.make_mesh({"a": 4})
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    ((mc.broadcast(x, "a", 1, mesh=mesh) + mc.broadcast(y, "a", 1, mesh=mesh)) * torch.full((3,), 2.0)).sum().backward()
+    assert x.grad is not None and y.grad is not None
+    x.grad.zero_()
+    close(y.grad, torch.full((3,), 2.0 * (mesh.rank == 1)))
+    x.grad, g = None, torch.ones(3)
+    mc.broadcast(x, "a", 1, mesh=mesh).backward(g)
+    x.grad.zero_()
+    close(g, torch.ones(3))
+
+
+def test_broadcasts_added_up(run4: Callable[..., list[Any]]) -> None:
+    run4(broadcasts_added_up)

@@ -122,7 +122,8 @@ def _push_reduce_scatter(t: Tensor, axis: Axis, x: Tensor, y: Tensor, dim: int, 
 def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
     varied = _vary(g, axis)
     if not (axis.is_traced or torch.is_grad_enabled()):
-        return varied if axis.index == src else torch.zeros_like(varied)
+        # New, not ``g`` itself: autograd makes what it is given the ``.grad`` of a leaf, and gives others ``g`` too.
+        return varied.clone() if axis.index == src else torch.zeros_like(varied)
     # A condition on a tensor, so that all ranks have the same graph.
     return torch.where(axis.index_tensor.to(g.device) == src, varied, 0)
 
