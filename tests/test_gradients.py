@@ -560,7 +560,8 @@ def broadcasts_added_up() -> None:
     mesh = mc.make_mesh({"a": 4})
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     ((mc.broadcast(x, "a", 1, mesh=mesh) + mc.broadcast(y, "a", 1, mesh=mesh)) * torch.full((3,), 2.0)).sum().backward()
-    assert x.grad is not None and y.grad is not None
+    assert x.grad is not None
+    assert y.grad is not None
     x.grad.zero_()
     close(y.grad, torch.full((3,), 2.0 * (mesh.rank == 1)))
     x.grad, g = None, torch.ones(3)
