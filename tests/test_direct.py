@@ -48,6 +48,7 @@ class Passes(dist.ProcessGroup):
         return self._do("_reduce_scatter_base", out, x, opts or dist.ReduceScatterOptions())
 
     def alltoall_base(self, out: Any, x: Any, recv: Any, send: Any, opts: Any = None) -> Any:
+        assert len(recv) == len(send) == RANKS  # who gives none may call something else than who gives them
         return self._do("alltoall_base", out, x, recv, send)
 
 
