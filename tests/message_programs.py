@@ -67,6 +67,22 @@ def tags_of_one_exchange() -> None:
     assert [y.item() for y in got] == [9.0, 5.0, 0.0]
 
 
+def tags_with_one_and_none_with_another() -> None:
+    """Who receives without a tag does not know that the sender has one for somebody else."""
+    mesh = mc.make_mesh({"a": size()})
+    if mesh.size < 3:
+        return
+    x = torch.ones(2, device=mesh.device)
+    if mesh.rank == 0:
+        mc.exchange([(x, 1, 5), (2 * x, 2)], [], "a", mesh=mesh)
+    elif mesh.rank == 1:
+        [y] = mc.exchange([], [(0, (2,), x.dtype, 5)], "a", mesh=mesh)
+        assert y.tolist() == [1.0, 1.0]
+    elif mesh.rank == 2:
+        assert mc.recv("a", src=0, shape=(2,), dtype=x.dtype, mesh=mesh).tolist() == [2.0, 2.0]
+    mc.barrier("a", mesh=mesh)
+
+
 def from_the_cpu() -> None:
     """A tensor of the CPU arrives on the mesh's device."""
     mesh = mc.make_mesh({"a": size()})
@@ -101,6 +117,7 @@ PROGRAMS = (
     received_before_the_next_call,
     received_before_a_later_one,
     tags_of_one_exchange,
+    tags_with_one_and_none_with_another,
     from_the_cpu,
     first_between_two,
 )

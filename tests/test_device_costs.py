@@ -9,6 +9,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,12 +268,17 @@ def test_leaves_without_a_gradient_cost_one_wait_in_all(gloo4: Any, mixed: bool)
 def test_what_is_made_in_a_capture_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there when the graph has run, and not before."""
     made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(overlap, "_kept_flags", functools.lru_cache(lambda *args: made.append(args)))
+    waits: list[bool] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(capturing))
+    monkeypatch.setattr(overlap, "_new_flags", lambda *args: made.append(args))
+    monkeypatch.setattr(overlap, "_kept_flags", functools.lru_cache(overlap._kept_flags.__wrapped__))
+    monkeypatch.setattr(overlap, "stream_of", lambda x: stream)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         for _ in range(2):
             overlap._flags(True, 3, torch.float32, torch.device("cuda", 0))
     assert len(made) == 3
+    assert waits == [False]  # what is kept may be used on another stream next
 
 
 # ---------------------------------------------------------------------------------------------------- maxima of floats
@@ -447,6 +453,26 @@ def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
     monkeypatch.setattr(Group, "adopt", adopted)
     monkeypatch.setattr(Group, "brought", on_the_way)
     return found
+
+
+class Asks(TorchDispatchMode):
+    """Whether the host is to go on while tensors are copied to a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._to_copy.default:
+            self.found.append(kwargs.get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_host_goes_on_while_shards_are_copied(dtype: torch.dtype) -> None:
+    with Asks() as asks:
+        y = offload._begun(torch.ones(3), torch.device("meta"), dtype)
+    assert (y.device.type, y.dtype, asks.found) == ("meta", dtype, [True])
 
 
 def layers() -> nn.Sequential:

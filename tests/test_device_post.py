@@ -184,6 +184,16 @@ def test_both_sides_say_the_same_tags() -> None:
     assert device_post.tags_of([post(0.0, 1)], [want(1)]) == {}
 
 
+def test_who_uses_no_tag_is_not_asked() -> None:
+    """Another rank with which this one has no tagged message says nothing, whatever this one sends to a third."""
+    mine = device_post.tags_of([post(0.0, 1, 5), post(0.0, 2)], [want(3, 6), want(2), want(1)])
+    assert list(mine) == [1, 3]
+    assert device_post.tags_of([], [want(0)]) == {}  # as index 2 receives it
+    theirs = device_post.tags_of([post(0.0, 0)], [want(0, 5)])
+    device_post.check_tags({1: mine[1]}, [torch.tensor(theirs[0])], 0)
+    device_post.check_tags(theirs, [torch.tensor(mine[1])], 1)
+
+
 @pytest.mark.parametrize(
     ("config", "device", "may"),
     [
@@ -330,6 +340,20 @@ class Said(Pending):
         self.given_up = True
 
 
+def test_who_asks_does_not_begin_what_has_other_tags(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, said = link_of(0), Said(mc.CommError("not the same tags"))
+    monkeypatch.setattr(ProcessLink, "_tags_agree", lambda self, posts, wants: said)
+    with for_later():
+        work = link.exchange([post(1.0, 1, 3)], [])
+    assert not work.done()
+    monkeypatch.setattr(said, "done", lambda: True)
+    assert work.done()
+    link.all_reduce(torch.ones(1), "sum")
+    assert wire.batches[0] == []
+    with pytest.raises(mc.CommError, match="not the same tags"):
+        work.wait(None)
+
+
 @pytest.mark.parametrize("error", [TimedOutError("late"), mc.CommError("not the same tags")])
 def test_what_is_given_up_while_tags_are_compared_is_not_begun(
     wire: Wire, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -404,6 +428,45 @@ def test_a_thread_of_a_hook_begins_nothing_and_keeps_the_callers_stream(
     assert later.waits[-1:] == ["mine"]
     assert begun == [(threading.get_ident(), True)] * 2
     assert sent.wait(None) == []
+
+
+@pytest.mark.parametrize("ends", ["waited for", "dropped"])
+def test_messages_keep_their_memory_for_the_stream_that_begins_them(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The first wait begins them, so a wait on another stream is where both they and the result are used."""
+    module, stream, use = stand_in(monkeypatch)
+    module.begin()
+    lent: list[tuple[str, str]] = []
+    monkeypatch.setattr(accelerator, "stream_of", lambda x: stream())
+    monkeypatch.setattr(
+        accelerator,
+        "tensors",
+        lambda *things: iter([Lent(lent, op.op.__name__) for op in things[0]] if things[0] else []),
+    )
+    monkeypatch.setattr(accelerator, "mark", lambda *things: None)
+    link, other = link_of(0), link_of(1)
+    use(Stream("mine"))
+    with for_later():
+        sent, got = link.exchange([post(6.0, 1)], []), link.exchange([], [want(1)])
+        other.exchange([post(8.0, 0)], [want(0)]).done()
+    use(Stream("other"))
+    if ends == "dropped":
+        sent.abandon()
+    assert ends == "dropped" or got.wait(None)[0].item() == 8.0
+    assert {("isend", "other"), ("irecv", "other")} <= set(lent)
+
+
+class Lent:
+    """A tensor of a device, which notes for which streams it is kept."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, lent: list[tuple[str, str]], name: str) -> None:
+        self.lent, self.name = lent, name
+
+    def record_stream(self, stream: Any) -> None:
+        self.lent.append((self.name, stream.name))
 
 
 @pytest.mark.parametrize("later", [False, True])

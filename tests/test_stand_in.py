@@ -436,6 +436,21 @@ def test_who_is_late_is_said_before_the_time_is_up(
     assert overdue.look(link.log, 0.02) == ""
 
 
+def test_a_device_is_not_asked_before_a_call_can_be_late(
+    linked: tuple[Any, Backend, list[Mark]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is another thread that asks, and the program may be capturing a graph."""
+    link, *_ = linked
+    link.all_reduce(OnDevice([]), "sum")
+    asked: list[Mark] = []
+    monkeypatch.setattr(Mark, "query", lambda self: bool(asked.append(self)))
+    assert overdue.look(link.log, 1e6) == ""
+    assert not asked
+    time.sleep(0.02)
+    assert overdue.look(link.log, 0.02)
+    assert asked
+
+
 def test_a_thread_looks_as_long_as_there_is_a_link(
     linked: tuple[Any, Backend, list[Mark]], capfd: pytest.CaptureFixture[str]
 ) -> None:

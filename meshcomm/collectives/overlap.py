@@ -256,13 +256,21 @@ def _flags(there: bool, count: int, dtype: torch.dtype, device: torch.device) ->
     is made while a graph of a device's is captured is there when that has run, and is not kept.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return (_kept_flags.__wrapped__ if capturing else _kept_flags)(there, count, dtype, device)
+    return (_new_flags if capturing else _kept_flags)(there, count, dtype, device)
+
+
+def _new_flags(there: bool, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((count,), float(there), dtype=dtype, device=device)
 
 
 @lru_cache(1000)
 def _kept_flags(there: bool, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
-        return torch.full((count,), float(there), dtype=dtype, device=device)
+    """For use on any stream, so they are there when this returns."""
+    with _torch.outside_transforms():  # they outlive whatever the first user is in the middle of
+        flags = _new_flags(there, count, dtype, device)
+    if (stream := stream_of(flags)) is not None:
+        stream.synchronize()
+    return flags
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

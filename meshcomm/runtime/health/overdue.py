@@ -53,13 +53,16 @@ def _live() -> None:
 
 
 def look(log: Log, seconds: float) -> str:
-    """What is said now, once for each call: nothing unless the first that the device has to come through is late."""
-    record = next((record for record in log.records.copy() if state_of(record) == "queued"), None)
+    """What is said now, once for each call: nothing unless the first that the device has to come through is late.
+
+    The device is asked of none that is younger: while another thread captures a CUDA graph, that may spoil it.
+    """
+    now = time.monotonic()
+    old = (record for record in log.records.copy() if now - record[BEGAN] >= _SHARE * seconds)
+    record = next((record for record in old if state_of(record) == "queued"), None)
     if record is None or _told.get(id(log)) is record:
         return ""
-    waited = time.monotonic() - record[BEGAN]
-    if waited < _SHARE * seconds:
-        return ""
+    waited = now - record[BEGAN]
     _told[id(log)] = record
     fix = f"the device waits; after {seconds:.3g} s torch may end this process. S"
     said = late_text(Late(record[WHAT], log, record, waited), fix=fix)

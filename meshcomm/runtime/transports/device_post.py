@@ -79,9 +79,8 @@ class Outbox:
                 return
             found: Sequence[dist.Work] | BaseException = RuntimeError("the messages were interrupted")
             try:
-                todo = [each for one in waiting for each in one.todo]
-                _after_who_made(todo, {stream for one in waiting for stream in one.streams})
-                found = _torch.begin_messages(todo)
+                _after_who_made(waiting)
+                found = _torch.begin_messages([each for one in waiting for each in one.todo])
             except BaseException as error:
                 found = error
                 if not isinstance(error, RuntimeError):  # Ctrl-C, which is whose call this is
@@ -109,11 +108,15 @@ class Outbox:
         return waiting
 
 
-def _after_who_made(todo: Sequence[dist.P2POp], streams: set[torch.Stream]) -> None:
-    here = accelerator.stream_of(todo[0].tensor)
-    for stream in streams:
+def _after_who_made(waiting: Sequence[Queued]) -> None:
+    """What this thread begins comes after what made the messages, whose memory stays until it has come to there."""
+    here = accelerator.stream_of(waiting[0].todo[0].tensor)
+    for stream in {stream for one in waiting for stream in one.streams}:
         if here is not None and stream != here:
             here.wait_stream(stream)
+    for one in waiting:
+        for stream in one.streams:
+            accelerator.lend(stream, one.todo)
 
 
 class Queued(Pending):
@@ -180,6 +183,10 @@ class Compared(Pending):
     def wait(self, timeout: float | None) -> Any:
         """The comparison, then the messages, all within the time."""
         end = None if timeout is None else time.monotonic() + timeout
+        self._hear(timeout)
+        return self._messages.wait(None if end is None else max(0.0, end - time.monotonic()))
+
+    def _hear(self, timeout: float | None) -> None:
         if self._said is not None:
             try:
                 self._said.wait(timeout)
@@ -187,11 +194,17 @@ class Compared(Pending):
                 self._messages.cancel()
                 raise
             self._said = None
-        return self._messages.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def done(self) -> bool:
-        """Whether both are."""
-        return (self._said is None or self._said.done()) and self._messages.done()
+        """Whether both are; or the tags are not the same, which the wait says."""
+        if self._said is not None:
+            if not self._said.done():
+                return False
+            try:
+                self._hear(None)
+            except CommError:
+                return True
+        return self._messages.done()
 
     def abandon(self) -> None:
         """Nobody knows yet whether the others have them."""
@@ -202,18 +215,13 @@ class Compared(Pending):
 
 
 def tags_of(posts: Sequence[Post], wants: Sequence[Want]) -> dict[int, list[int]]:
-    """For each rank that there are messages to or from, how many and a digest of their tags: of those to it and of
-    those from it. Empty where no tag is used.
+    """For each rank with which a tag is used, how many messages and a digest of their tags: of those to it and of those
+    from it. Whoever has messages without tags alone does not ask, whatever this rank has with others.
     """
-    if not any((*(post[2] for post in posts), *(want[3] for want in wants))):
-        return {}
-    to = {peer: sorted(tag for _, dst, tag in posts if dst == peer) for peer in _peers(posts, wants)}
-    of = {peer: sorted(want[3] for want in wants if want[0] == peer) for peer in to}
-    return {peer: [*_brief(to[peer]), *_brief(of[peer])] for peer in to}
-
-
-def _peers(posts: Sequence[Post], wants: Sequence[Want]) -> list[int]:
-    return sorted({post[1] for post in posts} | {want[0] for want in wants})
+    peers = sorted({dst for _, dst, tag in posts if tag} | {want[0] for want in wants if want[3]})
+    to = {peer: sorted(tag for _, dst, tag in posts if dst == peer) for peer in peers}
+    of = {peer: sorted(want[3] for want in wants if want[0] == peer) for peer in peers}
+    return {peer: [*_brief(to[peer]), *_brief(of[peer])] for peer in peers}
 
 
 def _brief(tags: list[int]) -> tuple[int, int]:
