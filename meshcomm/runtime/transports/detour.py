@@ -76,6 +76,7 @@ class DetouredLink(ProcessLink):
     all_gather = _by_way_of("all_gather")
     reduce_scatter = _by_way_of("reduce_scatter")
     all_to_all = _by_way_of("all_to_all")
+    swap_flat = _by_way_of("swap_flat")
     permute = _by_way_of("permute")
     broadcast = _by_way_of("broadcast")
     reduce = _by_way_of("reduce")

@@ -130,12 +130,13 @@ class ProcessLink(GroupLink):
         return then(got, lambda total: total.div_(self.size)) if wide else got
 
     def swap_flat(self, x: Tensor) -> Any:
-        """The same, with lengths: a rank whose ``x`` lies otherwise gives them, and NCCL has another call for none."""
-        if not self._as_it_lies(x, _MOVED):
+        """The same, without lengths. NCCL has another call for who gives them, so how ``x`` lies is no reason to."""
+        if x.dtype not in _MOVED or (self._on_gloo and x.is_cpu):
             return super().swap_flat(x)
-        out, runs = torch.empty_like(x), [x.shape[0] // self.size] * self.size
+        x = x.resolve_neg().contiguous()
+        out = torch.empty_like(x)
         later, call = told.later, self.group.alltoall_base
-        return self._direct(self, "all_to_all", "", x, -1, out, later, call, out, x, runs, runs, _EXCHANGES[later])
+        return self._direct(self, "all_to_all", "", x, -1, out, later, call, out, x, [], [], _EXCHANGES[later])
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The same."""
