@@ -199,3 +199,15 @@ def test_a_tree_that_contains_itself() -> None:
     tree.append(tree)
     with pytest.raises(mc.MeshError, match="contains itself"):
         mc.all_reduce(tree, "x", mesh=mc.make_mesh({"x": 1}))
+
+
+def test_of_a_tree_without_leaves_nothing_is_said() -> None:
+    """Nor kept: what is given beside it may have no hash."""
+
+    def main() -> None:
+        mesh = mc.make_mesh({"a": 2})
+        for tree in ([], {}, ((), {"b": []})):
+            assert mc.shard(tree, "a", torch.tensor(0).numpy(), mesh=mesh) == tree
+            assert mc.all_reduce(tree, "a", mesh=mesh) == tree
+
+    mc.launch(main, ranks=2)

@@ -78,7 +78,7 @@ def leaves_of(
                 raise
             raise MeshError(f"{error}\n  leaf: x{path}") from None
     link = axis.link
-    if torch.compiler.is_compiling() or not (link.watched or (link.hears and leaves and leaves[0].is_cpu)):
+    if not leaves or torch.compiler.is_compiling() or not (link.watched or (link.hears and leaves[0].is_cpu)):
         return leaves, form, ()
     seen = _kept(_forms, form if type(form) is tuple else form.spec, lambda: _Seen(form, len(leaves)))
     return leaves, form, seen.described(leaves, ragged, dims or {})
