@@ -1,6 +1,6 @@
 """Pytrees: a walk of lists, tuples and dicts of tensors, for torch's own takes some µs a leaf; and all of them for a
-torch without ``torch.utils._pytree``: Python's containers and torch's named results, as torch takes them. What somebody
-has registered with torch is a leaf there.
+torch whose own are not where they were: Python's containers and torch's named results, as torch takes them. What
+somebody has registered with torch is a leaf there.
 """
 
 from __future__ import annotations
