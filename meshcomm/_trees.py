@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -17,12 +16,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 Walked = Any
-"""None: a leaf. (list or tuple or dict, the keys of a dict, these in order, its parts): forms, or how many leaves::
+"""None: a leaf. (list or tuple or dict, the keys of a dict, where among its parts each of these has its own, or None if
+they are in that order, the parts): forms, or how many leaves::
 
-    {"b": x, "a": [y, z]}   leaves [y, z, x]   form (dict, ("b", "a"), ("a", "b"), ((list, None, None, 2), None))
+    {"b": x, "a": [y, z, z]}   leaves [y, z, z, x]   form (dict, ("b", "a"), (1, 0), ((list, None, None, 3), None))
 """
-_TENSORS = frozenset({Tensor, Parameter})
-_NAMES = {str}
+_TENSORS, _WALKED = frozenset({Tensor, Parameter}), frozenset({list, tuple, dict})
+_FEW = 8  # parts that are looked at one by one as fast as all at once
 
 
 def walk(tree: Any, leaves: list[Any]) -> Walked:
@@ -30,47 +30,59 @@ def walk(tree: Any, leaves: list[Any]) -> Walked:
     LookupError where something is neither a tensor nor a list, a tuple or a dict.
     """
     kind = type(tree)
-    keys = order = None
+    keys = places = None
     parts: Any = tree
     if kind is dict:
         keys = tuple(tree)
-        order = _in_order(keys) if set(map(type, keys)) == _NAMES else tuple(sorted(keys, key=sortable))
-        parts = list(map(tree.__getitem__, order))
-    elif kind is not list and kind is not tuple:
+        known = _named.get(keys)
+        order, places = _in_order(keys) if known is None else known
+        parts = tree.values() if places is None else list(map(tree.__getitem__, order))
+    elif kind not in _WALKED:
         raise LookupError
-    if set(map(type, parts)) <= _TENSORS:
+    if len(tree) > _FEW and set(map(type, parts)) <= _TENSORS:
         leaves.extend(parts)
-        return kind, keys, order, len(parts)
+        return kind, keys, places, len(parts)
     forms: list[Walked] = []
     for part in parts:
-        if isinstance(part, Tensor):
+        of = type(part)
+        if of in _TENSORS or (of not in _WALKED and isinstance(part, Tensor)):
             leaves.append(part)
             forms.append(None)
         else:
             forms.append(walk(part, leaves))
-    return kind, keys, order, tuple(forms)
+    return kind, keys, places, tuple(forms)
 
 
-@lru_cache(maxsize=100)
-def _in_order(keys: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted(keys))
+_named: dict[tuple[str, ...], tuple[tuple[str, ...], tuple[int, ...] | None]] = {}
+"""What is known of some keys that are all names: others may be equal, as 1 and True are, and not the same."""
+_MOST_NAMED = 100
+
+
+def _in_order(keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...] | None]:
+    """The keys in order, and where in it each of them is, or None if it is theirs."""
+    names = set(map(type, keys)) == {str}
+    order = tuple(sorted(keys) if names else sorted(keys, key=sortable))
+    at = {key: place for place, key in enumerate(order)}
+    found = order, None if keys == order else tuple(at[key] for key in keys)
+    if names:
+        if len(_named) >= _MOST_NAMED:
+            _named.clear()
+        _named[keys] = found
+    return found
 
 
 def rebuilt(form: Walked, leaves: Iterator[Any]) -> Any:
     """The tree that :func:`walk` went through, with these leaves."""
-    kind, keys, order, forms = form
+    kind, keys, places, forms = form
     if type(forms) is int:
         parts = list(islice(leaves, forms))
     else:
         parts = []
         for each in forms:
             parts.append(next(leaves) if each is None else rebuilt(each, leaves))
-    if kind is list:
-        return parts
-    if kind is tuple:
-        return tuple(parts)
-    found = dict(zip(order, parts, strict=True))
-    return found if keys == order else {key: found[key] for key in keys}
+    if kind is dict:
+        return dict(zip(keys, parts if places is None else map(parts.__getitem__, places)))  # noqa: B905 - felt
+    return parts if kind is list else tuple(parts)
 
 
 def sortable(key: object) -> tuple[str, Any]:

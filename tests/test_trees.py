@@ -89,6 +89,23 @@ def test_what_comes_back_is_the_tree_of_the_leaves(name: str, later: bool) -> No
     mc.launch(main, ranks=RANKS)
 
 
+class Name(str):
+    """A key that equals a str."""
+
+
+def test_keys_come_back_as_they_were() -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"x": RANKS})
+        for keys in (("b", "a"), (Name("b"), "a"), (1, 0), (True, 0), (1.0, False), ("a", "b"), ("b", "a")):
+            tree = {key: leaf(2) + at for at, key in enumerate(keys)}
+            found = mc.broadcast([tree, {"outer": tree, "less": leaf(1)}], "x", mesh=mesh)
+            for again in (found[0], found[1]["outer"]):
+                assert [(type(key), key) for key in again] == [(type(key), key) for key in keys]
+                assert all(torch.equal(again[key], tree[key]) for key in keys)
+
+    mc.launch(main, ranks=RANKS)
+
+
 def test_a_change_in_place_of_one_leaf_is_no_business_of_the_others() -> None:
     def main() -> None:
         mesh = mc.make_mesh({"x": RANKS})
