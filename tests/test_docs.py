@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +50,48 @@ def fences(page: Path) -> list[Fence]:
     return [Fence(page, language, line, textwrap.dedent("\n".join(lines)) + "\n") for language, line, lines in found]
 
 
+def with_it(difference: Fence, sign: str = "+") -> Fence:
+    """The program that a ``diff`` ends in; with "-" the one it begins with."""
+    taken = [line[1:] if line[:1] in (sign, " ") else "" for line in difference.text.splitlines()]
+    return difference._replace(text="\n".join(taken) + "\n")
+
+
 FENCES = [fence for page in PAGES for fence in fences(page)]
-PROGRAMS = [fence for fence in FENCES if fence.language in ("python", "py", "pycon")]
+DIFFERENCES = [fence for fence in FENCES if fence.language == "diff"]
+PROGRAMS = [fence for fence in FENCES if fence.language in ("python", "py", "pycon")] + [
+    with_it(each) for each in DIFFERENCES
+]
+
+
+def test_the_readme_is_one_screen_for_each_kind_of_reader() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+    headings = re.findall(r"^## (.*)$", README.read_text(), re.MULTILINE)
+    assert [each for each in headings if each.startswith("I ")] == [
+        "I use DDP or FSDP", "I know JAX", "I use Megatron", "I come from MPI",
+    ]  # fmt: skip
+
+
+def test_every_page_can_be_found_from_the_readme() -> None:
+    linked = re.findall(r"\]\((docs/[\w-]+\.md)", README.read_text())
+    assert set(linked) == {f"docs/{page.name}" for page in PAGES if page != README}
+
+
+def test_what_a_difference_begins_with_is_a_program_of_torch_alone(tmp_path: Path) -> None:
+    """Under torchrun's environment, one rank on gloo."""
+    assert DIFFERENCES
+    for difference in DIFFERENCES:
+        program = with_it(difference, "-")
+        assert "meshcomm" not in program.text
+        environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", program.text],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert not done.returncode, done.stderr
 
 
 def test_the_readme_has_code_within_its_first_60_words() -> None:
@@ -66,7 +109,7 @@ def test_the_readme_begins_with_a_shard_map_and_no_pvary() -> None:
 
 def test_no_python_stands_in_another_fence() -> None:
     """It would not be run."""
-    others = [fence.text for fence in FENCES if fence not in PROGRAMS]
+    others = [fence.text for fence in FENCES if fence not in PROGRAMS and fence not in DIFFERENCES]
     assert not [block for block in others if re.search(r"^\s*(import|from) \w|\bmc\.\w+\(|>>>", block, re.MULTILINE)]
 
 
@@ -115,8 +158,8 @@ def test_program(
         assert promised or page == README
 
 
-def test_the_rule_stands_in_the_readme_in_these_words() -> None:
-    words = " ".join(re.sub(r"[*_>`]", "", README.read_text()).split())
+def test_the_rule_stands_in_these_words() -> None:
+    words = " ".join(re.sub(r"[*_>`]", "", (ROOT / "docs" / "types.md").read_text()).split())
     rule = (
         "What is replicated goes through pvary before it meets anything that differs between ranks: sharded data, a rank index, "
         "per-rank randomness, a collective that takes V. Reduce each loss exactly once over each axis along which it varies, and "

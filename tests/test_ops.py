@@ -1,5 +1,5 @@
 """The table of functions that have to do with other ranks: nothing that communicates is missing in it, and what else is said of
-them (docstrings, README, oracle, wrong calls) says the same."""
+them (docstrings, docs/types.md, oracle, wrong calls) says the same."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_docstrings_begin_with_the_types() -> None:
     assert not [name for name, op in ops.items() if bool(op.types) != bool(found[name])]
 
 
-def test_the_table_of_the_readme_has_the_types() -> None:
-    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| (\S.*?) \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_table_of_types_md_has_the_types() -> None:
+    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| (\S.*?) \| ", (ROOT / "docs" / "types.md").read_text(), re.MULTILINE)
     assert {name: types for name, _, types in rows} == {
         name: ops[name].types.replace("->", "→").replace("``", "`") for name in RULED | {"tie"}
     }

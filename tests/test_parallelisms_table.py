@@ -1,4 +1,4 @@
-"""Each line of the README's table of parallelisms is run: its values, and the collectives that it issues forward and backward.
+"""Each line of the table of docs/parallelisms.md is run: its values, and the collectives that it issues forward and backward.
 So is the transformer block of the guide."""
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.testing import assert_close
 
 import meshcomm as mc
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-GUIDE = README.parent / "docs" / "layouts.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "parallelisms.md"
+GUIDE = DOCS / "layouts.md"
 AXES = ("dp", "fsdp", "tp", "cp", "ep", "pp")
 F64 = torch.float64
 
@@ -65,7 +66,7 @@ def collectives(cell: str) -> list[str]:
 
 
 def rows() -> list[Row]:
-    table = README.read_text().split("| parallelism | the line |")[1].split("\n\n")[0]
+    table = PAGE.read_text().split("| parallelism | the line |")[1].split("\n\n")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     return [Row(name, line.strip("`"), collectives(fwd), collectives(bwd)) for name, line, fwd, bwd in cells]
 
@@ -129,7 +130,7 @@ def run(row: Row) -> tuple[list[str], list[str]]:
         variables[name] = torch.randn(lengths, dtype=F64, requires_grad=True)
     with mc.use_mesh(mesh):
         with issued(mesh) as forward:
-            y = eval(compile(row.line, "README.md", "eval"), variables)
+            y = eval(compile(row.line, PAGE.name, "eval"), variables)
         with issued(mesh) as backward:
             torch.autograd.grad(y.sum(), [variables[name] for name in row.operands])
     return list(forward), list(backward)
@@ -163,7 +164,7 @@ def shifted(row: Row) -> None:
     i = mesh.coordinate[axis]
     x = torch.tensor([1.0 + i], dtype=F64, requires_grad=True)
     with mc.use_mesh(mesh):
-        y = eval(compile(row.line, "README.md", "eval"), {"mc": mc, row.operands[0]: x})
+        y = eval(compile(row.line, PAGE.name, "eval"), {"mc": mc, row.operands[0]: x})
     assert y.item() == (2.0 - i if wrap or i == 1 else 0.0)
     (g,) = torch.autograd.grad(y, x, torch.tensor([10.0 + i], dtype=F64))
     assert g.item() == (11.0 - i if wrap or i == 0 else 0.0)
@@ -175,7 +176,7 @@ def gathered(row: Row) -> None:
     whole = torch.arange(8.0, dtype=F64).view(4, 2)
     x = whole.chunk(2)[mesh.coordinate["fsdp"]].clone().requires_grad_()
     with mc.use_mesh(mesh):
-        y = eval(compile(row.line, "README.md", "eval"), {"mc": mc, row.operands[0]: x})
+        y = eval(compile(row.line, PAGE.name, "eval"), {"mc": mc, row.operands[0]: x})
     assert torch.equal(y, whole)
     (g,) = torch.autograd.grad(y, x, torch.full((4, 2), 10.0**mesh.rank, dtype=F64))
     assert torch.equal(g, torch.full((2, 2), 1111.0, dtype=F64))
@@ -197,7 +198,7 @@ def loss(row: Row) -> tuple[Tensor, Tensor]:
     whole = torch.randn(2, 3, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
     mine = whole.chunk(2, -1)[mesh.rank].clone().requires_grad_()
     with mc.use_mesh(mesh):
-        y = eval(compile(row.line, "README.md", "eval"), {"mc": mc, "logits": mine})
+        y = eval(compile(row.line, PAGE.name, "eval"), {"mc": mc, "logits": mine})
     assert_close(y, whole.logsumexp(-1))
     assert_close(torch.autograd.grad(y.sum(), mine)[0], whole.softmax(-1).chunk(2, -1)[mesh.rank])
     return y, mine
