@@ -42,7 +42,7 @@ help:
 	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, all cases, a minute of soak'
 	@echo 'make test-newest the tests of one process, on the newest torch ($(NEWEST))'
 	@echo 'make test-gpu    what is to be known from a machine with GPUs, in one file (docs/gpu.md); PYTHON=... runs that interpreter as it is'
-	@echo 'make lint        ruff and mypy'
+	@echo 'make lint        ruff, mypy and basedpyright'
 	@echo 'make format      rewrite the files as ruff wants them'
 	@echo 'make bench       what a collective costs the host'
 	@echo 'make bench-collectives'
@@ -87,6 +87,7 @@ lint: $(VENV)/.linters
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m basedpyright --pythonpath $(PY)
 
 format: $(VENV)/.linters
 	$(PY) -m ruff check --fix .

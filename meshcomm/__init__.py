@@ -17,7 +17,7 @@ from meshcomm.runtime.start.world import init, shutdown
 from meshcomm.work import Work, wait
 
 if typing.TYPE_CHECKING:
-    import meshcomm.parallel  # noqa: F401
+    from meshcomm import parallel as parallel
     from meshcomm.collectives.exchange import all_to_all, permute, shift
     from meshcomm.collectives.messages import exchange, recv, send, tie
     from meshcomm.collectives.one_rank import barrier, gather, reduce, scatter

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from meshcomm.errors import fail
 from meshcomm.runtime.start import devices, world
@@ -26,7 +26,7 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    runtime: str = "in-process",
+    runtime: Literal["in-process", "processes"] = "in-process",
     backend: str | None = None,
     timeout: float | timedelta | None = None,
     guard: bool | None = None,

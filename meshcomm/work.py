@@ -27,8 +27,10 @@ from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 from meshcomm.watch import here, paused
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
+R = TypeVar("R")
 S = TypeVar("S")
+K = TypeVar("K")
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape."""
 
@@ -369,7 +371,17 @@ def _seconds(timeout: object) -> float | None:
 
 
 @overload
-def wait(tree: Work[T], timeout: float | None = None) -> T: ...
+def wait(tree: Tensor | Work[Tensor], timeout: float | None = None) -> Tensor: ...
+@overload
+def wait(tree: Work[R], timeout: float | None = None) -> R: ...
+@overload
+def wait(tree: list[Work[R]], timeout: float | None = None) -> list[R]: ...
+@overload
+def wait(tree: dict[K, Work[R]], timeout: float | None = None) -> dict[K, R]: ...
+@overload
+def wait(tree: tuple[Work[R], Work[S]], timeout: float | None = None) -> tuple[R, S]: ...
+@overload
+def wait(tree: tuple[Work[R], ...], timeout: float | None = None) -> tuple[R, ...]: ...
 @overload
 def wait(tree: Any, timeout: float | None = None) -> Any: ...
 def wait(tree: Any, timeout: float | None = None) -> Any:

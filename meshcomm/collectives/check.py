@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, Literal, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from meshcomm.errors import MeshError, fail, is_held, names, raise_alone, shape_
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.transports.exact import MOST_RANKS
+
+Scanned = Literal["sum", "max", "min", "product", "band", "bor", "bxor"]
+"""The reduce ops that have partial results."""
+Reduced = Literal["sum", "mean", "max", "min", "product", "band", "bor", "bxor"]
+"""All reduce ops."""
 
 _STRIDED = torch.strided
 _INTS = (

@@ -42,6 +42,14 @@ class Later(TypedDict, total=False):
     timeout: None
 
 
+class Either(TypedDict, total=False):
+    """The keywords of a call of which only the run knows which of the two it gives."""
+
+    mesh: Mesh | None
+    async_op: Required[bool]
+    timeout: None
+
+
 class NowOfTree(Now, total=False):
     """The same where x may be a pytree."""
 
@@ -49,6 +57,12 @@ class NowOfTree(Now, total=False):
 
 
 class LaterOfTree(Later, total=False):
+    """The same where x may be a pytree."""
+
+    bucket_mb: float
+
+
+class EitherOfTree(Either, total=False):
     """The same where x may be a pytree."""
 
     bucket_mb: float
@@ -67,6 +81,14 @@ class LaterOfLocal(TypedDict, total=False):
 
     mesh: Mesh | None
     async_op: Required[Literal[True]]
+    bucket_mb: float
+
+
+class EitherOfLocal(TypedDict, total=False):
+    """The same where nothing is sent, for which nobody waits."""
+
+    mesh: Mesh | None
+    async_op: Required[bool]
     bucket_mb: float
 
 

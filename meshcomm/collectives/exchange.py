@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from meshcomm.collectives import check
 from meshcomm.collectives.buckets import Rows
-from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, by_elements, carried
+from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried
 from meshcomm.collectives.gather import as_first, cut_in_rows, cut_rows, join_rows, lies_first, slice_shape
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -160,6 +160,16 @@ def all_to_all(
     recv_sizes: Sequence[int] | None = None,
     **how: Unpack[LaterOfTree],
 ) -> Work[Tree]: ...
+@overload
+def all_to_all(
+    x: Tree,
+    axis: AxisName,
+    split_dim: int,
+    concat_dim: int,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+    **how: Unpack[EitherOfTree],
+) -> Tree | Work[Tree]: ...
 @ALL_TO_ALL
 def all_to_all(
     x: Tree,
@@ -281,6 +291,10 @@ def _exchanged(
 def permute(x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
 def permute(x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
+@overload
+def permute(
+    x: Tree, axis: AxisName, perm: Iterable[tuple[int, int]], **how: Unpack[EitherOfTree]
+) -> Tree | Work[Tree]: ...
 @PERMUTE
 def permute(
     x: Tree,
@@ -345,6 +359,10 @@ def permute(
 def shift(x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
 def shift(x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
+@overload
+def shift(
+    x: Tree, axis: AxisName, offset: int = 1, wrap: bool = True, **how: Unpack[EitherOfTree]
+) -> Tree | Work[Tree]: ...
 @SHIFT
 def shift(
     x: Tree,

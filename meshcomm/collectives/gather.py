@@ -15,7 +15,16 @@ from typing_extensions import Unpack
 
 from meshcomm.collectives import check
 from meshcomm.collectives.buckets import Rows
-from meshcomm.collectives.door import LaterOfLocal, LaterOfTree, NowOfLocal, NowOfTree, aside, carried
+from meshcomm.collectives.door import (
+    EitherOfLocal,
+    EitherOfTree,
+    LaterOfLocal,
+    LaterOfTree,
+    NowOfLocal,
+    NowOfTree,
+    aside,
+    carried,
+)
 from meshcomm.collectives.rule import Params, Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
@@ -120,12 +129,20 @@ _SHARD: Rule = Rule(
 
 @overload
 def all_gather(
+    x: Tensor, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfTree]
+) -> Tensor: ...
+@overload
+def all_gather(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfTree]
 ) -> Tree: ...
 @overload
 def all_gather(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfTree]
 ) -> Work[Tree]: ...
+@overload
+def all_gather(
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[EitherOfTree]
+) -> Tree | Work[Tree]: ...
 @ALL_GATHER
 def all_gather(
     x: Tree,
@@ -186,12 +203,20 @@ def all_gather(
 
 @overload
 def all_gather_invariant(
+    x: Tensor, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfTree]
+) -> Tensor: ...
+@overload
+def all_gather_invariant(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfTree]
 ) -> Tree: ...
 @overload
 def all_gather_invariant(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfTree]
 ) -> Work[Tree]: ...
+@overload
+def all_gather_invariant(
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[EitherOfTree]
+) -> Tree | Work[Tree]: ...
 @ALL_GATHER_INVARIANT
 def all_gather_invariant(
     x: Tree,
@@ -254,12 +279,20 @@ def all_gather_invariant(
 
 @overload
 def shard(
+    x: Tensor, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfLocal]
+) -> Tensor: ...
+@overload
+def shard(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[NowOfLocal]
 ) -> Tree: ...
 @overload
 def shard(
     x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[LaterOfLocal]
 ) -> Work[Tree]: ...
+@overload
+def shard(
+    x: Tree, axis: AxisName, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[EitherOfLocal]
+) -> Tree | Work[Tree]: ...
 @SHARD
 def shard(
     x: Tree,

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from meshcomm import _torch
 from meshcomm.collectives import check
-from meshcomm.collectives.door import Later, Now, aside, kept, made
+from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
 from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.call import Post, Want
@@ -41,6 +41,8 @@ def _kept_posts(posts: list[Post], later: bool | Limit) -> list[Post]:
 def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, **how: Unpack[Now]) -> None: ...
 @overload
 def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, **how: Unpack[Later]) -> Work[None]: ...
+@overload
+def send(x: Tensor, axis: AxisName, dst: int, tag: int = 0, **how: Unpack[Either]) -> Work[None] | None: ...
 @SEND
 def send(
     x: Tensor,
@@ -106,6 +108,10 @@ def recv(
 def recv(
     axis: AxisName, src: int, *, shape: Sequence[int], dtype: torch.dtype, tag: int = 0, **how: Unpack[Later]
 ) -> Work[Tensor]: ...
+@overload
+def recv(
+    axis: AxisName, src: int, *, shape: Sequence[int], dtype: torch.dtype, tag: int = 0, **how: Unpack[Either]
+) -> Tensor | Work[Tensor]: ...
 @RECV
 def recv(
     axis: AxisName,
@@ -167,6 +173,10 @@ def exchange(
 def exchange(
     sends: Iterable[tuple[Any, ...]], recvs: Iterable[tuple[Any, ...]], axis: AxisName, **how: Unpack[Later]
 ) -> Work[list[Tensor]]: ...
+@overload
+def exchange(
+    sends: Iterable[tuple[Any, ...]], recvs: Iterable[tuple[Any, ...]], axis: AxisName, **how: Unpack[Either]
+) -> list[Tensor] | Work[list[Tensor]]: ...
 @EXCHANGE
 def exchange(
     sends: Iterable[tuple[Any, ...]],

@@ -14,7 +14,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import check
-from meshcomm.collectives.door import Later, Now, aside, kept, made
+from meshcomm.collectives.check import Reduced
+from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
 from meshcomm.collectives.gather import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -44,15 +45,21 @@ BARRIER = Op("barrier", compared=("timeout",))
 
 
 @overload
-def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", **how: Unpack[Now]) -> Tensor | None: ...
+def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: Reduced = "sum", **how: Unpack[Now]) -> Tensor | None: ...
 @overload
-def reduce(x: Tensor, axis: AxisName, dst: int = 0, op: str = "sum", **how: Unpack[Later]) -> Work[Tensor | None]: ...
+def reduce(
+    x: Tensor, axis: AxisName, dst: int = 0, op: Reduced = "sum", **how: Unpack[Later]
+) -> Work[Tensor | None]: ...
+@overload
+def reduce(
+    x: Tensor, axis: AxisName, dst: int = 0, op: Reduced = "sum", **how: Unpack[Either]
+) -> Tensor | Work[Tensor | None] | None: ...
 @REDUCE
 def reduce(
     x: Tensor,
     axis: AxisName,
     dst: int = 0,
-    op: str = "sum",
+    op: Reduced = "sum",
     *,
     mesh: Mesh | None = None,
     async_op: bool = False,
@@ -110,6 +117,10 @@ def reduce(
 def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, **how: Unpack[Now]) -> Tensor | None: ...
 @overload
 def gather(x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, **how: Unpack[Later]) -> Work[Tensor | None]: ...
+@overload
+def gather(
+    x: Tensor, axis: AxisName, dst: int = 0, dim: int = 0, **how: Unpack[Either]
+) -> Tensor | Work[Tensor | None] | None: ...
 @GATHER
 def gather(
     x: Tensor,
@@ -182,6 +193,10 @@ def scatter(
 def scatter(
     x: Tensor | None, axis: AxisName, src: int = 0, dim: int = 0, like: Tensor | None = None, **how: Unpack[Later]
 ) -> Work[Tensor]: ...
+@overload
+def scatter(
+    x: Tensor | None, axis: AxisName, src: int = 0, dim: int = 0, like: Tensor | None = None, **how: Unpack[Either]
+) -> Tensor | Work[Tensor]: ...
 @SCATTER
 def scatter(
     x: Tensor | None,
@@ -322,6 +337,8 @@ def barrier(
 def barrier(
     axis: AxisName, timeout: None = None, *, mesh: Mesh | None = None, async_op: Literal[True]
 ) -> Work[None]: ...
+@overload
+def barrier(axis: AxisName, timeout: None = None, *, mesh: Mesh | None = None, async_op: bool) -> Work[None] | None: ...
 @BARRIER
 def barrier(
     axis: AxisName,

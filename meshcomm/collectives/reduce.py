@@ -1,4 +1,4 @@
-"""Reductions over an axis and what they are transposed to: pvary, all_reduce, reduce_scatter, broadcast.
+"""Reduceds over an axis and what they are transposed to: pvary, all_reduce, reduce_scatter, broadcast.
 
 n = size of the axis.
 """
@@ -15,7 +15,10 @@ from typing_extensions import Unpack
 
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.buckets import ELEMENTS, Rows
+from meshcomm.collectives.check import Reduced
 from meshcomm.collectives.door import (
+    EitherOfLocal,
+    EitherOfTree,
     LaterOfLocal,
     LaterOfTree,
     NowOfLocal,
@@ -196,9 +199,13 @@ _BROADCAST = Rule(BROADCAST, lambda x, axis, src: axis.link.broadcast(x, src), _
 
 
 @overload
+def pvary(x: Tensor, axis: AxisName, **how: Unpack[NowOfLocal]) -> Tensor: ...
+@overload
 def pvary(x: Tree, axis: AxisName, **how: Unpack[NowOfLocal]) -> Tree: ...
 @overload
 def pvary(x: Tree, axis: AxisName, **how: Unpack[LaterOfLocal]) -> Work[Tree]: ...
+@overload
+def pvary(x: Tree, axis: AxisName, **how: Unpack[EitherOfLocal]) -> Tree | Work[Tree]: ...
 @PVARY
 def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float = 25, async_op: bool = False) -> Any:
     """Declare that what is the same on all ranks is used in a way that differs: the value stays, its gradient is
@@ -262,16 +269,26 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
 
 
 @overload
-def all_reduce(x: Tree, axis: AxisName, op: str = "sum", *, exact: bool = False, **how: Unpack[NowOfTree]) -> Tree: ...
+def all_reduce(
+    x: Tensor, axis: AxisName, op: Reduced = "sum", *, exact: bool = False, **how: Unpack[NowOfTree]
+) -> Tensor: ...
 @overload
 def all_reduce(
-    x: Tree, axis: AxisName, op: str = "sum", *, exact: bool = False, **how: Unpack[LaterOfTree]
+    x: Tree, axis: AxisName, op: Reduced = "sum", *, exact: bool = False, **how: Unpack[NowOfTree]
+) -> Tree: ...
+@overload
+def all_reduce(
+    x: Tree, axis: AxisName, op: Reduced = "sum", *, exact: bool = False, **how: Unpack[LaterOfTree]
 ) -> Work[Tree]: ...
+@overload
+def all_reduce(
+    x: Tree, axis: AxisName, op: Reduced = "sum", *, exact: bool = False, **how: Unpack[EitherOfTree]
+) -> Tree | Work[Tree]: ...
 @ALL_REDUCE
 def all_reduce(
     x: Tree,
     axis: AxisName,
-    op: str = "sum",
+    op: Reduced = "sum",
     *,
     exact: bool = False,
     mesh: Mesh | None = None,
@@ -356,10 +373,21 @@ def _reduced_elements(axis: Axis, op: str, exact: bool) -> tuple[Params, Rows]:
 
 @overload
 def reduce_scatter(
+    x: Tensor,
+    axis: AxisName,
+    dim: int = 0,
+    op: Reduced = "sum",
+    sizes: Sequence[int] | None = None,
+    *,
+    exact: bool = False,
+    **how: Unpack[NowOfTree],
+) -> Tensor: ...
+@overload
+def reduce_scatter(
     x: Tree,
     axis: AxisName,
     dim: int = 0,
-    op: str = "sum",
+    op: Reduced = "sum",
     sizes: Sequence[int] | None = None,
     *,
     exact: bool = False,
@@ -370,18 +398,29 @@ def reduce_scatter(
     x: Tree,
     axis: AxisName,
     dim: int = 0,
-    op: str = "sum",
+    op: Reduced = "sum",
     sizes: Sequence[int] | None = None,
     *,
     exact: bool = False,
     **how: Unpack[LaterOfTree],
 ) -> Work[Tree]: ...
+@overload
+def reduce_scatter(
+    x: Tree,
+    axis: AxisName,
+    dim: int = 0,
+    op: Reduced = "sum",
+    sizes: Sequence[int] | None = None,
+    *,
+    exact: bool = False,
+    **how: Unpack[EitherOfTree],
+) -> Tree | Work[Tree]: ...
 @REDUCE_SCATTER
 def reduce_scatter(
     x: Tree,
     axis: AxisName,
     dim: int = 0,
-    op: str = "sum",
+    op: Reduced = "sum",
     sizes: Sequence[int] | None = None,
     *,
     exact: bool = False,
@@ -452,9 +491,13 @@ def _scattered_rows(axis: Axis, dim: int, op: str, exact: bool, sizes: None) -> 
 
 
 @overload
+def broadcast(x: Tensor, axis: AxisName, src: int = 0, **how: Unpack[NowOfTree]) -> Tensor: ...
+@overload
 def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[NowOfTree]) -> Tree: ...
 @overload
 def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
+@overload
+def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[EitherOfTree]) -> Tree | Work[Tree]: ...
 @BROADCAST
 def broadcast(
     x: Tree,

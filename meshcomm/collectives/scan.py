@@ -1,4 +1,4 @@
-"""Reductions of all ranks up to one's own: scan.
+"""Reduceds of all ranks up to one's own: scan.
 
 n = size of the axis. Rank i's neighbour before is i - 1, or i + 1 in reverse.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import check
-from meshcomm.collectives.door import LaterOfTree, NowOfTree, aside, by_elements, carried
+from meshcomm.collectives.check import Reduced, Scanned
+from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried
 from meshcomm.collectives.exchange import shifted
 from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -163,7 +164,7 @@ _SCAN_CURVED = Rule(SCAN, _run_scan, _pull_scan, tangent=_push_scan, saves=True)
 def scan(
     x: Tree,
     axis: AxisName,
-    op: str = "sum",
+    op: Scanned = "sum",
     *,
     exclusive: bool = False,
     reverse: bool = False,
@@ -173,17 +174,27 @@ def scan(
 def scan(
     x: Tree,
     axis: AxisName,
-    op: str = "sum",
+    op: Scanned = "sum",
     *,
     exclusive: bool = False,
     reverse: bool = False,
     **how: Unpack[LaterOfTree],
 ) -> Work[Tree]: ...
+@overload
+def scan(
+    x: Tree,
+    axis: AxisName,
+    op: Scanned = "sum",
+    *,
+    exclusive: bool = False,
+    reverse: bool = False,
+    **how: Unpack[EitherOfTree],
+) -> Tree | Work[Tree]: ...
 @SCAN
 def scan(
     x: Tree,
     axis: AxisName,
-    op: str = "sum",
+    op: Reduced = "sum",
     *,
     exclusive: bool = False,
     reverse: bool = False,

@@ -146,7 +146,7 @@ def global_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) ->
     return tuple(math.prod(pair) for pair in zip(mine, parts, strict=True))
 
 
-def partition_spec(layout: str, mesh: Mesh | None = None) -> tuple[Any, ...]:
+def partition_spec(layout: str, mesh: Mesh | None = None) -> tuple[str | tuple[str, ...] | None, ...]:
     """A layout as the tuple that ``jax.sharding.PartitionSpec`` takes: per dim None, an axis, or a tuple of axes.
 
     Type: names, the same on every rank.

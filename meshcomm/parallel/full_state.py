@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,23 @@ from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.global_places import Place, part_of
 from meshcomm.runtime.ops import Op
 
+Shared = Literal["copy", "drop"]
+
 _BATCH = 2**28
 """Bytes that are gathered at a time."""
 
 
+@overload
+def full_state_dict(
+    module: nn.Module, dst: None = None, *, shared: Shared = "copy", mesh: Mesh | None = None
+) -> dict[str, Tensor]: ...
+@overload
+def full_state_dict(
+    module: nn.Module, dst: int | None, *, shared: Shared = "copy", mesh: Mesh | None = None
+) -> dict[str, Tensor] | None: ...
 @Op("full_state_dict", "all ranks of the mesh call", compared=("dst",))
 def full_state_dict(
-    module: nn.Module, dst: int | None = None, *, shared: str = "copy", mesh: Mesh | None = None
+    module: nn.Module, dst: int | None = None, *, shared: Shared = "copy", mesh: Mesh | None = None
 ) -> dict[str, Tensor] | None:
     """The tensors of the module as if it had never been cut: fit for ``load_full_state_dict``, for the module on one
     rank, and for ``safetensors.torch.save_file``.

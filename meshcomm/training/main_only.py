@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail
@@ -17,16 +17,22 @@ from meshcomm.objects.pickles import pack
 from meshcomm.runtime.ops import Op
 from meshcomm.training.process import is_main
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+Shared = TypeVar("Shared", bound=bool)
 _WHERE = "main_only"
 
 
 @overload
-def main_only(fn: F, /) -> F: ...
+def main_only(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+@overload
+def main_only(
+    fn: None = None, /, *, axis: AxisName | None = None, broadcast: Literal[True], mesh: Mesh | None = None
+) -> _MainOnly[Literal[True]]: ...
 @overload
 def main_only(
     fn: None = None, /, *, axis: AxisName | None = None, broadcast: bool = False, mesh: Mesh | None = None
-) -> _MainOnly: ...
+) -> _MainOnly[bool]: ...
 @Op("main_only")
 def main_only(
     fn: Callable[..., Any] | None = None,
@@ -79,15 +85,15 @@ def main_only(
     if not isinstance(broadcast, bool):
         fail(_WHERE, f"broadcast={broadcast!r} is not a bool.", fix="True or False")
     if fn is None:
-        return _MainOnly(axis, broadcast, mesh)
+        return _MainOnly[bool](axis, broadcast, mesh)
     if not callable(fn):
         fail(
             _WHERE, f"fn is not callable but {type(fn).__name__}.", fix="options are given by name: main_only(axis=...)"
         )
-    return _MainOnly(axis, broadcast, mesh)(fn)
+    return _MainOnly[bool](axis, broadcast, mesh)(fn)
 
 
-class _MainOnly:
+class _MainOnly(Generic[Shared]):
     """Options of :func:`main_only`, which serve any number of functions and ``with`` statements."""
 
     def __init__(self, axis: AxisName | None, broadcast: bool, mesh: Mesh | None) -> None:
@@ -101,7 +107,11 @@ class _MainOnly:
         axis = check.axis_of(_WHERE, mesh.axis_names if self._axis is None else self._axis, mesh)
         return Main(axis.index == 0, axis)
 
-    def __call__(self, fn: F) -> F:
+    @overload
+    def __call__(self: _MainOnly[Literal[True]], fn: Callable[P, R]) -> Callable[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R | None]: ...
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def on_the_main_rank(*args: Any, **kwargs: Any) -> Any:
             main = self._main()
@@ -114,7 +124,7 @@ class _MainOnly:
             main.share(error)
             return main.result
 
-        return on_the_main_rank  # type: ignore[return-value]
+        return on_the_main_rank
 
     def __enter__(self) -> Main:
         entered = vars(self._local).setdefault("entered", [])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.collectives import check
+from meshcomm.collectives.check import Reduced
 from meshcomm.collectives.reduce import all_reduce
 from meshcomm.errors import MeshError
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -131,7 +132,7 @@ def _checked_count(total: Tensor, count: object, axis: Axis) -> Tensor:
 
 @Op("all_reduce_params", "V -> I", composed=True)
 def all_reduce_params(
-    params: Iterable[Tensor], axis: AxisName, op: str = "sum", *, mesh: Mesh | None = None, bucket_mb: float = 25
+    params: Iterable[Tensor], axis: AxisName, op: Reduced = "sum", *, mesh: Mesh | None = None, bucket_mb: float = 25
 ) -> None:
     """Reduce parameters or buffers in place, in buckets: what has drifted apart is one value again.
 

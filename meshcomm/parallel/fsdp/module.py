@@ -23,6 +23,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import Flat, Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
+from meshcomm.parallel.data.replica import Grads
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
@@ -41,7 +42,7 @@ def fully_shard(
     module: M,
     axis: AxisName,
     *,
-    grads: str,
+    grads: Grads,
     units: Iterable[Choice] | None = None,
     replica_axis: AxisName | None = None,
     param_dtype: torch.dtype | None = None,

@@ -30,7 +30,7 @@ from meshcomm.spmd.shard_map.specs import (
     local_part,
     spec_of_each_leaf,
 )
-from meshcomm.spmd.types.check_vma import checked_mode
+from meshcomm.spmd.types.check_vma import Mode, checked_mode
 from meshcomm.spmd.types.checker import Checker
 from meshcomm.spmd.types.reachable import Reachable
 from meshcomm.spmd.types.vma import marked
@@ -47,7 +47,7 @@ def shard_map(
     mesh: Mesh | None = None,
     in_specs: Any,
     out_specs: Any,
-    check_vma: bool | str = True,
+    check_vma: Mode = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 @overload
 def shard_map(
@@ -56,7 +56,7 @@ def shard_map(
     mesh: Mesh | None = None,
     in_specs: Any,
     out_specs: Any,
-    check_vma: bool | str = True,
+    check_vma: Mode = True,
 ) -> Callable[P, R]: ...
 @Op("shard_map", "I -> I", composed=True)
 def shard_map(
@@ -65,7 +65,7 @@ def shard_map(
     mesh: Mesh | None = None,
     in_specs: Any,
     out_specs: Any,
-    check_vma: bool | str = True,
+    check_vma: Mode = True,
 ) -> Any:
     """Make of ``fn``, which works on one rank's parts of tensors, a function of the global tensors.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
@@ -22,12 +22,15 @@ from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here, watched_by
 
 Tree = TypeVar("Tree")
+Mode = bool | Literal["error"]
 
 
-def checked_mode(where: str, mode: object) -> bool | str:
+def checked_mode(where: str, mode: object) -> Mode:
     """``mode``, if it is one."""
-    if mode is True or mode is False or mode == "error":
+    if isinstance(mode, bool):
         return mode
+    if mode == "error":
+        return "error"
     fail(
         where,
         f"check_vma={mode!r}.",
@@ -36,7 +39,7 @@ def checked_mode(where: str, mode: object) -> bool | str:
 
 
 @contextlib.contextmanager
-def check_vma(mode: bool | str = True, *, mesh: Mesh | None = None) -> Iterator[None]:
+def check_vma(mode: Mode = True, *, mesh: Mesh | None = None) -> Iterator[None]:
     """Track along which axes each value varies, in the code of a rank that runs inside.
 
     Where a value that requires grad and is invariant along an axis meets one that varies along it, a :func:`pvary` is

@@ -1,8 +1,6 @@
-"""What type checkers make of the overloads: `make lint` has mypy read this file; nothing runs it."""
+"""What type checkers make of the overloads; nothing runs it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +13,6 @@ F32 = torch.float32
 
 
 async def typed(x: Tensor, tree: dict[str, list[Tensor]], later: bool) -> None:
-    """What mypy makes of the overloads."""
     assert_type(mc.all_reduce(x, "a"), Tensor)
     assert_type(mc.all_reduce(x, "a", "max", async_op=False), Tensor)
     assert_type(mc.all_reduce(x, "a", async_op=True), Work[Tensor])
@@ -39,8 +36,13 @@ async def typed(x: Tensor, tree: dict[str, list[Tensor]], later: bool) -> None:
     assert_type(mc.barrier("a", async_op=True), Work[None])
     work = mc.all_reduce(x, "a", async_op=True)
     assert_type(mc.wait(work), Tensor)
-    assert_type(mc.wait([work], 3), Any)
+    assert_type(mc.wait([work], 3), list[Tensor])
     assert_type(work.then(lambda y: [float(y)]), Work[list[float]])
     assert_type(await work, Tensor)
     assert_type(work.done(), bool)
-    mc.all_reduce(x, "a", async_op=later)  # type: ignore[call-overload]  # which of the two is not known
+    assert_type(mc.all_reduce(x, "a", async_op=later), Tensor | Work[Tensor])
+    assert_type(mc.all_reduce(tree, "a", async_op=later), dict[str, list[Tensor]] | Work[dict[str, list[Tensor]]])
+    assert_type(mc.reduce(x, "a", async_op=later), Tensor | Work[Tensor | None] | None)
+    assert_type(mc.barrier("a", async_op=later), Work[None] | None)
+    assert_type(mc.scan(x, "a", async_op=later), Tensor | Work[Tensor])
+    assert_type(mc.wait(mc.reshard(x, "(a b) -> b", async_op=later)), Tensor)
