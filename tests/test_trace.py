@@ -117,6 +117,47 @@ def test_each_operation_has_its_name_and_bytes(run4: Run4) -> None:
             assert (event.wait, event.error) == (0, None)
 
 
+def own_ways() -> list[tuple[Any, ...]]:
+    """What a transport does in ways of its own in place of a primitive is traced as that."""
+    found = []
+    with mc.use_mesh(mc.make_mesh({"t": 4})):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            x, scalar = torch.ones(8, 3, dtype=dtype), torch.ones((), dtype=dtype)
+            with trace() as t:
+                mc.all_gather(x, "t")
+                mc.all_gather(scalar, "t")
+                mc.all_to_all(x, "t", 0, 0)
+                mc.all_to_all(x.T.contiguous().T, "t", 0, 1)
+                mc.all_to_all(x, "t", 0, 0, async_op=True).wait()
+                mc.all_to_all(x, "t", 0, 0, [2] * 4, [2] * 4)
+                mc.shift(scalar, "t")
+                if dtype != torch.bool:
+                    mc.reduce_scatter(x, "t")
+                    mc.reduce_scatter(x[:, :0], "t", async_op=True).wait()
+            width = dtype.itemsize
+            found.append([(e.primitive, e.shape, e.payload / width, e.wire / width, e.asynchronous) for e in t.events])
+    return found
+
+
+def test_what_goes_a_way_of_its_own_is_seen_as_the_primitive(run4: Run4) -> None:
+    swapped = "all_to_all", (24,), 24, 18
+    expected = [
+        ("all_gather", (8, 3), 24, 72, False),
+        ("all_gather", (1,), 1, 3, False),
+        (*swapped, False),
+        (*swapped, False),
+        (*swapped, True),
+        (*swapped, False),
+        ("permute", (), 1, 1, False),
+        ("reduce_scatter", (4, 2, 3), 24, 18, False),
+        ("reduce_scatter", (4, 2, 0), 0, 0, True),
+    ]
+    for found in run4(own_ways):
+        *numbers, of_bool = found
+        assert numbers == [expected] * 3
+        assert of_bool == expected[:7]
+
+
 def test_an_event_says_what_it_is() -> None:
     def main() -> list[str]:
         with mc.use_mesh(mc.make_mesh(GRID)), trace() as t:

@@ -100,11 +100,10 @@ class Call(NamedTuple):
         seen = moved, send, recv, messages, call_site(), in_backward()
         return Call._make((*self[:_AXIS], axis, *self[_AXIS + 1 : _SEEN], *seen))  # a third of what _replace takes
 
-    def apart(self, send: Sequence[int], recv: Sequence[int], messages: tuple[Sequence[Any], Sequence[Any]]) -> Call:
-        """The same with what is moved, and without the axis."""
-        return Call._make(
-            (*self[:_AXIS], None, *self[_AXIS + 1 : _SEEN], self.moved, send, recv, messages, None, False)
-        )
+    @property
+    def apart(self) -> tuple[Any, ...]:
+        """Its fields without the axis, and without what a link sees of it."""
+        return (*self[:_AXIS], None, *self[_AXIS + 1 : _SEEN])
 
     # ------------------------------------------------------------------------------------------------------ its text
 

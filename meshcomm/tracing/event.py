@@ -109,20 +109,22 @@ def bytes_text(count: float) -> str:
 # ---------------------------------------------------------------------------------------------------------- bytes
 
 
-def bytes_of(what: Running, size: int, index: int) -> tuple[int, int]:
-    """What this rank gives, and what moves between it and the others."""
-    if what.name == "exchange":
-        posts, wants = what.messages
-        sent = sum(x.nbytes for x, _, _ in posts)
-        return sent, max(sent, sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _, _ in wants))
-    if what.name == "scatter":
-        return _of_scatter(what, size)
-    b = 0 if what.x is None else what.x.nbytes
-    if what.name == "all_to_all":
-        return b, what.x.dtype.itemsize * max(sum(runs) - runs[index] for runs in what.runs)
-    if what.name in ("broadcast", "permute", "gather"):
-        return _to_or_from_one(what, b, size, index)
-    return b, _WIRE[what.name](b, size) if what.name in _WIRE else 0
+def bytes_of(name: str, count: int, width: int, args: Sequence[Any], size: int, index: int) -> tuple[int, int]:
+    """What this rank gives, and what moves between it and the others, in a primitive that is given one tensor of so
+    many elements of so many bytes, and these arguments after it.
+    """
+    b = count * width
+    if name == "all_to_all":
+        return b, width * max(sum(runs) - runs[index] for runs in args)
+    if name == "permute":
+        source, destination = args
+        sends, receives = destination not in (None, index), source not in (None, index)
+        return 0 if destination is None else b, b if sends or receives else 0
+    if name == "gather":
+        return b, (size - 1) * b if args[0] == index else b
+    if name == "broadcast":
+        return b if args[0] == index else 0, b
+    return b, _WIRE[name](b, size) if name in _WIRE else 0
 
 
 _WIRE: dict[str, Callable[[int, int], int]] = {
@@ -133,18 +135,14 @@ _WIRE: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def _to_or_from_one(what: Running, b: int, size: int, index: int) -> tuple[int, int]:
-    if what.name == "permute":
-        _, source, destination = what.args
-        sends, receives = destination not in (None, index), source not in (None, index)
-        return 0 if destination is None else b, b if sends or receives else 0
-    root = what.args[-1]
-    if what.name == "gather":
-        return b, (size - 1) * b if root == index else b
-    return b if root == index else 0, b
-
-
-def _of_scatter(what: Running, size: int) -> tuple[int, int]:
+def bytes_of_several(what: Running, size: int) -> tuple[int, int]:
+    """The same of what is given several tensors, or none."""
+    if what.name == "exchange":
+        posts, wants = what.messages
+        sent = sum(x.nbytes for x, _, _ in posts)
+        return sent, max(sent, sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _, _ in wants))
+    if what.name != "scatter":
+        return 0, 0
     row = what.like.nbytes
     return (0, row) if what.x is None else (size * row, (size - 1) * row)
 

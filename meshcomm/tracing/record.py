@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,7 +17,7 @@ from meshcomm.runtime.call import Call, messages_of, told
 from meshcomm.runtime.callsite import CallSite, call_site, in_backward
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.tracing.event import TraceEvent, bytes_of
+from meshcomm.tracing.event import TraceEvent, bytes_of, bytes_of_several
 
 _clock = time.perf_counter_ns
 _SECOND = 1e9
@@ -25,24 +26,25 @@ _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 
 
 class Record:
-    """One primitive while it runs."""
+    """One primitive while it runs. What can be worked out later is: that is most of it."""
 
     __slots__ = (
-        "_axis", "_bytes", "_call", "_dtype", "_primitive", "_shape", "asynchronous", "backward", "began", "ended",
-        "error", "returned", "site", "waited",
+        "_axis", "_call", "_dtype", "_form", "_given", "_primitive", "_several", "_shape", "_site", "asynchronous",
+        "backward", "began", "ended", "error", "returned", "waited",
     )  # fmt: skip
 
-    def __init__(self, axis: _Place, what: Running) -> None:
-        name, x = what.name, what.x
-        send, recv = map(tuple, what.runs) if name == "all_to_all" else ((), ())
-        messages = messages_of(*what.messages) if name == "exchange" else ((), ())
-        self._axis, self._primitive, self._call = axis, name, what.call.apart(send, recv, messages)
-        self._dtype = None if x is None else x.dtype
+    def __init__(self, axis: _Place, what: Running, backward: bool, site: CallSite) -> None:
+        name, given, call, _, later, _, form = what
+        self._axis, self._primitive, self._call, self._form = axis, name, call.apart, form
+        self._several: tuple[Any, ...] = ()
+        if name in _SEVERAL:
+            self._several, given = (bytes_of_several(what, axis.size), messages_of(*what.messages)), (what.x,)
+        x = given[0]
+        self._given: Sequence[Any] = given[1:]
+        self._dtype: torch.dtype | None = None if x is None else x.dtype
         self._shape: tuple[int, ...] = () if x is None else x.shape
-        self._bytes = bytes_of(what, axis.size, axis.index)
-        self.asynchronous = what.asynchronous and not told.waits
-        self.backward = in_backward()
-        self.site = _site(self.backward)
+        self.asynchronous = later and not told.waits
+        self.backward, self._site = backward, site
         self.waited = 0
         self.returned: int | None = None
         self.ended: int | None = None
@@ -57,18 +59,34 @@ class Record:
 
     def event(self, origin: int) -> TraceEvent:
         """What is known by now; times count from ``origin``."""
-        axis, ended = self._axis, self.ended
+        axis, name, ended, site, dtype = self._axis, self._primitive, self.ended, self._site, self._dtype
+        shape, given = self._shape, self._given
+        if self._form is not None:
+            shape, *given = self._form(axis.size, shape, *given)
+        messages: Any = (), ()
+        if self._several:
+            figures, messages = self._several
+        else:
+            assert dtype is not None
+            figures = bytes_of(name, math.prod(shape), dtype.itemsize, given, axis.size, axis.index)
+        send, recv = map(tuple, given) if name == "all_to_all" else ((), ())
+        call = Call._make((*self._call, (), send, recv, messages, None, False))
         return TraceEvent(
-            operation=self._call.what, called=self._call.text, primitive=self._primitive,
+            operation=call.what, called=call.text, primitive=name,
             axis=axis.name, size=axis.size, rank=axis.rank, place=axis.place,
-            dtype=self._dtype, shape=tuple(self._shape), payload=self._bytes[0], wire=self._bytes[1],
-            site=self.site, backward=self.backward, asynchronous=self.asynchronous,
+            dtype=dtype, shape=tuple(shape), payload=figures[0], wire=figures[1],
+            site=None if site.file.startswith(_TORCH) else site,
+            backward=self.backward, asynchronous=self.asynchronous,
             start=(self.began - origin) / _SECOND,
             issue=None if self.returned is None else (self.returned - self.began) / _SECOND,
             wait=self.waited / _SECOND,
             end=None if ended is None else (ended - origin) / _SECOND,
             error=self.error,
         )  # fmt: skip
+
+
+_SEVERAL = frozenset(("exchange", "scatter", "barrier", "barrier_within"))
+"""Primitives that are not given one tensor."""
 
 
 class _Place:
@@ -86,17 +104,20 @@ class Recorder(Hook):
     def __init__(self, axis: Axis, records: list[Record]) -> None:
         self.records = records
         self._place = _Place(axis)
+        self._announced: tuple[Call | None, CallSite] = None, CallSite("", 0)
 
     def announce(self, call: Call) -> None:
         """Leave the user's line at the node of autograd that is being made, if one is."""
         if call.needs_grad:
             node = sys._getframe(3).f_locals.get("ctx")
             if isinstance(node, torch.autograd.function.FunctionCtx):
-                node.call_site = _site(in_backward())  # type: ignore[attr-defined]
+                site = node.call_site = _site(in_backward())  # type: ignore[attr-defined]
+                self._announced = call, site
 
     def run(self, what: Running) -> Any:
         """Record it, and when it has ended."""
-        record = Record(self._place, what)
+        backward, (announced, site) = in_backward(), self._announced
+        record = Record(self._place, what, backward, site if announced is what.call else _site(backward))
         self.records.append(record)
         try:
             result = what.go()
@@ -114,10 +135,10 @@ class Recorder(Hook):
 class _Watched(Pending):
     """A primitive under way, whose end is recorded by who waits for it."""
 
-    __slots__ = ("_record", "_source")
+    __slots__ = ("_record", "_source", "bare")
 
     def __init__(self, source: Pending, record: Record) -> None:
-        self._source, self._record = source, record
+        self._source, self._record, self.bare = source, record, source.bare
 
     def meet(self) -> None:
         """As the one inside, and note how long."""
@@ -138,8 +159,8 @@ class _Watched(Pending):
             record.end(error)
             raise
         if record.ended is None:
-            record.waited += _clock() - began
-            record.end()
+            record.ended = ended = _clock()
+            record.waited += ended - began
         return value
 
     def done(self) -> bool:
@@ -187,17 +208,17 @@ def detach(axis: Axis, records: list[Record]) -> None:
 # ---------------------------------------------------------------------------------------------------- call sites
 
 
-def _site(backward: bool) -> CallSite | None:
+def _site(backward: bool) -> CallSite:
     """The user's line that a primitive is due to: that of the node which autograd is running, if it is known; else of
     this call.
     """
-    for frame in _library_frames() if backward else ():
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.startswith(_PACKAGE):
-            left: CallSite | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
-            if left is not None:
-                return left
-    site = call_site()
-    return None if site.file.startswith(_TORCH) else site
+    if backward:
+        for frame in _library_frames():
+            if frame.f_code.co_name == "backward" and frame.f_code.co_filename.startswith(_PACKAGE):
+                left: CallSite | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
+                if left is not None:
+                    return left
+    return call_site()
 
 
 def _library_frames() -> Iterator[FrameType]:

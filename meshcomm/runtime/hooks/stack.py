@@ -22,21 +22,24 @@ from typing import Any, NamedTuple
 import torch
 
 from meshcomm.runtime.call import Call, Post, Want, for_later, told
-from meshcomm.runtime.pending import then
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
-from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults, Parts
+from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults
 
 _WITHOUT = frozenset(("exchange", "barrier", "barrier_within"))
 """Primitives that are given no tensor."""
+
+
+Form = Callable[..., tuple[Any, ...]]
+"""Of the size of the group, a tensor's shape and the arguments after it: those of the primitive, the shape first."""
 
 
 class Running(NamedTuple):
     """One primitive that is about to run."""
 
     name: str
-    args: tuple[Any, ...]
-    """Its own, as the protocol has them."""
+    given: tuple[Any, ...]
+    """Its own arguments, as the link got them."""
     call: Call
     """What it belongs to, as this thread was told."""
     link: Any
@@ -44,6 +47,17 @@ class Running(NamedTuple):
     """Whether it is waited for later: the link may then give a Pending."""
     go: Callable[[], Any]
     """Goes on, on any thread (then on the asker's stream): to the next hook, in the end to the transport."""
+    form: Form | None = None
+    """Of what a link has its own way for: what the protocol's would be given in its place."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Its own, as the protocol has them."""
+        if self.form is None:
+            return self.given
+        x, *more = self.given
+        shape, *more = self.form(self.link.size, x.shape, *more)
+        return x if shape == x.shape else x.reshape(shape), *more
 
     @property
     def x(self) -> Any:
@@ -186,24 +200,11 @@ def _with_hooks(kind: Any) -> type:
     def takes_parts(self: Any, device: torch.device, dtype: torch.dtype) -> bool:
         return not self.hooks.compare and kind.takes_parts(self, device, dtype)
 
+    more: dict[str, Any] = {"announce": announce, "refuse": refuse, "copies": copies, "takes_parts": takes_parts}
     # What a transport does in a way of its own in place of a primitive, hooks see as that.
-    sums = _hooked("all_reduce", lambda self, x, _: kind.sum_parts(self, x))
-    scatters = _hooked("reduce_scatter", lambda self, rows, op: kind.scatter_flat(self, rows.flatten(0, 1), op))
-    swaps = _hooked("all_to_all", lambda self, x, *_: kind.swap_flat(self, x))
-
-    def sum_parts(self: Any, x: Parts) -> Any:
-        return sums(self, x, "sum")
-
-    def scatter_flat(self: Any, x: torch.Tensor, op: str) -> Any:
-        return scatters(self, x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:]), op)
-
-    def swap_flat(self: Any, x: torch.Tensor) -> Any:
-        runs, shape = (x.numel() // self.size,) * self.size, x.shape
-        return then(swaps(self, x.reshape(-1), runs, runs), lambda got: got.view(shape))
-
-    more: dict[str, Any] = {"announce": announce, "refuse": refuse, "copies": copies}
-    more |= {"takes_parts": takes_parts, "sum_parts": sum_parts}
-    more |= {"scatter_flat": scatter_flat, "swap_flat": swap_flat}
+    more["sum_parts"] = _hooked("all_reduce", kind.sum_parts, lambda size, shape: (shape, "sum"))
+    more["scatter_flat"] = _hooked("reduce_scatter", kind.scatter_flat, _in_rows)
+    more["swap_flat"] = _hooked("all_to_all", kind.swap_flat, _in_runs)
     more["all_reduce_own"] = _hooked("all_reduce", kind.all_reduce_own)
     more["gather_flat"] = _hooked("all_gather", kind.gather_flat)
     own = {name: _hooked(name, getattr(kind, name)) for name in PRIMITIVES if name != "agree"}  # it is made of others
@@ -211,7 +212,17 @@ def _with_hooks(kind: Any) -> type:
     return type(kind.__name__, (kind,), {**own, **more})
 
 
-def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+def _in_rows(size: int, shape: torch.Size, op: str) -> tuple[Any, ...]:
+    return (size, shape[0] // size, *shape[1:]), op
+
+
+def _in_runs(size: int, shape: torch.Size) -> tuple[Any, ...]:
+    count = shape.numel()
+    runs = (count // size,) * size
+    return (count,), runs, runs
+
+
+def _hooked(name: str, own: Callable[..., Any], form: Form | None = None) -> Callable[..., Any]:
     def primitive(self: Any, *args: Any) -> Any:
         stack = self.hooks
         if not stack or stack.here.inside:
@@ -233,8 +244,9 @@ def _hooked(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 here.inside, told.call, told.later = False, before, waited
 
-        call = told.call if isinstance(told.call, Call) else UNKNOWN
-        what, last = Running(name, args, call, self, later, go), stack[-1]
+        call, last = told.call, stack[-1]
+        seen = name, args, call if type(call) is Call else UNKNOWN, self, later, go, form
+        what = tuple.__new__(Running, seen)  # half of what its own way costs
         for hook in stack[:-1]:
             what = what._replace(go=partial(hook.run, what))
         return for_later(False, last.run, what) if later else last.run(what)  # a hook may make calls of its own
