@@ -29,9 +29,11 @@ from meshcomm.errors import fail
 __all__ = [
     "alive",
     "at_trace_time",
+    "counts_uses",
     "functorch_active",
     "in_graph",
     "let_into_graph",
+    "of_tensor",
     "out_of_graphs",
     "outside_dispatch_modes",
     "outside_transforms",
@@ -321,7 +323,7 @@ def watch_storages(watch: Callable[[torch.UntypedStorage], object]) -> None:
     """From now on ``watch`` is called with each storage of a tensor into which another storage was copied: modes do not
     see that.
     """
-    _tell_of(torch.UntypedStorage, "copy_", lambda result, to, *_, **__: watch(to) if _of_tensor(to) else None)
+    _tell_of(torch.UntypedStorage, "copy_", lambda result, to, *_, **__: watch(to) if of_tensor(to) else None)
 
 
 def watch_capsules(watch: Callable[[Tensor], object]) -> None:
@@ -351,11 +353,18 @@ def watch_swaps(watch: Callable[..., None]) -> None:
 
 
 _count_of: Any = find(
-    "torch._C._storage_Use_Count", "deepcopy of a tensor under check_vma gives one of unknown type", None
+    "torch._C._storage_Use_Count",
+    "deepcopy of a tensor under check_vma gives one of unknown type; memory of large results is not used again",
+    None,
 )
 
 
-def _of_tensor(storage: torch.UntypedStorage) -> bool:
+def counts_uses() -> bool:
+    """Whether :func:`of_tensor` can tell."""
+    return _count_of is not None
+
+
+def of_tensor(storage: torch.UntypedStorage) -> bool:
     """Whether any tensor has this storage: one that was just made, as by ``storage.clone()``, has none."""
     return _count_of is None or _count_of(storage._cdata) > 1
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm import _torch, _torch_autograd, _torch_groups
+from meshcomm.runtime.process import reuse
 
 
 def test_this_file_knows_every_name() -> None:
@@ -940,6 +941,27 @@ def test_name_watch_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch, "_count_of", None)
     y.untyped_storage().clone()
     assert len(seen) == 2
+
+
+def test_name_of_tensor() -> None:
+    x = torch.ones(2)
+    storage = x.untyped_storage()
+    assert _torch.of_tensor(storage)
+    view = x[1:]
+    del x
+    assert _torch.of_tensor(storage)
+    del view
+    assert not _torch.of_tensor(storage)
+
+
+def test_name_counts_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it cannot be told no memory of results is kept."""
+    assert _torch.counts_uses()
+    monkeypatch.setattr(_torch, "_count_of", None)
+    assert not _torch.counts_uses()
+    reserve = reuse.Reserve()
+    assert reserve.empty((2**20,), torch.float32).numel() == 2**20
+    assert reserve.held == 0
 
 
 def test_name_watch_capsules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import ENTRIES, HERE
 from meshcomm.runtime.process.lending import TABLE, Segment
+from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import Log, Record
 from meshcomm.runtime.transports.shared.lexicon import Meaning
 from meshcomm.runtime.transports.shared.mailbox import Mail
@@ -223,6 +224,7 @@ class Entry:
     def _make_way(self) -> None:
         """Say what was seen, and wait until the others have seen what will be written over."""
         mail = self.mail
+        reserve.trim()
         end = time.monotonic() + mail.timeout
         waiting, watch = list(mail.others), self.watch
         first = Wait(self, end, None if watch is None else partial(watch.see_behind, self.number))

@@ -22,6 +22,7 @@ from torch import Tensor
 from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.call import for_later, told
 from meshcomm.runtime.pending import begin_all, queued
+from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import CALL, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.process_group import ProcessLink
@@ -66,7 +67,7 @@ class OneHostLink(ProcessLink):
         x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
         call = self._call("all_reduce", op, x)
-        out = torch.empty_like(packed)
+        out = reserve.empty(packed.shape, packed.dtype)
         flat, result = dtypes.from_bytes(out, x.dtype), dtypes.from_bytes(out, x.dtype).view(x.shape)
         in_parts = self._in_parts(x)
         call.post(packed, self._others, self._others, spare=self._spare(flat) if in_parts else 0)
@@ -99,7 +100,7 @@ class OneHostLink(ProcessLink):
 
     def sum_parts(self, x: Parts) -> Tensor:
         """They are written straight to where the others read them."""
-        out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        out = reserve.empty(x.shape, x.dtype)
         call = self._call("all_reduce", "sum", out)
         in_parts = self._in_parts(out)
         call.post(
@@ -112,7 +113,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().all_gather(x)
         packed = dtypes.to_bytes(x)
-        out = packed.new_empty((self.size, packed.numel()))
+        out = reserve.empty((self.size, packed.numel()), packed.dtype)
         call = self._call("all_gather", "", x)
         call.post(packed, self._others, self._others)
         result = dtypes.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
@@ -124,7 +125,7 @@ class OneHostLink(ProcessLink):
             return super().reduce_scatter(x, op)
         x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
-        out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+        out = reserve.empty(x.shape[1:], x.dtype)
         call = self._call("reduce_scatter", op, x)
         call.post(packed, self._others, self._others)
         mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
@@ -141,7 +142,7 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         width = x.element_size() // packed.element_size()
         runs = [width * run for run in recv]
-        out = packed.new_empty(sum(runs))
+        out = reserve.empty((sum(runs),), packed.dtype)
         call = self._call("all_to_all", "", x)
         call.count = 0  # it may differ
         starts = [0, *accumulate(width * run for run in send)]
@@ -159,7 +160,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().permute(x, source, destination)
         packed = dtypes.to_bytes(x)
-        out = torch.zeros_like(packed) if source is None else torch.empty_like(packed)
+        out = torch.zeros_like(packed) if source is None else reserve.empty(packed.shape, packed.dtype)
         call = self._call("permute", "", x)
         call.root = -1 if destination is None else destination
         sources = () if source in (None, self.index) else (source,)
@@ -177,7 +178,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().broadcast(x, src)
         packed = dtypes.to_bytes(x)
-        out = torch.empty_like(packed)
+        out = reserve.empty(packed.shape, packed.dtype)
         call = self._call("broadcast", "", x, src)
         call.post(packed, *self._from_one(src))
         result = dtypes.from_bytes(out, x.dtype).view(x.shape)
@@ -189,7 +190,7 @@ class OneHostLink(ProcessLink):
             return super().reduce(x, op, dst)
         x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
-        out = torch.empty_like(x) if self.index == dst else None
+        out = reserve.empty(x.shape, x.dtype) if self.index == dst else None
         call = self._call("reduce", op, x, dst)
         call.post(packed, *self._to_one(dst))
 
@@ -204,7 +205,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().gather(x, dst)
         packed = dtypes.to_bytes(x)
-        out = packed.new_empty((self.size if self.index == dst else 0, packed.numel()))
+        out = reserve.empty((self.size if self.index == dst else 0, packed.numel()), packed.dtype)
         call = self._call("gather", "", x, dst)
         call.post(packed, *self._to_one(dst))
         if self.index != dst:
@@ -217,7 +218,7 @@ class OneHostLink(ProcessLink):
         if not like.is_cpu:
             return super().scatter(x, like, src)
         packed = dtypes.to_bytes(like[None][:0] if x is None else x)
-        out = packed.new_empty(like.nbytes // packed.element_size())
+        out = reserve.empty((like.nbytes // packed.element_size(),), packed.dtype)
         call = self._call("scatter", "", like, src)
         call.total = self.size
         call.post(packed, *self._from_one(src))

@@ -1,0 +1,115 @@
+"""Memory of large results, which is used again when nobody has them any more.
+
+What a process frees in large pieces goes back to the system, and each piece that it asks for next comes as pages that
+are not there yet: to touch these takes several times as long as what is written to them. So the storage of a large
+result is kept here too, and given to the next result of the same size when no tensor has it and nobody holds it. It is
+torch's own, as any other: it can be resized, pickled, moved to shared memory, and forgotten here at any time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.runtime.process import forks
+
+SWITCH = "MESHCOMM_REUSE_MIB"
+"""The variable of the environment with the MiB that are kept at most, of which some may be in use; 0 for none."""
+_USUAL = 256
+_LEAST = 2**19
+"""Bytes of a result from which on it is worth it."""
+_MOST = 64
+"""The most storages that are kept."""
+_LONG = 10.0
+"""Seconds after which what was not asked for is forgotten."""
+
+
+class _Kept:
+    """A storage that was given to a result."""
+
+    __slots__ = ("given", "nbytes", "storage")
+
+    def __init__(self, nbytes: int) -> None:
+        self.storage = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        self.nbytes, self.given = nbytes, 0.0
+
+    def held(self) -> int:
+        """How many references Python has to it."""
+        return sys.getrefcount(self.storage)
+
+    def is_free(self) -> bool:
+        """Whether nobody has it, and it is as it was."""
+        if self.held() > _UNHELD or _torch.of_tensor(self.storage):
+            return False
+        return self.storage.nbytes() == self.nbytes and not self.storage.is_shared()
+
+
+_UNHELD = _Kept(1).held()
+
+
+class Reserve:
+    """The storages that this process keeps, those given last at the end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[_Kept] = []
+        self.held = 0
+        """Bytes of what is kept."""
+        self._room = _room()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new dense tensor on the CPU."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        # Who holds the lock may be this thread, in the middle of what frees something else.
+        if not _LEAST <= nbytes <= self._room or not _torch.plain_now() or not self._lock.acquire(blocking=False):
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        try:
+            kept = self._take(nbytes)
+            return torch.empty(0, dtype=dtype, device="cpu").set_(kept.storage, 0, shape, ())
+        finally:
+            self._lock.release()
+
+    def _take(self, nbytes: int) -> _Kept:
+        now, mine = time.monotonic(), self._kept
+        found = next((kept for kept in mine if kept.nbytes == nbytes and kept.is_free()), None)
+        if found is None:
+            found = _Kept(nbytes)
+            self.held += nbytes
+        else:
+            mine.remove(found)
+        found.given = now
+        mine.append(found)
+        while self.held > self._room or len(mine) > _MOST or now - mine[0].given > _LONG:
+            self.held -= mine.pop(0).nbytes
+        return found
+
+    def trim(self) -> None:
+        """Forget what was not asked for in a long time."""
+        if self._kept and self._lock.acquire(blocking=False):
+            try:
+                end = time.monotonic() - _LONG
+                while self._kept and self._kept[0].given < end:
+                    self.held -= self._kept.pop(0).nbytes
+            finally:
+                self._lock.release()
+
+
+def _room() -> int:
+    given = os.environ.get(SWITCH, "")
+    return 2**20 * (int(given) if given.isdecimal() else _USUAL) if _torch.counts_uses() else 0
+
+
+reserve = Reserve()
+
+
+@forks.in_every_fork
+def _forked() -> None:
+    reserve.__init__()  # type: ignore[misc]

@@ -1,0 +1,196 @@
+"""Memory of large results is used again when nobody has it, and only then."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshcomm as mc
+from meshcomm import _torch
+from meshcomm.runtime.process import reuse
+from meshcomm.runtime.process.reuse import Reserve
+
+SHAPE = (512, 1024)
+
+needs_counts = pytest.mark.skipif(not _torch.counts_uses(), reason="this torch does not tell who has a storage")
+
+
+def given(reserve: Reserve, dtype: torch.dtype = torch.float32) -> Tensor:
+    return reserve.empty(SHAPE, dtype)
+
+
+@needs_counts
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.uint8, torch.bool]
+)
+def test_what_is_dropped_is_given_again(dtype: torch.dtype) -> None:
+    reserve = Reserve()
+    first = reserve.empty((1024, 1024), dtype)
+    assert first.shape == (1024, 1024)
+    assert first.dtype == dtype
+    assert first.is_contiguous()
+    assert first._base is None
+    assert first.untyped_storage().nbytes() == first.nbytes
+    at = first.data_ptr()
+    del first
+    assert reserve.empty((1024, 1024), dtype).data_ptr() == at
+
+
+HOLDERS: dict[str, Callable[[Tensor], object]] = {
+    "the tensor": lambda x: x,
+    "a view": lambda x: x[3:5],
+    "an alias": lambda x: x.detach(),
+    "its storage": lambda x: x.untyped_storage(),
+    "numpy": lambda x: x.numpy(),
+    "a memoryview": lambda x: memoryview(x.numpy()),
+    "dlpack": lambda x: torch.from_dlpack(x),
+    "a graph": lambda x: (torch.ones(SHAPE, requires_grad=True) * x).sum(),
+    "a parameter": lambda x: torch.nn.Parameter(x),
+    "a gradient": lambda x: _with_gradient(x),
+    "a shallow copy": lambda x: copy.copy(x),
+}
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    leaf = torch.ones(SHAPE, requires_grad=True)
+    leaf.grad = x
+    return leaf
+
+
+@needs_counts
+@pytest.mark.parametrize("how", HOLDERS)
+def test_what_somebody_has_is_not(how: str) -> None:
+    reserve = Reserve()
+    x = given(reserve)
+    at, held = x.data_ptr(), HOLDERS[how](x)
+    del x
+    gc.collect()
+    others = [given(reserve) for _ in range(3)]
+    assert at not in {other.data_ptr() for other in others}
+    del held, others
+    gc.collect()
+    assert at in {other.data_ptr() for other in [given(reserve) for _ in range(4)]}
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "resized": lambda x: x.resize_(2, *SHAPE),
+    "resized storage": lambda x: x.untyped_storage().resize_(0),
+    "shared": lambda x: x.share_memory_(),
+}
+
+
+@needs_counts
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_was_changed_is_not(how: str) -> None:
+    reserve = Reserve()
+    x = given(reserve)
+    CHANGES[how](x)
+    storage = x.untyped_storage()._cdata
+    del x
+    y = given(reserve)
+    assert y.untyped_storage()._cdata != storage
+    assert not y.is_shared()
+    assert y.fill_(1).sum() == y.numel()
+
+
+def test_it_is_a_tensor_as_any_other(tmp_path: Path) -> None:
+    x = given(Reserve()).copy_(torch.arange(512 * 1024.0).view(SHAPE))
+    torch.save(x, tmp_path / "x")
+    assert (tmp_path / "x").stat().st_size < x.nbytes + 4096
+    for y in (torch.load(tmp_path / "x"), pickle.loads(pickle.dumps(x)), copy.deepcopy(x)):
+        assert torch.equal(x, y)
+
+
+@needs_counts
+def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(reuse.SWITCH, "8")
+    reserve = Reserve()
+    for count in range(200_000, 400_000, 1000):  # no two of one size
+        reserve.empty((count,), torch.float32)
+        assert reserve.held <= 8 * 2**20
+    assert reserve.empty((4 * 2**20,), torch.float32).numel() == 4 * 2**20  # too large, and not kept
+    assert reserve.held <= 8 * 2**20
+    monkeypatch.setattr(reuse, "_LONG", 0.0)
+    reserve.trim()
+    assert reserve.held == 0
+    monkeypatch.setenv(reuse.SWITCH, "0")
+    reserve = Reserve()
+    given(reserve)
+    assert reserve.held == 0
+
+
+def test_small_results_and_those_inside_a_transform_are_plain() -> None:
+    reserve = Reserve()
+    reserve.empty((3, 0), torch.float32)
+    reserve.empty((), torch.float32)
+    torch.func.vmap(lambda x: x + given(reserve).sum())(torch.ones(2))
+    assert reserve.held == 0
+
+
+@needs_counts
+def test_threads() -> None:
+    reserve, wrong = Reserve(), []
+
+    def work(number: int) -> None:
+        for k in range(50):
+            x, y = given(reserve).fill_(number), given(reserve).fill_(-k)
+            if x[0, 0] != number or not bool((x == number).all()) or y[-1, -1] != -k:
+                wrong.append((number, k))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_counts
+def test_a_fork_has_its_own() -> None:
+    x = reuse.reserve.empty(SHAPE, torch.float32).fill_(1)
+    pid = os.fork()
+    if pid == 0:
+        ok = reuse.reserve.held == 0 and reuse.reserve.empty(SHAPE, torch.float32).data_ptr() != x.data_ptr()
+        os._exit(0 if ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def large_results() -> int:
+    """No two that are alive share anything, and memory of those that are gone is found again."""
+    mesh = mc.make_mesh({"a": 2}, ranks=[0, 1]) if mc.make_mesh({"all": -1}).rank < 2 else None
+    if mesh is None:
+        return 0
+    x = torch.arange(2.0**18) + mesh.rank
+    kept: list[tuple[Tensor, float]] = []
+    places: set[int] = set()
+    for k in range(6):
+        for y in (
+            mc.all_reduce(x * k, "a", mesh=mesh), mc.all_gather(x * k, "a", mesh=mesh),
+            mc.shift(x * k, "a", mesh=mesh), mc.all_to_all(x * k, "a", 0, 0, mesh=mesh),
+            mc.all_reduce(x * k, "a", mesh=mesh, async_op=True).wait(),
+        ):  # fmt: skip
+            places.add(y.data_ptr())
+            if k < 2:
+                kept.append((y, float(y.double().sum())))
+            y = None
+    for y, total in kept:
+        assert float(y.double().sum()) == total
+    assert len({y.data_ptr() for y, _ in kept}) == len(kept)
+    return len(places)
+
+
+@needs_counts
+def test_results_of_collectives(pool4: Any) -> None:
+    first, second, *_ = pool4.run(large_results)
+    assert 10 <= first < 28
+    assert 10 <= second < 28
