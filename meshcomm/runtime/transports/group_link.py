@@ -54,12 +54,26 @@ Message = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
 
 
+class _Made:
+    """An attribute that a link may have of its own; while it has not, it is asked for one. A class with a
+    ``__getattr__`` would have every look at any attribute take three times as long.
+    """
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, link: Any, kind: type) -> Any:
+        return self if link is None else link.made(self._name)
+
+
 class GroupLink(PacketLink):
     """A group of processes, of which one rank calls the backend."""
 
-    group: dist.ProcessGroup
-    turn: Turn
-    channel: Channel
+    base: dist.ProcessGroup = cast(Any, _Made())
+    group: dist.ProcessGroup = cast(Any, _Made())
+    turn: Turn = cast(Any, _Made())
+    channel: Channel = cast(Any, _Made())
+    mail: Any = _Made()
     hold: object
     """Whoever wants to know of the end of the link has a weak reference to it."""
 
@@ -96,13 +110,11 @@ class GroupLink(PacketLink):
         """Where calls are noted."""
         self.log, self._note, self._direct = log, log.begin, _direct_in(log)
 
-    def __getattr__(self, name: str) -> Any:
-        # Called for what is missing only: what is made when it is first used, and what was taken away since.
+    def made(self, name: str) -> Any:
+        """What is made when it is first used, and has been taken away since where the groups have ended."""
         if name == "group":
             self.group = self.turn.group
             return self.group
-        if name not in ("base", "channel", "mail", "turn"):
-            raise AttributeError(name)
         with self._making:
             if name not in vars(self) and name in self.makers:
                 setattr(self, name, self.makers[name]())
