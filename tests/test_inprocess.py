@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import contextvars
 import inspect
 import os
+import pickle
 import random
 import re
+import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -22,7 +27,7 @@ from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.runtime.transports.threads import twister
+from meshcomm.runtime.transports.threads import numpy_state, scheduler, twister
 
 
 def mesh_of(n: int) -> mc.Mesh:
@@ -106,6 +111,99 @@ def test_no_thread_is_left_behind() -> None:
     assert set(threading.enumerate()) == before
 
 
+OF_A_THREAD, OF_A_CONTEXT = threading.local(), contextvars.ContextVar("OF_A_CONTEXT", default="nothing")
+
+
+def what_threads_keep() -> dict[str, Any]:
+    """What a thread has for itself, as it is found; then it is changed."""
+    x = torch.ones(1, requires_grad=True)
+    hooked: list[Tensor] = []
+    (x * x).sum()
+    found: dict[str, Any] = {
+        "name": threading.current_thread().name,
+        "local": getattr(OF_A_THREAD, "value", "nothing"),
+        "context": OF_A_CONTEXT.get(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "device": torch.get_default_device(),
+        "modes": torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack(),
+        "tiny": torch.tensor(1e-39).mul(1.0).item() > 0,
+        "signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "cores": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+        "kind": os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None,
+        "trace": sys.gettrace() is None,
+        "error": sys.exc_info(),
+    }
+    OF_A_THREAD.value = threading.current_thread().name = "mine"
+    OF_A_CONTEXT.set("mine")
+    torch.set_default_device("meta")
+    torch.autograd.graph.saved_tensors_hooks(lambda x: hooked.append(x), lambda _: x).__enter__()
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+    torch.inference_mode().__enter__()
+    torch.set_flush_denormal(True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    mc.barrier("a", mesh=mesh_of(4))
+    return found
+
+
+def test_a_rank_finds_nothing_of_another_ranks_thread() -> None:
+    """Of another launch's neither: each is a new one, which inherits of the caller's and of no rank's."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        found = [each for _ in range(3) for each in mc.launch(what_threads_keep, ranks=4)]
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    assert [each.pop("name") for each in found] == 3 * [f"meshcomm rank {index}" for index in range(4)]
+    assert all(each == found[0] for each in found)
+    assert (found[0]["local"], found[0]["context"], found[0]["grad"], found[0]["tiny"]) == (
+        *2 * ("nothing",),
+        True,
+        True,
+    )
+    assert found[0]["signals"] == {signal.SIGUSR1}
+
+
+@pytest.mark.parametrize("started", [0, 1, 3])
+def test_a_system_that_starts_no_more_threads(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run end, the caller is told, and the next launch finds nothing of it."""
+    start, before, ran = threading.Thread.start, set(threading.enumerate()), []
+    left = [None] * started
+
+    def limited(thread: threading.Thread) -> None:
+        if isinstance(thread, scheduler._Thread):
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left.pop()
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            mc.launch(lambda: ran.append(1), ranks=4)
+    assert not ran
+    assert set(threading.enumerate()) == before
+    assert mc.launch(sixty_four, ranks=64)
+
+
+def test_threads_are_traced_as_others_are() -> None:
+    """What a debugger asks of new threads is asked of ranks too."""
+    seen: set[str] = set()
+
+    def trace(*_: Any) -> None:
+        seen.add(threading.current_thread().name)
+
+    threading.settrace(trace)
+    try:
+        mc.launch(lambda: None, ranks=3)
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    assert {f"meshcomm rank {index}" for index in range(3)} <= seen
+
+
 # ----------------------------------------------------------------------------------------------------- random states
 
 
@@ -184,6 +282,79 @@ def test_a_python_that_keeps_random_numbers_elsewhere_is_found_out(monkeypatch: 
     assert not twister._copies()
     monkeypatch.setattr(twister, "_SIZE", 2000)
     assert not twister._copies()
+
+
+def in_a_new_process(program: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+FIRST_DRAW = """
+import sys, torch, meshcomm as mc
+def main():
+    mesh, found = mc.make_mesh({"a": 3}), []
+    for asks in (1, 0, 2):  # rank 1 is the first to ask for random numbers of numpy
+        if mesh.rank == asks:
+            from numpy.random import rand
+            found += rand(700).tolist()[-2:]
+        mc.barrier("a", mesh=mesh)
+    with mc.fork_rng("a", mesh=mesh, seed=1):
+        return found, __import__("numpy").random.randn(3).tolist()
+LOADED
+torch.manual_seed(3)
+found = mc.launch(main, ranks=3)
+import numpy as np
+own, again = np.random.get_bit_generator(), mc.launch(main, ranks=3)
+assert own is np.random.get_bit_generator() and found == again
+assert not [each for each in sys.meta_path if "meshcomm.runtime" in type(each).__module__]
+seeds = {repr(own.seed_seq.entropy)} | {rank[0][0] for rank in found}
+assert len(seeds) == 4
+print(found)
+"""
+
+
+def test_numpy_is_asked_for_random_numbers_by_a_rank_first() -> None:
+    """As where it had been asked before the launch; the caller keeps what numpy began with."""
+    late, early = (in_a_new_process(FIRST_DRAW.replace("LOADED", line)) for line in ("", "import numpy.random"))
+    assert late == early
+    assert len({tuple(rank[1]) for rank in late}) == 3
+
+
+FORKED_FIRST = """
+import torch, meshcomm as mc
+def main():
+    mesh = mc.make_mesh({"a": 2})
+    LOADED
+    with mc.fork_rng("a", mesh=mesh, seed=1):
+        inside = __import__("numpy").random.rand(2).tolist()
+    return inside, __import__("numpy").random.rand(2).tolist()
+torch.manual_seed(3)
+print(mc.launch(main, ranks=2))
+"""
+
+
+def test_numpy_is_asked_for_random_numbers_under_fork_rng_first() -> None:
+    late, early = (in_a_new_process(FORKED_FIRST.replace("LOADED", line)) for line in ("", "import numpy.random"))
+    assert late == early
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 + 5, 2**64 - 1])
+def test_numpys_generators_are_those_of_their_seed(seed: int) -> None:
+    fast, plain = numpy_state.seeded(np.random, seed), np.random.MT19937(seed)
+    again = pickle.loads(pickle.dumps(fast))
+    assert numpy_state._fast(np.random) is not None
+    assert fast.random_raw(1500).tolist() == plain.random_raw(1500).tolist() == again.random_raw(1500).tolist()
+    assert type(again.seed_seq) is np.random.SeedSequence
+    assert again.seed_seq.entropy == seed
+    assert fast.seed_seq.generate_state(624).tolist() == plain.seed_seq.generate_state(624).tolist()
+    assert fast.spawn(2)[1].random_raw() == plain.spawn(2)[1].random_raw()
+
+
+def test_a_numpy_that_seeds_in_another_way_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = numpy_state._constants()
+    monkeypatch.setattr(numpy_state, "_constants", lambda: [constants[0], constants[1] + 2])
+    assert numpy_state._fast.__wrapped__(np.random) is None
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])

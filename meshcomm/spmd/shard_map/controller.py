@@ -65,10 +65,8 @@ class Program:
         count = len(self.layouts)
         with torch.no_grad():
             shared = [_leaf(x) for x in tensors[count:]]
-        world = World(self.mesh.world_size, share=True)
         with in_place_of(self.reach.slots, dict(zip(self.shared, shared, strict=True))):
-            for rank in world.ranks:
-                rank.random = OwnState(seed, rank.index, self.reach)
+            world = World(self.mesh.world_size, share=True, state=lambda index: OwnState(seed, index, self.reach))
             found = world.run(lambda: self._on_rank(tensors[:count], shared, wanted))
         if any(x.grad is not None for x in shared):
             what = "backward() ran inside the function and reached a tensor that it closes over."

@@ -5,15 +5,14 @@ The states are global to the process, so they are exchanged whenever another ran
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from meshcomm import _torch
 from meshcomm.runtime.process import accelerator
-from meshcomm.runtime.transports.threads import twister
+from meshcomm.runtime.transports.threads import numpy_state, twister
 
 _MASK = (1 << 64) - 1
 
@@ -26,37 +25,36 @@ def mixed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def _numpy() -> ModuleType | None:
-    """numpy.random if numpy is there and can exchange generators (1.24 on); as an attribute, for numpy loads it when
-    first asked.
-    """
-    module = getattr(sys.modules.get("numpy"), "random", None)
-    return module if module is not None and hasattr(module, "set_bit_generator") else None
-
-
 class RandomState:
     """A random state that is put in place by :meth:`load` and taken away by :meth:`save`."""
+
+    in_place: ClassVar[RandomState | None] = None
+    """The one that was loaded last."""
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         """The states as they are now, or those that start from ``(seed, rank)``."""
         self._seed = None if seed is None else mixed(seed, rank)
         self._numpy: Any = None
+        self._numpy_seed = self._seed  # what numpy's is to be seeded with when somebody loads it
         self._device: Any = None  # the accelerator's, once it is in use
         self._waiting: Any = None  # what it is to be seeded with when it is used first
         self._numpy_whole: Any = None
         if self._seed is None:
             self.save()
-            if (module := _numpy()) is not None:
+            if (module := numpy_state.module()) is not None:
                 self._numpy_whole = module.get_state(legacy=False)
+            elif RandomState.in_place is not None:
+                self._numpy_seed = RandomState.in_place._numpy_seed
         else:
             self._torch = torch.Generator().manual_seed(self._seed).get_state()
             self._random = twister.of(self._seed)
+            numpy_state.when_loaded(_numpy_loaded)
 
     def save(self) -> None:
         """Keep the global states here."""
         self._torch = torch.default_generator.get_state()
         self._random = twister.take()
-        if (module := _numpy()) is not None:
+        if (module := numpy_state.module()) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := accelerator.module()) is None:
             return
@@ -67,17 +65,22 @@ class RandomState:
 
     def load(self) -> None:
         """Make these states the global ones."""
+        RandomState.in_place = self
         torch.default_generator.set_state(self._torch)
         twister.put(self._random)
-        if (module := _numpy()) is not None:
-            if self._numpy is None and self._seed is not None:
-                self._numpy = module.MT19937(self._seed)
-            if self._numpy is not None:
-                module.set_bit_generator(self._numpy)
-            if self._numpy_whole is not None:  # with the normal number that numpy keeps for the next call
-                module.set_state(self._numpy_whole)
+        if (module := numpy_state.module()) is not None:
+            self.load_numpy(module)
         if accelerator.module() is not None:
             self._load_device()
+
+    def load_numpy(self, module: ModuleType) -> None:
+        """Make numpy's the global one."""
+        if self._numpy is None:
+            seed = self._numpy_seed
+            self._numpy = numpy_state.first(module) if seed is None else numpy_state.seeded(module, seed)
+        module.set_bit_generator(self._numpy)
+        if self._numpy_whole is not None:  # with the normal number that numpy keeps for the next call
+            module.set_state(self._numpy_whole)
 
     def _load_device(self) -> None:
         device, unused = accelerator.in_use(), accelerator.module()
@@ -92,3 +95,10 @@ class RandomState:
             device.manual_seed(torch.Generator().initial_seed())
             for call, _ in filter(None, self._waiting[2]):
                 call()
+
+
+def _numpy_loaded(module: ModuleType) -> None:
+    """Whose state is in place finds the one of numpy that it would have found there."""
+    state = RandomState.in_place
+    if state is not None and state._numpy_seed is not None:
+        state.load_numpy(module)

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -68,14 +68,14 @@ class _Cancelled(BaseException):
 class Rank:
     """One rank of a :class:`World`: its thread's turn, its random state, and what it waits for."""
 
-    def __init__(self, world: World, index: int, seed: int) -> None:
+    def __init__(self, world: World, index: int, random: RandomState, anomaly: tuple[bool, bool]) -> None:
         self.world = world
         self.index = index
         self.turn = threading.Lock()  # held by nobody's thread in particular: released to let this rank run
         self.turn.acquire()
-        self.random = RandomState(seed, index)
+        self.random = random
         self.forward_ad = (-1, 0)
-        self.anomaly = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        self.anomaly = anomaly
         self.waits_for: Callable[[], str] | None = None
         self.patience: float | None = None  # seconds, where it does not wait for ever
         self.timed_out = False
@@ -95,7 +95,7 @@ class Rank:
         if self.world.streams is not None:
             self.world.streams.leave()
         self.forward_ad = _torch.forward_ad_state()
-        self.anomaly = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        self.anomaly = _anomaly()
 
     def load(self) -> None:
         """Put it back."""
@@ -112,19 +112,49 @@ class Rank:
         return f"  rank {self.index} {state}"
 
 
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+class _Started(threading.Event):
+    """Nobody waits for it."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Go on."""
+        return True
+
+
+class _Thread(threading.Thread):
+    """A thread of a rank; who starts it goes on at once, where ``Thread.start`` would wait until it runs."""
+
+    def __init__(self, index: int, *target: Any) -> None:
+        super().__init__(target=contextvars.copy_context().run, args=target, name=f"meshcomm rank {index}", daemon=True)
+        self._started = _Started()  # a Python that has no such attribute waits, which takes longer
+
+
 class World:
     """All ranks of one launch."""
 
-    def __init__(self, size: int, limit: timedelta | None = None, *, share: bool = False) -> None:
-        """``limit``: how long a run may last; ``share``: the ranks share leaves, and know what they do."""
+    def __init__(
+        self,
+        size: int,
+        limit: timedelta | None = None,
+        *,
+        share: bool = False,
+        state: Callable[[int], RandomState] | None = None,
+    ) -> None:
+        """``limit``: how long a run may last; ``share``: the ranks share leaves, and know what they do; ``state``:
+        makes the random state of a rank.
+        """
         seed = torch.initial_seed()
+        make, anomaly = state or (lambda index: RandomState(seed, index)), _anomaly()
         self.limit = limit
         self.leaves = None if share else SharedLeaves()
         self._end: float | None = None
         self.size = size
         self.shared: dict[Any, Any] = {}
         self.streams = None if accelerator.module() is None else accelerator.Order()
-        self.ranks = [Rank(self, index, seed) for index in range(size)]
+        self.ranks = [Rank(self, index, make(index), anomaly) for index in range(size)]
         self._ready: deque[Rank] = deque(self.ranks)
         self.cancelled = False
         self._idle = 0  # looks and time-outs since a rank last did something
@@ -138,16 +168,10 @@ class World:
         them.
         """
         setups = [_caller_modes()] + [capture() for capture in _carried]
-        threads = [
-            threading.Thread(
-                target=contextvars.copy_context().run,
-                args=(self._live, rank, body, setups),
-                name=f"meshcomm rank {rank.index}",
-                daemon=True,
-            )
-            for rank in self.ranks
-        ]
-        outside, anomaly = RandomState(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        threads: list[_Thread] = []
+        for rank in self.ranks:
+            threads.append(_Thread(rank.index, self._live, rank, body, setups, threads[-1] if threads else None))
+        outside, anomaly = RandomState(), _anomaly()
         if not _running.acquire(blocking=False):
             fail(
                 "launch",
@@ -159,9 +183,8 @@ class World:
             if self.limit is not None:
                 self._end = time.monotonic() + self.limit.total_seconds()
             with _torch.forward_ad_shared(), self._watched():
-                for thread in threads:
-                    thread.start()
                 self._ready.popleft().turn.release()
+                threads[-1].start()  # and each starts the one before it
                 self._await_end()
         finally:
             if self.streams is not None:
@@ -169,8 +192,9 @@ class World:
             outside.load()
             torch.set_anomaly_enabled(*anomaly)
             _running.release()
-        for thread in threads:
-            thread.join()
+        for rank, thread in zip(self.ranks, threads, strict=True):
+            if rank.over:
+                thread.join()
         failed = next((rank for rank in sorted(self.ranks, key=self._by_failure) if rank.error is not None), None)
         if failed is not None:
             raise _named(failed.error, failed, self.size)
@@ -309,11 +333,22 @@ class World:
     def _report(self) -> str:
         return "\n".join(rank.describe() for rank in self.ranks)
 
-    def _live(self, rank: Rank, body: Callable[[], Any], setups: list[Callable[[], Any]]) -> None:
-        """The life of one rank's thread."""
-        rank.turn.acquire()
-        _share_a_core()
+    def _live(
+        self, rank: Rank, body: Callable[[], Any], setups: list[Callable[[], Any]], before: _Thread | None
+    ) -> None:
+        """The life of one rank's thread. It starts the one of the rank before while it is as new as the caller's
+        settings made it: what a thread inherits, such as its core and its signal mask, no rank has changed yet.
+        """
         local.rank = rank
+        try:
+            if rank is self.ranks[-1]:
+                _share_a_core()
+            if before is not None:
+                before.start()
+            rank.turn.acquire()
+        except BaseException as error:  # no more threads are to be had: those that run end, this one first
+            rank.error, self.cancelled = error, True
+            self._ready = deque(self.ranks[rank.index + 1 :])
         if self.streams is not None:
             self.streams.begin()
         rank.load()
@@ -328,8 +363,7 @@ class World:
         except _Cancelled:
             pass
         except BaseException as error:  # raised again in the caller
-            rank.error = error
-            self.cancelled = True
+            rank.error, self.cancelled = error, True
         rank.over = True
         if self.streams is not None:
             self.streams.leave()
@@ -339,9 +373,9 @@ class World:
 
 
 def _share_a_core() -> None:
-    """Keep the ranks' threads on one core where torch computes with one thread: only one of them runs at a time, and
-    a turn that goes to another core takes twice as long. As of a batch, the one that is woken does not push aside the
-    one that wakes it, which has the interpreter still.
+    """Keep this thread, and those that it starts, on one core where torch computes with one thread: only one of them
+    runs at a time, and a turn that goes to another core takes twice as long. As of a batch, the one that is woken does
+    not push aside the one that wakes it, which has the interpreter still.
     """
     if hasattr(os, "sched_setaffinity") and torch.get_num_threads() == 1:
         cores = os.sched_getaffinity(0)
@@ -386,25 +420,25 @@ def _named(error: BaseException | None, rank: Rank, size: int) -> BaseException:
     return error
 
 
-def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """The caller's grad mode, autocast and default device, which torch keeps per thread, for another thread."""
+def _caller_modes() -> Callable[[], contextlib.ExitStack]:
+    """The caller's grad mode, autocast and default device, which torch keeps per thread, for a new thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.get_default_device()
     kinds = {"cpu", device.type} - {"meta"}
     cache = torch.is_autocast_cache_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
 
-    @contextlib.contextmanager
-    def modes() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(inference))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            # Backward of a device runs on one thread of the process otherwise, where ranks would block each other.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if device.type != "cpu":
-                stack.enter_context(device)
-            for kind, dtype in casts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-            yield
+    def modes() -> contextlib.ExitStack:
+        # Backward of a device runs on one thread of the process otherwise, where ranks would block each other.
+        torch.autograd.set_multithreading_enabled(False)
+        stack = contextlib.ExitStack()
+        if inference:
+            stack.enter_context(torch.inference_mode())
+        torch.set_grad_enabled(grad)
+        if device.type != "cpu":
+            stack.enter_context(device)
+        for kind, dtype in casts:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        return stack
 
     return modes
