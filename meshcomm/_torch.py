@@ -418,32 +418,35 @@ _MANY = "trees of many tensors take some µs longer for each"
 _pack: Any = find("torch._C._nn.flatten_dense_tensors", _MANY)
 _part: Any = find("torch._C._nn.unflatten_dense_tensors", _MANY)
 _below: Any = find("torch._C._AutoDispatchBelowADInplaceOrView", _MANY)
+_in_rows: Any = find("torch._chunk_cat", _MANY)
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of two or more of one dtype one behind the other, new."""
-    return _pack(tensors)  # type: ignore[no-any-return]
+def packed(tensors: Sequence[Tensor], rows: int = 1) -> Tensor:
+    """Two or more of one dtype as ``[rows, all]``, new: in row i slice i of the first dim of each, one behind the
+    other. None is empty, if there are several rows.
+    """
+    return _pack(tensors).view(1, -1) if rows == 1 else _in_rows(tensors, 0, rows)  # type: ignore[no-any-return]
 
 
-def parted(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What :func:`packed` was given, in the shapes of ``like``: in the memory of ``flat``, but to autograd tensors that
-    have nothing to do with each other.
+def parted(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What lies one behind the other, in the shapes of ``like``: in the memory of ``flat``, but tensors that to
+    autograd have nothing to do with each other.
     """
     with _below():
         return _part(flat, like)  # type: ignore[no-any-return]
 
 
-if None in (_pack, _part, _below):
+if None in (_pack, _part, _below, _in_rows):
 
-    def packed(tensors: Sequence[Tensor]) -> Tensor:
-        """The elements of two or more of one dtype one behind the other, new."""
-        return torch.cat([x.reshape(-1) for x in tensors])
+    def packed(tensors: Sequence[Tensor], rows: int = 1) -> Tensor:
+        """Two or more of one dtype as ``[rows, all]``, new: in row i slice i of the first dim of each."""
+        return torch.cat([x.reshape(rows, x.numel() // rows) for x in tensors], 1)
 
-    def parted(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What it was given, in the shapes of ``like``, in the memory of ``flat``."""
+    def parted(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What lies one behind the other, in the shapes of ``like``, in the memory of ``flat``."""
         with torch.no_grad():
             parts = flat.split([x.numel() for x in like])
-            return [part.view(x.shape).detach() for part, x in zip(parts, like, strict=True)]
+            return tuple(part.view(x.shape).detach() for part, x in zip(parts, like, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------- pytrees

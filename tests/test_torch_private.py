@@ -733,9 +733,14 @@ MANY = [torch.arange(6.0).view(2, 3).t(), torch.ones(()), torch.ones(0, 2), torc
 
 
 def test_name_packed() -> None:
-    assert _torch.packed(MANY).tolist() == [0, 3, 1, 4, 2, 5, 1, 1, 1, 1, 0, 1]
+    assert _torch.packed(MANY).tolist() == [[0, 3, 1, 4, 2, 5, 1, 1, 1, 1, 0, 1]]
     flipped = torch.tensor([1j, 2.0]).conj()
-    assert _torch.packed([flipped, flipped.resolve_conj()]).tolist() == [-1j, 2, -1j, 2]
+    assert _torch.packed([flipped, flipped.resolve_conj()]).tolist() == [[-1j, 2, -1j, 2]]
+    assert _torch.packed([flipped, flipped.resolve_conj()], 2).tolist() == [[-1j, -1j], [2, 2]]
+    assert _torch.packed([torch.arange(8.0).view(2, 4).t(), torch.arange(2.0)], 2).tolist() == [
+        [0, 4, 1, 5, 0],
+        [2, 6, 3, 7, 1],
+    ]
 
 
 def test_name_parted() -> None:

@@ -159,6 +159,90 @@ def test_derivatives_are_those_of_the_leaves(op: str, lie: bool) -> None:
     mc.launch(main, ranks=RANKS)
 
 
+ROWS: dict[str, Callable[..., Any]] = {
+    "all_gather": lambda x, dim, mesh, **k: mc.all_gather(x, "x", dim, mesh=mesh, **k),
+    "all_gather_invariant": lambda x, dim, mesh, **k: mc.all_gather_invariant(x, "x", dim, mesh=mesh, **k),
+    "reduce_scatter": lambda x, dim, mesh, **k: mc.reduce_scatter(x, "x", dim, mesh=mesh, **k),
+    "reduce_scatter, max": lambda x, dim, mesh, **k: mc.reduce_scatter(x, "x", dim, "max", mesh=mesh, **k),
+    "all_to_all": lambda x, dim, mesh, **k: mc.all_to_all(x, "x", dim, dim, mesh=mesh, **k),
+    "all_to_all, of two dims": lambda x, dim, mesh, **k: mc.all_to_all(x, "x", dim, -1 - dim, mesh=mesh, **k),
+    "shard": lambda x, dim, mesh, **k: mc.shard(x, "x", dim, mesh=mesh, **k),
+}  # fmt: skip
+CUT: dict[str, Callable[[], list[Tensor]]] = {
+    "plain": lambda: [leaf(4), leaf(2, 4), leaf(6, 2, 2)],
+    "strided": lambda: [leaf(4, 2).t(), leaf(8)[::2], leaf(1, 2).expand(2, 2), leaf(2, 2)],
+    "one empty": lambda: [leaf(4), leaf(2, 0), leaf(0), leaf(2, 2)],
+    "side by side": lambda: list(leaf(24).view(12, 2).split([2, 6, 4])),
+    "dtypes": lambda: [leaf(4, dtype=d) for d in (torch.float32, torch.bfloat16, torch.int64, torch.float32, torch.bfloat16, torch.int64)],
+    "complex and bool": lambda: [leaf(4, dtype=torch.complex64).conj(), leaf(2, 2, dtype=torch.complex64), leaf(4) > 0.3, leaf(2, 2) > 0],
+}  # fmt: skip
+
+
+def can(name: str, x: Tensor) -> bool:
+    return not (name.startswith("reduce") and (x.dtype == torch.bool or (x.is_complex() and "max" in name)))
+
+
+@pytest.mark.parametrize("how", ["now", "later", "inference", "one rank"])
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_those_of_the_leaves(name: str, dim: int, how: str) -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"x": 1 if how == "one rank" else RANKS})
+        for what, make in CUT.items():
+            given = [x if x.dtype == torch.bool else x * (1 + mesh.rank) for x in make() if can(name, x)]
+            if what == "side by side":
+                given = make()
+            before = [x.clone() for x in given]
+            found = (
+                ROWS[name](given, dim, mesh, async_op=True).wait() if how == "later" else ROWS[name](given, dim, mesh)
+            )
+            alone = [ROWS[name](x, dim, mesh) for x in given]
+            for i, (y, one) in enumerate(zip(found, alone, strict=True)):
+                assert (y.shape, y.dtype) == (one.shape, one.dtype), (what, i)
+                assert torch.equal(y, one), (what, i)
+            for i, y in enumerate(found):  # nor is one the memory of another, or of what was given
+                y.zero_()
+                assert all(torch.equal(z, one) for z, one in zip(found[i + 1 :], alone[i + 1 :], strict=True)), what
+            assert all(torch.equal(x, old) for x, old in zip(given, before, strict=True)), what
+
+    with torch.inference_mode(how == "inference"):
+        mc.launch(main, ranks=1 if how == "one rank" else RANKS)
+
+
+@pytest.mark.parametrize("which", ["plain", "strided", "one empty", "side by side"])
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", ROWS)
+def test_derivatives_of_rows_are_those_of_the_leaves(name: str, dim: int, which: str) -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"x": RANKS})
+        given = [*CUT[which](), leaf(4)] if which == "side by side" else [x * (1 + mesh.rank) for x in CUT[which]()]
+
+        def loss(ys: list[Tensor]) -> Tensor:
+            return torch.stack([(y.sin() * (1 + i)).sum() for i, y in enumerate(ys)]).sum()
+
+        def tree(*xs: Tensor) -> Tensor:
+            return loss(ROWS[name](list(xs), dim, mesh))
+
+        def alone(*xs: Tensor) -> Tensor:
+            return loss([ROWS[name](x, dim, mesh) for x in xs])
+
+        found = []
+        for fn in (tree, alone):
+            xs = [x.detach().requires_grad_(i != 1) for i, x in enumerate(given)]
+            of = [x for x in xs if x.requires_grad]
+            first = torch.autograd.grad(fn(*xs), of, create_graph=True)
+            second = torch.autograd.grad(loss(list(first)), of, allow_unused=True, materialize_grads=True)
+            tangent = torch.func.jvp(fn, tuple(given), tuple(x.cos() for x in given))[1]
+            batch = torch.func.vmap(fn)(*(torch.stack([x, x * 2]) for x in given))
+            found.append([*first, *second, *torch.func.grad(fn, (0, 1))(*given), tangent, batch])
+            ys = ROWS[name](xs, dim, mesh) if fn is tree else [ROWS[name](x, dim, mesh) for x in xs]
+            assert [y.requires_grad for y in ys] == [x.requires_grad for x in xs]
+        for mine, theirs in zip(*found, strict=True):
+            assert_close(mine, theirs)
+
+    mc.launch(main, ranks=RANKS)
+
+
 def test_gradients_of_a_batch_of_cotangents() -> None:
     def main() -> None:
         mesh = mc.make_mesh({"x": RANKS})

@@ -2,9 +2,9 @@
 
     leaves ── a copy, or where they lie ── one collective ── views that autograd takes for tensors of their own
 
-Where each element goes by itself torch packs and parts them in one call each, with a node of autograd where a gradient
-is needed. Rows, transforms, graphs, and derivatives that need the values take torch's differentiable operations leaf by
-leaf, so that all a single tensor can do a tree can do.
+Where each element goes by itself, or first dims are cut or joined, torch packs and parts them in one call each, with a
+node of autograd where a gradient is needed. Other dims, transforms, graphs, and derivatives that need the values take
+torch's differentiable operations leaf by leaf, so that all a single tensor can do a tree can do.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from meshcomm.runtime.pending import then_all
 T = TypeVar("T")
 Check = Callable[[Tensor], object]
 """Raises for a leaf that the collective cannot take."""
-_all_but_shape = attrgetter("__class__", "dtype", "device", "layout", "is_nested")
-"""On what it depends whether a collective takes a tensor, where its shape does not matter."""
+_KIND = "__class__", "dtype", "device", "layout", "is_nested"
+_all_but_shape, _all = attrgetter(*_KIND), attrgetter(*_KIND, "shape")
+"""On what it depends whether a collective takes a tensor, where its shape does not matter and where it does."""
 
 
 class _OfTorch(NamedTuple):
@@ -63,8 +64,8 @@ def leaves_of(
     except RecursionError:
         check.explain(where, "x contains itself, or is nested too deeply.", axis, fix="a list or a dict of tensors")
     each: Iterable[int] = range(len(leaves))
-    if (accept is None or any_shape) and type(form) is tuple and len(leaves) > 1:
-        kinds = list(map(_all_but_shape, leaves))
+    if type(form) is tuple and len(leaves) > 1:
+        kinds = list(map(_all_but_shape if accept is None or any_shape else _all, leaves))
         firsts = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
         each = sorted(firsts.values())
     for at in each:
@@ -207,15 +208,51 @@ _needs_grad, _shape_of = attrgetter("requires_grad"), attrgetter("shape")
 
 
 class Rows(NamedTuple):
-    """How a leaf becomes rows ``[rows, k]`` of a bucket, and what comes of them a leaf; by default they are one row."""
+    """How leaves become rows ``[rows, k]`` of a bucket, and what comes of these leaves again; by default one row."""
 
-    of: Callable[[Tensor], Tensor] = lambda leaf: leaf.reshape(1, leaf.numel())
-    back: Callable[[Tensor, Tensor], Tensor] = lambda part, leaf: part.view(leaf.shape)
-    """Of a part of the result and the leaf that it is of."""
+    size: int = 1
+    """Of the axis."""
+    cut: int | None = None
+    """The dim that is cut into as many rows."""
+    joined: int | None = None
+    """The dim along which as many rows that come are joined."""
+
+    def of(self, leaf: Tensor) -> Tensor:
+        """The rows of a leaf."""
+        if self.cut is None:
+            return leaf.reshape(1, leaf.numel())
+        return cut_rows(leaf, self.cut % leaf.ndim, self.size)
+
+    def back(self, part: Tensor, leaf: Tensor) -> Tensor:
+        """What comes of a leaf, of the rows that come of its rows."""
+        shape = leaf.shape if self.cut is None else slice_shape(leaf, self.cut % leaf.ndim, self.size)
+        if self.joined is None:
+            return part.reshape(shape)
+        return join_rows(part, shape, self.joined % leaf.ndim, self.size)
 
 
 ELEMENTS = Rows()
-"""What is done with each element depends on no other: then a bucket is a copy that torch makes at once."""
+"""What is done with each element depends on no other."""
+
+
+def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
+    """``[n, k]``: row i holds slice i of ``leaf`` along ``dim``."""
+    if dim == 0:
+        return leaf.reshape(size, leaf.numel() // size)
+    whole = leaf.unflatten(dim, (size, leaf.shape[dim] // size)).movedim(dim, 0)
+    rows: Tensor = whole.reshape(size, leaf.numel() // size)
+    return rows
+
+
+def slice_shape(leaf: Tensor, dim: int, size: int) -> torch.Size:
+    """The shape of one of ``size`` equal slices along ``dim``."""
+    return torch.Size((*leaf.shape[:dim], leaf.shape[dim] // size, *leaf.shape[dim + 1 :]))
+
+
+def join_rows(part: Tensor, shape: tuple[int, ...], dim: int, size: int) -> Tensor:
+    """Concatenate along ``dim`` the rows of ``[n, k]``, each of which holds one rank's tensor of this shape."""
+    return part.reshape(size, *shape).movedim(0, dim).flatten(dim, dim + 1)
+
 
 Run = Callable[[Tensor, tuple[Any, ...], bool], Any]
 Unpack = Callable[[Tensor], Sequence[Tensor]]
@@ -257,17 +294,20 @@ def in_buckets(
 
 def _packed(leaves: list[Tensor], rows: Rows, saves: bool) -> tuple[Tensor, bool, Unpack]:
     """The leaves as one tensor, whether that is a copy, and what takes apart what comes of it."""
-    plain = _is_plain()
-    if plain and rows is ELEMENTS and len(leaves) > 1 and set(map(type, leaves)) <= _SIMPLE:
+    plain, places = _is_plain(), None
+    if plain and len(leaves) > 1 and set(map(type, leaves)) <= _SIMPLE:
         leaves = list(map(_torch.unwrap_if_dead, leaves))
+        places = (1, _Places(1, leaves)) if rows is ELEMENTS else _places_of(rows, tuple(map(_shape_of, leaves)))
+    if places is not None:
         needing = list(map(_needs_grad, leaves)) if torch.is_grad_enabled() else []
-        lie = _adjacent(leaves)
+        cut, there = places
+        lie = cut == 1 and _adjacent(leaves)
         if True not in needing:
-            whole = _as_one(leaves) if lie else _torch.packed(leaves).view(1, -1)
-            return whole, not lie, lambda whole: _torch.parted(whole.view(-1), leaves)
+            whole = _as_one(leaves) if lie else _torch.packed(leaves, cut)
+            return whole, not lie, there.parted
         if not saves:
             # A leaf that needs no gradient may share a bucket with one that does.
-            return _packed_node(lie, *leaves), not lie, lambda whole: _parted_node(whole, leaves, needing)
+            return _packed_node(lie, cut, *leaves), not lie, lambda whole: _parted_node(whole, there, needing)
     parts = [rows.of(leaf) for leaf in leaves]
     widths = [part.shape[1] for part in parts]
 
@@ -294,7 +334,7 @@ def _beside(parts: Sequence[Tensor], saves: bool) -> tuple[Tensor, bool]:
     needing = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     if parts[0].shape[0] != 1 or (needing and saves) or not _is_plain() or not _adjacent(parts):
         return torch.cat(list(parts), 1), True
-    return _packed_node(True, *parts) if needing else _as_one(parts), False
+    return _packed_node(True, 1, *parts) if needing else _as_one(parts), False
 
 
 def _adjacent(leaves: Sequence[Tensor]) -> bool:
@@ -313,25 +353,43 @@ def _as_one(leaves: Sequence[Tensor]) -> Tensor:
     return leaves[0].detach().as_strided((1, width), (width, 1))
 
 
-def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Their elements one behind the other, ``[1, all]``, new."""
-    if _is_plain():
-        if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
-            return _packed_node(False, *tensors)  # type: ignore[no-any-return]
-        with contextlib.suppress(RuntimeError):  # of one that stands for many: is_grads_batched=True
-            return _torch.packed(tensors).view(1, -1)
-    return torch.cat([x.reshape(1, x.numel()) for x in tensors], 1)
+class _Places(NamedTuple):
+    """Where tensors are in ``[rows, all]``: in each row a part of each, one behind the other."""
+
+    rows: int
+    like: Sequence[Tensor]
+    """Of their shapes; the rows are parts of their first dim."""
+    wide: Sequence[Tensor] = ()
+    """Of the shapes that they have as rows, if these are several."""
+    widths: Sequence[int] = ()
+
+    def parted(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """The tensors, which to autograd have nothing to do with each other nor with ``whole``."""
+        flat = whole.reshape(-1)
+        if self.rows > 1:
+            flat = torch.empty_like(flat)
+            torch.split_with_sizes_copy(whole, self.widths, 1, out=_torch.parted(flat, self.wide))
+        return _torch.parted(flat, self.like)
 
 
-def _part(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What was packed, in the shapes of ``like``."""
-    if _is_plain():
-        if torch.is_grad_enabled() and whole.requires_grad:
-            return _parted_node(whole, like, None)  # type: ignore[no-any-return]
-        with contextlib.suppress(RuntimeError):  # the same
-            return _torch.parted(whole.reshape(-1), like)
-    parts = whole.split([x.numel() for x in like], 1)
-    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+@lru_cache(maxsize=100)
+def _places(rows: int, shapes: tuple[torch.Size, ...]) -> _Places:
+    if rows == 1:
+        return _Places(1, _like(shapes))
+    widths = [shape.numel() // rows for shape in shapes]
+    return _Places(rows, _like(shapes), _like(tuple(torch.Size((rows, width)) for width in widths)), widths)
+
+
+@lru_cache(maxsize=100)
+def _places_of(rows: Rows, shapes: tuple[torch.Size, ...]) -> tuple[int, _Places] | None:
+    """Into how many rows leaves of these shapes are cut, and where what comes of them is; None if it is not by their
+    first dims, or if some are empty.
+    """
+    dims = [dim for dim in (rows.cut, rows.joined) if dim is not None]
+    if any(dim % len(shape) for shape in shapes for dim in dims) or not all(map(torch.Size.numel, shapes)):
+        return None
+    cut, joined = (1 if dim is None else rows.size for dim in (rows.cut, rows.joined))
+    return cut, _places(joined, tuple(torch.Size((shape[0] // cut * joined, *shape[1:])) for shape in shapes))
 
 
 @lru_cache(maxsize=100)
@@ -342,32 +400,53 @@ def _like(shapes: tuple[torch.Size, ...]) -> list[Tensor]:
         return [one.expand(shape) for shape in shapes]
 
 
+def _pack(tensors: Sequence[Tensor], rows: int) -> Tensor:
+    """Them as ``[rows, all]``, new."""
+    if _is_plain():
+        if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
+            return _packed_node(False, rows, *tensors)  # type: ignore[no-any-return]
+        with contextlib.suppress(RuntimeError):  # of one that stands for many: is_grads_batched=True
+            return _torch.packed(tensors, rows)
+    return torch.cat([x.reshape(rows, x.numel() // rows) for x in tensors], 1)
+
+
+def _part(whole: Tensor, places: _Places) -> Sequence[Tensor]:
+    """What was packed."""
+    if _is_plain():
+        if torch.is_grad_enabled() and whole.requires_grad:
+            return _parted_node(whole, places, None)  # type: ignore[no-any-return]
+        with contextlib.suppress(RuntimeError):  # the same
+            return places.parted(whole)
+    parts = whole.split([x.numel() // places.rows for x in places.like], 1)
+    return [part.reshape(x.shape) for part, x in zip(parts, places.like, strict=True)]
+
+
 class _Packed(Function):
     """Tensors as one: their memory if they lie so, or a copy."""
 
     @staticmethod
-    def forward(ctx: Any, as_they_lie: bool, *tensors: Tensor) -> Tensor:
-        ctx.shapes = tuple(map(_shape_of, tensors))
-        return _as_one(tensors) if as_they_lie else _torch.packed(tensors).view(1, -1)
+    def forward(ctx: Any, as_they_lie: bool, rows: int, *tensors: Tensor) -> Tensor:
+        ctx.of = rows, tuple(map(_shape_of, tensors))
+        return _as_one(tensors) if as_they_lie else _torch.packed(tensors, rows)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_part(g, _like(ctx.shapes))
+        return None, None, *_part(g, _places(*ctx.of))
 
 
 class _Parted(Function):
     """One tensor as several, which to autograd have nothing to do with each other: they have no element in common."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, like: Sequence[Tensor], needing: Sequence[bool] | None) -> tuple[Tensor, ...]:
-        found = tuple(_torch.parted(whole.reshape(-1), like))
+    def forward(ctx: Any, whole: Tensor, places: _Places, needing: Sequence[bool] | None) -> tuple[Tensor, ...]:
+        ctx.rows, found = places.rows, places.parted(whole)
         if needing is not None and not all(needing):
             ctx.mark_non_differentiable(*[y for y, needs in zip(found, needing, strict=True) if not needs])
         return found
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor, None, None]:
-        return _pack(gs), None, None
+        return _pack(gs, ctx.rows), None, None
 
 
 _packed_node: Any = super(Function, _Packed).apply

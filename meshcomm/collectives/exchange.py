@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import check
-from meshcomm.collectives.buckets import Rows
+from meshcomm.collectives.buckets import Rows, cut_rows, join_rows, slice_shape
 from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried
-from meshcomm.collectives.gather import as_first, cut_in_rows, cut_rows, join_rows, lies_first, slice_shape
+from meshcomm.collectives.gather import as_first, lies_first
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
@@ -242,10 +242,7 @@ def all_to_all(
 
 
 def _exchanged_rows(axis: Axis, split_dim: int, concat_dim: int, *_: None) -> tuple[Params, Rows]:
-    def joined(part: Tensor, leaf: Tensor) -> Tensor:
-        return join_rows(part, slice_shape(leaf, split_dim % leaf.ndim, axis.size), concat_dim % leaf.ndim, axis.size)
-
-    return (0, 0, None, None), Rows(cut_in_rows(split_dim, axis.size).of, joined)
+    return (0, 0, None, None), Rows(axis.size, cut=split_dim, joined=concat_dim)
 
 
 def _exchanged(

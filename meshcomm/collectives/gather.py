@@ -353,29 +353,7 @@ def _cut(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> tuple[int, Sizes]:
 
 
 def _cut_rows(axis: Axis, dim: int, sizes: None) -> tuple[Params, Rows]:
-    return (0, None), cut_in_rows(dim, axis.size)
-
-
-def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
-    """``[n, k]``: row i holds slice i of ``leaf`` along ``dim``."""
-    if dim == 0:
-        return leaf.reshape(size, leaf.numel() // size)
-    whole = leaf.unflatten(dim, (size, leaf.shape[dim] // size)).movedim(dim, 0)
-    rows: Tensor = whole.reshape(size, leaf.numel() // size)
-    return rows
-
-
-def slice_shape(leaf: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    """The shape of one of ``size`` equal slices along ``dim``."""
-    return (*leaf.shape[:dim], leaf.shape[dim] // size, *leaf.shape[dim + 1 :])
-
-
-def cut_in_rows(dim: int, size: int) -> Rows:
-    """Leaves cut along ``dim``: row i holds slice i, and what comes of the rows is one slice."""
-    return Rows(
-        lambda leaf: cut_rows(leaf, dim % leaf.ndim, size),
-        lambda part, leaf: part.reshape(slice_shape(leaf, dim % leaf.ndim, size)),
-    )
+    return (0, None), Rows(axis.size, cut=dim)
 
 
 def _gather(
@@ -405,13 +383,8 @@ def _joined(x: Tensor, axis: Axis, dim: int, sizes: Sizes, where: str) -> tuple[
 
 
 def _joined_rows(axis: Axis, dim: int, sizes: None, where: str) -> tuple[Params, Rows]:
-    return (0, None), Rows(back=lambda part, leaf: join_rows(part, leaf.shape, dim % leaf.ndim, axis.size))
+    return (0, None), Rows(axis.size, joined=dim)
 
 
 def _with_dims(x: Tensor) -> Tensor:
     return x.reshape(1) if x.ndim == 0 else x
-
-
-def join_rows(part: Tensor, shape: tuple[int, ...], dim: int, size: int) -> Tensor:
-    """Concatenate along ``dim`` the rows of ``[n, k]``, each of which holds one rank's tensor of this shape."""
-    return part.reshape(size, *shape).movedim(0, dim).flatten(dim, dim + 1)

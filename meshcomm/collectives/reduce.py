@@ -28,7 +28,7 @@ from meshcomm.collectives.door import (
     carried,
     started,
 )
-from meshcomm.collectives.gather import as_first, cut_in_rows, gather_over, lies_first
+from meshcomm.collectives.gather import as_first, gather_over, lies_first
 from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
@@ -487,7 +487,7 @@ def _scattered(x: Tensor, axis: Axis, dim: int, op: str, exact: bool, sizes: Siz
 
 
 def _scattered_rows(axis: Axis, dim: int, op: str, exact: bool, sizes: None) -> tuple[Params, Rows]:
-    return (0, f"exact {op}" if exact else op, None), cut_in_rows(dim, axis.size)
+    return (0, f"exact {op}" if exact else op, None), Rows(axis.size, cut=dim)
 
 
 @overload
