@@ -177,11 +177,11 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for one of 
         if name == "parallel":
             return importlib.import_module("meshcomm.parallel")
         if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise importlib.import_module("meshcomm.elsewhere").missing(__name__, name)
         with _LaterCollection():
             value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "parallel"})
+    return [*__all__, "__version__", "parallel"]

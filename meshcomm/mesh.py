@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import _torch, watch
+from meshcomm.elsewhere import Answers
 from meshcomm.errors import fail, likely, names
 from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.transports.protocol import Link
@@ -62,7 +63,7 @@ class Place(Protocol):
         """The device that who asks computes on."""
 
 
-class Axis:
+class Axis(Answers):
     """One rank's view of an axis (or of several as one): its size, this rank's index on it and the link to the
     others.
     """
@@ -169,7 +170,7 @@ def axis_with_key(key: str) -> Axis:
         fail("mesh", "a compiled function uses a mesh that is gone.", fix="compile it again with the new mesh")
 
 
-class Mesh:
+class Mesh(Answers):
     """Ranks in an N-dimensional grid whose axes have names. Made by :func:`make_mesh`."""
 
     def __init__(

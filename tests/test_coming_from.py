@@ -212,6 +212,7 @@ ORACLES: dict[str, Oracle] = {
 BY_RANK: dict[str, Callable[[int], Any]] = {
     "mc.rank()": lambda r: r, "mc.local_rank()": lambda r: r, "mc.get_dist_info()": lambda r: (r, 4), "mc.is_main()": lambda r: r == 0,
     "mc.main_only(str)(7)": lambda r: "7" if r == 0 else None,
+    'mesh.axis("tp").ranks': lambda r: (0, 1) if r < 2 else (2, 3),
     "mesh.coordinate": lambda r: {"dp": r // 2, "tp": r % 2},
 }  # fmt: skip
 

@@ -67,10 +67,10 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for one of 
         if name in _MODULES:
             return importlib.import_module(f"{__name__}.{name}")
         if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise importlib.import_module("meshcomm.elsewhere").missing(__name__, name)
         value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)
