@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.runtime.process import forks
@@ -25,6 +26,8 @@ TABLE = 2 * SERIAL
 _NOBODY = bytes(READERS)
 _SLOT, _SLOTS, _MOST_SLOTS = 2**16, 64, 2**12
 """Bytes of a small segment, how many of them lie in one memory, and the most of them."""
+_FIRST = 4
+"""How many of them are looked at first: what was lent last is mapped and near on all sides."""
 _KEEP = 2**28
 """Bytes that a process keeps to lend them again."""
 _MUCH, _LITTLE = 2**27, 0.1
@@ -45,7 +48,9 @@ class Reader(Protocol):
 class Segment:
     """A part of a memory: in its first page one byte per reader and a state; then what is lent."""
 
-    __slots__ = ("bytes", "cells", "fd", "flags", "kept", "number", "offset", "readers", "serial", "size", "whole")
+    __slots__ = (
+        "_part", "bytes", "cells", "fd", "flags", "kept", "number", "offset", "readers", "serial", "size", "whole",
+    )  # fmt: skip
 
     def __init__(self, memory: Memory, offset: int, size: int) -> None:
         self.fd, self.serial, self.whole, self.offset, self.size = memory.fd, memory.serial, memory.size, offset, size
@@ -53,9 +58,20 @@ class Segment:
         self.cells = self.flags.cast("q")
         with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
             self.bytes = torch.frombuffer(memory.mapped, dtype=torch.uint8, offset=offset + PAGE, count=size - PAGE)
+        self._part: tuple[int, torch.dtype, Tensor] | None = None
         self.kept = True
         self.readers: Sequence[Reader] = ()
         self.number = 0  # of the call that it was lent for last
+
+    def part(self, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """The first bytes of what is lent, as elements. Kept until others are asked for: most calls are as the last."""
+        known = self._part
+        if known is not None and known[0] == nbytes and known[1] is dtype:
+            return known[2]
+        part = self.bytes[:nbytes].view(dtype)
+        if _torch.plain_now() and not torch.is_inference_mode_enabled():
+            self._part = nbytes, dtype, part
+        return part
 
     def is_free(self) -> bool:
         """Whether everybody has read."""
@@ -121,6 +137,9 @@ class Room:
     def _slot(self) -> Segment | None:
         """One of the small ones, of which many lie in one memory: there are only so many descriptors."""
         small = self._small
+        for segment in small[:_FIRST]:
+            if segment.is_free():
+                return segment
         for _ in range(len(small)):
             self._next = (self._next + 1) % len(small)
             if small[self._next].is_free():

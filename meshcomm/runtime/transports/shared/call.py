@@ -309,7 +309,7 @@ class Call(Entry):
             if self._tables:
                 self._tables[i] = table = segment.cells[TABLE : TABLE + 2 * link.size + 1].tolist()
                 stop = table[link.size] * packed.element_size()
-            got[i] = segment.bytes[:stop].view(packed.dtype)
+            got[i] = segment.part(stop, packed.dtype)
         if self._tables:
             self._check_runs()
         assert self._own is not None

@@ -182,7 +182,7 @@ class Entry:
                 self.fail(f"there is no memory to share: {error.strerror or error}")
             if table is not None:
                 lent.cells[TABLE : TABLE + len(table)] = array("q", table)
-            own = lent.bytes[: packed.nbytes].view(packed.dtype)
+            own = lent.part(packed.nbytes, packed.dtype)
             if write is not None:
                 write(own)
             elif table is not None and not told.later:  # nobody else reads what this rank keeps

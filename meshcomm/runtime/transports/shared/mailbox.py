@@ -35,6 +35,10 @@ from meshcomm.runtime.transports.shared.words import (
 )
 
 
+_AT_HAND = 64
+"""How many of the segments that others lend are found again without asking for their memory."""
+
+
 class Heard(NamedTuple):
     """What another rank has written of a call, for who watches it."""
 
@@ -86,6 +90,7 @@ class Mail:
         self.given: deque[Given] = deque(maxlen=ENTRIES)
         """Calls that were not compared with those of all others yet."""
         self.dropped: list[Open] = []
+        self._borrowed: dict[tuple[int, int], Segment] = {}
 
     def is_over(self) -> bool:
         """Whether nobody uses it any more, here, and it is at rest."""
@@ -127,10 +132,18 @@ class Mail:
 
     def borrow(self, entry: Sequence[int], index: int) -> Segment:
         """What that rank lends, as its entry says. Raises OSError if it is not there."""
-        neighbour = self.neighbours[index]
-        assert neighbour is not None
-        lease = Lease(neighbour.pid, entry[FD], entry[SERIAL], entry[SIZE], entry[OFFSET], entry[LENGTH])
-        return lending.borrow(lease, keep=bool(entry[KEPT]))
+        place = entry[SERIAL], entry[OFFSET]
+        found = self._borrowed.get(place)
+        if found is None:
+            neighbour, kept = self.neighbours[index], bool(entry[KEPT])
+            assert neighbour is not None
+            lease = Lease(neighbour.pid, entry[FD], entry[SERIAL], entry[SIZE], entry[OFFSET], entry[LENGTH])
+            found = lending.borrow(lease, keep=kept)
+            if kept:
+                if len(self._borrowed) >= _AT_HAND:
+                    self._borrowed.clear()
+                self._borrowed[place] = found
+        return found
 
     def words_at(self, index: int, place: int, digest: int) -> bytes:
         """What a rank of the group has written there under this digest; nothing if it has been written over."""
