@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from operator import sub
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -284,32 +284,35 @@ class Call(Entry):
         link = self.link
         packed = self.packed
         wrong, lost, watch = False, None, self.watch
+        mail, digest, root = self.mail, self.digest, self.root
+        to_one = self.code >> 16 == PERMUTE
         if self._odd and watch is not None:
             self._take_back()
             watch.differ()
         for i in self._sources:
             entry = self._entries[i]
-            if watch is None and (entry[DIGEST] != self.digest or self._another_root(entry)):
+            another = to_one or entry[ROOT] != root
+            if watch is None and (entry[DIGEST] != digest or (another and self._another_root(entry))):
                 wrong = True
             elif entry[SERIAL]:
                 try:
-                    segments[i] = self._borrow(entry, i)
-                except CommError as error:  # the others want back what they have lent
-                    lost = error
+                    segments[i] = mail.borrow(entry, i)
+                except OSError as error:  # the others want back what they have lent
+                    lost = i, error
         if wrong:
             self._borrow_unread(segments)
             differ_in(self.mail, self.number)
         if lost is not None:
-            raise lost
+            self._unreadable(*lost)
         if packed is None:
             return []
-        got = [packed[:0]] * link.size
+        size, dtype, stop = link.size, packed.dtype, self.total * self._nbytes()
+        got = [packed[:0]] * size if len(segments) < size - 1 else [packed] * size
         for i, segment in segments.items():
-            stop = self.total * self._nbytes()
             if self._tables:
-                self._tables[i] = table = segment.cells[TABLE : TABLE + 2 * link.size + 1].tolist()
-                stop = table[link.size] * packed.element_size()
-            got[i] = segment.part(stop, packed.dtype)
+                self._tables[i] = table = segment.cells[TABLE : TABLE + 2 * size + 1].tolist()
+                stop = table[size] * dtype.itemsize
+            got[i] = segment.part(stop, dtype)
         if self._tables:
             self._check_runs()
         assert self._own is not None
@@ -320,6 +323,10 @@ class Call(Entry):
         """What goes from one rank to another has one length for both: all compare all, so that all find the same."""
         size = self.link.size
         tables = [self._tables[i] for i in range(size)]
+        run = tables[0][1]
+        even = [*(run * i for i in range(size + 1)), *[run] * size]
+        if all(table == even for table in tables):
+            return
         sent = [tuple(map(sub, table[1 : size + 1], table[:size])) for table in tables]
         wanted = list(zip(*(table[size + 1 :] for table in tables), strict=True))
         if sent != wanted:
@@ -339,13 +346,10 @@ class Call(Entry):
             return False
         return theirs >= 0 or self.root >= 0 or differ(NOBODY - theirs, NOBODY - self.root)
 
-    def _borrow(self, entry: list[int], source: int) -> Segment:
-        try:
-            return self.mail.borrow(entry, source)
-        except OSError as error:
-            found = peers.account([self.link.ranks[source]], closed=True)
-            what = f"the memory of index {source} cannot be read: {error.strerror or error}"
-            self.fail(f"{found}: {what}" if found else what)
+    def _unreadable(self, source: int, error: OSError) -> NoReturn:
+        found = peers.account([self.link.ranks[source]], closed=True)
+        what = f"the memory of index {source} cannot be read: {error.strerror or error}"
+        self.fail(f"{found}: {what}" if found else what)
 
     def _borrow_unread(self, segments: dict[int, Segment]) -> None:
         """What is lent to this rank, to return it; what is not may be lent for a later call by now."""

@@ -26,6 +26,8 @@ from meshcomm.runtime.transports.shared.waiting import Wait
 from meshcomm.runtime.transports.shared.words import ENTRY_CELLS, STANDS, WHY, dtype_of, last_said, name_of, said
 
 NOBODY = -1
+_SMALL = 2**15
+"""Bytes up to which it is faster to lend all than to leave out what nobody reads."""
 
 
 class Caller(Protocol):
@@ -135,12 +137,14 @@ class Entry:
         *,
         spare: int = 0,
         table: Sequence[int] | None = None,
+        unread: tuple[int, int] = (0, 0),
         write: Callable[[Tensor], object] | None = None,
     ) -> None:
         """Lend ``packed`` to the readers and tell everybody. ``sources``: who lends something to this rank, known from
         the first: of whoever is interrupted nothing else may be returned. ``spare``: bytes behind it. ``table``: where
         the run for each rank begins and the last one ends, and how long those are that it expects, in elements of
-        ``packed``. ``write``: writes what is lent, of which ``packed`` then has the shape alone.
+        ``packed``. ``unread``: from and to which of these nobody else reads. ``write``: writes what is lent, of which
+        ``packed`` then has the shape alone.
         """
         if self.mail.dropped:
             self.mail.look_after()
@@ -148,7 +152,7 @@ class Entry:
         if self.watch is None:
             self._missing, self._partly = list(sources), len(sources) < len(self.mail.others)
         try:
-            self._lend(packed, readers, spare, table, write)
+            self._lend(packed, readers, spare, table, unread, write)
             with self.mail.lock:
                 self._enter()
         except BaseException:
@@ -168,6 +172,7 @@ class Entry:
         readers: Sequence[int],
         spare: int,
         table: Sequence[int] | None,
+        unread: tuple[int, int],
         write: Callable[[Tensor], object] | None,
     ) -> None:
         mail, link = self.mail, self.link
@@ -185,8 +190,8 @@ class Entry:
             own = lent.part(packed.nbytes, packed.dtype)
             if write is not None:
                 write(own)
-            elif table is not None and not told.later:  # nobody else reads what this rank keeps
-                start, end = table[link.index : link.index + 2]
+            elif packed.nbytes > _SMALL and not keeps:
+                start, end = unread
                 own[:start].copy_(packed[:start])
                 own[end:].copy_(packed[end:])
             else:

@@ -34,7 +34,6 @@ from meshcomm.runtime.transports.shared.words import (
     said,
 )
 
-
 _AT_HAND = 64
 """How many of the segments that others lend are found again without asking for their memory."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from threading import get_ident
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,13 +64,12 @@ class OneHostLink(ProcessLink):
         """All read all; where that is much, each reduces a part and reads the others' parts."""
         if not x.is_cpu:
             return super().all_reduce(x, op)
-        x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
         call = self._call("all_reduce", op, x)
-        out = reserve.empty(packed.shape, packed.dtype)
-        flat, result = dtypes.from_bytes(out, x.dtype), dtypes.from_bytes(out, x.dtype).view(x.shape)
+        flat = dtypes.from_bytes(reserve.empty(packed.shape, packed.dtype), x.dtype)
+        result = flat if flat.shape == x.shape else flat.view(x.shape)
         in_parts = self._in_parts(x)
-        call.post(packed, self._others, self._others, spare=self._spare(flat) if in_parts else 0)
+        call.post(packed, self.mail.others, self.mail.others, spare=self._spare(flat) if in_parts else 0)
         return self._reduced(call, in_parts, op, flat, result)
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
@@ -104,7 +103,11 @@ class OneHostLink(ProcessLink):
         call = self._call("all_reduce", "sum", out)
         in_parts = self._in_parts(out)
         call.post(
-            out, self._others, self._others, spare=self._spare(out) if in_parts else 0, write=lambda own: _write(own, x)
+            out,
+            self.mail.others,
+            self.mail.others,
+            spare=self._spare(out) if in_parts else 0,
+            write=lambda own: _write(own, x),
         )
         return self._reduced(call, in_parts, "sum", out, out)
 
@@ -113,22 +116,23 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().all_gather(x)
         packed = dtypes.to_bytes(x)
-        out = reserve.empty((self.size, packed.numel()), packed.dtype)
+        out = reserve.empty((self.size * packed.numel(),), packed.dtype)
         call = self._call("all_gather", "", x)
-        call.post(packed, self._others, self._others)
-        result = dtypes.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
-        return self._done(call, lambda got: _copy_rows(out, got), result)
+        call.post(packed, self.mail.others, self.mail.others)
+        result = dtypes.from_bytes(out, x.dtype).view(self.size, *x.shape)
+        return self._done(call, lambda got: torch.cat(got, out=out), result)
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Everybody reduces its row of all."""
         if not x.is_cpu:
             return super().reduce_scatter(x, op)
-        x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
         out = reserve.empty(x.shape[1:], x.dtype)
         call = self._call("reduce_scatter", op, x)
-        call.post(packed, self._others, self._others)
-        mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
+        count, each = out.numel(), packed.numel() // self.size
+        own = self.index * each, (self.index + 1) * each
+        call.post(packed, self.mail.others, self.mail.others, unread=own)
+        mine = slice(self.index * count, (self.index + 1) * count)
 
         def fill(got: list[Tensor]) -> None:
             dtypes.fold(op, [dtypes.from_bytes(each, x.dtype)[mine] for each in got], out=out.view(-1))
@@ -141,17 +145,16 @@ class OneHostLink(ProcessLink):
             return super().all_to_all(x, send, recv)
         packed = dtypes.to_bytes(x)
         width = x.element_size() // packed.element_size()
-        runs = [width * run for run in recv]
+        runs = recv if width == 1 else [width * run for run in recv]
         out = reserve.empty((sum(runs),), packed.dtype)
         call = self._call("all_to_all", "", x)
         call.count = 0  # it may differ
-        starts = [0, *accumulate(width * run for run in send)]
-        call.post(packed, self._others, self._others, table=[*starts, *runs])
+        starts = [0, *accumulate(send if width == 1 else [width * run for run in send])]
+        own = starts[self.index], starts[self.index + 1]
+        call.post(packed, self.mail.others, self.mail.others, table=[*starts, *runs], unread=own)
 
         def fill(got: list[Tensor]) -> None:
-            for i, (part, whole) in enumerate(zip(out.split(runs), got, strict=True)):
-                start, end = call.table_of(i)
-                part.copy_(whole[start:end])
+            torch.cat([whole[slice(*call.table_of(i))] for i, whole in enumerate(got)], out=out)
 
         return self._done(call, fill, dtypes.from_bytes(out, x.dtype))
 
@@ -205,13 +208,13 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().gather(x, dst)
         packed = dtypes.to_bytes(x)
-        out = reserve.empty((self.size if self.index == dst else 0, packed.numel()), packed.dtype)
+        out = reserve.empty((self.size * packed.numel() if self.index == dst else 0,), packed.dtype)
         call = self._call("gather", "", x, dst)
         call.post(packed, *self._to_one(dst))
         if self.index != dst:
             return self._done(call, lambda _: None, None)
-        result = dtypes.from_bytes(out.view(-1), x.dtype).view(self.size, *x.shape)
-        return self._done(call, lambda got: _copy_rows(out, got), result)
+        result = dtypes.from_bytes(out, x.dtype).view(self.size, *x.shape)
+        return self._done(call, lambda got: torch.cat(got, out=out), result)
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """All read their rows from one."""
@@ -229,7 +232,7 @@ class OneHostLink(ProcessLink):
     def barrier(self) -> object:
         """Entries without anything."""
         call = self._call("barrier", "", torch.empty(0, dtype=torch.uint8, device="cpu"))
-        call.post(None, (), self._others)
+        call.post(None, (), self.mail.others)
         return self._done(call, lambda _: None, None)
 
     def barrier_within(self, seconds: float) -> None:
@@ -240,16 +243,12 @@ class OneHostLink(ProcessLink):
 
     # ------------------------------------------------------------------------------------------- calls
 
-    @property
-    def _others(self) -> tuple[int, ...]:
-        return self.mail.others
-
     def _from_one(self, src: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Who reads from this rank, and whom it reads from."""
-        return (self._others, ()) if self.index == src else ((), (src,))
+        return (self.mail.others, ()) if self.index == src else ((), (src,))
 
     def _to_one(self, dst: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return ((), self._others) if self.index == dst else ((dst,), ())
+        return ((), self.mail.others) if self.index == dst else ((dst,), ())
 
     def meet(self, name: str, dtype: torch.dtype) -> None:
         """An entry, as ``watch`` says, before a call that goes another way."""
@@ -260,7 +259,7 @@ class OneHostLink(ProcessLink):
         call = self._watched_call(watched, code_of(name, "", dtype), 0, -1)
 
         def come() -> None:
-            call.post(None, (), self._others)
+            call.post(None, (), self.mail.others)
             self._done(call, lambda _: None, None)
 
         for_later(False, come)
@@ -300,9 +299,9 @@ class OneHostLink(ProcessLink):
         try:
             call.expect(fill, result, first)
             if told.later:
-                return cast(T, Reading(call))
+                return Reading(call)  # type: ignore[return-value]  # for who waits later
             call.wait_for_all(self.mail.timeout)
-            return cast(T, call.conclude())
+            return call.conclude()  # type: ignore[no-any-return]
         except BaseException as error:
             if call.record[ENDED] is None:
                 failed(call.record, error)
@@ -329,8 +328,3 @@ def _write(own: Tensor, x: Parts) -> None:
         return
     for place, part in zip(own.split([part.numel() for part in x.parts]), x.parts, strict=True):
         torch.mul(part, x.factor, out=place)
-
-
-def _copy_rows(out: Tensor, got: Sequence[Tensor]) -> None:
-    for row, each in zip(out, got, strict=True):
-        row.copy_(each)
