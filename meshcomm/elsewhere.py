@@ -10,10 +10,9 @@ import opcode
 import re
 import sys
 import types
-import typing
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 _HERE = Path(__file__).parent
 _PAGES = (_HERE / "coming-from.md", _HERE.parent / "docs" / "coming-from.md")
@@ -132,13 +131,33 @@ def _imports(frame: types.FrameType) -> bool:
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
 
 
+_OF_MESHES = """
+    get_group get_rank get_local_rank get_coordinate get_world_size mesh_dim_names mesh ndim device_type axis_sizes
+    devices Get_rank Get_size Get_coords Get_topo Get_dim Sub Shift Split Dup
+"""
+OF_MESHES = frozenset(_OF_MESHES.split())
+"""What meshes, groups and communicators have elsewhere."""
+
+
+class _Missing:
+    """An attribute that is not there, and says what is."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, thing: object, owner: type) -> NoReturn:
+        what = f"type object {owner.__name__!r}" if thing is None else f"{owner.__name__!r} object"
+        raise AttributeError(f"{what} has no attribute {self._name!r}{answer(self._name)}")
+
+
 class Answers:
-    """A class whose objects say what to write in place of an attribute that they do not have."""
+    """A class whose objects say what to write in place of an attribute that others' have. Not by ``__getattr__``: with
+    one, every attribute that is there takes longer.
+    """
 
-    if not typing.TYPE_CHECKING:  # a type checker would take every attribute for one of these
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in OF_MESHES]
 
-        def __getattr__(self, name):
-            if not name.startswith("_") and hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # a property that has raised, which raises again
-            said = "" if name.startswith("_") else answer(name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{said}")
+
+for _name in OF_MESHES:
+    setattr(Answers, _name, _Missing(_name))

@@ -213,6 +213,9 @@ BY_RANK: dict[str, Callable[[int], Any]] = {
     "mc.rank()": lambda r: r, "mc.local_rank()": lambda r: r, "mc.get_dist_info()": lambda r: (r, 4), "mc.is_main()": lambda r: r == 0,
     "mc.main_only(str)(7)": lambda r: "7" if r == 0 else None,
     'mesh.axis("tp").ranks': lambda r: (0, 1) if r < 2 else (2, 3),
+    "mesh.rank": lambda r: r, 'mesh.coordinate["dp"]': lambda r: r // 2, "mesh.size": lambda r: 4, 'mesh.shape["dp"]': lambda r: 2,
+    "mesh.axis_names": lambda r: ("dp", "tp"), "len(mesh.shape)": lambda r: 2, "mesh.ranks": lambda r: (0, 1, 2, 3),
+    "mesh.device": lambda r: torch.device("cpu"), "tuple(mesh.shape.values())": lambda r: (2, 2), "mesh.shape": lambda r: {"dp": 2, "tp": 2},
     "mesh.coordinate": lambda r: {"dp": r // 2, "tp": r % 2},
 }  # fmt: skip
 
