@@ -22,7 +22,7 @@ from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import ENDED, failed, made, noted
+from meshcomm.runtime.recorder import BEGAN, ENDED, Record, failed, made, noted
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 from meshcomm.watch import here, paused
@@ -67,19 +67,20 @@ class Work(Generic[T]):
     _lock: Any = None
     """Ranks of one process need none: they run one at a time."""
 
-    def __init__(self, source: Any, call: Any = None, axis: Axis | None = None) -> None:
+    def __init__(self, source: Any, call: Any = None, axis: Axis | None = None, record: Record | None = None) -> None:
         self._claimed = False
         if not isinstance(source, Pending):
             self._over, self._value = True, source
             return
         self._source: Any = source
-        self._call, self._axis = call, axis
+        self._call = call
+        self._axis = axis
         if not source.bare:
             self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._rank = rank = local.rank
         if rank is None:
             self._lock = _Lock()
-        self._began = time.monotonic()
+        self._began = time.monotonic() if record is None else record[BEGAN]
 
     def wait(self, timeout: float | None = None) -> T:
         """The result; waits until it is there. Asking again gives the same again.
@@ -98,32 +99,34 @@ class Work(Generic[T]):
         self._claimed = True
         if self._over and self._error is None:
             return self._value
-        began = None if timeout is None else time.monotonic()
-        lock = self._lock
+        lock, began = self._lock, 0.0 if timeout is None else time.monotonic()
         if lock is None:
             return self._settled(timeout, began)
         forks.refuse_if_forked("wait")
-        if not lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise CommError(self._late(timeout or 0.0))
+        if timeout is None:
+            with lock:
+                return self._settled(None, began)
+        if not lock.acquire(timeout=timeout):
+            raise CommError(self._late(timeout))
         try:
             return self._settled(timeout, began)
         finally:
             lock.release()
 
-    def _settled(self, timeout: float | None, began: float | None) -> T:
+    def _settled(self, timeout: float | None, began: float) -> T:
         """The result, for the one thread that may wait; since ``began`` if there is a time-out."""
         if self._error is not None:
             raise self._error
         if self._over:
             return self._value
-        if timeout is not None and began is not None:
+        if timeout is not None:
             timeout = max(0.0, timeout - (time.monotonic() - began))
         try:
             source = self._source
             value: T = source.wait(timeout) if source.bare else self._finish(timeout)
             self._value = value
         except TimedOutError as late:
-            waited = 0.0 if began is None else time.monotonic() - began
+            waited = 0.0 if timeout is None else time.monotonic() - began
             raise CommError(self._late(waited, str(late))) from None
         except Exception as error:
             self._error, self._over, self._source = error, True, None
@@ -274,7 +277,8 @@ def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[A
     if not isinstance(result, Pending):
         return Work(result)
     seen = (x.dtype, x.shape) if isinstance(x, Tensor) else (None, ()) if x is None else x
-    return Work(result, noted(result.record(), what, axis, *seen), axis)
+    record = result.record()
+    return Work(result, noted(record, what, axis, *seen), axis, record)
 
 
 def kind_of(x: Tensor) -> Kind:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import meshcomm as mc
-from meshcomm.runtime import recorder
+from meshcomm.runtime import callsite, recorder
 from meshcomm.runtime.hooks.dumps import FOLDER, dump_collectives
 from meshcomm.tools import explain
 
@@ -417,3 +417,19 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "axis 'a', call 1: " in done.stdout
+
+
+def test_the_line_of_a_call_can_be_asked_for_later() -> None:
+    spot, site = callsite.call_spot, callsite.call_site
+    pairs = [(spot(0), site()), (
+        spot(0), site(),
+    )]  # fmt: skip
+    for _ in range(2):
+        pairs += (
+            (spot(0), site()),
+            *((spot(0), site()) for _ in range(2)),
+            (lambda: (spot(0), site()))(),
+        )
+    pairs.append((spot(1), site()))
+    assert [callsite.site_at(early) for early, _ in pairs] == [late for _, late in pairs]
+    assert len({late.line for _, late in pairs}) == 6

@@ -17,7 +17,7 @@ import torch
 
 from meshcomm._torch_autograd import backward_pass
 from meshcomm.runtime.call import AxisAt, Call, Post, Want
-from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.callsite import Spot, call_site, call_spot, site_at
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.words import call_text, messages_text, primitive_arguments, primitive_text
@@ -150,10 +150,10 @@ def made(call: Any) -> Call | None:
 def noted(record: Record | None, what: str, axis: Any, dtype: torch.dtype | None, shape: Sequence[int]) -> Any:
     """What makes the public call, of this line of the user's, that a record is of; it is made of that from now on.
 
-    The axis may be gone when somebody asks.
+    The axis may be gone when somebody asks. Who asks for this is called by a function of the library.
     """
     seen = None if record is None else (record[CALL], record[WHAT], record[OP], record[ROOT], record[NUMBER])
-    call = _public, what, axis.name, axis.coordinate, dtype, shape, call_site(), backward_pass() != -1, seen
+    call = _public, what, axis.name, axis.coordinate, dtype, shape, call_spot(3), backward_pass() != -1, seen
     if record is not None:
         record[CALL] = call
     return call
@@ -165,11 +165,11 @@ def _public(
     coordinate: dict[str, int],
     dtype: torch.dtype | None,
     shape: Sequence[int],
-    site: CallSite,
+    spot: Spot,
     backward: bool,
     seen: tuple[Any, ...] | None,
 ) -> Call:
-    axis = AxisAt(name, coordinate)
+    axis, site = AxisAt(name, coordinate), site_at(spot)
     call = Call(what, axis=axis, dtype=dtype, shape=tuple(shape), site=site, backward=backward)
     if seen is None:
         return call

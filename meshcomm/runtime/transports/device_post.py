@@ -30,7 +30,7 @@ from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.pending import Pending, queued, queueing, wait_for_helpers
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.underway import Explain, Started
+from meshcomm.runtime.transports.underway import Started, started
 
 KNOW_NO_TAGS = frozenset({"nccl", "xccl", "hccl"})
 """Backends that match messages by order."""
@@ -59,9 +59,9 @@ class Outbox:
     def __init__(self) -> None:
         self._waiting: list[Queued] = []
 
-    def put(self, todo: list[dist.P2POp], result: Any, explain: Explain) -> Queued:
+    def put(self, link: Any, todo: list[dist.P2POp], result: Any) -> Queued:
         """Behind those that are there."""
-        one = Queued(self, todo, result, explain)
+        one = Queued(self, link, todo, result)
         with queueing:
             self._waiting.append(one)
             if self not in queued:
@@ -122,12 +122,12 @@ def _after_who_made(waiting: Sequence[Queued]) -> None:
 class Queued(Pending):
     """The messages of one call."""
 
-    __slots__ = ("_explain", "_failed", "_outbox", "_result", "_works", "streams", "todo")
+    __slots__ = ("_failed", "_link", "_outbox", "_result", "_works", "streams", "todo")
 
-    def __init__(self, outbox: Outbox, todo: list[dist.P2POp], result: Any, explain: Explain) -> None:
+    def __init__(self, outbox: Outbox, link: Any, todo: list[dist.P2POp], result: Any) -> None:
         self.todo = todo
         self.streams = {stream for each in todo if (stream := accelerator.stream_of(each.tensor)) is not None}
-        self._outbox, self._result, self._explain = outbox, result, explain
+        self._outbox, self._link, self._result = outbox, link, result
         self._works: Sequence[Started] = ()
         self._failed: RuntimeError | None = None
 
@@ -136,7 +136,7 @@ class Queued(Pending):
         if isinstance(found, BaseException):
             self._failed = found if isinstance(found, RuntimeError) else RuntimeError(f"interrupted by {found!r}")
         else:
-            self._works = [Started(work, None, self._explain, gloo=False, keep=self.todo) for work in found]
+            self._works = [started(self._link, "exchange", work, None, self.todo) for work in found]
         self.todo = []
 
     def _under_way(self) -> Sequence[Started]:
@@ -144,7 +144,7 @@ class Queued(Pending):
             wait_for_helpers()
             self._outbox.begin()
         if self._failed is not None:
-            raise self._explain(self._failed) from self._failed
+            raise self._link._error("exchange", self._failed) from self._failed
         return self._works
 
     def wait(self, timeout: float | None) -> Any:

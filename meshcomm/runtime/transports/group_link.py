@@ -32,7 +32,7 @@ from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox
 from meshcomm.runtime.transports.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
-from meshcomm.runtime.transports.underway import Fault, Messages, Started, Walker
+from meshcomm.runtime.transports.underway import Messages, Walker, started
 
 T = TypeVar("T")
 
@@ -224,7 +224,7 @@ class GroupLink(PacketLink):
         if told.later:
             on_gloo = self._on_gloo and (result is None or cast(Any, result).is_cpu)
             assert work is not None
-            return cast(T, Started(work, result, Fault(self, what), gloo=on_gloo, keep=keep))
+            return cast(T, started(self, what, work, result, keep, gloo=on_gloo))
         try:
             if work is not None:
                 work.wait()
@@ -254,10 +254,9 @@ class GroupLink(PacketLink):
         if not told.later or not works:
             self._wait("exchange", works)
             return result
-        explain = Fault(self, "exchange")
         if self._on_gloo and cpu:
-            return cast(T, Messages(works, result, explain, keep=keep))
-        begun = [Started(work, None, explain, gloo=False, keep=keep) for work in works]
+            return cast(T, Messages(self, works, result, keep))
+        begun = [started(self, "exchange", work, None, keep) for work in works]
         return then_all(begun, lambda _: result)
 
 
@@ -290,7 +289,7 @@ def _direct_in(log: Log) -> Callable[..., Tensor]:
                 work = call(*given)
                 if later:
                     read = None if type(given[0]) is list else x  # what is in a list is ``y`` itself
-                    begun: Any = Started(work, y, Fault(link, what), gloo=False, keep=read, record=record)
+                    begun: Any = started(link, what, work, y, read, record)
                     return begun  # type: ignore[no-any-return]
                 if work is not None:
                     work.wait()
@@ -299,7 +298,7 @@ def _direct_in(log: Log) -> Callable[..., Tensor]:
                 raise
             except RuntimeError as error:
                 failed(record, error)
-                raise Fault(link, what)(error) from error
+                raise link._error(what, error) from error
         record[ENDED] = True if y.is_cpu else mark(y) or True
         return y
 

@@ -33,7 +33,7 @@ from meshcomm.runtime.transports.device_post import (
 from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.group_link import GroupLink, Message, both, options_for
 from meshcomm.runtime.transports.post import Parcel, deliver, expect, open_all, route_of
-from meshcomm.runtime.transports.underway import Fault, Walker, apart
+from meshcomm.runtime.transports.underway import Walker, apart
 
 T = TypeVar("T")
 
@@ -382,14 +382,13 @@ class ProcessLink(GroupLink):
         if not (posts or wants):
             return []
         device = posts[0][0].device if posts else wants[0][4]
-        explain = Fault(self, "exchange")
         if self._kinds.get(device.type, self._backends) not in KNOW_NO_TAGS:
             todo, got = messages_for(self.base, posts, wants)
             works = self._start("exchange", lambda: _torch.begin_messages(todo))
             return self._end(works, got, keep=todo, cpu=all(each.tensor.is_cpu for each in todo))
         said = self._tags_agree(posts, wants)
         todo, got = messages_for(self.group, posts, wants)  # matched by order: in the group of this axis alone
-        begun = self._outbox.put(todo, got, explain)
+        begun = self._outbox.put(self, todo, got)
         if isinstance(said, Pending):
             return cast("list[Tensor]", Compared(said, begun))
         if told.later:

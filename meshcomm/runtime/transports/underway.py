@@ -11,74 +11,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, exits
 from meshcomm.runtime.recorder import THREAD, Noted, Record, waits_on_a_device
 
-Explain = Callable[[RuntimeError], Exception]
-"""Says in the library's words what the transport said in its own."""
-
-
-class Fault:
-    """The same, of an operation of a link, which is told where one has been given up that a device waits for."""
-
-    __slots__ = ("_link", "_what")
-
-    def __init__(self, link: Any, what: str) -> None:
-        self._link, self._what = link, what
-
-    def __call__(self, error: RuntimeError) -> Exception:
-        """In the link's words."""
-        return self._link._error(self._what, error)  # type: ignore[no-any-return]
-
-    def give_up(self, device: torch.device) -> None:
-        """Nothing comes after it on the device until it has ended: end it, and the link with it."""
-        self._link.end_backend(self._what, device)
-
 
 class Started(Noted):
-    """One operation of a backend that reports when it is done.
+    """One operation of a backend that reports when it is done."""
 
-    On a device it runs on a stream of the backend's own: ::
-
-        this rank's stream   ---- what it has to do first ----|before|---- what does not need the result ----|wait|----
-        the backend's                                              |---- the others are waited for ----|result|
-
-    Others are late from ``before`` on. Who waits on another stream than the one that made the tensors has them until
-    it has come that far; who gives up ends the backend, for whatever waited on its stream would never go on.
-    """
-
-    __slots__ = ("_before", "_began", "_explain", "_gloo", "_in_vain", "_keep", "_result", "_stream", "_work", "bare")
+    __slots__ = ("_gloo", "_keep", "_link", "_result", "_what", "_work")
+    bare = True
 
     def __init__(
         self,
+        link: Any,
+        what: str,
         work: dist.Work,
         result: Any,
-        explain: Explain,
-        *,
-        gloo: bool,
-        keep: object = None,
-        record: Record | None = None,
+        keep: object,
+        record: Record | None,
+        gloo: bool = False,
     ) -> None:
-        self._work, self._result, self._explain, self._gloo, self._keep = work, result, explain, gloo, keep
-        self._stream: torch.Stream | None = None
-        self._before: Any = None
-        self._in_vain = False
-        self.bare = True
+        """``what`` of ``link`` is under way, which says in the library's words what the backend said in its own.
+        ``keep`` is what it reads.
+        """
+        self._link = link
+        self._what = what
+        self._work = work
+        self._result = result
+        self._keep = keep
+        self._gloo = gloo
         self._record = record
         if record is not None:
             record[THREAD] = 0
-        if gloo or accelerator.module() is None:
-            return
-        for first in accelerator.tensors(result, keep):
-            self._stream, self._before = accelerator.stream_of(first), accelerator.mark(first)
-            self.bare = False  # memory is lent to streams by an operation of torch's
-            self._began = time.monotonic()
-            break
 
     def _wait(self, timeout: float | None) -> Any:
-        # On an accelerator without a time-out: order the streams, and do not wait on the host.
         try:
             if timeout is None:
                 self._work.wait()
@@ -92,9 +61,7 @@ class Started(Noted):
                 if not self._work.is_completed():
                     raise TimedOutError from None
                 return self._wait(None)  # it ended just now: how?
-            raise self._explain(error) from error
-        if self._stream is not None:
-            accelerator.lend(self._stream, self._result, self._keep)
+            raise self._link._error(self._what, error) from error
         return self._result
 
     def _poll(self, timeout: float) -> None:
@@ -105,34 +72,92 @@ class Started(Noted):
             if end is None and self._others_could_come():
                 end = time.monotonic() + timeout
             if end is not None and time.monotonic() > end:
-                self._in_vain = True
                 raise TimedOutError
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
 
     def _others_could_come(self) -> bool:
         """Whether it is not this rank's own work before it that keeps it, unless others are waited for in that."""
-        if self._before is None or self._before.query() or waits_on_a_device(self._began):
-            self._before = None
-        return self._before is None
+        return True
 
     def done(self) -> bool:
         """As the backend says."""
         return self._work.is_completed()
 
     def abandon(self) -> None:
-        """The backend's stream may still read and write the tensors: what comes on theirs waits for it. If it was
-        waited for in vain, that would wait for ever.
-        """
+        """The backend may still read and write the tensors."""
         super().abandon()
-        if self._gloo:
-            return
-        if self._in_vain and self._stream is not None and isinstance(self._explain, Fault):
-            if not self._work.is_completed():
-                self._explain.give_up(self._stream.device)
-            return
-        with accelerator.on(self._stream):
+        if not self._gloo:
             self._work.wait()
+
+
+class StartedOnDevice(Started):
+    """The same on a device, on a stream of the backend's own: ::
+
+        this rank's stream   ---- what it has to do first ----|before|---- what does not need the result ----|wait|----
+        the backend's                                              |---- the others are waited for ----|result|
+
+    Others are late from ``before`` on. Who waits on another stream than the one that made the tensors has them until
+    it has come that far; who gives up ends the backend, for whatever waited on its stream would never go on.
+    """
+
+    __slots__ = ("_before", "_began", "_in_vain", "_stream")
+    bare = False  # memory is lent to streams by an operation of torch's
+
+    def __init__(self, first: Tensor, *given: Any) -> None:
+        """``first``: one of the tensors."""
+        super().__init__(*given)
+        self._stream, self._before = accelerator.stream_of(first), accelerator.mark(first)
+        self._began = time.monotonic()
+        self._in_vain = False
+
+    def _wait(self, timeout: float | None) -> Any:
+        # Without a time-out: order the streams, and do not wait on the host.
+        result = super()._wait(timeout)
+        if self._stream is not None:
+            accelerator.lend(self._stream, result, self._keep)
+        return result
+
+    def _poll(self, timeout: float) -> None:
+        try:
+            super()._poll(timeout)
+        except TimedOutError:
+            self._in_vain = True
+            raise
+
+    def _others_could_come(self) -> bool:
+        if self._before is None or self._before.query() or waits_on_a_device(self._began):
+            self._before = None
+        return self._before is None
+
+    def abandon(self) -> None:
+        """What comes on the stream of the tensors waits for the backend's. If it was waited for in vain, that would
+        wait for ever.
+        """
+        if not self._in_vain or self._stream is None:
+            with accelerator.on(self._stream):
+                super().abandon()
+            return
+        Noted.abandon(self)
+        if not self._work.is_completed():
+            self._link.end_backend(self._what, self._stream.device)
+
+
+def started(
+    link: Any,
+    what: str,
+    work: dist.Work,
+    result: Any,
+    keep: object = None,
+    record: Record | None = None,
+    *,
+    gloo: bool = False,
+) -> Started:
+    """``work`` under way, on a device if one of its tensors lies there; see :class:`Started`."""
+    if not (gloo or accelerator.module() is None):
+        for first in accelerator.tensors(result, keep):
+            return StartedOnDevice(first, link, what, work, result, keep, record)
+    return Started(link, what, work, result, keep, record, gloo)
 
 
 _claiming = threading.Lock()
@@ -143,10 +168,10 @@ class Messages(Pending):
     the end of the group: a thread waits where somebody wants to know, or not to wait for ever.
     """
 
-    __slots__ = ("_error", "_explain", "_keep", "_over", "_result", "_works")
+    __slots__ = ("_error", "_keep", "_link", "_over", "_result", "_works")
 
-    def __init__(self, works: Sequence[dist.Work], result: Any, explain: Explain, *, keep: object = None) -> None:
-        self._works, self._result, self._explain, self._keep = list(works), result, explain, keep
+    def __init__(self, link: Any, works: Sequence[dist.Work], result: Any, keep: object = None) -> None:
+        self._link, self._works, self._result, self._keep = link, list(works), result, keep
         self._over: threading.Event | None = None
         self._error: RuntimeError | None = None
         exits.loose.add(self)
@@ -199,7 +224,7 @@ class Messages(Pending):
         elif not self._watch().wait(timeout):
             raise TimedOutError
         if self._error is not None:
-            raise self._explain(self._error) from self._error
+            raise self._link._error("exchange", self._error) from self._error
         return self._result
 
     def done(self) -> bool:
