@@ -25,7 +25,7 @@ class Ledger:
         """How many gave their result at once."""
         self.modules = 0
         """How many modules were given to the link that have their gradients summed over it, by all of its ranks."""
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # those that are not waited for
+        self._open: weakref.WeakSet[Any] | None = None  # those that are not waited for: a KiB, from the first one on
         self._last: Entry | None = None
 
     def begin(self, call: Any) -> Entry:
@@ -34,10 +34,13 @@ class Ledger:
         entry = self._last = Entry(call, 0 if before is None else before.number + 1)
         if before is not None and self._open:
             before.following = entry
+        if self._open is None:
+            self._open = weakref.WeakSet()
         self._open.add(call)
         return entry
 
     def wait(self, call: Any) -> Entry | None:
         """The last of the calls begun after this one, which has now been waited for; its own if there is none."""
-        self._open.discard(call)
+        if self._open is not None:
+            self._open.discard(call)
         return self._last

@@ -90,9 +90,7 @@ class GroupLink(PacketLink):
         self.size = len(ranks)
         self.index = index
         self._backends = backends = dist.get_backend_config(base)
-        self._kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
-        kinds = self._kinds or {"cuda": backends}
-        self.nccl = frozenset(kind for kind, backend in kinds.items() if backend == "nccl")
+        self._kinds, self.nccl = _kinds_of(backends)
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
@@ -258,6 +256,13 @@ class GroupLink(PacketLink):
             return cast(T, Messages(self, works, result, keep))
         begun = [started(self, "exchange", work, None, keep) for work in works]
         return then_all(begun, lambda _: result)
+
+
+@cache
+def _kinds_of(backends: str) -> tuple[dict[str, str], frozenset[str]]:
+    """By kind of device its backend, if that is said, and those of NCCL's: nobody changes them."""
+    kinds = dict(part.split(":") for part in backends.split(",")) if ":" in backends else {}
+    return kinds, frozenset(kind for kind, each in (kinds or {"cuda": backends}).items() if each == "nccl")
 
 
 def _direct_in(log: Log) -> Callable[..., Tensor]:
