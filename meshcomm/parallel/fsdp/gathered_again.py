@@ -43,7 +43,10 @@ class Again:
     def fetched(self) -> Sequence[Tensor]:
         """The buffers, fetched by who asks first."""
         if self.buffers is None:
-            with torch.no_grad():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self.buffers = self._fetch()
+            else:
                 self.buffers = self._fetch()
         return self.buffers
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class Group:
         self.row = layout.row(self.index)
         self.kept: tuple[Tensor, list[int]] | None = None
         """Gradients that were not reduced, and which parameters had any."""
+        self.entrance: Entrance | None = None
         self.adopt(shard)
 
     def copied(self, owner: Flow, memo: dict[int, Any]) -> Group:
@@ -102,40 +104,44 @@ class Group:
     def adopt(self, shard: Tensor) -> None:
         """Make the parameters views of ``shard``, what the layout has stored here."""
         self.shard = shard = pinned(shard, self.owner.policy.device) if self.owner.policy.offload else shard
-        self._addresses: list[tuple[nn.Parameter, int]] = []
-        for slot, piece in zip(self.slots, self.layout.cut(shard, self.index), strict=True):
-            become(slot.param, piece)
-            self._addresses.append((slot.param, piece.data_ptr()))
-        self._registered = [(door, name, slot.param) for slot in self.slots for door, name in slot.sites]
+        if self.entrance is not None:
+            self.entrance.token = None  # torch makes other nodes for what becomes of the parameters
+        pieces = self.layout.cut(shard, self.index)
+        self._params = [slot.param for slot in self.slots]
+        for param, piece in zip(self._params, pieces, strict=True):
+            become(param, piece)
+        self._addresses = [piece.data_ptr() for piece in pieces]
+        sites = [(door, name, slot.param) for slot in self.slots for door, name in slot.sites]
+        self._registered = tuple(zip(*sites, strict=True))
+        """The doors, the names behind them, and what is registered there."""
         policy = self.owner.policy
         self._dtype = policy.param_dtype or shard.dtype
         self._as_it_is = (
             shard.dtype == self._dtype and shard.device == policy.device and shard.numel() == self.layout.chunk
         )
         self._nbytes = self.layout.total * self._dtype.itemsize
-        self._is_elsewhere = not any(param.numel() for param, _ in self._addresses)
+        self._is_elsewhere = not any(param.numel() for param in self._params)
 
     # -------------------------------------------------------------------------------------------- parameters
 
     def version(self) -> int:
         """Changes when a parameter is changed in place."""
-        return sum([param._version for param, _ in self._addresses])
+        return sum(map(_torch.version_of, self._params))
 
     def checked(self) -> Tensor:
         """The shard, of which the parameters are views: made again if ``module.to`` or a load has replaced some."""
-        for param, address in self._addresses:
-            if param.data_ptr() != address:
-                self._make_again()
-                return self.shard
-        if self._is_elsewhere:  # what is empty has no address
-            first = self._addresses[0][0]
+        if [*map(Tensor.data_ptr, self._params)] != self._addresses:
+            self._make_again()
+        elif self._is_elsewhere:  # what is empty has no address
+            first = self._params[0]
             if first.dtype != self.shard.dtype or first.device != self.shard.device:
                 self._make_again()
         return self.shard
 
     def is_swapped(self) -> bool:
         """Whether somebody (``functional_call``) has put other tensors in the place of parameters."""
-        return bool([name for door, name, param in self._registered if raw(door, name) is not param])
+        doors, names, params = self._registered
+        return not all(map(is_, map(raw, doors, names), params))
 
     def swap_in(self) -> bool:
         """Take over parameters that a load has put in the place of ours; whether all are parameters that fit."""
@@ -184,7 +190,7 @@ class Group:
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
-        return [at for at, (param, _) in enumerate(self._addresses) if param.requires_grad]
+        return [at for at, param in enumerate(self._params) if param.requires_grad]
 
     def _told(self, rule: Rule, x: Tensor, axis: Axis, params: tuple[Any, ...]) -> Any:
         """Run it, and let who compares calls compare units, too: those of equal size are not to be mixed up."""
@@ -269,48 +275,77 @@ def _is_told(axis: Axis, x: Tensor) -> bool:
     return axis.link.watched or (axis.link.hears and x.is_cpu and not torch.compiler.is_compiling())
 
 
-def connect(groups: list[Group], views: list[list[Tensor]], root: Use | None, *, is_root: bool) -> Use | None:
-    """Put in place of the views of parameters that get gradients such as are connected to their shards. All ranks
-    come back to a unit in backward if they come to one that was gathered under it: ``root``, for which ``is_root``.
+class Entrance:
+    """Where the gradients of a unit's parameters come to its shards: one node of autograd's for all forward passes."""
+
+    __slots__ = ("needy", "results", "token", "whole")
+
+    def __init__(self, groups: list[Group], needy: list[list[int]]) -> None:
+        self.needy = needy
+        self.whole = all(len(places) == len(group.slots) for places, group in zip(needy, groups, strict=True))
+        """Whether every parameter gets a gradient."""
+        self.results: dict[int, list[_Sums]] = {}
+        """Of backward passes that are under way."""
+        shards = [group.slots[at].param for group, places in zip(groups, needy, strict=True) for at in places]
+        self.token: Tensor | None = _shards(self.results, groups[0].owner.policy.device, *shards)
+        _torch.set_sequence_number(self.token.grad_fn, _AT_LAST)
+
+    @staticmethod
+    def of(groups: list[Group]) -> Entrance | None:
+        """That of these groups, which is made again when their parameters have become others."""
+        needy = [group.needy() for group in groups]
+        found = groups[0].entrance
+        if found is None or found.token is None or found.needy != needy:
+            if not any(needy):
+                return None
+            found = Entrance(groups, needy)
+            if groups[0].owner.policy.device.type == "cpu" and type(found.token) is Tensor:
+                # On a device it belongs to a stream, and a graph of CUDA's that is captured may use no other one.
+                for group in groups:
+                    group.entrance = found
+        return found
+
+
+def connect(
+    groups: list[Group], buffers: Sequence[Tensor], root: Use | None, *, is_root: bool
+) -> tuple[Use | None, list[list[Tensor]]]:
+    """Views of the parameters, of which those that get gradients are connected to their shards. All ranks come back to
+    a unit in backward if they come to one that was gathered under it: ``root``, for which ``is_root``.
     """
-    needy = [group.needy() for group in groups]
-    shards, found = [], []
-    for group, places, mine in zip(groups, needy, views, strict=True):
-        slots = group.slots
-        for at in places:
-            shards.append(slots[at].param)
-            found.append(mine[at])
-    if not shards:
-        return None
-    use = Use(groups, needy)
-    token: Tensor = _shards(use, *shards)
-    _torch.set_sequence_number(token.grad_fn, _AT_LAST)
-    connected = _weights(token, None if root is None else root.token, use, found, is_root)
+    entrance = Entrance.of(groups)
+    if entrance is None:
+        return None, views_of(groups, buffers)
+    use = Use(groups, entrance)
+    views: list[list[Tensor]] = []
+    connected = _weights(entrance.token, None if root is None else root.token, use, buffers, views, is_root)
     if is_root:
         use.token = connected[-1]
     start = 0
-    for places, mine in zip(needy, views, strict=True):
-        for number, at in enumerate(places, start):
-            mine[at] = connected[number]
+    for places, mine in zip(entrance.needy, views, strict=True):
+        if len(places) == len(mine):
+            mine[:] = connected[start : start + len(mine)]
+        else:
+            for number, at in enumerate(places, start):
+                mine[at] = connected[number]
         start += len(places)
-    return use
+    return use, views
+
+
+def views_of(groups: list[Group], buffers: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The parameters in gathered buffers."""
+    return [group.layout.views(buffer) for group, buffer in zip(groups, buffers, strict=True)]
 
 
 class Use:
     """One forward pass's use of a unit's groups, and what backward passes make of it."""
 
-    __slots__ = ("again", "collects", "groups", "needy", "results", "token")
+    __slots__ = ("again", "collects", "entrance", "groups", "token")
 
-    def __init__(self, groups: list[Group], needy: list[list[int]]) -> None:
-        self.groups, self.needy, self.collects = groups, needy, groups[0].owner.collects
+    def __init__(self, groups: list[Group], entrance: Entrance) -> None:
+        self.groups, self.entrance, self.collects = groups, entrance, groups[0].owner.collects
         self.token: Tensor | None = None
         """What units that are gathered under this one are connected to."""
         self.again: weakref.ref[Again] | None = None
-        self.results: dict[int, _Sums] = {}
-
-    def whole(self) -> bool:
-        """Whether every parameter gets a gradient."""
-        return [len(places) for places in self.needy] == [len(group.slots) for group in self.groups]
 
     def ready(self, gradients: Sequence[Tensor | None]) -> bool:
         """Take the gradients of the parameters; whether the shards get any now."""
@@ -322,31 +357,27 @@ class Use:
         differentiable = torch.is_grad_enabled() or torch.is_anomaly_enabled()
         if not differentiable:
             owner.advance()
-        sums = _Sums()
+        sums = _Sums(owner)
         start = 0
-        for group, places in zip(self.groups, self.needy, strict=True):
+        for group, places in zip(self.groups, self.entrance.needy, strict=True):
             if places:
                 own = gradients[start : start + len(places)]
                 start += len(places)
                 sums.add(group, places, own, collects=self.collects, later=not differentiable)
         if not sums.reductions:
             return False
-        self.results[_torch.backward_pass()] = sums
+        self.entrance.results.setdefault(_torch.backward_pass(), []).append(sums)
         owner.flight.append(sums)
         return True
-
-    def shards(self) -> list[Tensor | None]:
-        """The gradients of the shards, once they are there."""
-        self.groups[0].owner.land()
-        return self.results.pop(_torch.backward_pass()).pieces()
 
 
 class _Sums:
     """The gradients of a unit's parameters in one backward pass, and whether there are any."""
 
-    __slots__ = ("marks", "reductions")
+    __slots__ = ("marks", "owner", "reductions")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Flow) -> None:
+        self.owner = owner
         self.reductions: list[_Reduction] = []
         self.marks: list[int] = []
         """Of each parameter that gets gradients whether this rank has one, or has collected one; once the sums have
@@ -446,17 +477,28 @@ class _Shards(Function):
     """Where the shards come in: takes their gradients when all else is done."""
 
     @staticmethod
-    def forward(ctx: Any, use: Use, *shards: Tensor) -> Tensor:
-        ctx.use, ctx.count = use, len(shards)
+    def forward(ctx: Any, results: dict[int, list[_Sums]], device: torch.device, *shards: Tensor) -> Tensor:
+        ctx.results, ctx.count = results, len(shards)
         ctx.set_materialize_grads(False)
-        return torch.empty(0, device=use.groups[0].owner.policy.device)
+        return torch.empty(0, device=device)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
-            return None, *[None] * ctx.count
+            return None, None, *[None] * ctx.count
         with _torch.outside_dispatch_modes():
-            return None, *ctx.use.shards()
+            first, *others = ctx.results.pop(_torch.backward_pass())
+            first.owner.land()
+            pieces = first.pieces()
+            for sums in others:  # the unit was used more than once
+                pieces = [_added(*both) for both in zip(pieces, sums.pieces(), strict=True)]
+            return None, None, *pieces
+
+
+def _added(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
 
 
 class _Weights(Function):
@@ -464,18 +506,21 @@ class _Weights(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, root: Tensor | None, use: Use, views: list[Tensor], is_root: bool
+        ctx: Any, token: Tensor, root: Tensor | None, use: Use, buffers: Sequence[Tensor], views: list[Any], is_root: bool
     ) -> tuple[Tensor, ...]:
-        ctx.use, ctx.count = use, len(views)
+        views += views_of(use.groups, buffers)
+        needy = use.entrance.needy
+        found = [mine[at] for mine, places in zip(views, needy, strict=True) for at in places]
+        ctx.use, ctx.count = use, len(found)
         ctx.set_materialize_grads(False)
-        return (*views, torch.empty(0, device=token.device)) if is_root else tuple(views)
+        return (*found, torch.empty(0, device=token.device)) if is_root else tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None, None]:
         use: Use = ctx.use
         with _torch.outside_dispatch_modes():
             given = use.ready(gradients[: ctx.count])
-        return use.groups[0].owner.nothing if given else None, None, None, None, None
+        return use.groups[0].owner.nothing if given else None, None, None, None, None, None
 
 
 # Function.apply looks for torch.func, which `Unit.open` does: 3 of 10 µs.

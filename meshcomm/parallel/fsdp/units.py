@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again
 from meshcomm.parallel.fsdp.gathered_again import Again
-from meshcomm.parallel.fsdp.groups import Flow, Group, Use, connect
+from meshcomm.parallel.fsdp.groups import Flow, Group, Use, connect, views_of
 from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.slots import Door, Slot
 from meshcomm.runtime.pending import Pending, settled
@@ -166,28 +167,29 @@ class Unit:
         with _torch.outside_dispatch_modes():
             held = self._held() if phase == _BACKWARD else None
             buffers = self.take(phase) if held is None else list(held.fetched())
-            views = [group.layout.views(buffer) for group, buffer in zip(self.groups, buffers, strict=True)]
             # Who asks first may be without gradients, and who asks next not, as in a checkpoint that is reentrant.
             if self.groups and torch.is_grad_enabled():
-                self._connect(phase, buffers, views)
+                views = self._connect(phase, buffers)
             elif self.groups and on_demand and not torch.is_inference_mode_enabled():
                 with torch.enable_grad():
-                    self._connect(phase, buffers, views)
+                    views = self._connect(phase, buffers)
+            else:
+                views = views_of(self.groups, buffers)
         self._show(views)
 
-    def _connect(self, phase: int, buffers: list[Tensor], views: list[list[Tensor]]) -> None:
-        """Let gradients of the views come back to the shards, and have their places saved."""
+    def _connect(self, phase: int, buffers: list[Tensor]) -> list[list[Tensor]]:
+        """The views, whose gradients come back to the shards and of which autograd saves the places."""
         root = self.owner.units[0]
         under = root.use if root is not self and root.is_open and phase == _FORWARD else None
-        use = connect(self.groups, views, under, is_root=root is self and phase == _FORWARD)
+        use, views = connect(self.groups, buffers, under, is_root=root is self and phase == _FORWARD)
         self.use = use if phase == _FORWARD else None
         if self.regather and phase == _FORWARD:
-            version = self._version
-            weights = Again(buffers, lambda: self._fetch(version))
+            weights = Again(buffers, functools.partial(self._fetch, self._version))
             self._again = weakref.ref(weights)
             gathered_again.open_places(weights)
-            if use is not None and use.whole():  # else what gets no gradient may be needed longer
+            if use is not None and use.entrance.whole:  # else what gets no gradient may be needed longer
                 use.again = self._again
+        return views
 
     def _open_as_function(self) -> None:
         """Under ``torch.func`` and ``functional_call``: of plain differentiable operations."""
