@@ -24,7 +24,7 @@ from meshcomm.parallel import (
     reduce_gradients,
     tensor_parallel,
 )
-from meshcomm.parallel.fsdp.groups import Use
+from meshcomm.parallel.fsdp.nodes import Use
 from meshcomm.runtime.start.workers import WorkerPool
 
 

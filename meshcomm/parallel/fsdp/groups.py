@@ -1,15 +1,10 @@
 """Groups of a fully sharded module: one flat shard, one gather, one reduction.
 
-The parameters of a unit that are alike in dtype and in whether they need a gradient are a group: one flat shard, one
-gather, one reduction. Forward of a unit makes two autograd nodes per group. The later one, whose outputs are the
-parameters, packs their gradients in backward and starts the reduction; the earlier one, whose inputs are the shards,
-waits for it. Its number is the lowest, so autograd runs it when nothing else is left: reductions overlap with all of
-backward. Between the two goes an empty tensor, never an unfinished sum.
+The parameters of a unit that are alike in dtype and in whether they need a gradient are a group.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -17,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from meshcomm import _torch
 from meshcomm.collectives.rule import Rule, apply, rule_named
@@ -25,7 +19,6 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.flat_buffers import Layout
-from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.offload import Copies, pinned
 from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
@@ -35,8 +28,6 @@ from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import Pending, settled
 
 _GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
-_AT_LAST = 0
-"""The number of autograd's that comes after all of the user's."""
 
 
 @dataclass(eq=False)
@@ -53,7 +44,7 @@ class Flow:
     """The latest forward pass was such a one; backward computes parts of it again."""
     mean: Mean | None = None
     """Over what the loss is a mean."""
-    flight: list[_Sums] = field(default_factory=list)
+    flight: list[Sums] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     """Between shards on the CPU and the device."""
 
@@ -93,7 +84,6 @@ class Group:
         self.row = layout.row(self.index)
         self.kept: tuple[Tensor, list[int]] | None = None
         """Gradients that were not reduced, and which parameters had any."""
-        self.entrance: Entrance | None = None
         self.adopt(shard)
 
     def copied(self, owner: Flow, memo: dict[int, Any]) -> Group:
@@ -104,8 +94,6 @@ class Group:
     def adopt(self, shard: Tensor) -> None:
         """Make the parameters views of ``shard``, what the layout has stored here."""
         self.shard = shard = pinned(shard, self.owner.policy.device) if self.owner.policy.offload else shard
-        if self.entrance is not None:
-            self.entrance.token = None  # torch makes other nodes for what becomes of the parameters
         pieces = self.layout.cut(shard, self.index)
         self._params = [slot.param for slot in self.slots]
         for param, piece in zip(self._params, pieces, strict=True):
@@ -275,103 +263,7 @@ def _is_told(axis: Axis, x: Tensor) -> bool:
     return axis.link.watched or (axis.link.hears and x.is_cpu and not torch.compiler.is_compiling())
 
 
-class Entrance:
-    """Where the gradients of a unit's parameters come to its shards: one node of autograd's for all forward passes."""
-
-    __slots__ = ("needy", "results", "token", "whole")
-
-    def __init__(self, groups: list[Group], needy: list[list[int]]) -> None:
-        self.needy = needy
-        self.whole = all(len(places) == len(group.slots) for places, group in zip(needy, groups, strict=True))
-        """Whether every parameter gets a gradient."""
-        self.results: dict[int, list[_Sums]] = {}
-        """Of backward passes that are under way."""
-        shards = [group.slots[at].param for group, places in zip(groups, needy, strict=True) for at in places]
-        self.token: Tensor | None = _shards(self.results, groups[0].owner.policy.device, *shards)
-        _torch.set_sequence_number(self.token.grad_fn, _AT_LAST)
-
-    @staticmethod
-    def of(groups: list[Group]) -> Entrance | None:
-        """That of these groups, which is made again when their parameters have become others."""
-        needy = [group.needy() for group in groups]
-        found = groups[0].entrance
-        if found is None or found.token is None or found.needy != needy:
-            if not any(needy):
-                return None
-            found = Entrance(groups, needy)
-            if groups[0].owner.policy.device.type == "cpu" and type(found.token) is Tensor:
-                # On a device it belongs to a stream, and a graph of CUDA's that is captured may use no other one.
-                for group in groups:
-                    group.entrance = found
-        return found
-
-
-def connect(
-    groups: list[Group], buffers: Sequence[Tensor], root: Use | None, *, is_root: bool
-) -> tuple[Use | None, list[list[Tensor]]]:
-    """Views of the parameters, of which those that get gradients are connected to their shards. All ranks come back to
-    a unit in backward if they come to one that was gathered under it: ``root``, for which ``is_root``.
-    """
-    entrance = Entrance.of(groups)
-    if entrance is None:
-        return None, views_of(groups, buffers)
-    use = Use(groups, entrance)
-    views: list[list[Tensor]] = []
-    connected = _weights(entrance.token, None if root is None else root.token, use, buffers, views, is_root)
-    if is_root:
-        use.token = connected[-1]
-    start = 0
-    for places, mine in zip(entrance.needy, views, strict=True):
-        if len(places) == len(mine):
-            mine[:] = connected[start : start + len(mine)]
-        else:
-            for number, at in enumerate(places, start):
-                mine[at] = connected[number]
-        start += len(places)
-    return use, views
-
-
-def views_of(groups: list[Group], buffers: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parameters in gathered buffers."""
-    return [group.layout.views(buffer) for group, buffer in zip(groups, buffers, strict=True)]
-
-
-class Use:
-    """One forward pass's use of a unit's groups, and what backward passes make of it."""
-
-    __slots__ = ("again", "collects", "entrance", "groups", "token")
-
-    def __init__(self, groups: list[Group], entrance: Entrance) -> None:
-        self.groups, self.entrance, self.collects = groups, entrance, groups[0].owner.collects
-        self.token: Tensor | None = None
-        """What units that are gathered under this one are connected to."""
-        self.again: weakref.ref[Again] | None = None
-
-    def ready(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Take the gradients of the parameters; whether the shards get any now."""
-        owner = self.groups[0].owner
-        weights = None if self.again is None else self.again()
-        if weights is not None and not torch.is_grad_enabled():  # a graph that is kept for another pass keeps them too
-            weights.buffers = None
-        owner.done_with(self.groups)
-        differentiable = torch.is_grad_enabled() or torch.is_anomaly_enabled()
-        if not differentiable:
-            owner.advance()
-        sums = _Sums(owner)
-        start = 0
-        for group, places in zip(self.groups, self.entrance.needy, strict=True):
-            if places:
-                own = gradients[start : start + len(places)]
-                start += len(places)
-                sums.add(group, places, own, collects=self.collects, later=not differentiable)
-        if not sums.reductions:
-            return False
-        self.entrance.results.setdefault(_torch.backward_pass(), []).append(sums)
-        owner.flight.append(sums)
-        return True
-
-
-class _Sums:
+class Sums:
     """The gradients of a unit's parameters in one backward pass, and whether there are any."""
 
     __slots__ = ("marks", "owner", "reductions")
@@ -471,58 +363,3 @@ class _Reduction:
         total = self.brought()
         self._group.owner.copies.landed()
         return self._group.pieces(total, self._needy)
-
-
-class _Shards(Function):
-    """Where the shards come in: takes their gradients when all else is done."""
-
-    @staticmethod
-    def forward(ctx: Any, results: dict[int, list[_Sums]], device: torch.device, *shards: Tensor) -> Tensor:
-        ctx.results, ctx.count = results, len(shards)
-        ctx.set_materialize_grads(False)
-        return torch.empty(0, device=device)
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-        if token is None:
-            return None, None, *[None] * ctx.count
-        with _torch.outside_dispatch_modes():
-            first, *others = ctx.results.pop(_torch.backward_pass())
-            first.owner.land()
-            pieces = first.pieces()
-            for sums in others:  # the unit was used more than once
-                pieces = [_added(*both) for both in zip(pieces, sums.pieces(), strict=True)]
-            return None, None, *pieces
-
-
-def _added(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    if x is None or y is None:
-        return y if x is None else x
-    return x + y
-
-
-class _Weights(Function):
-    """Where the parameters come out: starts to reduce their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, root: Tensor | None, use: Use, buffers: Sequence[Tensor], views: list[Any], is_root: bool
-    ) -> tuple[Tensor, ...]:
-        views += views_of(use.groups, buffers)
-        needy = use.entrance.needy
-        found = [mine[at] for mine, places in zip(views, needy, strict=True) for at in places]
-        ctx.use, ctx.count = use, len(found)
-        ctx.set_materialize_grads(False)
-        return (*found, torch.empty(0, device=token.device)) if is_root else tuple(found)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None, None]:
-        use: Use = ctx.use
-        with _torch.outside_dispatch_modes():
-            given = use.ready(gradients[: ctx.count])
-        return use.groups[0].owner.nothing if given else None, None, None, None, None, None
-
-
-# Function.apply looks for torch.func, which `Unit.open` does: 3 of 10 µs.
-_shards: Any = super(Function, _Shards).apply
-_weights: Any = super(Function, _Weights).apply

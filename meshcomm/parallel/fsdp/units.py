@@ -19,8 +19,9 @@ from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again
 from meshcomm.parallel.fsdp.gathered_again import Again
-from meshcomm.parallel.fsdp.groups import Flow, Group, Use, connect, views_of
+from meshcomm.parallel.fsdp.groups import Flow, Group
 from meshcomm.parallel.fsdp.marks import begin_to_hear
+from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_of
 from meshcomm.parallel.fsdp.slots import Door, Slot
 from meshcomm.runtime.pending import Pending, settled
 
@@ -39,6 +40,7 @@ class Unit:
         self.use: Use | None = None
         """Of the forward pass that is under way."""
         self.next: list[Unit | None] = [None, None]
+        self._entrance: Entrance | None = None
         self._version = 0
         self._seen = False
         """Its input was looked at."""
@@ -102,6 +104,11 @@ class Unit:
 
     def _held(self) -> Again | None:
         return None if self._again is None else self._again()
+
+    def forget(self) -> None:
+        """What a backward pass that was interrupted has left."""
+        if self._entrance is not None:
+            self._entrance.results.clear()
 
     def drop(self) -> None:
         """Forget what was started ahead and nobody wanted."""
@@ -181,7 +188,9 @@ class Unit:
         """The views, whose gradients come back to the shards and of which autograd saves the places."""
         root = self.owner.units[0]
         under = root.use if root is not self and root.is_open and phase == _FORWARD else None
-        use, views = connect(self.groups, buffers, under, is_root=root is self and phase == _FORWARD)
+        at_root = root is self and phase == _FORWARD
+        use, views = connect(self.groups, buffers, self._entrance, under, is_root=at_root)
+        self._entrance = None if use is None else use.entrance
         self.use = use if phase == _FORWARD else None
         if self.regather and phase == _FORWARD:
             weights = Again(buffers, functools.partial(self._fetch, self._version))
@@ -328,6 +337,7 @@ class Sharded(Flow):
                 unit.drop()
             unit.shut()  # an interrupted call may have left it open
             unit.depth = int(unit is first)
+            unit.forget()
         self.flight.clear()
         self.opened.clear()
 
