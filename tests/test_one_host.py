@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 import warnings
 import weakref
@@ -155,6 +156,26 @@ def test_an_all_to_all_of_other_lengths_than_expected(pool4: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------- ahead and behind
+
+
+def test_who_listens_is_woken() -> None:
+    box = boxes.Arena(memory.create(boxes._ARENA)).make_box(7)
+    heard = box.listen()
+    assert box.sleep(heard, 0.01)  # nobody has rung
+    for late in (0.0, 0.1):  # before it sleeps, and while it does
+        heard, began = box.listen(), time.monotonic()
+        timer = threading.Timer(late, box.ring)
+        timer.start()
+        if not late:
+            timer.join()
+        assert not box.sleep(heard, 0.99)
+        assert time.monotonic() - began < 0.9
+        timer.join()
+    assert box.sleep(box.listen(), 0.01)
+    box.ring()
+    heard = box.cells[box.at(0) - boxes._ENTRIES_AT + boxes._BELL]
+    box.ring()  # nobody listens any more
+    assert heard == box.cells[box.at(0) - boxes._ENTRIES_AT + boxes._BELL]
 
 
 def far_ahead(limit: float) -> None:

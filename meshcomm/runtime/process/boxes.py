@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ ENTRIES = 4096
 """The entries of a mailbox: how far a rank may run ahead of the others."""
 ENTRY = 16
 _ENTRIES_AT = 128
-_STATE, _TURN, _COUNT = 0, 1, 2
+_STATE, _TURN, _COUNT, _LISTENS, _BELL = 0, 1, 2, 3, 4
 HERE, LEAVING, GONE = 0, 1, 2
 _DRAINED = 8
 _FAR = 2**62
@@ -36,13 +37,29 @@ _WORDS_AT = _NOTES_AT + NOTES
 _ARENA = _WORDS_AT + WORDS
 
 
+_FUTEX, _WAIT, _WAKE = 202, 0, 1
+"""Of Linux on x86-64."""
+_MOST_RINGS = 2**31 - 1
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_syscall: Callable[..., int] = ctypes.CDLL(None).syscall
+_syscall.argtypes = (  # type: ignore[attr-defined]
+    ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.POINTER(_Span),
+)  # fmt: skip
+
+
 class Box:
     """What one rank of a group tells the others: an entry for each call, in a ring. In units of cells."""
 
-    __slots__ = ("_base", "cells")
+    __slots__ = ("_base", "_bell", "cells")
 
-    def __init__(self, cells: memoryview[int], base: int) -> None:
-        self.cells, self._base = cells, base
+    def __init__(self, cells: memoryview[int], base: int, address: int) -> None:
+        """``address``: of the first cell."""
+        self.cells, self._base, self._bell = cells, base, address + 8 * (base + _BELL)
 
     def at(self, number: int) -> int:
         """Where the entry of a call is, which begins with its number."""
@@ -63,6 +80,27 @@ class Box:
     def drain(self, place: int, number: int) -> None:
         """As that reader."""
         self.cells[self._base + _DRAINED + place] = number
+
+    def listen(self) -> int:
+        """As its rank: from now on who has written something rings. Look once more, and then :meth:`sleep`."""
+        heard = self.cells[self._base + _BELL]
+        self.cells[self._base + _LISTENS] = 1
+        return heard
+
+    def sleep(self, heard: int, seconds: float) -> bool:
+        """Until somebody rings after ``heard``, or the time (less than a second) is over, or a signal comes; whether
+        nobody has rung.
+        """
+        _syscall(_FUTEX, self._bell, _WAIT, heard, _Span(0, int(1e9 * seconds)))
+        return self.cells[self._base + _BELL] == heard
+
+    def ring(self) -> None:
+        """As another rank: wake who sleeps here."""
+        cells, base = self.cells, self._base
+        if cells[base + _LISTENS]:
+            cells[base + _LISTENS] = 0
+            cells[base + _BELL] = (cells[base + _BELL] + 1) % _MOST_RINGS
+            _syscall(_FUTEX, self._bell, _WAKE, _MOST_RINGS, None)
 
     def say_count(self, turn: int, count: int) -> None:
         """How many calls this rank has made, in this meeting of all."""
@@ -97,6 +135,7 @@ class Arena:
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self._cells = memory, memory.view.cast("q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory.mapped))
         self._lock = threading.Lock()
         self._retired: deque[Retired] = deque()
 
@@ -108,7 +147,7 @@ class Arena:
     def box(self, key: int) -> Box | None:
         """The box with this key, if it has been made."""
         place = self.place(key)
-        return None if place is None else Box(self._cells, self._cells[_DIRECTORY + 2 + 2 * place])
+        return None if place is None else Box(self._cells, self._cells[_DIRECTORY + 2 + 2 * place], self._address)
 
     def place(self, key: int) -> int | None:
         """Which of the boxes it is."""
@@ -137,7 +176,7 @@ class Arena:
                 cells[_DIRECTORY] = at + 1
             else:
                 cells[_DIRECTORY + 1 + 2 * at] = key
-        return Box(cells, _BOXES + at * _BOX)
+        return Box(cells, _BOXES + at * _BOX, self._address)
 
     def is_crowded(self) -> bool:
         """Whether there is little room left."""

@@ -375,6 +375,7 @@ class Call(Entry):
         mine = self._lent.bytes[spare : spare + part.nbytes]
         mine.view(out.dtype).copy_(part)
         self._lent.cells[STATE] = _REDUCED
+        self.mail.ring()
 
     def reduce_others(self, got: list[Tensor], op: str, out: Tensor) -> None:
         """The other parts: read, or reduced here for those that are not waiting now."""
@@ -406,8 +407,6 @@ class Call(Entry):
         start = self._nbytes()
         part.copy_(segment.bytes[start : start + part.nbytes].view(part.dtype))
         return True
-
-    # ------------------------------------------------------------------------------------------------------ errors
 
 
 class Reading(Pending):

@@ -225,6 +225,7 @@ class Entry:
                 watch.begin(self)
         finally:  # Ctrl-C, too: the number is taken
             cells[at] = number  # last: now it is there
+            mail.ring()
 
     def _make_way(self) -> None:
         """Say what was seen, and wait until the others have seen what will be written over."""
@@ -252,6 +253,7 @@ class Entry:
         if cells[at] == number:
             cells[at + WHY] = why
             cells[at + STANDS] = stands
+            self.mail.ring()
 
     def of(self, whose: int) -> None:
         """It sums the gradient of this leaf: the word stands in the place of a root, which it has none of."""
@@ -284,6 +286,14 @@ class Entry:
         boxes = {i: self.mail.box(i) for i in self.mail.others}
         came = [i for i, box in boxes.items() if box is not None and box.cells[box.at(self.number)] >= self.number]
         return came, {i: last_said(box) for i, box in boxes.items() if i not in came}
+
+    def listen(self) -> int:
+        """As its own box."""
+        return self.mail.own.listen()
+
+    def sleep(self, heard: int, seconds: float) -> bool:
+        """As its own box."""
+        return self.mail.own.sleep(heard, seconds)
 
     def gone_among(self, missing: Sequence[int]) -> dict[int, str]:
         """Who of these will not come, and why."""

@@ -118,6 +118,13 @@ class Mail:
             found = self.boxes[index] = neighbour.arena.box(self.key)
         return found
 
+    def ring(self) -> None:
+        """Wake those of the others that sleep until something was written."""
+        for i in self.others:
+            box = self.boxes[i]
+            if box is not None:
+                box.ring()
+
     def heard(self, index: int, number: int) -> Heard | None:
         """Of the call of this number, if that rank has made it."""
         found = entry_of(self.box(index), number)

@@ -2,8 +2,8 @@
 
 n = number of ranks in the group. Gloo's threads and sockets take hundreds of microseconds to wake who waits. Here each
 rank has a mailbox that the others look into: for each call it writes once what it has for others into memory that it
-lends, and an entry that says what it calls and where that lies; who waits looks, gives way, and sleeps ever longer. So
-ranks that call different things are told so, and so are those that wait for a rank that is gone.
+lends, and an entry that says what it calls and where that lies; who waits looks, gives way, and sleeps until one
+rings. So ranks that call different things are told so, and so are those that wait for a rank that is gone.
 
 What a rank has waited for it can compute without the others: in an all_reduce each rank reduces a part and reads the
 rest, but if another has begun its own to be waited for later, it reduces that part too.

@@ -1,4 +1,12 @@
-"""Waiting for other ranks: look, give way, sleep, and now and then see whether they are alive."""
+"""Waiting for other ranks: look and give way; then sleep, until somebody rings; now and then see who is alive::
+
+    look, give way ──► listen ──► look ──► sleep ──► somebody has rung: look, and listen anew
+     for a moment        ▲                   │
+                         └───────────────────┴─────► nobody has, in that time: look, and sleep longer
+
+Who has written something rings where somebody listens. So who listens looks once more before it sleeps: either it sees
+what was written, or who wrote it sees that it listens.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +17,21 @@ from typing import NoReturn, Protocol
 
 from meshcomm.runtime.health import peers
 
-_LOOKS = 100
-"""How often a rank looks and gives way before it sleeps."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
+_AWAKE = 5e-5
+"""Seconds for which a rank looks and gives way before it sleeps."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 1e-3
 _ALIVE = 0.05
 """Seconds between looks at whether the others are alive."""
 
 
 class Waiting(Protocol):
     """A call that waits."""
+
+    def listen(self) -> int:
+        """Have whoever writes something ring; until that, :meth:`sleep` takes what this gave."""
+
+    def sleep(self, heard: int, seconds: float) -> bool:
+        """Until somebody rings, or the time is over; whether nobody has rung."""
 
     def gone_among(self, missing: Sequence[int]) -> dict[int, str]:
         """Who of these will not come, and why."""
@@ -32,12 +46,13 @@ class Waiting(Protocol):
 class Wait:
     """Waiting for other ranks: look, give way, sleep, and now and then see whether they are alive."""
 
-    __slots__ = ("_call", "_end", "_gone", "_looks", "_next", "_pause", "_sees")
+    __slots__ = ("_awake", "_call", "_end", "_gone", "_heard", "_next", "_pause", "_sees")
 
     def __init__(self, call: Waiting, end: float | None, sees: Callable[[Sequence[int]], None] | None = None) -> None:
         """``sees``: who else asks now and then whether those that are missing will come."""
         self._call, self._end, self._sees = call, end, sees
-        self._looks, self._pause, self._next = 0, _FIRST_PAUSE, 0.0
+        self._awake, self._pause, self._next = time.monotonic() + _AWAKE, _FIRST_PAUSE, 0.0
+        self._heard: int | None = None
         self._gone: dict[int, str] = {}
 
     def more(self, missing: Sequence[int]) -> None:
@@ -45,11 +60,15 @@ class Wait:
         if self._gone and (gone := [self._gone[i] for i in missing if i in self._gone]):
             # and nothing has come that they did before they went; whose end followed from another's is not the cause
             self._call.fail(min(gone, key=peers.distance))
-        self._looks += 1
-        if self._looks < _LOOKS:
+        now = time.monotonic()
+        if now < self._awake:
             os.sched_yield()
             return
-        time.sleep(self._pause)
+        if self._heard is None:
+            self._heard = self._call.listen()
+            return
+        if not self._call.sleep(self._heard, self._pause):
+            self._heard = None
         self._pause = min(1.2 * self._pause, _LONGEST_PAUSE)
         now = time.monotonic()
         if now > self._next:
