@@ -19,6 +19,7 @@ import torch.utils.dlpack
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshcomm import _torch_autograd, _torch_groups, _trees
 from meshcomm._torch_autograd import *  # noqa: F403 -- all of it, as __all__ says below
@@ -29,10 +30,11 @@ from meshcomm.errors import fail
 __all__ = [
     "alive",
     "at_trace_time",
+    "computed_again",
     "counts_uses",
-    "dispatch_modes",
     "functorch_active",
     "in_graph",
+    "in_one_graph",
     "let_into_graph",
     "of_tensor",
     "out_of_graphs",
@@ -47,6 +49,7 @@ __all__ = [
     "seeds_in_wait",
     "set_own_parameters",
     "set_seeds_in_wait",
+    "transformed_in_graph",
     "tree_flatten",
     "tree_leaves_with_path",
     "tree_unflatten",
@@ -167,11 +170,8 @@ def outside_transforms() -> Iterator[None]:
 
 _plainly = contextlib.nullcontext()
 _depth_of_modes: Any = find(
-    "torch._C._len_torch_dispatch_stack",
-    "collectives of fully_shard and small draws of rng cost more, each call of a process group half a µs",
+    "torch._C._len_torch_dispatch_stack", "collectives of fully_shard and small draws of rng cost more"
 )
-dispatch_modes: Callable[[], int] = _depth_of_modes or (lambda: 1)
-"""How many modes see what torch is called for on this thread; one, where it does not tell."""
 
 
 def plain_now() -> bool:
@@ -413,6 +413,34 @@ def out_of_graphs(fn: F) -> F:
     _set_strategy(fn.__code__, _strategy(_action.SKIP, _action.SKIP))
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     return fn
+
+
+@at_trace_time
+def transformed_in_graph() -> bool:
+    """Whether dynamo traces what is inside of a transform of ``torch.func``."""
+    return functorch_active()
+
+
+@at_trace_time
+def in_one_graph() -> bool:
+    """Whether dynamo traces what was compiled with ``fullgraph=True``."""
+    try:  # where a graph is traced the compiler is there: nobody shall import it for this
+        return bool(sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().one_graph)
+    except (AttributeError, KeyError):  # nothing is traced, or torch has no such name any more: then graphs break
+        return False
+
+
+@contextlib.contextmanager
+def computed_again() -> Iterator[None]:
+    """What is traced into a graph inside is not kept for its backward, which computes it again."""
+    kept, _ = create_selective_checkpoint_contexts(_again)
+    kept.ac_graph_id = 0  # of which region it is: torch compares them
+    with kept:
+        yield
+
+
+def _again(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
 
 
 # --------------------------------------------------------------------------------- many tensors in one, and out of it

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch import Tensor
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
-from torch.func import grad_and_value
+from torch.func import functional_call, grad_and_value
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import meshcomm as mc
+from meshcomm.parallel import data_parallel, fsdp, full_state_dict, fully_shard, no_sync, tensor_parallel
 from meshcomm.runtime.transports.process_group import ProcessLink
 
 F64 = torch.float64
@@ -376,3 +377,146 @@ def alike_on_some() -> None:
 @pytest.mark.parametrize("program", [left_out, alike_on_some])
 def test_exchanges_that_only_some_ranks_could_leave_out(pool4: Any, program: Callable[[], None]) -> None:
     pool4.run(program)
+
+
+# ------------------------------------------------------------------------------------------------------- the adaptors
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())  # type: ignore[no-any-return]
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def tensor_parallel_stack(mesh: mc.Mesh) -> nn.Module:
+    plan = {"*.up": "column", "*.down": "row", "*.norm": "replicated", "2": "replicated"}
+    return data_parallel(tensor_parallel(stack(), plan, axis="tp", mesh=mesh), "dp", grads="mean", mesh=mesh)
+
+
+ADAPTORS: dict[str, tuple[Callable[[mc.Mesh], nn.Module], list[str]]] = {
+    "tensor_parallel": (tensor_parallel_stack, ["whole"]),
+    "fully_shard": (
+        lambda mesh: fully_shard(stack(), "tp", grads="mean", replica_axis="dp", units=["0", "1"], mesh=mesh),
+        ["forward", "whole"],
+    ),
+}
+"""Modules, and what is compiled of their steps."""
+
+
+def rows_of(mesh: mc.Mesh, name: str) -> Tensor:
+    """This rank's part of the batch."""
+    whole = torch.randn(8, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(3))
+    axes = "dp" if name == "tensor_parallel" else ("dp", "tp")
+    return mc.shard(whole, axes, mesh=mesh)
+
+
+def steps_of(model: nn.Module, x: Tensor, way: str) -> None:
+    """Two steps of training: forward in one graph, or forward and backward, by inductor's partition and no code."""
+    torch._dynamo.reset()
+    sgd, params = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), list(model.parameters())
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    def whole_step(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss(x), params)
+
+    run: Any = {"eager": loss, "forward": loss, "whole": whole_step}[way]
+    if way != "eager":
+        run = torch.compile(run, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    for _ in range(2):
+        if way == "whole":
+            for p, g in zip(params, run(x), strict=True):
+                p.grad = g
+        else:
+            run(x).backward()
+        sgd.step()
+        sgd.zero_grad()
+
+
+def adapted() -> list[tuple[str, str, dict[str, Tensor]]]:
+    """What the parameters are after them, whole."""
+    mesh = mc.make_mesh({"dp": 2, "tp": 2})
+    found = []
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for name, (make, ways) in ADAPTORS.items():
+            for way in ways:
+                model = make(mesh)
+                steps_of(model, rows_of(mesh, name), way)
+                found.append((name, way, full_state_dict(model)))
+    return found
+
+
+def test_whole_steps_over_the_adaptors(pool4: Any) -> None:
+    """In one graph, against one rank that has the whole batch and no compiler."""
+    alone = stack()
+    steps_of(alone, torch.randn(8, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(3)), "eager")
+    expected = alone.state_dict()
+    for found in pool4.run(adapted):
+        for name, way, state in found:
+            assert_close(state, expected, rtol=1e-12, atol=1e-12, msg=lambda text, at=(name, way): f"{at}: {text}")
+
+
+def kept_by_graphs() -> dict[str, tuple[int, int, Tensor, Tensor]]:
+    """Gathers of the graphs of forward and backward, and the gradient against that of eager code."""
+    mesh = mc.make_mesh({"fsdp": 4})
+    x = torch.randn(3, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(mesh.rank))
+    codes: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        codes.append(graph.code)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+
+    def run(loss: Callable[..., Tensor], shards: list[Tensor]) -> tuple[int, int, Tensor, Tensor]:
+        torch._dynamo.reset()
+        codes.clear()
+        compiled = torch.compile(loss, fullgraph=True, dynamic=False, backend=backend)
+        (mine,), (its,) = (torch.autograd.grad(fn(), shards[:1]) for fn in (compiled, loss))
+        return *(code.count("all_gather_into_tensor.default") for code in codes), mine, its  # type: ignore[return-value]
+
+    block = stack()[0]
+    params = {name: p.detach().requires_grad_() for name, p in block.named_parameters()}
+    shards, tree = fsdp.shard(params, "fsdp", mesh=mesh)
+
+    def applied() -> Tensor:
+        y: Tensor = fsdp.apply(lambda params: functional_call(block, params, (x,)), shards, tree)
+        return y.square().sum()
+
+    model = fully_shard(stack(), "fsdp", grads="sum", units=["0", "1"], reduce_dtype=F64, whole=True, mesh=mesh)
+    mine = [p for p in model.parameters() if p.numel()]
+    return {"apply": run(applied, shards), "module": run(lambda: model(x).square().sum(), mine)}
+
+
+def test_graphs_keep_no_gathered_weights(pool4: Any) -> None:
+    """Backward gathers those that forward is to let go of; the module's own, the last layer's, are kept."""
+    for found in pool4.run(kept_by_graphs):
+        for mine, its in (entry[2:] for entry in found.values()):
+            assert_close(mine, its, rtol=1e-12, atol=1e-12)
+        counts = {key: entry[:2] for key, entry in found.items()}
+        assert counts == {"apply": (1, 1), "module": (3, 2)}
+
+
+def refused() -> None:
+    mesh = mc.make_mesh({"fsdp": 4})
+    model = fully_shard(stack(), "fsdp", grads="sum", mesh=mesh)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with no_sync(model), pytest.raises(Exception, match="gradients are not collected in compiled code"):
+        compiled(torch.ones(1, WIDTH, dtype=F64))
+    half = fully_shard(stack(), "fsdp", grads="sum", offload=True, mesh=mesh)
+    with pytest.raises(Exception, match="offload=True does not go into one graph"):
+        torch.compile(half, fullgraph=True, backend="eager")(torch.ones(1, WIDTH, dtype=F64))
+
+
+def test_what_does_not_go_into_one_graph(pool4: Any) -> None:
+    pool4.run(refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from contextvars import ContextVar
 from datetime import timedelta
 from itertools import product
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import AllgatherOptions
@@ -156,24 +159,6 @@ def test_name_end_backend() -> None:
     _torch.end_backend(group, torch.device("cuda"))
     assert ended == [torch.device("cuda")]
     assert all(hasattr(dist.ProcessGroup, name) for name in ("_get_backend", "abort"))
-
-
-def what_moves(device: str) -> list[str]:
-    mc.init()
-    group = dist.group.WORLD
-    assert group is not None
-    found = _torch.backend_for(group, torch.device(device))
-    methods = ("allreduce", "alltoall_base", "broadcast", _torch.gather_method, _torch.scatter_method)
-    assert all(hasattr(found, name) for name in methods)
-    found.allreduce([x := torch.ones(1)], dist.AllreduceOptions()).wait()
-    own: Any = type("Own", (), {})()
-    assert _torch.backend_for(own, torch.device("cpu")) is own
-    return [type(found).__name__, str(x.item())]
-
-
-def test_name_backend_for(pool4: Any) -> None:
-    assert pool4.run(what_moves, "cpu") == [["ProcessGroupGloo", "4.0"]] * 4
-    assert pool4.run(what_moves, "meta") == [["ProcessGroup", "4.0"]] * 4  # it has none for that
 
 
 def test_name_new_group(pool4: Any) -> None:
@@ -637,12 +622,6 @@ class Listed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_name_dispatch_modes() -> None:
-    assert _torch.dispatch_modes() == 0
-    with Listed():
-        assert _torch.dispatch_modes() == 1
-
-
 def test_name_outside_dispatch_modes() -> None:
     class Measures(Listed):
         sees_meshcomm = True
@@ -749,6 +728,47 @@ def test_name_in_graph() -> None:
 def test_name_let_into_graph() -> None:
     assert _torch.let_into_graph() is True
     assert _torch.let_into_graph() is True  # with nothing left to do
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_name_in_one_graph(fullgraph: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + _torch.in_one_graph(), fullgraph=fullgraph, backend="eager")
+    assert compiled(torch.zeros(1)).item() == fullgraph
+    assert not _torch.in_one_graph()
+
+
+def test_name_transformed_in_graph() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x * (2 + _torch.transformed_in_graph()), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(())).item() == 2.0
+    inside = torch.compile(torch.func.grad(lambda x: x * (2 + _torch.transformed_in_graph())), backend="eager")
+    assert inside(torch.ones(())).item() == 3.0
+
+
+@_torch.in_graph
+def tripled_again(x: Tensor) -> Tensor:
+    with _torch.computed_again():
+        return x * 3
+
+
+def test_name_computed_again() -> None:
+    """The product is no output of forward, and backward makes it again."""
+    texts: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        texts.append(graph.code)
+        return make_boxed_func(graph)
+
+    def fn(x: Tensor) -> Tensor:
+        _torch.let_into_graph()
+        return tripled_again(x).exp().sin()
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(fn, fullgraph=True, backend=backend)(x).sum().backward()
+    assert_close(x.grad, torch.full((2,), 3 * math.exp(3) * math.cos(math.exp(3))))
+    assert ", 3)" in texts[1], texts
 
 
 # --------------------------------------------------------------------------------- many tensors in one, and out of it

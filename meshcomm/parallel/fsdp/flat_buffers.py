@@ -5,12 +5,15 @@ n = number of ranks, k = elements of a chunk.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+_DENSE = (Tensor, nn.Parameter)
 _ALIGNED = 8
 """Elements: where a tensor begins, kernels may load 16 bytes at once."""
 
@@ -64,6 +67,8 @@ class Row:
     def _zeros_like(self, like: Tensor) -> list[Tensor | None]:
         """For each run the zeros that lie there, if it is free."""
         found = self._zeros.get((like.dtype, like.device))
+        if type(like) not in _DENSE or torch.compiler.is_compiling():  # nobody may keep what is traced
+            return [like.new_zeros(length) if at < 0 else None for at, length in self._runs]
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
                 found = [like.new_zeros(length) if at < 0 else None for at, length in self._runs]
@@ -99,6 +104,8 @@ class Layout:
         self.entries = [Entry(*each) for each in zip(shapes, sizes, starts, strict=True)]
         self.buffer = Row(list(zip(starts, sizes, strict=True)), ranks * self.chunk)
         self._rows: dict[int, Row] = {}
+        self.key = f"layout {next(_numbers)}"
+        _layouts[self.key] = self
 
     @property
     def total(self) -> int:
@@ -150,6 +157,15 @@ class Layout:
         """What rank ``index`` keeps of the tensors, copied."""
         parts = [x.reshape(-1)[slice(*self.range_of(at, index))] for at, x in enumerate(tensors)]
         return self.row(index).join(parts, tensors[0])
+
+
+def layout_with_key(key: str) -> Layout:
+    """The layout that a graph speaks of: of a module or tree that is still there."""
+    return _layouts[key]
+
+
+_layouts: weakref.WeakValueDictionary[str, Layout] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def _aligned(size: int) -> int:

@@ -7,7 +7,7 @@ n = size of the axis, p = number of elements of all parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -19,7 +19,7 @@ from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import pvary
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
-from meshcomm.parallel.fsdp import gathered_again
+from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.runtime.ops import Op
 from meshcomm.work import Work
@@ -71,9 +71,13 @@ class FlatTree:
 
     def rebuild(self, buffers: list[Tensor]) -> Any:
         """The tree of views of gathered buffers."""
+        return self.tree_of(map(Layout.views, self.layouts, buffers))
+
+    def tree_of(self, views: Iterable[Iterable[Tensor]]) -> Any:
+        """The tree of the leaves of each shard."""
         leaves: list[Any] = [None] * sum(len(group) for group in self._groups)
-        for group, layout, buffer in zip(self._groups, self.layouts, buffers, strict=True):
-            for at, leaf in zip(group, layout.views(buffer), strict=True):
+        for group, mine in zip(self._groups, views, strict=True):
+            for at, leaf in zip(group, mine, strict=True):
                 leaves[at] = leaf
         return buckets.rebuild(leaves, self._structure)
 
@@ -169,11 +173,23 @@ def gather(shards: list[Tensor], tree: FlatTree, *, async_op: bool = False) -> A
     return works.then(tree.rebuild) if async_op else tree.rebuild(works)
 
 
-def _gathered(where: str, shards: list[Tensor], tree: FlatTree, async_op: bool = False) -> Any:
+def _checked(where: str, shards: list[Tensor], tree: FlatTree) -> list[Tensor]:
     if not isinstance(tree, FlatTree):
         what = f"expected the FlatTree that fsdp.shard gave, not {type(tree).__name__}."
         fail(where, what, fix="shards, tree = fsdp.shard(...)")
-    checked = tree.check(where, shards)
+    return tree.check(where, shards)
+
+
+def _rebuilt_in_graph(where: str, shards: list[Tensor], tree: FlatTree) -> Any:
+    checked = _checked(where, shards, tree)
+    axis = check.axis_of(where, tree.axis, tree.mesh)
+    replica = None if tree.replica_axis is None else check.axis_of(where, tree.replica_axis, tree.mesh)
+    lies = zip(checked, tree.layouts, strict=True)
+    return tree.tree_of([in_graphs.whole([x], axis, layout, replica) for x, layout in lies])
+
+
+def _gathered(where: str, shards: list[Tensor], tree: FlatTree, async_op: bool = False) -> Any:
+    checked = _checked(where, shards, tree)
     if tree.replica_axis is not None:
         checked = [pvary(each, tree.replica_axis, mesh=tree.mesh) for each in checked]
     if async_op:
@@ -195,7 +211,8 @@ def apply(
         tree: what :func:`shard` gave with it.
         args: for ``fn``.
         regather: backward gathers again what ``fn`` used, instead of autograd's keeping it. Under ``torch.func``,
-            inside the region of a checkpoint and without gradients there is nothing to replace.
+            inside the region of a checkpoint and without gradients there is nothing to replace. In compiled code it
+            is the graph of backward that gathers.
         kwargs: for ``fn``.
 
     Returns: what ``fn`` returns.
@@ -226,6 +243,8 @@ def apply(
     where = "fsdp.apply"
     if not callable(fn):
         fail(where, f"fn is not callable but {type(fn).__name__}.", fix="fn(params, *args), then shards and tree")
+    if regather and torch.compiler.is_compiling() and torch.is_grad_enabled() and not _torch.transformed_in_graph():
+        return fn(_rebuilt_in_graph(where, shards, tree), *args, **kwargs)
     buffers = _gathered(where, shards, tree)
     plain = not (torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open())
     if not (regather and plain and torch.is_grad_enabled()):

@@ -119,6 +119,10 @@ def fully_shard(
     the gradients. Memory: p/n, and between forward and backward nothing of the units; while one runs u, and u for each
     unit that is gathered ahead.
 
+    Under ``torch.compile(fullgraph=True)`` units gather inside of the graph, whose backward gathers them again;
+    otherwise graphs end where a unit begins. In one graph nothing is gathered ahead but by the compiler; ``offload``
+    and :func:`no_sync` do not go into it.
+
     Raises:
         MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
             are no lists; a choice that matches nothing; a module that is sharded already, or within one

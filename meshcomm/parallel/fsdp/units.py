@@ -17,7 +17,7 @@ from meshcomm import _torch
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import know
-from meshcomm.parallel.fsdp import gathered_again
+from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Flow, Group
 from meshcomm.parallel.fsdp.marks import begin_to_hear
@@ -39,6 +39,8 @@ class Unit:
         self.pending: list[Any] | None = None
         self.use: Use | None = None
         """Of the forward pass that is under way."""
+        self.traced: list[list[Tensor]] = []
+        """Of the forward passes that are being traced into a graph: what stood in the tables of parameters."""
         self.next: list[Unit | None] = [None, None]
         self._entrance: Entrance | None = None
         self._version = 0
@@ -126,9 +128,15 @@ class Unit:
 
     # ------------------------------------------------------------------------------------------------- open and shut
 
-    @_torch.out_of_graphs
     def before(self, _: nn.Module | None = None, given: tuple[Any, ...] = ()) -> None:
         """Forward begins: a hook."""
+        if torch.compiler.is_compiling() and _torch.in_one_graph():
+            in_graphs.open_unit(self)
+        else:
+            self._begin_forward(given)
+
+    @_torch.out_of_graphs
+    def _begin_forward(self, given: tuple[Any, ...]) -> None:
         self.depth += 1
         if self.depth > 1 and self.version() == self._version and self.is_open:
             return
@@ -140,9 +148,15 @@ class Unit:
         self.owner.enter(self)
         self._open(_BACKWARD if _torch.backward_pass() != -1 else _FORWARD)
 
-    @_torch.out_of_graphs
     def after(self, *_: Any) -> None:
         """Forward has ended, in one way or another: a hook."""
+        if torch.compiler.is_compiling() and _torch.in_one_graph():
+            in_graphs.shut_unit(self)
+        else:
+            self._end_forward()
+
+    @_torch.out_of_graphs
+    def _end_forward(self) -> None:
         self.depth -= 1
         if self.depth == 0:
             if self.is_open and _torch.backward_pass() != -1:  # a checkpoint inside may compute again at once
@@ -152,9 +166,12 @@ class Unit:
                 self.shut()
             self.owner.leave()
 
-    @_torch.out_of_graphs
     def open_on_demand(self) -> bool:
         """Somebody looks for a parameter outside of this unit's forward; whether forward or backward is under way."""
+        return not (torch.compiler.is_compiling() and _torch.in_one_graph()) and self._open_on_demand()
+
+    @_torch.out_of_graphs
+    def _open_on_demand(self) -> bool:
         in_backward = _torch.backward_pass() != -1
         if not (in_backward or self.owner.is_running):
             return False

@@ -5,7 +5,6 @@ The states are global to the process, so they are exchanged whenever another ran
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -55,7 +54,7 @@ class RandomState:
         """Keep the global states here."""
         self._torch = torch.default_generator.get_state()
         self._random = twister.take()
-        if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
+        if (module := numpy_state.module()) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := accelerator.module()) is None:
             return
@@ -69,7 +68,7 @@ class RandomState:
         RandomState.in_place = self
         torch.default_generator.set_state(self._torch)
         twister.put(self._random)
-        if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
+        if (module := numpy_state.module()) is not None:
             self.load_numpy(module)
         if accelerator.module() is not None:
             self._load_device()
