@@ -27,6 +27,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.layout.plan import Plan, plan
     from meshcomm.layout.reshard import reshard
     from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
+    from meshcomm.layout.show import show
     from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
     from meshcomm.objects.results import collect_results
     from meshcomm.spmd.random.rng import rng
@@ -124,6 +125,7 @@ __all__ = [
     "shard",
     "shard_map",
     "shift",
+    "show",
     "shutdown",
     "split_rows",
     "sync_seed",
@@ -151,6 +153,7 @@ _LATER = {
         "meshcomm.layout.plan": "Plan plan",
         "meshcomm.layout.reshard": "reshard",
         "meshcomm.layout.shapes": "global_shape layout_of local_shape partition_spec",
+        "meshcomm.layout.show": "show",
         "meshcomm.objects.objects": "all_gather_object broadcast_object gather_object scatter_object",
         "meshcomm.objects.results": "collect_results",
         "meshcomm.spmd.random.rng": "rng",

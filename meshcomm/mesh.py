@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm import _torch, watch
 from meshcomm.elsewhere import Answers
 from meshcomm.errors import fail, likely, names
+from meshcomm.pictures.grid import mesh_grids
+from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.solo import SoloLink
@@ -170,7 +172,7 @@ def axis_with_key(key: str) -> Axis:
         fail("mesh", "a compiled function uses a mesh that is gone.", fix="compile it again with the new mesh")
 
 
-class Mesh(Answers):
+class Mesh(Answers, Shown):
     """Ranks in an N-dimensional grid whose axes have names. Made by :func:`make_mesh`."""
 
     def __init__(
@@ -401,6 +403,10 @@ class Mesh(Answers):
                 f"{self.world_size}",
             )
         fail(where, "the mesh's process group is gone.", got=f"mesh {self._shape}", fix="make the mesh after mc.init()")
+
+    def picture(self) -> Picture:
+        """Where each rank of the world is."""
+        return mesh_grids(self._shape, self.ranks, repr(self))
 
     def __repr__(self) -> str:
         return f"Mesh({self._shape})"

@@ -25,6 +25,7 @@ LAYERS = [
     ("meshcomm.errors", "meshcomm.watch", "meshcomm.elsewhere"),
     ("meshcomm._versions", "meshcomm._trees"),
     ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups"),
+    ("meshcomm.pictures",),
     ("meshcomm.runtime",),
     ("meshcomm.launch",),
     ("meshcomm.mesh",),
@@ -40,6 +41,7 @@ LAYERS = [
 NARROW = {
     "meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"),
     "meshcomm.errors": (),
+    "meshcomm.pictures": ("meshcomm.pictures", "meshcomm.errors"),
     "meshcomm.elsewhere": (),
     "meshcomm._trees": (),
     "meshcomm._versions": (),
@@ -191,7 +193,7 @@ LATE = {
         "meshcomm.training.process", "meshcomm.training.reductions", "meshcomm.objects.results",
         "meshcomm.training.split_rows",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
-        "meshcomm.layout.shapes", "meshcomm.parallel", "meshcomm.spmd.types.check_vma", "meshcomm.spmd.random.rng",
+        "meshcomm.layout.shapes", "meshcomm.layout.show", "meshcomm.parallel", "meshcomm.spmd.types.check_vma", "meshcomm.spmd.random.rng",
         "meshcomm.spmd.shard_map.function", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.parallel": {"meshcomm.elsewhere"} | {

@@ -10,8 +10,10 @@ calls of fail(...) in the sources  -------->   api/texts-ROOM.rst: every error's
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 
 import meshcomm as mc
+from meshcomm.pictures.picture import Picture
 
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
@@ -213,7 +216,25 @@ def read(app: Sphinx, page: str, source: list[str]) -> None:
     if page == "index":
         readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
         source[0] = source[0].replace("<!-- README -->", readme)
-    source[0] = to_sources(source[0])
+    source[0] = to_sources(re.sub(r"(?ms)^```python\n(.*?)^```\n", with_pictures, source[0]))
+
+
+def with_pictures(block: re.Match[str]) -> str:
+    """A program with what it shows under it, drawn now."""
+    if "mc.show(" not in block[1]:
+        return block[0]
+    shown: list[str] = []
+
+    def show(*what: Any, **how: Any) -> Picture:
+        picture = mc.show(*what, **how)
+        shown.append(picture.svg)
+        return picture
+
+    program = block[1].replace("mc.show(", "show(")
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(program, "docs", "exec"), {"show": show, "__name__": "__main__"})
+    drawn = "".join(f"<p>{each}</p>\n" for each in shown)
+    return f"{block[0]}\n```{{raw}} html\n{drawn}```\n"
 
 
 def in_another_module(

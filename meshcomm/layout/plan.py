@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,10 +11,13 @@ import torch
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
+from meshcomm.layout.grids import layout_grids
 from meshcomm.layout.notation import Dim, Layout, Pattern, parse_arrow
 from meshcomm.layout.search import Step, cheapest
 from meshcomm.layout.shapes import checked_shape, cut, fit
 from meshcomm.mesh import Mesh
+from meshcomm.pictures.grid import Arrow, Grid, grids
+from meshcomm.pictures.picture import Picture
 from meshcomm.runtime.process.garbage import LaterCollection
 
 
@@ -63,6 +67,21 @@ class Plan(NamedTuple):
         if self.order != tuple(range(len(self.order))):
             lines.append("  the dims are moved: 0 bytes")
         return "\n".join(lines)
+
+    def picture(self) -> Picture:
+        """Which rank has which part at first and after each step, and what is sent between."""
+        ranks = range(math.prod(self.mesh.values()))
+        layout, _ = sides_of("plan", parse_arrow("plan", self.text, self.mesh, 1), self.shape, self.mesh)
+        parts: list[Grid | Arrow] = [*layout_grids(layout, self.shape, self.mesh, ranks, str(layout))]
+        for step in self.steps:
+            layout = Layout(Dim(name, axes) for name, axes in zip(self.dims, step.after, strict=True))
+            sent = f"{self.itemsize * step.elements:,} bytes sent" if step.elements else "nothing sent"
+            parts.append(Arrow((f"{step.op} over {' '.join(step.axes)}", sent)))
+            parts += layout_grids(layout, self.shape, self.mesh, ranks, str(layout))
+        return grids(parts, self.text)
+
+    def _repr_html_(self) -> str:
+        return self.picture().svg
 
 
 # ------------------------------------------------------------------------------------------------------- the plan

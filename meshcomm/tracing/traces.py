@@ -16,6 +16,8 @@ import torch
 
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh, all_axes, on_new_axis
+from meshcomm.pictures.picture import Picture, Shown
+from meshcomm.pictures.timeline import Bar, timeline
 from meshcomm.runtime.ops import is_operation, operations
 from meshcomm.runtime.start import workers
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
@@ -26,7 +28,7 @@ from meshcomm.tracing.record import Record, attach, detach
 _SECOND = 1e9
 
 
-class Trace:
+class Trace(Shown):
     """What was communicated between entering and leaving it; made by :func:`trace`."""
 
     def __init__(self) -> None:
@@ -193,6 +195,15 @@ class Trace:
     def __repr__(self) -> str:
         state = "open" if self._origin and self._end is None else "closed" if self._origin else "not entered"
         return f"<Trace {state}: {self.summary()}>"
+
+    def picture(self) -> Picture:
+        """What ran when, a lane per rank and axis."""
+        end = self.seconds
+        bars = [
+            Bar(f"rank {e.rank} {axis_text(e.axis)}", e.operation, e.start, end if e.end is None else e.end, str(e))
+            for e in self.events
+        ]
+        return timeline(bars, end, f"trace: {self.summary()}")
 
     # ------------------------------------------------------------------------------------------------------- files
 
