@@ -26,7 +26,7 @@ needs_counts = pytest.mark.skipif(not _torch.counts_uses(), reason="this torch d
 
 
 def given(reserve: Reserve, dtype: torch.dtype = torch.float32) -> Tensor:
-    return reserve.empty(SHAPE, dtype)
+    return reserve.empty(SHAPE, torch.empty(0, dtype=dtype))
 
 
 @needs_counts
@@ -35,7 +35,7 @@ def given(reserve: Reserve, dtype: torch.dtype = torch.float32) -> Tensor:
 )
 def test_what_is_dropped_is_given_again(dtype: torch.dtype) -> None:
     reserve = Reserve()
-    first = reserve.empty((1024, 1024), dtype)
+    first = reserve.empty((1024, 1024), torch.empty(0, dtype=dtype))
     assert first.shape == (1024, 1024)
     assert first.dtype == dtype
     assert first.is_contiguous()
@@ -43,7 +43,7 @@ def test_what_is_dropped_is_given_again(dtype: torch.dtype) -> None:
     assert first.untyped_storage().nbytes() == first.nbytes
     at = first.data_ptr()
     del first
-    assert reserve.empty((1024, 1024), dtype).data_ptr() == at
+    assert reserve.empty((1024, 1024), torch.empty(0, dtype=dtype)).data_ptr() == at
 
 
 HOLDERS: dict[str, Callable[[Tensor], object]] = {
@@ -116,9 +116,9 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(reuse.SWITCH, "8")
     reserve = Reserve()
     for count in range(200_000, 400_000, 1000):  # no two of one size
-        reserve.empty((count,), torch.float32)
+        reserve.empty((count,), torch.empty(0))
         assert reserve.held <= 8 * 2**20
-    assert reserve.empty((4 * 2**20,), torch.float32).numel() == 4 * 2**20  # too large, and not kept
+    assert reserve.empty((4 * 2**20,), torch.empty(0)).numel() == 4 * 2**20  # too large, and not kept
     assert reserve.held <= 8 * 2**20
     monkeypatch.setattr(reuse, "_LONG", 0.0)
     reserve.trim()
@@ -131,8 +131,8 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_results_and_those_inside_a_transform_are_plain() -> None:
     reserve = Reserve()
-    reserve.empty((3, 0), torch.float32)
-    reserve.empty((), torch.float32)
+    reserve.empty((3, 0), torch.empty(0))
+    reserve.empty((), torch.empty(0))
     torch.func.vmap(lambda x: x + given(reserve).sum())(torch.ones(2))
     assert reserve.held == 0
 
@@ -157,10 +157,10 @@ def test_threads() -> None:
 
 @needs_counts
 def test_a_fork_has_its_own() -> None:
-    x = reuse.reserve.empty(SHAPE, torch.float32).fill_(1)
+    x = reuse.reserve.empty(SHAPE, torch.empty(0)).fill_(1)
     pid = os.fork()
     if pid == 0:
-        ok = reuse.reserve.held == 0 and reuse.reserve.empty(SHAPE, torch.float32).data_ptr() != x.data_ptr()
+        ok = reuse.reserve.held == 0 and reuse.reserve.empty(SHAPE, torch.empty(0)).data_ptr() != x.data_ptr()
         os._exit(0 if ok else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
@@ -187,6 +187,25 @@ def large_results() -> int:
         assert float(y.double().sum()) == total
     assert len({y.data_ptr() for y, _ in kept}) == len(kept)
     return len(places)
+
+
+class Subclass(Tensor):
+    """Of a user's."""
+
+
+def subclasses(size: int) -> None:
+    mesh = mc.make_mesh({"a": 4})
+    x = torch.ones(4, size).as_subclass(Subclass)
+    for _ in range(3):
+        for y in (mc.all_reduce(x, "a", mesh=mesh), mc.all_gather(x, "a", mesh=mesh), mc.shift(x, "a", mesh=mesh)):
+            assert type(y) is Subclass
+        assert type(mc.all_to_all(x, "a", 0, 0, mesh=mesh)) is Subclass
+        assert type(mc.broadcast(x, "a", 1, mesh=mesh)) is Subclass
+
+
+@pytest.mark.parametrize("size", [3, 2**17])
+def test_results_are_of_the_class_that_they_were(pool4: Any, size: int) -> None:
+    pool4.run(subclasses, size)
 
 
 @needs_counts

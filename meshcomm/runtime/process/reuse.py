@@ -65,15 +65,15 @@ class Reserve:
         """Bytes of what is kept."""
         self._room = _room()
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new dense tensor on the CPU."""
-        nbytes = math.prod(shape) * dtype.itemsize
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A new dense tensor of this shape, of the dtype of ``like``, which is on the CPU."""
+        nbytes = math.prod(shape) * like.itemsize
         # Who holds the lock may be this thread, in the middle of what frees something else.
         if not _LEAST <= nbytes <= self._room or not _torch.plain_now() or not self._lock.acquire(blocking=False):
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            return like.new_empty(shape)
         try:
             kept = self._take(nbytes)
-            return torch.empty(0, dtype=dtype, device="cpu").set_(kept.storage, 0, shape, ())
+            return like.new_empty(0).set_(kept.storage, 0, shape, ())
         finally:
             self._lock.release()
 

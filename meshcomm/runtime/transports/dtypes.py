@@ -52,6 +52,8 @@ def plain(x: Tensor) -> Tensor:
 
 def to_bytes(x: Tensor) -> Tensor:
     """A dense 1-d tensor of a dtype that every backend moves: the elements, or their bytes."""
+    if x.dtype in _PLAIN and x.dim() == 1 and x.is_contiguous() and not x.is_neg():
+        return x
     flat = plain(x).reshape(-1)
     if x.dtype in _PLAIN:
         return flat

@@ -66,7 +66,7 @@ class OneHostLink(ProcessLink):
             return super().all_reduce(x, op)
         packed = dtypes.to_bytes(x)
         call = self._call("all_reduce", op, x)
-        flat = dtypes.from_bytes(reserve.empty(packed.shape, packed.dtype), x.dtype)
+        flat = dtypes.from_bytes(reserve.empty(packed.shape, packed), x.dtype)
         result = flat if flat.shape == x.shape else flat.view(x.shape)
         in_parts = self._in_parts(x)
         call.post(packed, self.mail.others, self.mail.others, spare=self._spare(flat) if in_parts else 0)
@@ -99,7 +99,7 @@ class OneHostLink(ProcessLink):
 
     def sum_parts(self, x: Parts) -> Tensor:
         """They are written straight to where the others read them."""
-        out = reserve.empty(x.shape, x.dtype)
+        out = reserve.empty(x.shape, torch.empty(0, dtype=x.dtype, device="cpu"))
         call = self._call("all_reduce", "sum", out)
         in_parts = self._in_parts(out)
         call.post(
@@ -116,7 +116,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().all_gather(x)
         packed = dtypes.to_bytes(x)
-        out = reserve.empty((self.size * packed.numel(),), packed.dtype)
+        out = reserve.empty((self.size * packed.numel(),), packed)
         call = self._call("all_gather", "", x)
         call.post(packed, self.mail.others, self.mail.others)
         result = dtypes.from_bytes(out, x.dtype).view(self.size, *x.shape)
@@ -127,7 +127,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().reduce_scatter(x, op)
         packed = dtypes.to_bytes(x)
-        out = reserve.empty(x.shape[1:], x.dtype)
+        out = reserve.empty(x.shape[1:], x)
         call = self._call("reduce_scatter", op, x)
         count, each = out.numel(), packed.numel() // self.size
         own = self.index * each, (self.index + 1) * each
@@ -146,7 +146,7 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         width = x.element_size() // packed.element_size()
         runs = recv if width == 1 else [width * run for run in recv]
-        out = reserve.empty((sum(runs),), packed.dtype)
+        out = reserve.empty((sum(runs),), packed)
         call = self._call("all_to_all", "", x)
         call.count = 0  # it may differ
         starts = [0, *accumulate(send if width == 1 else [width * run for run in send])]
@@ -163,7 +163,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().permute(x, source, destination)
         packed = dtypes.to_bytes(x)
-        out = torch.zeros_like(packed) if source is None else reserve.empty(packed.shape, packed.dtype)
+        out = torch.zeros_like(packed) if source is None else reserve.empty(packed.shape, packed)
         call = self._call("permute", "", x)
         call.root = -1 if destination is None else destination
         sources = () if source in (None, self.index) else (source,)
@@ -181,7 +181,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().broadcast(x, src)
         packed = dtypes.to_bytes(x)
-        out = reserve.empty(packed.shape, packed.dtype)
+        out = reserve.empty(packed.shape, packed)
         call = self._call("broadcast", "", x, src)
         call.post(packed, *self._from_one(src))
         result = dtypes.from_bytes(out, x.dtype).view(x.shape)
@@ -193,7 +193,7 @@ class OneHostLink(ProcessLink):
             return super().reduce(x, op, dst)
         x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
-        out = reserve.empty(x.shape, x.dtype) if self.index == dst else None
+        out = reserve.empty(x.shape, x) if self.index == dst else None
         call = self._call("reduce", op, x, dst)
         call.post(packed, *self._to_one(dst))
 
@@ -208,7 +208,7 @@ class OneHostLink(ProcessLink):
         if not x.is_cpu:
             return super().gather(x, dst)
         packed = dtypes.to_bytes(x)
-        out = reserve.empty((self.size * packed.numel() if self.index == dst else 0,), packed.dtype)
+        out = reserve.empty((self.size * packed.numel() if self.index == dst else 0,), packed)
         call = self._call("gather", "", x, dst)
         call.post(packed, *self._to_one(dst))
         if self.index != dst:
@@ -221,7 +221,7 @@ class OneHostLink(ProcessLink):
         if not like.is_cpu:
             return super().scatter(x, like, src)
         packed = dtypes.to_bytes(like[None][:0] if x is None else x)
-        out = reserve.empty((like.nbytes // packed.element_size(),), packed.dtype)
+        out = reserve.empty((like.nbytes // packed.element_size(),), packed)
         call = self._call("scatter", "", like, src)
         call.total = self.size
         call.post(packed, *self._from_one(src))
