@@ -98,6 +98,8 @@ def to_and_from_one_rank(x: Tensor, mesh: mc.Mesh) -> list[tuple[str, Any]]:
     done.append(('barrier("r")', mc.barrier("r", mesh=mesh)))
     done.append(('axis_index("r")', mc.axis_index("r", mesh=mesh)))
     done.append(('axis_size("r")', mc.axis_size("r", mesh=mesh)))
+    done.append(('argmax(x, "r")', mc.argmax(x, "r", mesh=mesh)))
+    done.append(('argmin(x, "r")', mc.argmin(x, "r", mesh=mesh)))
     return done
 
 

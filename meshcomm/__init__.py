@@ -4,7 +4,7 @@ import importlib
 import typing
 
 from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
-from meshcomm.collectives.place import axis_index, axis_size
+from meshcomm.collectives.place import argmax, argmin, axis_index, axis_size
 from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
 from meshcomm.collectives.seeds import fork_rng, sync_seed
 from meshcomm.errors import CommError, MeshError, VaryingError
@@ -28,6 +28,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.layout.reshard import reshard
     from meshcomm.layout.shapes import global_shape, layout_of, local_shape, partition_spec
     from meshcomm.layout.show import show
+    from meshcomm.objects.letters import recv_object, send_object
     from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
     from meshcomm.objects.results import collect_results
     from meshcomm.spmd.random.rng import rng
@@ -72,6 +73,8 @@ __all__ = [
     "all_reduce",
     "all_reduce_params",
     "all_to_all",
+    "argmax",
+    "argmin",
     "assert_invariant",
     "assert_varying",
     "axis_index",
@@ -114,6 +117,7 @@ __all__ = [
     "pvary",
     "rank",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_scatter",
     "reshard",
@@ -122,6 +126,7 @@ __all__ = [
     "scatter",
     "scatter_object",
     "send",
+    "send_object",
     "shard",
     "shard_map",
     "shift",
@@ -154,6 +159,7 @@ _LATER = {
         "meshcomm.layout.reshard": "reshard",
         "meshcomm.layout.shapes": "global_shape layout_of local_shape partition_spec",
         "meshcomm.layout.show": "show",
+        "meshcomm.objects.letters": "recv_object send_object",
         "meshcomm.objects.objects": "all_gather_object broadcast_object gather_object scatter_object",
         "meshcomm.objects.results": "collect_results",
         "meshcomm.spmd.random.rng": "rng",

@@ -32,6 +32,7 @@ __all__ = [
     "at_trace_time",
     "computed_again",
     "counts_uses",
+    "dispatch_modes",
     "functorch_active",
     "in_graph",
     "in_one_graph",
@@ -170,8 +171,11 @@ def outside_transforms() -> Iterator[None]:
 
 _plainly = contextlib.nullcontext()
 _depth_of_modes: Any = find(
-    "torch._C._len_torch_dispatch_stack", "collectives of fully_shard and small draws of rng cost more"
+    "torch._C._len_torch_dispatch_stack",
+    "collectives of fully_shard and small draws of rng cost more, each call of a process group half a µs",
 )
+dispatch_modes: Callable[[], int] = _depth_of_modes or (lambda: 1)
+"""How many modes see what torch is called for on this thread; one, where it does not tell."""
 
 
 def plain_now() -> bool:

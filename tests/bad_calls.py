@@ -152,6 +152,8 @@ AXIS: dict[str, Callable[[Any], Any]] = {
     "scan": lambda axis: mc.scan(x(4), axis),
     "broadcast": lambda axis: mc.broadcast(x(4), axis),
     "axis_index": mc.axis_index,
+    "argmax": lambda axis: mc.argmax(x(4), axis),
+    "argmin": lambda axis: mc.argmin(x(4), axis),
     "axis_size": mc.axis_size,
     "reduce": lambda axis: mc.reduce(x(4), axis),
     "gather": lambda axis: mc.gather(x(4), axis),
@@ -159,6 +161,8 @@ AXIS: dict[str, Callable[[Any], Any]] = {
     "send": lambda axis: mc.send(x(4), axis, 1),
     "recv": lambda axis: mc.recv(axis, 1, shape=(2,), dtype=torch.float32),
     "exchange": lambda axis: mc.exchange([], [], axis),
+    "send_object": lambda axis: mc.send_object(1, axis, 1),
+    "recv_object": lambda axis: mc.recv_object(axis, 1),
     "barrier": mc.barrier,
     "sync_seed": mc.sync_seed,
     "fork_rng": lambda axis: mc.fork_rng(axis).__enter__(),
@@ -535,6 +539,12 @@ bad("scatter_object", "text in place of a list", lambda h: mc.scatter_object(Non
 bad("scatter_object", "objects beside src", lambda h: mc.scatter_object([1, 2], "a"), r"objs is given, but src is 0", told=True)
 bad("collect_results", "a negative size", lambda h: mc.collect_results([1], -1, "a"), r"size=-1 is not a number of samples", told=True)
 bad("collect_results", "a size of NaN", lambda h: mc.collect_results([1], nan, "a"), r"size=nan is not a number of samples", told=True)
+bad("send_object", "to oneself", lambda h: mc.send_object(1, "a", h.a), r"index \d is this rank itself")
+bad("send_object", "dst beyond the axis", lambda h: mc.send_object(1, "a", 2), r"dst=2 is not an index")
+bad("send_object", "a negative tag", lambda h: mc.send_object(1, "a", h.other, tag=-1), r"tag=-1 is not a tag")
+bad("recv_object", "a src that is no int", lambda h: mc.recv_object("a", "0"), r"src='0' is not an index")
+bad("argmax", "complex numbers", lambda h: mc.argmax(x(4).cfloat(), "a"), r"complex numbers have no order")
+bad("argmin", "a list", lambda h: mc.argmin([x(4)], "a"), r"x is not a tensor but list")
 bad("collect_results", "too few results", lambda h: mc.collect_results([], 4, "a", order="stride"), r"has 0 results, but 2 of the 4 samples", told=True)
 bad("collect_results", "an order that is none", lambda h: mc.collect_results([1], 2, "a", order="rank"), r"order='rank' is no order", told=True)
 bad("collect_results", "lengths that do not tell", lambda h: mc.collect_results([1, 2], 4, "a"), r"do not tell in which order", told=True)

@@ -67,6 +67,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "exchange": lambda: [mc.exchange([(X, 0)], [(0, (2, 3), torch.float64)], "one"), mc.exchange([], [], "one")],
     "barrier": lambda: [mc.barrier("one"), mc.barrier("one", timeout=1)],
     "axis_index": lambda: mc.axis_index("one"),
+    "argmax": lambda: mc.argmax(X, "one"),
+    "argmin": lambda: mc.argmin(X, "one"),
+    "send_object": lambda: refused(lambda: mc.send_object(X, "one", 0)),
+    "recv_object": lambda: refused(lambda: mc.recv_object("one", 0)),
     "axis_size": lambda: mc.axis_size("one"),
     "wait": lambda: mc.wait(
         [mc.all_reduce(X, "one", async_op=True), mc.gather(X, "one", async_op=True).then(lambda y: y.sum())]

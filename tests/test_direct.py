@@ -5,6 +5,8 @@ them to it, as it does to NCCL. Values, gradients, storage and records are as wh
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -165,3 +167,50 @@ def both_ways(folder: str) -> list[str]:
 
 def test_one_call_of_the_backend(tmp_path: Any) -> None:
     assert mc.launch(both_ways, ranks=RANKS, args=(str(tmp_path),), runtime="processes", timeout=280) == [[]] * RANKS
+
+
+SEEN = """
+import torch, torch.distributed as dist
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+import meshcomm as mc
+
+class Listed(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+dist.init_process_group("fake", rank=0, world_size=4)
+mesh, seen, x = mc.make_mesh({"a": 4}), [], torch.ones(4, 4)
+calls = {
+    "allreduce_": lambda **how: mc.all_reduce(x, "a", mesh=mesh, **how),
+    "broadcast_": lambda **how: mc.broadcast(x, "a", mesh=mesh, **how),
+    "allgather_base": lambda **how: mc.all_gather(x, "a", mesh=mesh, **how),
+    "reduce_scatter_base": lambda **how: mc.reduce_scatter(x, "a", mesh=mesh, **how),
+    "alltoall_base_": lambda **how: mc.all_to_all(x, "a", 0, 0, mesh=mesh, **how),
+}
+for name, call in calls.items():
+    for _ in range(2):  # the way found first is not the way for ever
+        plain = call()
+        with Listed():
+            assert call().equal(plain) and call(async_op=True).wait().equal(plain)
+        assert sum(name in each for each in seen) == 2, (name, seen)
+        seen.clear()
+        with profile() as watched:
+            call()
+        assert any(f"c10d::" in event.name and name in event.name for event in watched.events()), name
+mc.shutdown()
+dist.destroy_process_group()
+try:
+    mc.all_reduce(x, "a", mesh=mesh)
+except mc.MeshError as error:
+    assert "shut down" in str(error) or "is gone" in str(error), error
+else:
+    raise AssertionError("no error")
+"""
+
+
+def test_who_looks_at_torch_s_operations_sees_those_of_collectives() -> None:
+    """Else they go by another way, which is shorter."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SEEN], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr

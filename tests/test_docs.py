@@ -177,6 +177,7 @@ ONE_RANK = ["reduce", "gather", "scatter", "send", "recv", "exchange"]
 # What a label would be about does not exist there.
 LACKING: dict[str, set[str]] = {
     "send": {"Returns"},
+    "send_object": {"Returns"},
     "axis_index": set(),
     "axis_size": {"Type", "Backward"},
     "barrier": {"Type", "Returns", "Backward"},

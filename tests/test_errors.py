@@ -40,6 +40,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "reduce": lambda axis, **kw: mc.reduce(x(), axis, **kw),
     "gather": lambda axis, **kw: mc.gather(x(), axis, **kw),
     "scatter": lambda axis, **kw: mc.scatter(x(), axis, like=torch.ones(2, 4), **kw),
+    "argmax": lambda axis, **kw: mc.argmax(x(), axis, **kw),
+    "argmin": lambda axis, **kw: mc.argmin(x(), axis, **kw),
     "send": lambda axis, **kw: mc.send(x(), axis, 1, **kw),
     "recv": lambda axis, **kw: mc.recv(axis, 1, shape=(2,), dtype=F32, **kw),
     "exchange": lambda axis, **kw: mc.exchange([], [], axis, **kw),
@@ -50,7 +52,7 @@ TAKES_A_TREE = (
     "scan", "broadcast",
 )  # fmt: skip
 EXTRA: dict[str, tuple[Any, ...]] = {"all_to_all": (0, 0), "permute": ([],), "send": (1,)}
-TENSOR_FIRST = (*TAKES_A_TREE, "reduce", "gather", "send")
+TENSOR_FIRST = (*TAKES_A_TREE, "reduce", "gather", "send", "argmax", "argmin")
 
 
 def test_the_table_knows_every_function_over_an_axis() -> None:
@@ -58,7 +60,7 @@ def test_the_table_knows_every_function_over_an_axis() -> None:
     functions = {name for name in mc.__all__ if getattr(mc, name).__module__.startswith("meshcomm.collectives.")}
     functions -= {"fork_rng", "sync_seed", "tie"}
     assert set(CALLS) == functions
-    assert len(functions) == 20
+    assert len(functions) == 22
 
 
 # ------------------------------------------------------------------------------------------------- nothing is sent

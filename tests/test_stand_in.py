@@ -274,7 +274,7 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Backend, list[Mark]]:
     vars(link).update(
         base=backend, group=backend, size=2, index=0, makers={}, _kinds={"cpu": "gloo", "cuda": "nccl"}, _on_gloo=True,
         nccl=frozenset({"cuda"}), _making=threading.Lock(), walker=None, turn=Turn(cast(Any, backend), []), ranks=(0, 1),
-        _room=None,
+        _room=None, _near={},
     )  # fmt: skip
     link.note_in(ring.log((0, 1), 0, "a test's", 10.0))
     return link, backend, marks

@@ -161,6 +161,24 @@ def test_name_end_backend() -> None:
     assert all(hasattr(dist.ProcessGroup, name) for name in ("_get_backend", "abort"))
 
 
+def what_moves(device: str) -> list[str]:
+    mc.init()
+    group = dist.group.WORLD
+    assert group is not None
+    found = _torch.backend_for(group, torch.device(device))
+    methods = ("allreduce", "alltoall_base", "broadcast", _torch.gather_method, _torch.scatter_method)
+    assert all(hasattr(found, name) for name in methods)
+    found.allreduce([x := torch.ones(1)], dist.AllreduceOptions()).wait()
+    own: Any = type("Own", (), {})()
+    assert _torch.backend_for(own, torch.device("cpu")) is own
+    return [type(found).__name__, str(x.item())]
+
+
+def test_name_backend_for(pool4: Any) -> None:
+    assert pool4.run(what_moves, "cpu") == [["ProcessGroupGloo", "4.0"]] * 4
+    assert pool4.run(what_moves, "meta") == [["ProcessGroup", "4.0"]] * 4  # it has none for that
+
+
 def test_name_new_group(pool4: Any) -> None:
     pool4.run(groups)
 
@@ -620,6 +638,12 @@ class Listed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def test_name_dispatch_modes() -> None:
+    assert _torch.dispatch_modes() == 0
+    with Listed():
+        assert _torch.dispatch_modes() == 1
 
 
 def test_name_outside_dispatch_modes() -> None:

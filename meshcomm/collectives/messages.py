@@ -95,7 +95,7 @@ def send(
         return aside(send, x, axis, dst, tag, mesh, async_op, timeout)
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
-    _not_oneself("send", dst, ax)
+    not_oneself("send", dst, ax)
     posts = _kept_posts([post], async_op)
     return made(SEND, (), ax, kind_of(x), async_op, lambda link: then(link.exchange(posts, []), lambda _: None))
 
@@ -160,7 +160,7 @@ def recv(
         return aside(recv, axis, src, shape, dtype, tag, mesh, async_op, timeout)
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
-    _not_oneself("recv", src, ax)
+    not_oneself("recv", src, ax)
     kind = dtype, want[1]
     return made(RECV, (), ax, kind, async_op, lambda link: then(link.exchange([], [want]), lambda got: got[0]))
 
@@ -257,7 +257,7 @@ def _checked_post(where: str, entry: object, axis: Axis) -> Post:
     x, dst, tag = entry if len(entry) == 3 else (*entry, 0)
     check.tensor(where, x, axis)
     check.checked_index(where, dst, axis, "dst")
-    _checked_tag(where, tag, axis)
+    checked_tag(where, tag, axis)
     check.no_gradient(where, x, axis, "use permute or shift")
     home = axis.mesh.device  # where it is received: all ranks move it the same way
     return x if axis.mesh.in_process else x.detach().to(home), int(dst), int(tag)
@@ -275,21 +275,24 @@ def _checked_want(where: str, entry: object, axis: Axis) -> Want:
     shape = tuple(map(int, shape))
     if max(math.prod(shape) * dtype.itemsize, *shape, 0) >= 2**63:
         check.explain(where, f"shape={shape} is too large.", axis, fix="lengths of fewer than 2**63 bytes in all")
-    _checked_tag(where, tag, axis)
+    checked_tag(where, tag, axis)
     return int(src), shape, dtype, int(tag), axis.mesh.device
 
 
-def _checked_tag(where: str, tag: object, axis: Axis) -> None:
+def checked_tag(where: str, tag: object, axis: Axis, device: torch.device | None = None) -> None:
+    """``tag`` is one, and what moves messages knows tags."""
     if not check.whole_number(tag) or not 0 <= tag < 2**30:  # type: ignore[operator]
         check.explain(where, f"tag={tag!r} is not a tag.", axis, fix="an int from 0 to 2**30 - 1")
-    if tag and where not in (may := axis.link.tagged(axis.mesh.device)):
+    device = axis.mesh.device if device is None else device
+    if tag and where.removesuffix("_object") not in (may := axis.link.tagged(device)):
         check.explain(
-            where, f"tag={tag}, but what moves tensors on {axis.mesh.device} matches messages by their order.", axis,
+            where, f"tag={tag}, but what moves tensors on {device} matches messages by their order.", axis,
             fix="leave the tag out" + (", or give all that have tags to one exchange, on both sides" if may else ""),
         )  # fmt: skip
 
 
-def _not_oneself(where: str, index: int, axis: Axis) -> None:
+def not_oneself(where: str, index: int, axis: Axis) -> None:
+    """``index`` is that of another rank."""
     if index == axis.index:
         check.explain(
             where, f"index {index} is this rank itself, which would wait for itself.", axis, fix="use exchange"

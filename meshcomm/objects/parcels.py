@@ -38,6 +38,12 @@ _FEW = 2**16
 """Bytes up to which padding is not counted."""
 
 
+def home_of(axis: Axis, device: torch.device | None = None) -> torch.device:
+    """The device that bytes travel from and to: this one, the CPU by default, if the axis can move what lies there."""
+    home = torch.device("cpu") if device is None else device
+    return axis.mesh.device if axis.link.check_device(home) is not None else home
+
+
 class Courier:
     """One call of one rank: what it is called, along which axis, with which arguments that all must share."""
 
@@ -45,9 +51,7 @@ class Courier:
         self.where = where
         self.axis = axis
         self._given = {name: int(value) if check.whole_number(value) else value for name, value in given.items()}  # type: ignore[call-overload]
-        cpu = torch.device("cpu")
-        home = cpu if device is None else device
-        self._home = axis.mesh.device if axis.link.check_device(home) is not None else home
+        self._home = home_of(axis, device)
 
     def __str__(self) -> str:
         return f"{self.where}({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"

@@ -84,6 +84,7 @@ class GroupLink(PacketLink):
         self.base, self.name = base, name
         self.makers: dict[str, Callable[[], Any]] = {}
         self._making = threading.Lock()
+        self._near: dict[torch.device | None, Any] = {}
         self.numbers = itertools.count()
         self.note_in(log)
         self.ranks = ranks
@@ -106,7 +107,7 @@ class GroupLink(PacketLink):
 
     def note_in(self, log: Log) -> None:
         """Where calls are noted."""
-        self.log, self._note, self._direct = log, log.begin, _direct_in(log)
+        self.log, self._note, self._direct = log, log.begin, _direct_in(log, self._near)
 
     def made(self, name: str) -> Any:
         """What is made when it is first used, and has been taken away since where the groups have ended."""
@@ -122,10 +123,18 @@ class GroupLink(PacketLink):
         what = "the mesh belongs to a process group that was shut down."
         return fail("mesh", what, fix="make the mesh again after mc.init()")
 
+    def near(self, x: Tensor) -> Any:
+        """What moves tensors that lie where ``x`` does, as the group would find it at each call; kept while there is a
+        group.
+        """
+        found = self._near[None if x.is_cpu else x.device] = _torch.backend_for(self.group, x.device)
+        return found
+
     def let_go(self) -> None:
         """Of everything that belongs to a process group, for it is about to end."""
         self._making = threading.Lock()
         self.makers.clear()
+        self._near.clear()
         self._outbox.drop()
         for name in ("group", "turn", "base", "mail", "channel"):
             vars(self).pop(name, None)
@@ -203,6 +212,7 @@ class GroupLink(PacketLink):
             )
         )
         self.group, self.base = ended, ended if self.base is group else self.base
+        self._near.clear()
         if turn is not None:
             turn.spoil()
         _torch.end_backend(group, device)
@@ -265,33 +275,31 @@ def _kinds_of(backends: str) -> tuple[dict[str, str], frozenset[str]]:
     return kinds, frozenset(kind for kind, each in (kinds or {"cuda": backends}).items() if each == "nccl")
 
 
-def _direct_in(log: Log) -> Callable[..., Tensor]:
-    """``direct(link, what, op, x, root, y, later, call, *given)``: ``y``, which one call of the backend fills. ``what``
-    to ``root`` are as they are noted; ``given`` ends with the options for who waits now, or, if ``later``, then.
+def _direct_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., Tensor]:
+    """``direct(link, what, op, x, root, y, later, name, *given)``: ``y``, which one call of the backend fills, its
+    method of this name. ``what`` to ``root`` are as they are noted; ``given`` ends with the options for who waits now,
+    or, if ``later``, then. ``near``: what is called, by device.
 
-    A closure, with as little as can be around the call: each line is felt.
+    A closure, with as little as can be around the call: each line is felt. The group would go through torch's
+    dispatcher to the backend, which takes as long as the call itself; it does where somebody looks at what goes through
+    there.
     """
     number, keep, now, thread = log.number, log.records.append, monotonic, get_ident
+    shown, modes = _torch.profiler_on, _torch.dispatch_modes
 
     def direct(
-        link: GroupLink,
-        what: str,
-        op: str,
-        x: Tensor,
-        root: int,
-        y: Tensor,
-        later: bool,
-        call: Callable[..., Any],
-        *given: Any,
+        link: GroupLink, what: str, op: str, x: Tensor, root: int, y: Tensor, later: bool, name: str, *given: Any
     ) -> Tensor:
+        cpu = x.is_cpu
+        called = link.group if modes() or shown() else near.get(None if cpu else x.device) or link.near(x)
         shape = x.shape
         record: Record = [number(), what, op, x.dtype, shape, now(), None, None, root, thread()]
         keep(record)
-        if x.numel():
+        if 0 not in shape:
             try:
                 if queued:
                     begin_all()
-                work = call(*given)
+                work = getattr(called, name)(*given)
                 if later:
                     read = None if type(given[0]) is list else x  # what is in a list is ``y`` itself
                     begun: Any = started(link, what, work, y, read, record)
@@ -304,7 +312,7 @@ def _direct_in(log: Log) -> Callable[..., Tensor]:
             except RuntimeError as error:
                 failed(record, error)
                 raise link._error(what, error) from error
-        record[ENDED] = True if y.is_cpu else mark(y) or True
+        record[ENDED] = True if cpu else mark(y) or True
         return y
 
     return direct

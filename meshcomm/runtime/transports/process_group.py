@@ -82,7 +82,7 @@ class ProcessLink(GroupLink):
             return self._all_reduce(x, op)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         later = told.later
-        return self._direct(self, "all_reduce", "sum", x, -1, y, later, self.group.allreduce, [y], _SUMS[later])
+        return self._direct(self, "all_reduce", "sum", x, -1, y, later, "allreduce", [y], _SUMS[later])
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
@@ -110,10 +110,9 @@ class ProcessLink(GroupLink):
         """One call of the backend, if it takes ``x`` as it lies."""
         if not (_torch.gather_method and self._as_it_lies(x, _MOVED)):
             return super().gather_flat(x)
-        shape = x.shape
-        out = x.new_empty(self.size * shape[0] if len(shape) == 1 else (self.size * shape[0], *shape[1:]))
-        later, call = told.later, getattr(self.group, _torch.gather_method)
-        return self._direct(self, "all_gather", "", x, -1, out, later, call, out, x, _GATHERS[later])
+        first, *others = x.shape
+        out, later = x.new_empty(self.size * first, *others), told.later  # as numbers: a tuple takes half as long again
+        return self._direct(self, "all_gather", "", x, -1, out, later, _torch.gather_method, out, x, _GATHERS[later])
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """The same. A sum of half precision may be too large where the mean is not: the base knows."""
@@ -121,22 +120,22 @@ class ProcessLink(GroupLink):
         wide = op == "mean" and not native and x.dtype in (torch.float32, torch.float64)
         if not ((native or wide) and _torch.scatter_method and self._as_it_lies(x, _SUMMED)):
             return super().scatter_flat(x, op)
-        shape = x.shape
-        each = shape[0] // self.size
-        out = x.new_empty(each if len(shape) == 1 else (each, *shape[1:]))
-        later, call = told.later, getattr(self.group, _torch.scatter_method)
+        first, *others = x.shape
+        out, later, name = x.new_empty(first // self.size, *others), told.later, _torch.scatter_method
         options = _MEANS_SCATTERED if native and op != "sum" else _SUMS_SCATTERED
-        got = self._direct(self, "reduce_scatter", op, x, -1, out, later, call, out, x, options[later])
+        got = self._direct(self, "reduce_scatter", op, x, -1, out, later, name, out, x, options[later])
         return then(got, lambda total: total.div_(self.size)) if wide else got
 
     def swap_flat(self, x: Tensor) -> Any:
         """The same, without lengths. NCCL has another call for who gives them, so how ``x`` lies is no reason to."""
         if x.dtype not in _MOVED or (self._on_gloo and x.is_cpu):
             return super().swap_flat(x)
-        x = x.resolve_neg().contiguous()
-        out = torch.empty_like(x)
-        later, call = told.later, self.group.alltoall_base
-        return self._direct(self, "all_to_all", "", x, -1, out, later, call, out, x, [], [], _EXCHANGES[later])
+        if x.is_neg() or not x.is_contiguous():
+            x = x.resolve_neg().contiguous()
+        out, later = torch.empty_like(x), told.later
+        return self._direct(
+            self, "all_to_all", "", x, -1, out, later, "alltoall_base", out, x, [], [], _EXCHANGES[later]
+        )
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The same."""
@@ -144,7 +143,7 @@ class ProcessLink(GroupLink):
             return self._broadcast_packed(x, src)
         y = x.clone() if self.index == src else torch.empty_like(x)
         later = told.later
-        return self._direct(self, "broadcast", "", x, src, y, later, self.group.broadcast, [y], _from(src)[later])
+        return self._direct(self, "broadcast", "", x, src, y, later, "broadcast", [y], _from(src)[later])
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """An all_to_all in which at most one run is not empty; two messages on gloo."""
@@ -152,8 +151,8 @@ class ProcessLink(GroupLink):
             return self._permute(x, source, destination)  # what is empty too: not all ranks may have both ends
         send, recv, y = [0] * self.size, [0] * self.size, torch.empty_like(x)
         send[destination] = recv[source] = x.shape[0]
-        later, call = told.later, self.group.alltoall_base
-        return self._direct(self, "permute", "", x, -1, y, later, call, y, x, recv, send, _EXCHANGES[later])
+        later = told.later
+        return self._direct(self, "permute", "", x, -1, y, later, "alltoall_base", y, x, recv, send, _EXCHANGES[later])
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
         """Both send all they have, and reduce it."""

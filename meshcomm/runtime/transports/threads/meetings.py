@@ -33,27 +33,23 @@ class Came(NamedTuple):
 class Meeting:
     """One collective: who has come, with what, and what came of it."""
 
-    __slots__ = ("came", "count", "error", "inputs", "odd", "outlasts", "results", "waiting")
+    __slots__ = ("came", "count", "error", "inputs", "odd", "outlasts", "over", "results", "waiting")
 
     def __init__(self, size: int) -> None:
         self.came: list[Came] = []
         self.inputs: list[Any] = [None] * size
         self.results: list[Any] | None = None
         self.error: str | None = None
+        self.over = False  # there are results, or an error
         self.count = 0
         self.odd = False  # not all have called the same
         self.waiting: list[Rank] = []
         self.outlasts = False  # who waits here does so longer than others in vain
 
-    @property
-    def over(self) -> bool:
-        """Whether there are results, or an error."""
-        return self.results is not None or self.error is not None
-
     def fail(self, error: str) -> None:
         """Whoever comes later is told the same."""
         if not self.over:
-            self.error, self.inputs = error, []
+            self.error, self.inputs, self.over = error, [], True
 
     def lengths(self) -> str:
         """What is said where tensors of other lengths are all that differs."""

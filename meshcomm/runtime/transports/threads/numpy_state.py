@@ -17,13 +17,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-_NAME = "numpy.random"
+NAME = "numpy.random"
 _WORDS = 624
 
 
 def module() -> ModuleType | None:
     """``numpy.random``, once it is loaded, if it can exchange generators (numpy 1.24 on)."""
-    found = sys.modules.get(_NAME)
+    found = sys.modules.get(NAME)
     return found if hasattr(found, "set_bit_generator") else None
 
 
@@ -36,7 +36,7 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """What the others find; when that has been executed, it is told."""
-        if name != _NAME or self not in sys.meta_path:
+        if name != NAME or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
@@ -59,7 +59,7 @@ _finder = _Finder()
 
 def when_loaded(tell: Callable[[ModuleType], object]) -> None:
     """Call ``tell(numpy.random)`` when it is loaded from now on."""
-    if _finder not in sys.meta_path and _NAME not in sys.modules:
+    if _finder not in sys.meta_path and NAME not in sys.modules:
         _finder.tell = tell
         sys.meta_path.insert(0, _finder)
 

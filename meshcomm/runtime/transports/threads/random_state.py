@@ -5,6 +5,7 @@ The states are global to the process, so they are exchanged whenever another ran
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ class RandomState:
         """Keep the global states here."""
         self._torch = torch.default_generator.get_state()
         self._random = twister.take()
-        if (module := numpy_state.module()) is not None:
+        if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := accelerator.module()) is None:
             return
@@ -68,7 +69,7 @@ class RandomState:
         RandomState.in_place = self
         torch.default_generator.set_state(self._torch)
         twister.put(self._random)
-        if (module := numpy_state.module()) is not None:
+        if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self.load_numpy(module)
         if accelerator.module() is not None:
             self._load_device()

@@ -68,7 +68,7 @@ class _Cancelled(BaseException):
 class Rank:
     """One rank of a :class:`World`: its thread's turn, its random state, and what it waits for."""
 
-    def __init__(self, world: World, index: int, random: RandomState, anomaly: tuple[bool, bool]) -> None:
+    def __init__(self, world: World, index: int, random: RandomState, anomaly: bool | None) -> None:
         self.world = world
         self.index = index
         self.turn = threading.Lock()  # held by nobody's thread in particular: released to let this rank run
@@ -103,8 +103,8 @@ class Rank:
             self.world.streams.enter()
         self.random.load()
         _torch.set_forward_ad_state(self.forward_ad)
-        if self.anomaly[0] or torch.is_anomaly_enabled():
-            torch.set_anomaly_enabled(*self.anomaly)
+        if self.anomaly is not None or torch.is_anomaly_enabled():
+            _set_anomaly(self.anomaly)
 
     def describe(self) -> str:
         """A line for a report."""
@@ -112,8 +112,13 @@ class Rank:
         return f"  rank {self.index} {state}"
 
 
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+def _anomaly() -> bool | None:
+    """Whether autograd looks for anomalies, in NaNs too; None if it does not look."""
+    return torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
+
+
+def _set_anomaly(found: bool | None) -> None:
+    torch.set_anomaly_enabled(found is not None, found is not False)
 
 
 class _Started(threading.Event):
@@ -157,7 +162,7 @@ class World:
         self.ranks = [Rank(self, index, make(index), anomaly) for index in range(size)]
         self._ready: deque[Rank] = deque(self.ranks)
         self.cancelled = False
-        self._idle = 0  # looks and time-outs since a rank last did something
+        self.idle = 0  # looks and time-outs since a rank last did something that others may have waited for
         self._ended = threading.Lock()
         self._ended.acquire()
 
@@ -190,7 +195,7 @@ class World:
             if self.streams is not None:
                 self.streams.enter()
             outside.load()
-            torch.set_anomaly_enabled(*anomaly)
+            _set_anomaly(anomaly)
             _running.release()
         for rank, thread in zip(self.ranks, threads, strict=True):
             if rank.over:
@@ -230,7 +235,8 @@ class World:
             what = f"the run did not end within {self.limit.total_seconds():g} s."
             fix = "give a longer timeout=, or look for a loop without an end"
             raise CommError(text("launch", what, got="\n" + self._report(), fix=fix))
-        self._look()
+        if self.leaves is not None and self.leaves.shared:
+            self._look()
 
     def _look(self) -> None:
         if self.leaves is not None and self.leaves.shared and local.rank is not None:
@@ -267,16 +273,12 @@ class World:
             rank.waits_for = rank.patience = rank.gives_up = None
             self._ready.append(rank)
 
-    def act(self) -> None:
-        """A rank does something that others may have waited for."""
-        self._idle = 0
-
     def look_away(self, rank: Rank) -> None:
         """Let the others run once while ``rank`` polls; raises CommError when it has done so often in vain."""
         self.check()
-        self._idle += 1
-        if self._idle > _LOOKS * self.size:
-            self._idle = 0
+        self.idle += 1
+        if self.idle > _LOOKS * self.size:
+            self.idle = 0
             if not self._end_of_patience():
                 raise CommError(f"meshcomm: deadlock: ranks poll a Work for ever.\n{self._report()}\n{_DEADLOCK_FIX}")
         self._ready.append(rank)
@@ -289,9 +291,9 @@ class World:
         patient = [rank for rank in waiting if rank.patience is not None]
         if any(rank.patience is None and rank.overtaken > _TOLD_AFTER for rank in waiting):
             return False
-        if not patient or self._idle > _LOOKS * self.size:
+        if not patient or self.idle > _LOOKS * self.size:
             return False
-        self._idle += 1
+        self.idle += 1
         first = min(patient, key=lambda rank: (rank.patience, rank.index))
         for rank in waiting:
             rank.overtaken += first.patience or 0.0
@@ -367,7 +369,7 @@ class World:
         rank.over = True
         if self.streams is not None:
             self.streams.leave()
-        self.act()
+        self.idle = 0
         after = self._next()
         (self._ended if after is None else after.turn).release()
 

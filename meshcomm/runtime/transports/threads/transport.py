@@ -24,7 +24,7 @@ from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, fai
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.protocol import Defaults
 from meshcomm.runtime.transports.threads.meetings import Batch, Came, Circle, Meeting, Message
-from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
+from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank, local
 from meshcomm.runtime.whose import differ
 from meshcomm.runtime.words import axis_text, sentence
 
@@ -57,7 +57,7 @@ class InProcessLink(Defaults):
         """
         if where in ("send", "recv", "exchange") or current_rank() is not self._rank or self._rank.world.cancelled:
             return
-        self._rank.world.act()
+        self._rank.world.idle = 0
         meeting = self._sit(self._circle.counts, self._circle.meetings)
         did = sentence(where, axis_text(axis), call_site())
         said = f"  rank {self._rank.index} called {did} and has raised: {why}"
@@ -72,7 +72,7 @@ class InProcessLink(Defaults):
 
     def check_rank(self, what: str) -> None:
         """This rank is the one that runs."""
-        if current_rank() is not self._rank:
+        if local.rank is not self._rank:
             raise MeshError(
                 f"meshcomm.{what}: called for rank {self._rank.index} outside of that rank.\n"
                 "  fix: run backward(), every collective and every wait inside the function that mc.launch runs"
@@ -85,33 +85,33 @@ class InProcessLink(Defaults):
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _called(self, moved: tuple[Any, ...] = (), **seen: Any) -> Call:
-        """The call that is made now."""
+    def _called(self, moved: tuple[Any, ...] = (), skip: int = 3, **seen: Any) -> Call:
+        """The call that is made now. ``skip``: the frames down to who calls this link, which is no user."""
         announced: Call = told.call or _UNKNOWN
-        self.check_rank(announced.what)
-        self._rank.world.check()
-        self._rank.world.act()
-        call = announced.here(moved=moved, **seen)
+        world = self._rank.world
+        if local.rank is not self._rank:
+            self.check_rank(announced.what)
+        world.check()
+        world.idle = 0
+        call = announced.here(moved=moved, skip=skip, **seen)
         self.log.call = call
         return call
 
     def _arrive(self, call: Call) -> Came:
         op = call.given[call.names.index("op")] if "op" in call.names else ""
-        return Came(self._rank, self.index, call, self.log.begin(call.what, op, call.dtype, call.shape))
+        record = self.log.begin(call.what, op, call.dtype, call.shape)
+        return tuple.__new__(Came, (self._rank, self.index, call, record))  # half of what its own way costs
 
     def _meet(self, call: Call, given: Any, compute: Compute) -> Any:
         """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
         result.
         """
-        mine = self._arrive(call)
+        mine, circle = self._arrive(call), self._circle
+        meeting = self._come(circle.counts, circle.meetings, mine, given, compute)
         if told.later:
             mine.record[THREAD] = 0
-            return _Seat(self, self._join(mine, given, compute), mine)
-        return self._take(self._join(mine, given, compute), mine)
-
-    def _join(self, mine: Came, given: Any, compute: Compute) -> Meeting:
-        """Come to the next meeting of the group."""
-        return self._come(self._circle.counts, self._circle.meetings, mine, given, compute)
+            return _Seat(self, meeting, mine)
+        return self._take(meeting, mine)
 
     def _come(
         self, counts: list[int], meetings: dict[int, Meeting], mine: Came, given: Any, compute: Compute
@@ -153,7 +153,7 @@ class InProcessLink(Defaults):
                 meeting.results = list(compute(meeting.inputs))
         except Exception as error:  # every rank of the group is told
             meeting.error = f"meshcomm.{call.what}: {error}\n{meeting.report()}"
-        meeting.inputs = []
+        meeting.inputs, meeting.over = [], True
 
     def _take(self, meeting: Meeting, mine: Came, timeout: float | None = None) -> Any:
         """This rank's result, once all have come."""
@@ -195,7 +195,7 @@ class InProcessLink(Defaults):
 
     def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
         """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
-        return self._meet(self._called((x.dtype, x.shape, extra)), given, compute)
+        return self._meet(self._called((x.dtype, x.shape, extra), 4), given, compute)
 
     # --------------------------------------------------------------------------------------------- collectives
 
@@ -425,7 +425,7 @@ def _copy(x: Tensor) -> Tensor:
 
 def _copies(x: Tensor, count: int) -> list[Tensor]:
     # One tensor object handed to several ranks would share its grad_fn between them.
-    return [x, *(x.clone() for _ in range(count - 1))]
+    return [x, *[x.clone() for _ in range(count - 1)]]
 
 
 def _only(x: Tensor, dst: int, count: int) -> list[Tensor | None]:
