@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import meshcomm as mc
 from meshcomm.collectives.seeds import fork_rng, sync_seed
 from meshcomm.runtime.start.workers import WorkerPool
-from meshcomm.spmd.random import philox
+from meshcomm.spmd.random import distributions, philox
 from meshcomm.spmd.random.functions import handler_of
 from meshcomm.spmd.random.philox import Part, Stream
 from meshcomm.spmd.random.rng import rng
@@ -58,11 +58,14 @@ KNOWN = [
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_philox_gives_the_published_answers(counter: Any, key: Any, words: Any) -> None:
-    room = torch.tensor([[counter[i]] * 2 for i in (0, 3, 2, 1)] + [[0, 0]] * 2)
-    assert (philox.philox(room, key) & 0xFFFFFFFF).tolist() == [[word, word] for word in words]
-    ones = 1 << 64 | 1
-    got = philox._philox_of_ints([c * ones for c in counter], key, ones)
-    assert [word & 0xFFFFFFFF * ones for word in got] == [word * ones for word in words]
+    both, ones = key[0] | key[1] << 32, 1 << 64 | 1
+    for ints in itertools.product((True, False), repeat=4):  # whichever of them are tensors
+        given: list[Any] = [c if an_int else torch.tensor([c] * 2) for c, an_int in zip(counter, ints, strict=True)]
+        spare = list(torch.zeros(2 + sum(ints), 2, dtype=torch.int64))
+        got = philox.Rounds(both).words(given, spare)
+        if not all(ints):
+            assert [(word & 0xFFFFFFFF).tolist() for word in got] == [[word] * 2 for word in words]
+    assert philox._words_of_ints([c * ones for c in counter], both, ones) == [word * ones for word in words]
     assert slow_philox(counter, key) == words
 
 
@@ -131,17 +134,21 @@ def test_each_element_has_the_numbers_of_its_global_index(part: Part, monkeypatc
         monkeypatch.setattr(philox, "_ON_CPU", chunk)
         monkeypatch.setattr(philox, "_FEW", few)
         for dtype, numbers in wanted.items():
-            got = philox.uniform(stream, part, dtype)
-            assert got.dtype == philox.wide(dtype)
+            got = distributions.uniform(stream, part, dtype)
+            assert got.dtype == distributions.wide(dtype)
             assert got.shape == part.shape
             assert got.double().flatten().tolist() == numbers
-        assert philox.below(stream, part, 0.3).flatten().tolist() == [w * 2.0**-32 < 0.3 for (w,) in short]
-        halves = philox.below(stream, part, torch.full(part.shape, 0.3, dtype=F64))
-        assert torch.equal(halves, philox.below(stream, part, 0.3))
-        small = [-5 + ((w << 32 | v) & 2**63 - 1) % 12 for w, v in long]
-        assert philox.integers(stream, part, -5, 7).flatten().tolist() == small
+        assert distributions.below(stream, part, 0.3).flatten().tolist() == [w * 2.0**-32 < 0.3 for (w,) in short]
+        halves = distributions.below(stream, part, torch.full(part.shape, 0.3, dtype=F64))
+        assert torch.equal(halves, distributions.below(stream, part, 0.3))
+        for span in (1, 12, 2**20):
+            small = [-5 + (w * span >> 32) for (w,) in short]
+            assert distributions.integers(stream, part, -5, span - 5).flatten().tolist() == small
+        for span in (2**20 + 1, 10**12, 2**63 - 1):
+            wide = [-5 + ((w << 32 | v) & 2**63 - 1) % span for w, v in long]
+            assert distributions.integers(stream, part, -5, span - 5).flatten().tolist() == wide
         every = [(w << 32 | v) - (w >> 31 << 64) for w, v in long]
-        assert philox.integers(stream, part, -(2**63), 2**63).flatten().tolist() == every
+        assert distributions.integers(stream, part, -(2**63), 2**63).flatten().tolist() == every
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -163,30 +170,34 @@ def test_normal_and_exponential_numbers_are_those_of_their_formulas(part: Part) 
         return point(((w[0] << 21 | w[1] >> 11) + 0.5) / 2**53, w[2] >> 31, fraction, bool(i % 2))
 
     short = torch.tensor([single(i) for i in indices], dtype=F64).view(part.shape)
-    assert_close(philox.normal(stream, part, F32).double(), short, rtol=2e-6, atol=1e-6)
-    assert torch.equal(philox.normal(stream, part, BF16), philox.normal(stream, part, F32))
+    assert_close(distributions.normal(stream, part, F32).double(), short, rtol=2e-6, atol=1e-6)
+    assert torch.equal(distributions.normal(stream, part, BF16), distributions.normal(stream, part, F32))
     long = torch.tensor([double(i) for i in indices], dtype=F64).view(part.shape)
-    assert_close(philox.normal(stream, part, F64), long, rtol=1e-11, atol=1e-12)
+    assert_close(distributions.normal(stream, part, F64), long, rtol=1e-11, atol=1e-12)
 
     waits = [-math.log((slow_words(i, 4)[0] + 0.5) / 2**32) for i in indices]
     assert_close(
-        philox.exponential(stream, part, F32).double(),
+        distributions.exponential(stream, part, F32).double(),
         torch.tensor(waits, dtype=F64).view(part.shape),
         rtol=1e-6,
         atol=0,
     )
     waits = [-math.log(((w << 20 | v >> 12) + 0.5) / 2**52) for w, v in (slow_words(i, 2) for i in indices)]
     assert_close(
-        philox.exponential(stream, part, F64), torch.tensor(waits, dtype=F64).view(part.shape), rtol=1e-11, atol=0
+        distributions.exponential(stream, part, F64),
+        torch.tensor(waits, dtype=F64).view(part.shape),
+        rtol=1e-11,
+        atol=0,
     )
 
 
 ALL = {
-    "uniform": lambda stream, part, dtype: philox.uniform(stream, part, dtype),
-    "normal": lambda stream, part, dtype: philox.normal(stream, part, dtype),
-    "exponential": lambda stream, part, dtype: philox.exponential(stream, part, dtype),
-    "integers": lambda stream, part, dtype: philox.integers(stream, part, -7, 1000),
-    "below": lambda stream, part, dtype: philox.below(stream, part, 0.7),
+    "uniform": lambda stream, part, dtype: distributions.uniform(stream, part, dtype),
+    "normal": lambda stream, part, dtype: distributions.normal(stream, part, dtype),
+    "exponential": lambda stream, part, dtype: distributions.exponential(stream, part, dtype),
+    "integers": lambda stream, part, dtype: distributions.integers(stream, part, -7, 1000),
+    "wide integers": lambda stream, part, dtype: distributions.integers(stream, part, -7, 10**12),
+    "below": lambda stream, part, dtype: distributions.below(stream, part, 0.7),
 }
 
 
@@ -205,10 +216,53 @@ def test_a_few_numbers_and_many_have_the_same_bits_and_memory_of_their_own(
             patch.setattr(philox, "_FEW", 0)
             many = ALL[name](stream, part, dtype)
             patch.setattr(philox, "plain_now", lambda: False)
+            patch.setattr(distributions, "plain_now", lambda: False)
             seen = ALL[name](stream, part, dtype)
         for other in (many, seen):
             assert other.dtype == few.dtype
             assert other.flatten().view(torch.uint8).equal(few.flatten().view(torch.uint8))
+
+
+def run_of_draws() -> list[Tensor]:
+    """Small draws in runs of one kind, broken off in many ways; what is drawn is changed afterwards."""
+    found, x = [], torch.empty(3, 4)
+
+    def draw(*makes: Callable[[], Tensor], times: int = 1) -> None:
+        for make in makes * times:
+            y = make()
+            found.append(y.clone())
+            y.zero_()
+
+    draw(lambda: torch.randn(5), times=40)
+    draw(lambda: torch.randn(5), lambda: torch.randn(5, dtype=F64), times=3)
+    draw(lambda: torch.rand(3, 4), lambda: torch.rand(3, 4), lambda: torch.rand(4, 3), times=3)
+    for n in (10, 11, 2**40):
+        draw(lambda n=n: torch.randint(n, (2, 3)), times=5)
+    draw(lambda: x.exponential_(), times=4)
+    draw(lambda: nn.init.trunc_normal_(torch.empty(40), a=-0.5, b=0.5), times=3)
+    draw(lambda: torch.randn(5, dtype=BF16), lambda: torch.randn(5), times=4)
+    with torch.inference_mode():
+        draw(lambda: torch.randn(7), times=3)
+    draw(lambda: torch.randn(7), times=3)
+    draw(lambda: torch.rand(0), lambda: torch.rand(()), times=3)
+    draw(lambda: F.dropout(torch.ones(9)), times=4)
+    draw(lambda: torch.bernoulli(torch.full((9,), 0.4)), times=4)
+    draw(lambda: torch.rand(2000), times=3)
+    with torch.no_grad():
+        draw(lambda: torch.randn(5, requires_grad=True), times=3)
+    return found
+
+
+def test_draws_that_are_made_ahead_are_those_that_are_made_alone(
+    alone: mc.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mc.rng("...", seed=3):
+        ahead = run_of_draws()
+    monkeypatch.setattr(philox, "_AHEAD", 0)
+    with mc.rng("...", seed=3):
+        each = run_of_draws()
+    assert len(ahead) == len(each) > 100
+    assert all(map(torch.equal, ahead, each))
 
 
 # Of a known key, as this library has drawn them ever since: sums of the bits of 1000 numbers.
@@ -219,8 +273,10 @@ BITS = {
     ("normal", F64): 138240019,
     ("exponential", F32): 54621759,
     ("exponential", F64): 126278762,
-    ("integers", F32): 16751339,
-    ("integers", F64): 16751339,
+    ("integers", F32): 18542613,  # since they are made of one word
+    ("integers", F64): 18542613,
+    ("wide integers", F32): 78253988,
+    ("wide integers", F64): 78253988,
     ("below", F32): 88059,
     ("below", F64): 88059,
 }
@@ -235,15 +291,15 @@ def test_the_numbers_of_a_seed_stay_what_they_were(name: str) -> None:
 
 
 def test_logarithm_and_circle_to_the_ends_of_their_ranges() -> None:
-    for form, tolerance in ((philox._DOUBLE, 1e-14), (philox._SINGLE, 3e-7)):
+    for form, tolerance in ((distributions._DOUBLE, 1e-14), (distributions._SINGLE, 3e-7)):
         x = torch.cat(
             [torch.logspace(-19, 0, 999, base=10.0, dtype=F64), 1 - torch.logspace(-9, 0, 99, dtype=F64)[:-1]]
         )
         x = x.to(form.dtype)
-        assert_close(philox._log(x, 0, form, 1.0).double(), x.double().log(), rtol=tolerance, atol=tolerance)
-        assert torch.equal(philox._log(x * 2.0**5, 5, form, -2.0), philox._log(x, 0, form, 1.0) * -2)
+        assert_close(distributions._log(x, 0, form, 1.0).double(), x.double().log(), rtol=tolerance, atol=tolerance)
+        assert torch.equal(distributions._log(x * 2.0**5, 5, form, -2.0), distributions._log(x, 0, form, 1.0) * -2)
         angle = torch.linspace(-math.pi / 2, math.pi / 2, 999, dtype=form.dtype)
-        cosine, sine = philox._cosine_and_sine((angle * angle)[None], form)
+        cosine, sine = distributions._cosine_and_sine((angle * angle)[None], form)
         sine = sine * angle
         assert_close(sine.double(), angle.double().sin(), rtol=tolerance, atol=tolerance)
         assert_close(cosine.double(), angle.double().cos(), rtol=tolerance, atol=tolerance)

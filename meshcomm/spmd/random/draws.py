@@ -19,7 +19,7 @@ from meshcomm.errors import fail
 from meshcomm.layout.notation import Layout
 from meshcomm.layout.shapes import fit
 from meshcomm.runtime.process.accelerator import with_doubles
-from meshcomm.spmd.random.philox import Part, Stream
+from meshcomm.spmd.random.philox import Ahead, Part, Stream
 from meshcomm.watch import here
 
 WHERE = "rng"
@@ -79,6 +79,7 @@ class Draws(TorchFunctionMode):
         super().__init__()
         self.cut, self.key, self.handler_of = cut, key, handler_of
         self._parts: dict[tuple[int, ...], Part] = {}
+        self._ahead = Ahead()
         self.count = 0
         self.forks = forks_open()
         self.source: FrameType | None = None  # who has called the function that is being replaced
@@ -127,7 +128,7 @@ class Draws(TorchFunctionMode):
                 got=f"layout {self.cut.text!r}; mesh {dict(self.cut.sizes)}",
                 fix="make the global tensor under a layout that does not cut it, then mc.shard or mc.reshard it",
             )
-        return Stream(self.key, self.count - 1, self.attempt, device)
+        return Stream(self.key, self.count - 1, self.attempt, device, self._ahead)
 
     def draw(
         self, func: Any, shape: Sequence[int], device: torch.device, make: Callable[[Stream, Part], Tensor]

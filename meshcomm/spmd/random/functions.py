@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshcomm import _torch
 from meshcomm.collectives.check import whole_number
 from meshcomm.errors import fail, shape_text
-from meshcomm.spmd.random import philox
+from meshcomm.spmd.random import distributions
 from meshcomm.spmd.random.draws import WHERE, Draws, Handler, called, noted_as_drawn
 from meshcomm.spmd.random.philox import Part, Stream
 from meshcomm.spmd.types.rules.torch_rules import kind_of
@@ -109,9 +109,17 @@ def _form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     return form
 
 
+def _form_of_integers(*args: Any, size: Any = None, dtype: torch.dtype = torch.int64, **kwargs: Any) -> Tensor:
+    size = args[-1] if args and size is None else size
+    if not isinstance(size, (tuple, list)):
+        raise TypeError
+    return torch.empty(size, dtype=dtype, **kwargs)
+
+
 _FORMS: dict[Any, Callable[..., Tensor]] = {
     torch.rand: torch.empty, torch.rand_like: torch.empty_like, torch.randn: torch.empty,
-    torch.randn_like: torch.empty_like, torch.normal: lambda mean, std, size, **kwargs: torch.empty(size, **kwargs),
+    torch.randn_like: torch.empty_like, torch.randint: _form_of_integers,
+    torch.normal: lambda mean, std, size, **kwargs: torch.empty(size, **kwargs),
 }  # fmt: skip
 
 
@@ -140,12 +148,12 @@ def _new(
 
 @_handles(torch.rand, torch.rand_like)
 def _rand(draws: Draws, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
-    return _new(draws, func, args, kwargs, philox.uniform)
+    return _new(draws, func, args, kwargs, distributions.uniform)
 
 
 @_handles(torch.randn, torch.randn_like)
 def _randn(draws: Draws, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
-    return _new(draws, func, args, kwargs, philox.normal)
+    return _new(draws, func, args, kwargs, distributions.normal)
 
 
 @_handles(torch.randint, torch.randint_like)
@@ -160,7 +168,7 @@ def _randint(draws: Draws, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
 
     def make(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
         _range(func, low, high, dtype)
-        return philox.integers(stream, part, low, high)
+        return distributions.integers(stream, part, low, high)
 
     return _new(draws, func, args, kwargs, make, integers=True)
 
@@ -210,7 +218,7 @@ def _below(draws: Draws, func: Any, x: Tensor, p: Any) -> Tensor:
             f"{called(func)} with a probability that is not from 0 to 1.",
             got="" if isinstance(p, Tensor) else repr(p),
         )
-    chosen: Tensor = draws.draw(func, x.shape, x.device, lambda stream, part: philox.below(stream, part, p))
+    chosen: Tensor = draws.draw(func, x.shape, x.device, lambda stream, part: distributions.below(stream, part, p))
     return chosen
 
 
@@ -220,7 +228,7 @@ def _normal(draws: Draws, func: Any, /, mean: Any, std: Any = 1.0, size: Any = N
         _deviation(func, std)
 
         def make(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
-            return philox.normal(stream, part, dtype).mul_(std).add_(mean)
+            return distributions.normal(stream, part, dtype).mul_(std).add_(mean)
 
         return _new(draws, func, (float(mean), float(std), size), kwargs, make)
     out = kwargs.get("out")
@@ -231,7 +239,7 @@ def _normal(draws: Draws, func: Any, /, mean: Any, std: Any = 1.0, size: Any = N
         # A tensor of one number may stand on the CPU beside others elsewhere.
         first, *others = (x.device for x in (mean, std) if isinstance(x, Tensor))
         device = others[0] if others and first.type == "cpu" else first
-        z = draws.draw(func, form.shape, device, lambda stream, part: philox.normal(stream, part, form.dtype))
+        z = draws.draw(func, form.shape, device, lambda stream, part: distributions.normal(stream, part, form.dtype))
         y = z.mul_(_widened(std, z)).add_(_widened(mean, z)).to(form.dtype)
         if out is not None:
             y = out.resize_(form.shape).copy_(y)
@@ -265,7 +273,7 @@ def _uniform_(draws: Draws, func: Any, /, x: Tensor, low: float = 0.0, high: flo
         fail(WHERE, f"{called(func)} from {low!r} to {high!r}.", fix="finite numbers, the lower one first")
 
     def make(stream: Stream, part: Part) -> Tensor:
-        y = philox.uniform(stream, part, x.dtype)
+        y = distributions.uniform(stream, part, x.dtype)
         if (low, high) == (0, 1):
             return y
         y = y.mul_(high - low).add_(low).to(x.dtype)
@@ -278,7 +286,7 @@ def _uniform_(draws: Draws, func: Any, /, x: Tensor, low: float = 0.0, high: flo
 def _normal_(draws: Draws, func: Any, /, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     _float(func, x.dtype)
     _deviation(func, std)
-    return _into(draws, func, x, lambda stream, part: philox.normal(stream, part, x.dtype).mul_(std).add_(mean))
+    return _into(draws, func, x, lambda stream, part: distributions.normal(stream, part, x.dtype).mul_(std).add_(mean))
 
 
 @_handles(Tensor.exponential_)
@@ -290,7 +298,7 @@ def _exponential_(draws: Draws, func: Any, /, x: Tensor, lambd: float = 1.0) -> 
     least = form.smallest_normal * form.eps  # its logarithm is finite
 
     def make(stream: Stream, part: Part) -> Tensor:
-        return philox.exponential(stream, part, x.dtype).div_(lambd).clamp_(min=least)
+        return distributions.exponential(stream, part, x.dtype).div_(lambd).clamp_(min=least)
 
     return _into(draws, func, x, make)
 
@@ -311,7 +319,7 @@ def _random_(draws: Draws, func: Any, /, x: Tensor, *ends: int | None, **kwargs:
     last = _ends(x.dtype)[1] + 1 if high is None else high
     first = 0 if low is None else low
     _range(func, first, last, x.dtype)
-    return _into(draws, func, x, lambda stream, part: philox.integers(stream, part, first, last))
+    return _into(draws, func, x, lambda stream, part: distributions.integers(stream, part, first, last))
 
 
 # ------------------------------------------------------------------------------------------------------------ dropout
