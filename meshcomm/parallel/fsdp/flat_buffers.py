@@ -41,6 +41,8 @@ class Row:
             self._runs.append((at, length))
             end = start + length
         self._free(total - end)
+        self._is_dense = [at for at, _ in self._runs] == [*range(len(places))] != []
+        """The tensors lie there in their order, and nothing else."""
         self._widths: list[int] = []
         self._parts = [0] * len(places)
         for at, length in self._runs:
@@ -56,13 +58,19 @@ class Row:
 
     def join(self, tensors: Sequence[Tensor | None], like: Tensor, out: Tensor | None = None) -> Tensor:
         """The buffer: the tensors, zeros where there is none and in between; ``like`` has dtype and device."""
-        parts: list[Tensor] = []
+        parts = [x if x.ndim == 1 else x.reshape(-1) for x in tensors if x is not None]
+        if not self._is_dense or len(parts) < len(tensors):
+            parts = self._with_zeros(tensors, like)
+        return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+
+    def _with_zeros(self, tensors: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+        parts = []
         for (at, length), zeros in zip(self._runs, self._zeros_like(like), strict=True):
             x = zeros if at < 0 else tensors[at]
             if x is None:
                 x = like.new_zeros(length)
             parts.append(x if x.ndim == 1 else x.reshape(-1))
-        return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+        return parts
 
     def _zeros_like(self, like: Tensor) -> list[Tensor | None]:
         """For each run the zeros that lie there, if it is free."""

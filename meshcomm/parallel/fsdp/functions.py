@@ -257,9 +257,9 @@ def apply(
         found: list[Tensor] = _gathered(where, [each.detach() for each in shards], tree)
         return found
 
-    weights = gathered_again.Again(buffers, fetch)
+    weights = gathered_again.Again(fetch)
     hooks = gathered_again.enter()
-    gathered_again.open_places(weights)
+    gathered_again.open_places(weights, buffers)
     try:
         return fn(tree.rebuild(buffers), *args, **kwargs)
     finally:

@@ -25,20 +25,11 @@ Span = tuple[int, int, torch.dtype, int, "Again", int]
 class Again:
     """Buffers that were gathered once, and are when backward needs them."""
 
-    __slots__ = ("__weakref__", "_bounds", "_fetch", "buffers")
+    __slots__ = ("__weakref__", "_fetch", "buffers")
 
-    def __init__(self, buffers: Sequence[Tensor], fetch: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, fetch: Callable[[], Sequence[Tensor]]) -> None:
         self._fetch = fetch
         self.buffers: Sequence[Tensor] | None = None
-        self._bounds = [
-            (at, (place := buffer.data_ptr(), place + buffer.nbytes, buffer.dtype, buffer.element_size()))
-            for at, buffer in enumerate(buffers)
-            if not buffer.is_complex()  # a view may be conjugated: keep those
-        ]
-
-    def spans(self) -> list[Span]:
-        """Where the buffers lie that were gathered first."""
-        return [(*bound, self, at) for at, bound in self._bounds]
 
     def fetched(self) -> Sequence[Tensor]:
         """The buffers, fetched by who asks first."""
@@ -60,14 +51,23 @@ _here = _Here()
 _DENSE = (Tensor, Parameter)
 
 
-def open_places(again: Again) -> None:
-    """From now on its buffers are saved by place."""
-    _here.open.extend(again.spans())
+def open_places(again: Again, buffers: Sequence[Tensor]) -> None:
+    """From now on what lies in these buffers, those that were gathered first, is saved by place."""
+    spans = _here.open
+    for at, buffer in enumerate(buffers):
+        dtype = buffer.dtype
+        if not dtype.is_complex:  # a view may be conjugated: keep those
+            first = buffer.data_ptr()
+            spans.append((first, first + buffer.nbytes, dtype, dtype.itemsize, again, at))
 
 
 def close(again: Again) -> None:
     """From now on they are not: the memory may be used for something else."""
-    _here.open = [span for span in _here.open if span[4] is not again]
+    spans = _here.open
+    while spans and spans[-1][4] is again:  # as it is, but where an inner one was left open
+        del spans[-1]
+    if spans:
+        _here.open = [span for span in spans if span[4] is not again]
 
 
 def _pack(x: Tensor) -> tuple[Any, ...]:

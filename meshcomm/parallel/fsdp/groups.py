@@ -190,14 +190,15 @@ class Group:
     def packed(self, needy: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """``[n * k]``: the gradients in the dtype in which they are reduced."""
         policy = self.owner.policy
-        whole: list[Tensor | None] = list(gradients)
-        if len(whole) < len(self.slots):
-            whole = [None] * len(self.slots)
-            for at, g in zip(needy, gradients, strict=True):
-                whole[at] = g
-        dtype = policy.param_dtype or self.shard.dtype
-        like = next((g for g in gradients if g is not None), None)
-        like = torch.empty(0, dtype=dtype, device=device) if like is None else like
+        whole: Sequence[Tensor | None] = gradients
+        if len(needy) < len(self.slots):
+            places = dict(zip(needy, gradients, strict=True))
+            whole = [places.get(at) for at in range(len(self.slots))]
+        like = gradients[0]
+        if like is None:
+            like = next((g for g in gradients if g is not None), None)
+        if like is None:
+            like = torch.empty(0, dtype=policy.param_dtype or self.shard.dtype, device=device)
         wanted = policy.reduce_dtype or like.dtype
         if wanted == like.dtype:
             return self.layout.buffer.join(whole, like)
@@ -314,7 +315,11 @@ class Sums:
     def pieces(self) -> list[Tensor | None]:
         """The gradients of the shards, none where no rank has one."""
         found = [piece for reduction in self.reductions for piece in reduction.pieces()]
-        return [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
+        return (
+            found
+            if all(self.marks)
+            else [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
+        )
 
 
 class _Reduction:
@@ -340,7 +345,10 @@ class _Reduction:
         if not self._over_replicas:
             self._settle()
             replica = self._group.owner.policy.replica
-            for_later(True, self._add_replicas, replica)
+            if replica is None:
+                self._over_replicas = True
+            else:
+                for_later(True, self._add_replicas, replica)
 
     def _settle(self) -> None:
         if isinstance(self._value, Pending):

@@ -23,12 +23,13 @@ def begin_to_hear(marks: list[int], over: Sequence[Axis]) -> Callable[[], list[i
         [found] = settled(first)
         for axis in axes[1:]:
             [found] = agree(found, axis, op="bor")
-        return [found[at // _BITS] >> at % _BITS & 1 for at in range(len(marks))]
+        bits = "".join([f"{word:0{_BITS}b}"[::-1] for word in found])
+        return [*map(int, bits[: len(marks)])]
 
     return hear
 
 
 def _words(marks: Sequence[int]) -> list[int]:
     """The marks, 0 or not, as bits."""
-    parts = [marks[at : at + _BITS] for at in range(0, len(marks), _BITS)]
-    return [sum(1 << at for at, mark in enumerate(part) if mark) for part in parts]
+    bits = "".join(["1" if mark else "0" for mark in marks])
+    return [int(bits[at : at + _BITS][::-1], 2) for at in range(0, len(marks), _BITS)]

@@ -183,7 +183,7 @@ class Unit:
     def _open(self, phase: int, on_demand: bool = False) -> None:
         if self.is_open:
             self.shut()
-        odd = _torch.functorch_active() or _torch.dual_level_open() or any(each.is_swapped() for each in self.groups)
+        odd = _torch.functorch_active() or _torch.dual_level_open() or True in [g.is_swapped() for g in self.groups]
         if odd and not all(each.swap_in() for each in self.groups):
             self._open_as_function()
             return
@@ -210,9 +210,9 @@ class Unit:
         self._entrance = None if use is None else use.entrance
         self.use = use if phase == _FORWARD else None
         if self.regather and phase == _FORWARD:
-            weights = Again(buffers, functools.partial(self._fetch, self._version))
+            weights = Again(functools.partial(self._fetch, self._version))
             self._again = weakref.ref(weights)
-            gathered_again.open_places(weights)
+            gathered_again.open_places(weights, buffers)
             if use is not None and use.entrance.whole:  # else what gets no gradient may be needed longer
                 use.again = self._again
         return views
