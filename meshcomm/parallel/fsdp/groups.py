@@ -314,12 +314,10 @@ class Sums:
 
     def pieces(self) -> list[Tensor | None]:
         """The gradients of the shards, none where no rank has one."""
-        found = [piece for reduction in self.reductions for piece in reduction.pieces()]
-        return (
-            found
-            if all(self.marks)
-            else [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
-        )
+        found: list[Tensor | None] = [piece for reduction in self.reductions for piece in reduction.pieces()]
+        if not all(self.marks):
+            found = [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
+        return found
 
 
 class _Reduction:
