@@ -28,6 +28,8 @@ class Row(NamedTuple):
     theirs: str
     ours: str
     """A line of code."""
+    why: str
+    """Why it is no call like theirs, if it is none."""
 
 
 class Cells(NamedTuple):
@@ -59,14 +61,24 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+def lines(cell: str) -> list[str]:
+    """The code on the right that is a line to write, and not a word of the text."""
+    return [line for line in code(cell) if re.search(r"\b(mc|mesh)\.", line)]
+
+
 @lru_cache(1)
 def rows() -> tuple[Row, ...]:
     """Each call of the page with each line that answers it; one by one where there are as many of both."""
     found = []
     for section, left, right in cells(page()):
-        theirs, ours = code(left), code(right)
+        theirs, ours = code(left), lines(right)
+        why = (
+            ": " + right.partition("`")[0].strip(" :,;")
+            if right.startswith(("there is", "there are", "nothing"))
+            else ""
+        )
         pairs = list(zip(theirs, ours, strict=True)) if len(theirs) == len(ours) else []
-        found += [Row(section, *pair) for pair in pairs or [(one, line) for one in theirs for line in ours]]
+        found += [Row(section, *pair, why) for pair in pairs or [(one, line) for one in theirs for line in ours]]
     return tuple(found)
 
 
@@ -86,8 +98,8 @@ def answers(name: str) -> list[str]:
     here = [f"{path}  # it is there" for path in (own.get(name), own.get(wanted)) if path is not None][:1]
     heads = [row for row in rows() if _called(row.theirs) == wanted]
     inside = [row for row in rows() if wanted in map(_plain, re.findall(r"\w+", re.sub(r'"[^"]*"', "", row.theirs)))]
-    lines = {row.ours: f"{_on_its_own(row.ours)}  # {row.theirs}" for row in reversed(heads or inside)}
-    theirs = list(reversed(lines.values()))
+    found = {row.ours: f"{_on_its_own(row.ours)}  # {row.theirs}{row.why}" for row in reversed(heads or inside)}
+    theirs = list(reversed(found.values()))
     return (here + theirs if name in own or not heads else theirs + here)[:_MOST]
 
 

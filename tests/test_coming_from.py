@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 
 import meshcomm as mc
+from meshcomm.elsewhere import cells, lines
 from meshcomm.runtime.start import world
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming-from.md"
@@ -27,17 +29,13 @@ HOMES = (
 
 def rows() -> list[tuple[str, str, str]]:
     """Section, what stands on the left, and a line of code on the right; a cell may have several."""
-    found, section = [], ""
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        elif line.startswith("| ") and not line.startswith("|---"):
-            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            assert len(cells) == 2, line
-            if cells[1] != "meshcomm":
-                codes = re.findall(r"`([^`]+)`", cells[1])
-                assert codes or cells[1].startswith("nothing: "), line
-                found += [(section, cells[0], code) for code in codes]
+    found = []
+    for section, theirs, ours in cells(PAGE.read_text()):
+        codes = lines(ours)
+        assert " | " not in ours, ours
+        assert codes or ours.startswith("nothing: "), ours
+        assert "there is none" not in ours or "because" in ours or "a copy" in ours, ours
+        found += [(section, theirs, line) for line in codes]
     return found
 
 
@@ -95,8 +93,38 @@ def names_of(rank: int, code: str, folder: str) -> dict[str, Any]:
         "input_splits": splits[me % 2], "output_splits": [row[me % 2] for row in splits],
         "obj": {"from": me}, "objs": [f"for {i}" for i in range(len(group))],
         "metrics": {"loss": x[0], "seen": torch.tensor(me)}, "losses": x[0], "params": [x],
+        "weight": torch.arange(6.0, dtype=torch.float64).view(3, 2), "ids": torch.arange(4),
         "parts": [f"sample {i}" for i in range(me, 4, 2)], "tmpdir": folder,
     }  # fmt: skip
+
+
+class Mlp(torch.nn.Module):
+    """Two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(2, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def modules_in(code: str) -> dict[str, Any]:
+    """The modules that a line of the page speaks of."""
+    made: dict[str, Any] = {}
+    for name in re.findall(r"\b(model|replica|sharded)\b", code):
+        model = Mlp().double()
+        with torch.no_grad():
+            for at, p in enumerate(model.parameters()):
+                p.copy_(torch.arange(p.numel(), dtype=p.dtype).view_as(p) / 10 + at)
+        made["state"] = {key: value.clone() + 1 for key, value in model.state_dict().items()}
+        if name == "replica":
+            model = mc.parallel.data_parallel(model, "dp", grads="mean")
+        elif name == "sharded":
+            model = mc.parallel.fully_shard(model, "dp", grads="mean")
+        made[name] = model
+    return made
 
 
 # ------------------------------------------------------------------------------- what the old line gives, on lists
@@ -141,6 +169,7 @@ def sent(tag: str) -> str:
     return f'mc.send(x, "dp", 1{tag}) if me == 0 else mc.recv("dp", 0, shape=x.shape, dtype=x.dtype{tag})'
 
 
+WEIGHT = torch.arange(6.0, dtype=torch.float64).view(3, 2)
 NONE: Oracle = lambda xs, i: None  # noqa: E731
 CUT: Oracle = lambda xs, i: like_tensor(0).chunk(len(xs))[i]  # noqa: E731
 OBJECTS: Oracle = lambda xs, i: [{"from": j} for j in range(len(xs))]  # noqa: E731
@@ -148,6 +177,35 @@ ORACLES: dict[str, Oracle] = {
     'mc.all_reduce(x, "dp")': total, 'mc.all_reduce(x, "tp")': total, "mc.all_reduce(x, mesh.axis_names)": total,
     'mc.all_reduce(x, ("dp", "tp"))': total, 'mc.all_reduce(x, "dp", async_op=True).wait()': total,
     'mc.all_reduce(x, "tp", async_op=True).wait()': total, 'mc.pvary(mc.all_reduce(x, "dp"), "dp")': total,
+    'mc.all_reduce(x, "dp", "sum")': total, 'mc.all_gather(xs, "dp")': lambda xs, i: [torch.cat([x + j for x in xs]) for j in range(2)],
+    'mc.all_reduce(x, "dp", async_op=True).then(torch.sum).wait()': lambda xs, i: total(xs, i).sum(),
+    'mc.all_reduce(x > 12, "dp", "band")': lambda xs, i: (xs[0] > 12) & (xs[1] > 12), 'mc.all_reduce(x > 12, "dp", "bor")': lambda xs, i: (xs[0] > 12) | (xs[1] > 12),
+    'mc.all_reduce(x > 12, "dp", "bxor")': lambda xs, i: (xs[0] > 12) ^ (xs[1] > 12),
+    'mc.argmax(x, "dp")': lambda xs, i: torch.stack(xs).argmax(0), 'mc.argmin(x, "dp")': lambda xs, i: torch.stack(xs).argmin(0),
+    'mc.all_gather(x[None], "dp").logsumexp(0)': lambda xs, i: torch.stack(xs).logsumexp(0),
+    'mc.send_object(obj, "dp", 1) if me == 0 else mc.recv_object("dp", 0)': only(1, lambda xs, i: {"from": 0}),
+    'mc.all_gather_object(obj, "dp")[1 - me]': lambda xs, i: {"from": 1 - i},
+    '[row[me] for row in mc.all_gather_object(objs, "dp")]': lambda xs, i: [f"for {i}"] * 2,
+    'sum(mc.all_gather_object(me, "dp")[: me + 1])': lambda xs, i: sum(range(i + 1)),
+    'mc.wait([mc.all_reduce(x, "dp", async_op=True), mc.shift(x, "dp", 1, async_op=True)])': lambda xs, i: [total(xs, i), xs[i - 1]],
+    'torch.stack([mc.shift(x, "dp", 1), mc.shift(x, "dp", -1)])': lambda xs, i: torch.stack([xs[i - 1], xs[(i + 1) % 2]]),
+    'torch.stack([mc.shift(x[1], "dp", 1), mc.shift(x[0], "dp", -1)])': lambda xs, i: torch.stack([xs[i - 1][1], xs[(i + 1) % 2][0]]),
+    'mc.broadcast(x, "dp", 0, async_op=True).wait()': lambda xs, i: xs[0], 'mc.all_to_all(x, "dp", 0, 0, async_op=True).wait()': swapped(0, 0),
+    'mc.barrier("dp", async_op=True).wait()': NONE, 'mc.shift(x, "tp", 1)': lambda xs, i: xs[i - 1],
+    'mc.all_to_all(pair.unsqueeze(2), "dp", 0, 2).squeeze(0)': lambda xs, i: torch.stack([x.view(2, 4)[i] for x in xs], 1),
+    'mc.all_to_all(pair, "dp", 0, 0)': lambda xs, i: torch.stack([x.view(2, 4)[i] for x in xs]),
+    'mc.axis_size("tp")': lambda xs, i: 2, 'mc.varying_axes(mc.mark_varying(x, "dp"))': lambda xs, i: frozenset({"dp"}),
+    'mc.reshard(same, "a b -> (dp a) b")': CUT, 'mc.layout_of(("dp", None), "a b")': lambda xs, i: "(dp a) b",
+    'mc.layout_from(mc.placements("(tp a) b"), "a b")': lambda xs, i: "(tp a) b", 'mc.placements("(tp a) b")': lambda xs, i: (Replicate(), Shard(0)),
+    'mc.einsum("(tp a) b -> a", x)': lambda xs, i: torch.cat(xs).sum(1), 'mc.einsum("(dp a) b, b c -> (dp a) c", x, x.T)': lambda xs, i: xs[i] @ xs[i].T,
+    'same[me :: mc.axis_size("dp")]': lambda xs, i: like_tensor(0)[i::2],
+    'mc.shard_map(torch.sin, mesh=mesh, in_specs="(dp a) b", out_specs="(dp a) b", check_vma=False)(same)': lambda xs, i: like_tensor(0).sin(),
+    'mc.parallel.column_linear(same, weight, axis="tp")': lambda xs, i: like_tensor(0) @ WEIGHT.T,
+    'mc.parallel.row_linear(x, weight, axis="tp")': lambda xs, i: total(xs, i) @ WEIGHT.T,
+    'mc.parallel.vocab_embedding(ids, weight, axis="tp")': lambda xs, i: torch.cat([WEIGHT, WEIGHT])[:4],
+    'mc.parallel.vocab_cross_entropy(x, ids, axis="tp")': lambda xs, i: torch.nn.functional.cross_entropy(torch.cat(xs, 1), torch.arange(4)),
+    'mc.parallel.sequence_layer_norm(x, axis="tp")': lambda xs, i: torch.nn.functional.layer_norm(xs[i], (2,)),
+    'mc.parallel.sequence_rms_norm(x, axis="tp")': lambda xs, i: torch.nn.functional.rms_norm(xs[i], (2,)),
     'mc.all_reduce(x, "dp", "mean")': lambda xs, i: torch.stack(xs).mean(0),
     'mc.all_reduce(x, "dp", "max")': lambda xs, i: torch.stack(xs).amax(0),
     'mc.all_reduce(x, "dp", "min")': lambda xs, i: torch.stack(xs).amin(0),
@@ -212,6 +270,8 @@ ORACLES: dict[str, Oracle] = {
 BY_RANK: dict[str, Callable[[int], Any]] = {
     "mc.rank()": lambda r: r, "mc.local_rank()": lambda r: r, "mc.get_dist_info()": lambda r: (r, 4), "mc.is_main()": lambda r: r == 0,
     "mc.main_only(str)(7)": lambda r: "7" if r == 0 else None,
+    'mc.axis_index(("dp", "tp"))': lambda r: torch.tensor(r),
+    'mesh.axis("tp").ranks[1]': lambda r: 1 if r < 2 else 3,
     'mesh.axis("tp").ranks': lambda r: (0, 1) if r < 2 else (2, 3),
     "mesh.rank": lambda r: r, 'mesh.coordinate["dp"]': lambda r: r // 2, "mesh.size": lambda r: 4, 'mesh.shape["dp"]': lambda r: 2,
     "mesh.axis_names": lambda r: ("dp", "tp"), "len(mesh.shape)": lambda r: 2, "mesh.ranks": lambda r: (0, 1, 2, 3),
@@ -241,6 +301,45 @@ TOGETHER: dict[str, Callable[[list[Any], list[dict[str, Any]]], bool]] = {
         found[0] == found[2] and found[1] == found[3] and isinstance(found[0], int)
     ),
     'mc.Metrics({"loss": "mean"}).reduce("dp")': lambda found, names: all(list(f) == ["loss"] for f in found),
+    "with mc.use_mesh(mesh): found = mc.current_mesh()": lambda found, names: all(
+        each["found"] is each["mesh"] for each in names
+    ),
+    'str(mc.plan("a b -> (dp a) b", (4, 2)))': lambda found, names: all("a b -> (dp a) b" in each for each in found),
+    'with mc.rng("(dp a) b", seed=0): drawn = torch.rand(2, 3)': lambda found, names: (
+        torch.equal(names[0]["drawn"], names[1]["drawn"]) and not torch.equal(names[0]["drawn"], names[2]["drawn"])
+    ),
+    **dict.fromkeys(
+        (
+            "with mc.parallel.no_sync(replica): replica(x).sum().backward()",
+            "with mc.parallel.join(replica): replica(x).sum().backward()",
+        ),
+        lambda found, names: all(p.grad is not None for each in names for p in each["replica"].parameters()),
+    ),
+    **dict.fromkeys(
+        (
+            'mc.parallel.data_parallel(model, "dp", grads="mean")',
+            'mc.parallel.convert_batch_norm(model, "dp")',
+            'mc.parallel.fully_shard(model, "dp", grads="mean")',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", units=["up", "down"])',
+            'mc.parallel.fully_shard(model, "tp", grads="mean", replica_axis="dp")',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", param_dtype=torch.bfloat16)',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", regather=False)',
+            'mc.parallel.tensor_parallel(model, {"up": "column", "down": "row"}, axis="tp")',
+            'mc.parallel.tensor_parallel(model, {"up": "column", "down": "row"}, axis="tp", sequence=True)',
+        ),
+        lambda found, names: all(mine is each["model"] for mine, each in zip(found, names, strict=True)),
+    ),
+    "mc.parallel.full_state_dict(sharded)": lambda found, names: all(
+        torch.equal(each["down.bias"], found[0]["down.bias"]) and len(each) == 4 for each in found
+    ),
+    "mc.parallel.load_full_state_dict(sharded, state)": lambda found, names: found == [None] * 4,
+    "mc.parallel.clip_grad_norm(sharded, 1.0)": lambda found, names: [norm.item() for norm in found] == [0.0] * 4,
+    "mc.parallel.checkpoint.save(tmpdir, sharded)": lambda found, names: (
+        len(set(found)) == 1 and Path(found[0]).exists()
+    ),
+    "mc.parallel.checkpoint.load(mc.parallel.checkpoint.save(tmpdir, sharded), sharded)": lambda found, names: all(
+        isinstance(each, mc.parallel.checkpoint.Checkpoint) for each in found
+    ),
     'with mc.fork_rng("tp"): drawn = torch.rand(2)': lambda found, names: alike(names, [0, 2], [1, 3]),
     'with mc.fork_rng("dp"): drawn = torch.rand(2)': lambda found, names: alike(names, [0, 1], [2, 3]),
 }
@@ -273,6 +372,7 @@ def test_within_ranks(code: str, tmp_path: Path) -> None:
         mine["mesh"] = mesh
         before = mine["x"].clone()
         with mc.use_mesh(mesh):
+            mine |= modules_in(code)
             found = evaluate(code, mine)
             if isinstance(found, mc.Mesh):
                 return meshes(code, found, mesh.rank)
@@ -294,6 +394,10 @@ def test_within_ranks(code: str, tmp_path: Path) -> None:
 def test_every_line_has_an_oracle_and_every_oracle_a_line() -> None:
     known = {*ORACLES, *BY_RANK, *TOGETHER}
     assert {code for code in WITHIN if "make_mesh" not in code} == known
+
+
+ALONE = ("mc.init()", "mc.init(guard=True)")
+"""In a plain process there is nobody to meet."""
 
 
 def ranks_here() -> int:
@@ -335,7 +439,7 @@ def test_starting_and_ending(code: str, plain: pytest.MonkeyPatch) -> None:
     names["mesh"] = mc.make_mesh({"dp": 1}) if "mesh." in code else None
     found = evaluate(code, names)
     here = world.current()
-    if "mc.init(" in code and code != "mc.init()":
+    if "mc.init(" in code and code not in ALONE:
         assert here is not None
         assert (here.rank, here.size) == (0, 1)
     elif "launch(" in code:
@@ -345,7 +449,7 @@ def test_starting_and_ending(code: str, plain: pytest.MonkeyPatch) -> None:
     elif "from_device_mesh" in code:
         assert found.shape == {"dp": 1}
     else:
-        assert code in ("mc.init()", "mc.shutdown()")
+        assert code in (*ALONE, "mc.shutdown()"), code
         assert here is None
 
 

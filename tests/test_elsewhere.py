@@ -14,66 +14,21 @@ import meshcomm as mc
 from meshcomm import elsewhere
 from meshcomm.elsewhere import OF_MESHES, answers, code, rows
 
-TRIED = [
-    "psum",
-    "pmean",
-    "pmax",
-    "pmin",
-    "ppermute",
-    "psum_scatter",
-    "pshuffle",
-    "pbroadcast",
-    "pcast",
-    "process_index",
-    "process_count",
-    "NamedSharding",
-    "get_rank",
-    "get_world_size",
-    "init_process_group",
-    "destroy_process_group",
-    "is_initialized",
-    "new_group",
-    "new_subgroups",
-    "init_device_mesh",
-    "DeviceMesh",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "isend",
-    "irecv",
-    "batch_isend_irecv",
-    "P2POp",
-    "monitored_barrier",
-    "broadcast_object_list",
-    "ReduceOp",
-    "get_backend",
-    "get_process_group_ranks",
-    "all_reduce_coalesced",
-    "distribute_tensor",
-    "redistribute",
-    "full_tensor",
-    "fully_shard",
-    "Allreduce",
-    "allreduce",
-    "Bcast",
-    "Alltoallv",
-    "Isend",
-    "Sendrecv",
-    "Scan",
-    "Exscan",
-    "Split",
-    "COMM_WORLD",
-    "Get_rank",
-    "init_dist",
-    "get_local_rank",
-    "is_main_process",
-    "master_only",
-    "sync_random_seed",
-    "all_reduce_dict",
-    "copy_to_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "initialize_model_parallel",
-]
+_TRIED = """
+    psum pmean pmax pmin ppermute psum_scatter pshuffle pbroadcast pcast process_index process_count NamedSharding get_rank get_world_size
+    init_process_group destroy_process_group is_initialized new_group new_subgroups init_device_mesh DeviceMesh all_gather_into_tensor
+    reduce_scatter_tensor all_to_all_single isend irecv batch_isend_irecv P2POp monitored_barrier broadcast_object_list ReduceOp get_backend
+    get_process_group_ranks all_reduce_coalesced distribute_tensor redistribute full_tensor fully_shard Allreduce allreduce Bcast Alltoallv
+    Isend Sendrecv Scan Exscan Split COMM_WORLD Get_rank init_dist get_local_rank is_main_process master_only sync_random_seed all_reduce_dict
+    copy_to_tensor_model_parallel_region reduce_scatter_to_sequence_parallel_region initialize_model_parallel P PartitionSpec pargmax pswapaxes
+    ragged_all_to_all psend pmap typeof set_mesh process_allgather fold_in lax dist FSDP FullyShardedDataParallel DDP DistributedDataParallel
+    DistributedSampler parallelize_module ColwiseParallel RowwiseParallel SequenceParallel loss_parallel MixedPrecisionPolicy context_parallel
+    Schedule1F1B PipelineStage clip_grad_norm_ get_model_state_dict ColumnParallelLinear RowParallelLinear VocabParallelEmbedding
+    vocab_parallel_cross_entropy DistributedOptimizer finalize_model_grads get_tensor_model_parallel_rank get_data_parallel_world_size
+    get_tensor_model_parallel_group send_object_list rpc MAXLOC MINLOC IN_PLACE Abort Waitall Cart_create Neighbor_allgather Neighbor_alltoall
+    ANY_SOURCE Win Request LAND alltoall
+"""
+TRIED = _TRIED.split()
 
 
 def expressions(text: str) -> list[str]:
