@@ -55,32 +55,35 @@ class Work(Generic[T]):
     Source: futures of ``torch.distributed``, ``concurrent.futures`` and MPI's requests.
     """
 
+    __slots__ = (
+        "__weakref__", "_axis", "_began", "_call", "_claimed", "_error", "_lock", "_modes", "_over", "_rank", "_source",
+        "_value",
+    )  # fmt: skip
     _value: T
-    _claimed = True
-    """Until it is made."""
-    _over = False
-    _error: BaseException | None = None
-    _call: Any = None
+    _error: BaseException | None
+    _call: Any
     """A :class:`Call`, or what makes it."""
-    _axis: Axis | None = None
-    _rank: Any = None
-    _lock: Any = None
+    _axis: Axis | None
+    _rank: Any
+    _lock: Any
     """Ranks of one process need none: they run one at a time."""
 
     def __init__(self, source: Any, call: Any = None, axis: Axis | None = None, record: Record | None = None) -> None:
-        self._claimed = False
+        self._claimed, self._over = True, False
+        self._error = self._rank = self._lock = None
+        self._call = call
+        self._axis = axis
         if not isinstance(source, Pending):
             self._over, self._value = True, source
             return
         self._source: Any = source
-        self._call = call
-        self._axis = axis
         if not source.bare:
             self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._rank = rank = local.rank
         if rank is None:
             self._lock = _Lock()
         self._began = time.monotonic() if record is None else record[BEGAN]
+        self._claimed = False  # now it is made
 
     def wait(self, timeout: float | None = None) -> T:
         """The result; waits until it is there. Asking again gives the same again.
@@ -104,9 +107,8 @@ class Work(Generic[T]):
             return self._settled(timeout, began)
         forks.refuse_if_forked("wait")
         if timeout is None:
-            with lock:
-                return self._settled(None, began)
-        if not lock.acquire(timeout=timeout):
+            lock.acquire()  # half of what a with statement takes
+        elif not lock.acquire(timeout=timeout):
             raise CommError(self._late(timeout))
         try:
             return self._settled(timeout, began)
@@ -213,7 +215,10 @@ class Work(Generic[T]):
         return f"<Work {state}{'' if self._call is None else f': {self._known}'}>"
 
     def __del__(self) -> None:
-        if self._claimed or self._over or forks.is_fork():
+        try:
+            if self._claimed or self._over or forks.is_fork():
+                return
+        except AttributeError:  # Ctrl-C came before it was made
             return
         if self._rank is not None and self._rank.world.cancelled:  # another rank's error is what matters
             return

@@ -187,7 +187,7 @@ def checked_index(where: str, value: int, axis: Axis, name: str) -> int:
     return int(value)
 
 
-def even(where: str, x: Tensor, dim: int, axis: Axis, extra: str = ", or pass sizes=") -> None:
+def even(where: str, x: Tensor, dim: int, axis: Axis, extra: str) -> None:
     """The axis divides the dim."""
     length = x.shape[dim]
     if length % axis.size:
@@ -200,15 +200,23 @@ def even(where: str, x: Tensor, dim: int, axis: Axis, extra: str = ", or pass si
         )
 
 
-def slices(where: str, x: Tensor, dim: int, sizes: Sequence[int] | None, axis: Axis) -> int:
+def slices(
+    where: str,
+    x: Tensor,
+    dim: int,
+    sizes: Sequence[int] | None,
+    axis: Axis,
+    name: str = "dim",
+    extra: str = ", or pass sizes=",
+) -> int:
     """``dim`` of x, counted from the front, can be cut into the ranks' slices."""
     if sizes is None and dim.__class__ is int and 0 <= dim < x.ndim and not x.shape[dim] % axis.size:
         return dim
-    place = checked_dim(where, x, dim, axis)
+    place = checked_dim(where, x, dim, axis, name)
     if sizes is not None:
         total(where, x, place, sizes, axis)
     else:
-        even(where, x, place, axis)
+        even(where, x, place, axis, extra)
     return place
 
 

@@ -253,12 +253,13 @@ def _exchanged(
     send_sizes: Sequence[int] | None,
     recv_sizes: Sequence[int] | None,
 ) -> tuple[int, int, Sizes | None, Sizes | None]:
-    where = "all_to_all"
+    where, more = "all_to_all", ", or pass send_sizes= and recv_sizes="
+    if send_sizes is None and recv_sizes is None:
+        split = check.slices(where, x, split_dim, None, axis, "split_dim", more)
+        concat = split if concat_dim is split_dim else check.checked_dim(where, x, concat_dim, axis, "concat_dim")
+        return split, concat, None, None
     split = check.checked_dim(where, x, split_dim, axis, "split_dim")
     concat = check.checked_dim(where, x, concat_dim, axis, "concat_dim")
-    if send_sizes is None and recv_sizes is None:
-        check.even(where, x, split, axis, ", or pass send_sizes= and recv_sizes=")
-        return split, concat, None, None
     send = check.checked_sizes(where, send_sizes, axis, "send_sizes")
     recv = check.checked_sizes(where, recv_sizes, axis, "recv_sizes")
     if split == concat and (send is None) != (recv is None):
@@ -268,7 +269,7 @@ def _exchanged(
             fix="give both: what this rank sends to each index, and what it gets from each",
         )  # fmt: skip
     if send is None:
-        check.even(where, x, split, axis, ", or pass send_sizes= and recv_sizes=")
+        check.even(where, x, split, axis, more)
         send = (x.shape[split] // axis.size,) * axis.size
     else:
         check.total(where, x, split, send, axis, "send_sizes")

@@ -177,7 +177,7 @@ def start(
     """Begin ``rule`` on ``x``: the result, or a Pending of it. ``x`` may change after the call. ``ended``: what a
     caller that waits by itself does with either; then one node is made, as if :func:`apply` had been called.
     """
-    if torch.compiler.is_compiling() or functorch_active() or dual_level_open():
+    if _is_compiling() or functorch_active() or dual_level_open():
         return apply(rule, x, axis, params, tree)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _begun(rule, x, axis, params, False, tree, ended)

@@ -32,7 +32,7 @@ from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox
 from meshcomm.runtime.transports.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
-from meshcomm.runtime.transports.underway import Messages, Walker, started
+from meshcomm.runtime.transports.underway import Messages, Started, Walker, started
 
 T = TypeVar("T")
 
@@ -302,7 +302,7 @@ def _direct_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
                 work = getattr(called, name)(*given)
                 if later:
                     read = None if type(given[0]) is list else x  # what is in a list is ``y`` itself
-                    begun: Any = started(link, what, work, y, read, record)
+                    begun: Any = (Started if cpu else started)(link, what, work, y, read, record)
                     return begun  # type: ignore[no-any-return]
                 if work is not None:
                     work.wait()
