@@ -184,25 +184,28 @@ OURS: Mapping[str, Collective] = {
 # ------------------------------------------------------------------------------------- the floor: in private memory
 
 
-def copied(p: Problem, xs: list[Tensor]) -> Tensor | None:
-    """What this rank has to copy and to sum for its result, were all ranks' tensors ``xs`` in its own memory."""
+def copied(p: Problem, xs: list[Tensor], out: Tensor | None = None) -> Tensor | None:
+    """What this rank has to copy and to sum for its result, were all ranks' tensors ``xs`` in its own memory. It is
+    written to ``out``, whose memory has been touched, or to new memory.
+    """
     if p.collective in ("all_reduce", "pvary"):
-        out, parts = torch.empty_like(xs[0]), [x.tensor_split(p.ranks) for x in xs]
+        out, parts = torch.empty_like(xs[0]) if out is None else out, [x.tensor_split(p.ranks) for x in xs]
         for index, into in enumerate(out.tensor_split(p.ranks)):
             summed([each[index] for each in parts], into) if index == p.rank else into.copy_(parts[index][index])
         return out
     if p.collective == "reduce_scatter":
         rows = [x.chunk(p.ranks)[p.rank] for x in xs]
-        return summed(rows, torch.empty_like(rows[0]))
+        return summed(rows, torch.empty_like(rows[0]) if out is None else out)
     if p.collective in ("reduce", "gather") and not p.is_root:
         return None
     if p.collective == "reduce":
-        return summed(xs, torch.empty_like(xs[0]))
+        return summed(xs, torch.empty_like(xs[0]) if out is None else out)
     if p.collective in ("all_gather", "all_gather_invariant", "gather"):
-        return torch.cat(xs)
+        return torch.cat(xs, out=out)
     if p.collective == "all_to_all":
-        return torch.cat([x.chunk(p.ranks)[p.rank] for x in xs])
-    return xs[ROOT][: p.count].clone()  # from one rank
+        return torch.cat([x.chunk(p.ranks)[p.rank] for x in xs], out=out)
+    source = xs[ROOT][: p.count]
+    return source.clone() if out is None else out.copy_(source)
 
 
 def summed(xs: list[Tensor], out: Tensor) -> Tensor:

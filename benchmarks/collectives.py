@@ -14,6 +14,7 @@ all n shares together where a collective is cut over the n ranks. algbw is S / t
     broadcast, reduce, shift (nccl-tests' sendrecv), permute                           1
 
 The floor is what a rank has to copy and sum for the result, done in its own memory: all ranks do so at the same time.
+From 1 MB on it goes to memory that has been touched before: fresh pages would take longer than all else.
 #wrong is the number of elements, on all ranks, that differ from what each rank computes by itself.
 
 Processes use NCCL where there are GPUs and gloo elsewhere. Ours and torch's take turns sample by sample, with a barrier
@@ -170,7 +171,8 @@ def measure_one(collective: str, size: int, ranks: Ranks, options: Namespace) ->
     kinds = [OURS[collective], THEIRS[collective][0]] if ranks.processes else [OURS[collective]]
     calls: list[Call] = [partial(kind, problem, x) for kind in kinds]
     if ranks.processes and x.is_cpu and problem.op in ("none", "sum"):
-        calls.append(partial(copied, problem, [given(replace(problem, rank=rank)) for rank in range(ranks.size)]))
+        every = [given(replace(problem, rank=rank)) for rank in range(ranks.size)]
+        calls.append(partial(copied, problem, every, copied(problem, every) if size >= bandwidth.LARGE else None))
     turns = take_turns(calls, ranks, options.repeats, options.warmup)
     floor = turns.pop()[0] if len(calls) > len(kinds) else None
     wrong = ranks.total([count_wrong(result, wanted) for _, result in turns])

@@ -1,9 +1,10 @@
 """Memory of large results, which is used again when nobody has them any more.
 
 What a process frees in large pieces goes back to the system, and each piece that it asks for next comes as pages that
-are not there yet: to touch these takes several times as long as what is written to them. So the storage of a large
-result is kept here too, and given to the next result of the same size when no tensor has it and nobody holds it. It is
-torch's own, as any other: it can be resized, pickled, moved to shared memory, and forgotten here at any time.
+are not there yet: to touch these takes several times as long as what is written to them. So the storage of a
+large result is kept here too, where its size is asked for again, and given to the next result of that size when no
+tensor has it and nobody holds it. It is torch's own, as any other: it can be resized, pickled, moved to shared memory,
+and forgotten here at any time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -61,6 +63,7 @@ class Reserve:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[_Kept] = []
+        self._asked: deque[int] = deque(maxlen=_MOST)
         self.held = 0
         """Bytes of what is kept."""
         self._room = _room()
@@ -73,13 +76,16 @@ class Reserve:
             return like.new_empty(shape)
         try:
             kept = self._take(nbytes)
-            return like.new_empty(0).set_(kept.storage, 0, shape, ())
+            return like.new_empty(shape) if kept is None else like.new_empty(0).set_(kept.storage, 0, shape, ())
         finally:
             self._lock.release()
 
-    def _take(self, nbytes: int) -> _Kept:
+    def _take(self, nbytes: int) -> _Kept | None:
         now, mine = time.monotonic(), self._kept
         found = next((kept for kept in mine if kept.nbytes == nbytes and kept.is_free()), None)
+        if found is None and nbytes not in self._asked:  # what is never asked for again is not kept
+            self._asked.append(nbytes)
+            return None
         if found is None:
             found = _Kept(nbytes)
             self.held += nbytes
