@@ -47,7 +47,7 @@ def launch(
             collectives only, so that a run is deterministic and a deadlock or mismatch is an error at once. Where
             torch computes with one thread they share one core, which what a rank starts inherits.
             "processes": one process per rank on this machine, on loopback; ``fn``, its arguments and results are
-            pickled.
+            pickled, lambdas and what a notebook defines where cloudpickle is installed.
         backend: of the processes, as in ``init``; in-process nothing depends on it.
         timeout: in seconds, or a timedelta: for the whole run, and of processes for each collective within. In-process
             the run ends at its first collective after that.

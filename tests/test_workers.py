@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -120,7 +121,7 @@ def hangs(folder: str, rank: int) -> None:
 
 
 def gives_function() -> Callable[[], None]:
-    return lambda: None
+    return threading.Lock()
 
 
 def gives_leaf() -> torch.Tensor:
@@ -234,14 +235,23 @@ def test_who_is_late_is_named_beside_who_is_done() -> None:
     assert workers._results("train", answers, None) == [7, None, 8]
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(MeshError, match="(?s)<lambda> cannot be sent.*Can't pickle.*with def at the top level"):
-        run_processes(lambda: 1, 2)
+def test_what_cannot_be_pickled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+    with pytest.raises(MeshError, match="(?s)<lambda> cannot be sent.*cannot pickle.*with def at the top level"):
+        run_processes(lambda: lock, 2)
     with pytest.raises(MeshError, match=r"args\[1\] of fails_on cannot be sent"):
-        run_processes(fails_on, 2, (1, lambda: 1))
+        run_processes(fails_on, 2, (1, lock))
     with pytest.raises(MeshError, match=r"kwargs\['rank'\] of fails_on cannot be sent"):
-        run_processes(fails_on, 2, (), {"rank": lambda: 1})
-    with pytest.raises(CommError, match="the result, of type function, cannot be sent back"):
+        run_processes(fails_on, 2, (), {"rank": lock})
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(
+        MeshError, match="(?s)<lambda> cannot be sent.*Can't pickle.*pip install cloudpickle.*; or define"
+    ):
+        run_processes(lambda: 1, 2)
+
+
+def test_a_result_that_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(CommError, match="the result, of type lock, cannot be sent back"):
         run_processes(gives_function, 1, timeout=LIMIT)
 
 
@@ -282,8 +292,10 @@ def test_a_pool_keeps_its_processes_and_replaces_broken_ones(tmp_path: Path, mon
         second = pool.run(own_pid)
         assert not set(first) & set(second)
         assert [r["sum"].tolist() for r in pool.run(report, torch.ones(1), scale=1.0)] == [[3.0], [3.0]]
+        lock = threading.Lock()
         with pytest.raises(MeshError, match="<lambda> cannot be sent"):
-            pool.run(lambda: 1)
+            pool.run(lambda: lock)
+        assert pool.run(lambda: 1) == [1, 1]
         assert pool.run(own_pid) == second
         with pytest.raises(CommError, match="was ended by SIGKILL"):
             pool.run(dies, 1, "kill")
@@ -365,12 +377,51 @@ def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_function_of_an_interactive_session_is_told(tmp_path: Path) -> None:
-    program = SCRIPT + "\nrun_processes(main, 2, ('',))"
+    program = "import sys; sys.modules['cloudpickle'] = None\n" + SCRIPT + "\nrun_processes(main, 2, ('',))"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=280, check=False,
     )  # fmt: skip
     assert "MeshError: meshcomm.launch: main lives in an interactive session" in done.stderr
+    assert "fix: pip install cloudpickle" in done.stderr
+
+
+NAMELESS = """
+import functools
+import torch
+import meshcomm as mc
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+offset = 3
+
+def around(n):
+    def main(add):
+        y = mc.all_reduce(torch.tensor(n), "a", mesh=mc.make_mesh({"a": 2}))
+        return Point(add(mc.rank()) + offset + y.item())
+    return main
+
+points = mc.launch(functools.partial(around(4), lambda r: r * 10), ranks=2, runtime="processes")
+print([type(p) is Point for p in points], [p.x for p in points])
+"""
+
+
+@pytest.mark.thorough
+def test_what_has_no_name_elsewhere_is_sent_by_value(tmp_path: Path) -> None:
+    """Of a script from stdin, of ``python -c``, and of the prompt, where ``__main__`` is no file; side by side."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = {
+        how: subprocess.Popen(
+            [sys.executable, *args], env=env, cwd=tmp_path, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for how, args in {"stdin": ["-"], "-c": ["-c", NAMELESS], "prompt": ["-i", "-q"]}.items()
+    }  # fmt: skip
+    for how, process in started.items():
+        out, err = process.communicate(None if how == "-c" else NAMELESS, timeout=280)
+        assert out.splitlines() == ["[True, True] [11, 21]"], (how, err)
 
 
 @pytest.mark.thorough

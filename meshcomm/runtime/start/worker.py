@@ -21,7 +21,7 @@ import torch
 
 from meshcomm.errors import MeshError, fail, text
 from meshcomm.runtime.process import home
-from meshcomm.runtime.start import rendezvous, world
+from meshcomm.runtime.start import by_value, rendezvous, world
 from meshcomm.runtime.start.launchers import LOOPBACK
 
 _KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -158,7 +158,7 @@ def _attempt(step: Callable[[], Any]) -> bytes:
     try:
         value = step()
         try:
-            data = pickle.dumps(value)
+            data = by_value.dumps(value)
         except Exception as error:
             what = f"the result, of type {type(value).__name__}, cannot be sent back."
             fail(

@@ -6,7 +6,8 @@
     pipe r: pickled result or error <----
     where is it?                   <---->  the functions that rank r is in, told by a thread
 
-Values travel as pickled bytes, never through shared memory: a result does not depend on a worker that is gone.
+Values travel as pickled bytes (by_value.py), never through shared memory: a result does not depend on a worker that
+is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, Protocol, TypeVar
 
 from meshcomm.errors import CommError, MeshError, fail, text
 from meshcomm.runtime.health import peers
-from meshcomm.runtime.start import rendezvous, worker, world
+from meshcomm.runtime.start import by_value, rendezvous, worker, world
 from meshcomm.runtime.start.request import duration, switch
 from meshcomm.runtime.start.worker import Answer, Plan, serve, unpack
 
@@ -73,6 +74,7 @@ def run_processes(
 
     Args:
         fn: a function at the top level of a module (or of the script); it, its arguments and its results are pickled.
+            Where cloudpickle is installed, any function, of a notebook, too.
         ranks: number of processes.
         args: positional arguments, equal on every rank.
         kwargs: keyword arguments, equal on every rank.
@@ -248,7 +250,8 @@ class _Crew:
             process = context.Process(target=serve, args=(theirs, asked, plan), name=f"meshcomm-rank-{rank}")
             self._pipes.append(mine)
             self._questions.append(ask)
-            process.start()
+            with by_value.main_left_alone():
+                process.start()
             self._workers.append(process)
             theirs.close()
             asked.close()
@@ -356,15 +359,19 @@ def _pack(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], instead: Callable[..., Any] | None = None
 ) -> bytes:
     """The task as bytes, or an error that names what cannot be sent; ``instead``: what is run in place of ``fn``."""
-    main = sys.modules["__main__"]
-    if getattr(fn, "__module__", None) == "__main__" and not (main.__spec__ or getattr(main, "__file__", None)):
-        fix = "put it into a file and run that, or import it from one; or use runtime='in-process'"
+    if (
+        getattr(fn, "__module__", None) == "__main__"
+        and not by_value.main_can_be_imported()
+        and not by_value.is_there()
+    ):
+        fix = f"{by_value.INSTALL}; or put it into a file, and import it from there; or use runtime='in-process'"
         fail("launch", f"{_name(fn)} lives in an interactive session, where other processes cannot import it.", fix=fix)
-    parts = [(_name(fn), fn, "define it with def at the top level of a module; or use runtime='in-process'")]
+    named = "define it with def at the top level of a module; or use runtime='in-process'"
+    parts = [(_name(fn), fn, named if by_value.is_there() else f"{by_value.INSTALL}; or {named}")]
     parts += [(f"args[{index}] of {_name(fn)}", value, "make it in fn instead") for index, value in enumerate(args)]
     parts += [(f"kwargs[{key!r}] of {_name(fn)}", value, "make it in fn instead") for key, value in kwargs.items()]
     try:
-        inner = pickle.dumps((fn if instead is None else instead, args, dict(kwargs)))
+        inner = by_value.dumps((fn if instead is None else instead, args, dict(kwargs)))
     except Exception:
         for what, value, fix in parts:
             _check_pickles(what, value, fix)
@@ -374,7 +381,7 @@ def _pack(
 
 def _check_pickles(what: str, value: Any, fix: str) -> None:
     try:
-        pickle.dumps(value)
+        by_value.dumps(value)
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
         fail("launch", f"{what} cannot be sent to other processes.", got=got, fix=fix)
