@@ -32,9 +32,9 @@ def differentiable(x: Tensor) -> bool:
 def assembled(ranks: list[Outputs], mesh: Mesh, order: int) -> list[Tensor]:
     """The global tensors of which the ranks have the parts."""
     first = ranks[0]
+    forms = [[(y.dtype, y.shape) for y in each.tensors] for each in ranks]
     for rank, outputs in enumerate(ranks):
-        mine, theirs = ([shape_text(y.dtype, y.shape) for y in each.tensors] for each in (first, outputs))
-        if mine != theirs or first.labels != outputs.labels:
+        if forms[0] != forms[rank] or first.labels != outputs.labels:
             what = "the ranks return different things."
             got = f"rank 0: {_listed(first)}; rank {rank}: {_listed(outputs)}"
             fail(WHERE, what, got=got, fix="return the same structure, shapes and dtypes on every rank")
@@ -43,10 +43,12 @@ def assembled(ranks: list[Outputs], mesh: Mesh, order: int) -> list[Tensor]:
     for i, (y, layout) in enumerate(zip(first.tensors, first.layouts, strict=True)):
         parts = [outputs.tensors[i] for outputs in ranks]
         _check_copies(parts, layout, first.labels[i], coordinates, mesh, order)
-        counts = layout.parts(mesh.shape) if layout.axes else [1] * y.ndim
+        axes = layout.axes
+        free = [axis for axis in mesh.axis_names if axis not in axes]
+        counts = layout.parts(mesh.shape) if axes else [1] * y.ndim
         joined = y.new_empty([length * count for length, count in zip(y.shape, counts, strict=True)])
         for part, coordinate in zip(parts, coordinates, strict=True):
-            if all(coordinate[axis] == 0 for axis in mesh.axis_names if axis not in layout.axes):
+            if not any(coordinate[axis] for axis in free):
                 own_part(joined, layout, coordinate, mesh).copy_(part)
         whole.append(joined)
     return whole
@@ -67,11 +69,12 @@ def _check_copies(
 ) -> None:
     """Along the axes that the layout does not name the ranks have the same."""
     originals: dict[tuple[int, ...], Tensor] = {}
+    axes = layout.axes
     for part, coordinate in zip(parts, coordinates, strict=True):
-        original = originals.setdefault(tuple(coordinate[axis] for axis in layout.axes), part)
+        original = originals.setdefault(tuple([coordinate[axis] for axis in axes]), part)
         if original is part or _alike(original, part):
             continue
-        free = [axis for axis in mesh.axis_names if axis not in layout.axes]
+        free = [axis for axis in mesh.axis_names if axis not in axes]
         along = ", ".join(repr(axis) for axis in free if coordinate[axis])
         got = f"mesh {mesh.shape}; rank 0 of the axes and rank {coordinate} have different values"
         if order:

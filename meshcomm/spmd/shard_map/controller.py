@@ -6,6 +6,7 @@ and gradients. Therefore derivatives of every order are what the collectives ins
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -62,12 +63,12 @@ class Program:
                 fix="call backward outside of mc.launch, or the function inside",
             )
         seed = self.draw()
-        count = len(self.layouts)
+        count, modes = len(self.layouts), self.modes.missing()
         with torch.no_grad():
             shared = [_leaf(x) for x in tensors[count:]]
         with in_place_of(self.reach.slots, dict(zip(self.shared, shared, strict=True))):
             world = World(self.mesh.world_size, share=True, state=lambda index: OwnState(seed, index, self.reach))
-            found = world.run(lambda: self._on_rank(tensors[:count], shared, wanted))
+            found = world.run(lambda: self._on_rank(tensors[:count], shared, wanted, modes))
         if any(x.grad is not None for x in shared):
             what = "backward() ran inside the function and reached a tensor that it closes over."
             fail(WHERE, what, fix="call backward() on what the function returns, or return torch.autograd.grad(...)")
@@ -87,20 +88,28 @@ class Program:
                 self.seed = int(torch.randint(2**62, (), device="cpu").item())
         return self.seed
 
-    def _on_rank(self, tensors: Sequence[Tensor], shared: list[Tensor], wanted: Sequence[bool] | None) -> Any:
+    def _on_rank(
+        self,
+        tensors: Sequence[Tensor],
+        shared: list[Tensor],
+        wanted: Sequence[bool] | None,
+        modes: Callable[[contextlib.ExitStack], None],
+    ) -> Any:
         mesh = self.mesh
         if current_rank().index not in mesh.ranks:  # type: ignore[union-attr]
             return None
         coordinate = mesh.own_coordinate()
         leaves, parts = [], []
         grad = self.modes.grad if self.order == 0 and wanted is None else wanted is not None
-        with self.modes.again(), body_of(mesh), torch.set_grad_enabled(grad):
-            for i, (x, layout) in enumerate(zip(tensors, self.layouts, strict=True)):
-                part = own_part(x.detach(), layout, coordinate, mesh)
-                leaf = part.requires_grad_() if wanted is not None and wanted[i] else part
-                leaves.append(leaf)
-                parts.append(leaf.clone())  # the function may change its own copy
-            outputs = self.local(parts, shared)
+        with contextlib.ExitStack() as stack:
+            modes(stack)
+            with body_of(mesh), torch.set_grad_enabled(grad):
+                for i, (x, layout) in enumerate(zip(tensors, self.layouts, strict=True)):
+                    part = own_part(x.detach(), layout, coordinate, mesh)
+                    leaf = part.requires_grad_() if wanted is not None and wanted[i] else part
+                    leaves.append(leaf)
+                    parts.append(leaf.clone())  # the function may change its own copy
+                outputs = self.local(parts, shared)
         parts.clear()  # what the function has made of them is nobody's any more
         places = {id(leaf): i for i, leaf in enumerate([*leaves, *shared])}
         used = leaves_behind(outputs.tensors, places, self.mesh)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -87,19 +87,20 @@ class Modes:
         kinds = {"cpu", self.device.type} - {"meta"}
         self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)]
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Bring back the modes of the call."""
-        with contextlib.ExitStack() as stack:
+    def missing(self) -> Callable[[contextlib.ExitStack], None]:
+        """What brings back the modes of the call on ranks, which have those of who asks."""
+        moved = self.device != torch.get_default_device()
+        casts = [cast for cast in self.casts if cast[2] or torch.is_autocast_enabled(cast[0])]
+
+        def enter(stack: contextlib.ExitStack) -> None:
             if self.transformed:
                 stack.enter_context(_NoWrappers())
-            if self.device != torch.get_default_device():
+            if moved:
                 stack.enter_context(self.device)
-            for kind, dtype, enabled in self.casts:
-                if enabled or torch.is_autocast_enabled(kind):
-                    # What one rank has cast would be found by another one.
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            yield
+            for kind, dtype, enabled in casts:  # what one rank has cast would be found by another one
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+
+        return enter
 
 
 def closed_over(reach: Reachable) -> list[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ def checked(specs: Any, label: str, mesh: Mesh | None) -> None:
 def spec_of_each_leaf(specs: Any, tree: Any, label: str, spec_label: str) -> list[Any]:
     """The spec of each leaf of ``tree``, of which ``specs`` is a prefix."""
     leaves, whole = tree_flatten(tree)
+    if specs is None or type(specs) is str:
+        return [specs] * len(leaves)
     entries, prefix = tree_flatten(specs)
     found: list[Any] = [None] * len(leaves)
     places = tree_unflatten(list(range(len(leaves))), whole)
@@ -86,7 +89,8 @@ def _form(value: Any) -> str:
 
 def laid_out(specs: Sequence[Any], tree: Any, label: str, mesh: Mesh, *, whole: bool) -> list[Laid]:
     """Each leaf of ``tree`` with its spec read and fitted. ``whole``: its axes must divide the dims, too."""
-    pairs = zip(specs, tree_leaves_with_path(tree), strict=True)
+    leaves = [("", tree)] if isinstance(tree, Tensor) else tree_leaves_with_path(tree)
+    pairs = zip(specs, leaves, strict=True)
     return [Laid(leaf, label + path, of_leaf(spec, leaf, label + path, mesh, whole)) for spec, (path, leaf) in pairs]
 
 
@@ -112,6 +116,7 @@ def of_tensor(spec: str, shape: Sequence[int], label: str, mesh: Mesh, whole: bo
     return found if isinstance(found, Layout) else Layout(Dim(name, axes) for name, axes in found)
 
 
+@lru_cache(4096)
 def _fitted(spec: str, shape: tuple[int, ...], label: str, mesh: int, whole: bool) -> Layout:
     sizes, where = mesh_with_key(mesh).shape, f"{WHERE}, {label}"
     found = fit(where, parse(WHERE, spec, sizes), shape, sizes, spec)

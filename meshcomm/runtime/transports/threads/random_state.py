@@ -35,6 +35,7 @@ class RandomState:
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         """The states as they are now, or those that start from ``(seed, rank)``."""
         self._seed = None if seed is None else mixed(seed, rank)
+        self._torch: torch.Tensor | None
         self._numpy: Any = None
         self._numpy_seed = self._seed  # what numpy's is to be seeded with when somebody loads it
         self._device: Any = None  # the accelerator's, once it is in use
@@ -47,8 +48,7 @@ class RandomState:
             elif RandomState.in_place is not None:
                 self._numpy_seed = RandomState.in_place._numpy_seed
         else:
-            self._torch = torch.Generator().manual_seed(self._seed).get_state()
-            self._random = twister.of(self._seed)
+            self._torch = None  # until it is loaded first
             numpy_state.when_loaded(_numpy_loaded)
 
     def save(self) -> None:
@@ -67,8 +67,13 @@ class RandomState:
     def load(self) -> None:
         """Make these states the global ones."""
         RandomState.in_place = self
-        torch.default_generator.set_state(self._torch)
-        twister.put(self._random)
+        if self._torch is None:
+            assert self._seed is not None
+            torch.default_generator.manual_seed(self._seed)
+            twister.seed(self._seed)
+        else:
+            torch.default_generator.set_state(self._torch)
+            twister.put(self._random)
         if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self.load_numpy(module)
         if accelerator.module() is not None:

@@ -45,10 +45,9 @@ _own: random.Random = random.seed.__self__  # type: ignore[attr-defined]
 _bytes = _cells(_own) if _copies() else None
 
 
-def of(seed: int) -> State:
-    """The state that ``random.seed(seed)`` would make."""
-    twister = random.Random(seed)
-    return (twister.getstate() if _bytes is None else bytes(_cells(twister))), None
+def seed(number: int) -> None:
+    """As ``random.seed``, if somebody else stands in its place too."""
+    _own.seed(number)
 
 
 def take() -> State:
