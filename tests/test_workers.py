@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.errors import CommError, MeshError
-from meshcomm.runtime.start import workers, world
+from meshcomm.runtime.start import by_value, workers, world
 from meshcomm.runtime.start.worker import Answer
 from meshcomm.runtime.start.workers import WorkerPool, run_processes
 
@@ -243,7 +243,7 @@ def test_what_cannot_be_pickled_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         run_processes(fails_on, 2, (1, lock))
     with pytest.raises(MeshError, match=r"kwargs\['rank'\] of fails_on cannot be sent"):
         run_processes(fails_on, 2, (), {"rank": lock})
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    monkeypatch.setattr(by_value, "cloudpickle", None)
     with pytest.raises(
         MeshError, match="(?s)<lambda> cannot be sent.*Can't pickle.*pip install cloudpickle.*; or define"
     ):

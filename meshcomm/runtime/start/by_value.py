@@ -8,38 +8,35 @@ it is installed, sends their code.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
-_CLOUDPICKLE = "cloudpickle"
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = None
+
 INSTALL = "pip install cloudpickle (the extra meshcomm[notebooks]), which sends code by value"
 
 
 def dumps(value: Any) -> bytes:
     """As bytes that ``pickle.loads`` reads in another process."""
-    if not main_can_be_imported() and find_spec(_CLOUDPICKLE):
-        return _by_value(value)
     try:
-        return pickle.dumps(value)
+        if main_can_be_imported() or cloudpickle is None:
+            return pickle.dumps(value)
     except Exception:
-        if find_spec(_CLOUDPICKLE) is None:
+        if cloudpickle is None:
             raise
-        return _by_value(value)
-
-
-def _by_value(value: Any) -> bytes:
-    data: bytes = importlib.import_module(_CLOUDPICKLE).dumps(value)
+    data: bytes = cloudpickle.dumps(value)
     return data
 
 
 def is_there() -> bool:
     """Whether what has no name can be sent."""
-    return find_spec(_CLOUDPICKLE) is not None
+    return cloudpickle is not None
 
 
 def main_can_be_imported() -> bool:
