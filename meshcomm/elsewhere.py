@@ -10,9 +10,10 @@ import opcode
 import re
 import sys
 import types
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 _HERE = Path(__file__).parent
 _PAGES = (_HERE / "coming-from.md", _HERE.parent / "docs" / "coming-from.md")
@@ -72,14 +73,18 @@ def rows() -> tuple[Row, ...]:
     found = []
     for section, left, right in cells(page()):
         theirs, ours = code(left), lines(right)
-        why = (
-            ": " + right.partition("`")[0].strip(" :,;")
-            if right.startswith(("there is", "there are", "nothing"))
-            else ""
-        )
+        why = _reason(right)
         pairs = list(zip(theirs, ours, strict=True)) if len(theirs) == len(ours) else []
         found += [Row(section, *pair, why) for pair in pairs or [(one, line) for one in theirs for line in ours]]
     return tuple(found)
+
+
+def _reason(ours: str) -> str:
+    """Why there is nothing to call, where the text says so before its first line of code."""
+    if not ours.startswith(("there is", "there are", "nothing")):
+        return ""
+    said = re.split("[`;:]", ours.removeprefix("nothing: "))[0].strip(" ,")
+    return f": {said}"
 
 
 def _plain(name: str) -> str:
@@ -141,6 +146,25 @@ def missing(module: str, name: str) -> AttributeError | ImportError:
 def _imports(frame: types.FrameType) -> bool:
     """Whether what runs there is the second half of ``from module import name``."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
+
+
+def layout_said_by(spec: object) -> str | None:
+    """``"(dp dim0) dim1 ..."`` of ``PartitionSpec("dp", None)`` and of the same as a tuple or a list; None of what is
+    none of these. Dims beyond the spec are not cut.
+    """
+    if not is_partition_spec(spec) and type(spec) not in (tuple, list):
+        return None
+    entries = list(cast("Iterable[object]", spec))
+    axes = [() if each is None else tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in entries]
+    if not all(isinstance(name, str) for names in axes for name in names):
+        return None
+    dims = [f"({' '.join((*names, f'dim{at}'))})" if names else f"dim{at}" for at, names in enumerate(axes)]
+    return " ".join([*dims, "..."])
+
+
+def is_partition_spec(spec: object) -> bool:
+    """Whether it is one of JAX's, which is a tuple in old versions and none in new ones."""
+    return type(spec).__name__ in ("P", "PartitionSpec") and isinstance(spec, Iterable)
 
 
 _OF_MESHES = """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import _torch, watch
-from meshcomm.elsewhere import Answers
+from meshcomm.elsewhere import Answers, layout_said_by
 from meshcomm.errors import fail, likely, names
 from meshcomm.pictures.grid import mesh_grids
 from meshcomm.pictures.picture import Picture, Shown
@@ -369,11 +369,13 @@ class Mesh(Answers, Shown):
                 what = (
                     f"no axis {part!r} in the mesh." if isinstance(part, str) else f"an axis is a name, not {part!r}."
                 )
+                said = None if isinstance(part, str) else layout_said_by(name)
+                layout = "" if said is None else f"; of a PartitionSpec the layout is {said!r}, for mc.reshard"
                 fail(
                     where,
                     what,
                     got=f"axis {name!r}; mesh {self._shape}",
-                    fix=f"one of {names(self._shape)}, or a tuple{likely(part, self._shape)}",
+                    fix=f"one of {names(self._shape)}, or a tuple{likely(part, self._shape)}{layout}",
                 )
         if len(set(parts)) != len(parts):
             fail(where, "an axis is named twice.", got=f"axis {name!r}; mesh {self._shape}", fix="name each axis once")

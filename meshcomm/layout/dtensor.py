@@ -6,7 +6,7 @@ The only module that imports DTensor, a second and more; so it is loaded when on
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
-from meshcomm.layout.notation import Dim, Layout, parse, pointed
+from meshcomm.layout.notation import Dim, Layout, as_text, parse, pointed
 from meshcomm.layout.shapes import dim_names, fit, no_ellipsis
 from meshcomm.mesh import Mesh
 
@@ -174,7 +174,7 @@ def _apply(function: type[Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def to_dtensor(x: Tensor, layout: str, mesh: Mesh | None = None) -> DTensor:
+def to_dtensor(x: Tensor, layout: str | Collection[Any], mesh: Mesh | None = None) -> DTensor:
     """The DTensor of which this rank has the part ``x``.
 
     Type: as the layout says: varying along the axes that it names, invariant along the others, where the ranks' ``x``
@@ -182,7 +182,7 @@ def to_dtensor(x: Tensor, layout: str, mesh: Mesh | None = None) -> DTensor:
 
     Args:
         x: this rank's part, of the same shape and dtype on every rank, with one dim for each of the layout's.
-        layout: such as ``"(dp b) s (tp d)"``, or with an ellipsis; see :func:`placements`.
+        layout: such as ``"(dp b) s (tp d)"``, or with an ellipsis, or a PartitionSpec; see :func:`placements`.
         mesh: the current mesh by default; one of processes, for DTensor needs torch's process groups.
 
     Returns: a DTensor over ``mesh.device_mesh`` that shares ``x``'s storage.
@@ -204,12 +204,12 @@ def to_dtensor(x: Tensor, layout: str, mesh: Mesh | None = None) -> DTensor:
 
     Source: ``torch.distributed.tensor.DTensor.from_local``.
     """
-    where = "to_dtensor"
+    where, text = "to_dtensor", as_text(layout)
     here = check.mesh_of(where, "", mesh)
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         fail(where, f"x is a {type(x).__name__}, not a rank's part.", got=f"mesh {here.shape}", fix="a plain tensor")
     sizes = here.shape
-    placed = _placements(where, fit(where, parse(where, layout, sizes), x.shape, sizes, layout), layout, sizes)
+    placed = _placements(where, fit(where, parse(where, text, sizes), x.shape, sizes, text), text, sizes)
     device_mesh = here.device_mesh
     if x.device.type != device_mesh.device_type:
         fix = f"x.to({device_mesh.device_type!r})"

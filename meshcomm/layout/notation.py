@@ -11,10 +11,11 @@ import unicodedata
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from einops.parsing import ParsedExpression
 
+from meshcomm.elsewhere import layout_said_by
 from meshcomm.errors import fail, likely, names
 
 _ELLIPSIS = "..."
@@ -109,13 +110,20 @@ def pointed(what: str, text: str, at: int | None = None) -> str:
     return f"{what}\n    {shown}\n    {' ' * wide}^"
 
 
+def as_text(spec: Any) -> Any:
+    """A PartitionSpec as the layout that it says; what is not one as it is."""
+    return spec if isinstance(spec, str) else layout_said_by(spec) or spec
+
+
 def _string(where: str, text: object, mesh: Mapping[str, int], example: str) -> str:
     if not isinstance(text, str):
+        said = layout_said_by(text)
+        arrow = "... -> " if "->" in example else ""
         fail(
             where,
             f"a layout is a string, not {type(text).__name__}.",
             got=f"mesh {dict(mesh)}",
-            fix=f"write it as {example!r}",
+            fix=f"write it as {example!r}" if said is None else f"write it as {arrow + said!r}",
         )
     return text
 
@@ -211,7 +219,8 @@ class _Reader:
                 if group is not None:
                     group.append((token, at))
                 elif token in self.mesh:
-                    fix = f"write the dim that it cuts behind it: ({token} name)"
+                    whole = f', which is P("{token}"): "({token} dim0) ..."' if self.text.strip() == token else ""
+                    fix = f"write the dim that it cuts behind it: ({token} name){whole}"
                     self.wrong(at, f"{token!r} is a mesh axis and stands as a dim.", fix)
                 else:
                     places.append(at)

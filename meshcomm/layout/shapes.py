@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
-from meshcomm.layout.notation import Dim, Layout, expand, parse, pointed
+from meshcomm.layout.notation import Dim, Layout, as_text, expand, parse, pointed
 from meshcomm.mesh import Mesh
 
 
@@ -84,13 +84,13 @@ def dim_names(where: str, dims: str | None, mesh: Mapping[str, int], least: int,
     return list(parsed.names)
 
 
-def local_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) -> tuple[int, ...]:
+def local_shape(layout: str | Collection[Any], shape: Sequence[int], mesh: Mesh | None = None) -> tuple[int, ...]:
     """The shape of each rank's part of a global tensor.
 
     Type: lengths, the same on every rank.
 
     Args:
-        layout: such as ``"(dp b) s (tp d)"``.
+        layout: such as ``"(dp b) s (tp d)"``, or a PartitionSpec.
         shape: the global shape, or a tensor that has it.
         mesh: the current mesh by default.
 
@@ -108,20 +108,20 @@ def local_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) -> 
         >>> mc.local_shape("(dp b) (tp d)", (8, 6), mc.make_mesh({"dp": 4, "tp": 2}))
         (2, 3)
     """
-    where = "local_shape"
+    where, text = "local_shape", as_text(layout)
     sizes = check.mesh_of(where, "", mesh).shape
     whole = checked_shape(where, shape)
-    fitted = fit(where, parse(where, layout, sizes), whole, sizes, layout)
-    return cut(where, fitted, whole, sizes, layout)
+    fitted = fit(where, parse(where, text, sizes), whole, sizes, text)
+    return cut(where, fitted, whole, sizes, text)
 
 
-def global_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) -> tuple[int, ...]:
+def global_shape(layout: str | Collection[Any], shape: Sequence[int], mesh: Mesh | None = None) -> tuple[int, ...]:
     """The shape of the global tensor of which each rank has a part of this shape: undoes :func:`local_shape`.
 
     Type: lengths, the same on every rank.
 
     Args:
-        layout: such as ``"(dp b) s (tp d)"``.
+        layout: such as ``"(dp b) s (tp d)"``, or a PartitionSpec.
         shape: the local shape, or a tensor that has it.
         mesh: the current mesh by default.
 
@@ -139,10 +139,10 @@ def global_shape(layout: str, shape: Sequence[int], mesh: Mesh | None = None) ->
         >>> mc.global_shape("(dp b) (tp d)", (2, 3), mc.make_mesh({"dp": 4, "tp": 2}))
         (8, 6)
     """
-    where = "global_shape"
+    where, text = "global_shape", as_text(layout)
     sizes = check.mesh_of(where, "", mesh).shape
     mine = checked_shape(where, shape)
-    parts = fit(where, parse(where, layout, sizes), mine, sizes, layout).parts(sizes)
+    parts = fit(where, parse(where, text, sizes), mine, sizes, text).parts(sizes)
     return tuple(math.prod(pair) for pair in zip(mine, parts, strict=True))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.layout.notation import parse
+from meshcomm.layout.notation import as_text, parse
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.transports.threads.random_state import mixed
 from meshcomm.spmd.random.draws import WHERE, Cut, Draws
@@ -17,7 +18,7 @@ from meshcomm.watch import drawing
 
 
 @contextlib.contextmanager
-def rng(layout: str, *, seed: int | tuple[int, ...], mesh: Mesh | None = None) -> Iterator[None]:
+def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mesh | None = None) -> Iterator[None]:
     """Inside, torch's random functions draw this rank's part of a global tensor that does not depend on the mesh.
 
     ::
@@ -76,10 +77,10 @@ def rng(layout: str, *, seed: int | tuple[int, ...], mesh: Mesh | None = None) -
         ``jax_threefry_partitionable``; DTensor's random operations, which draw what depends on the mesh.
     """
     over = check.mesh_of(WHERE, "", mesh)
-    sizes = over.shape
-    parsed = parse(WHERE, layout, sizes)
+    sizes, text = over.shape, as_text(layout)
+    parsed = parse(WHERE, text, sizes)
     place = over.axis(over.axis_names[0], WHERE).coordinate
-    draws = Draws(Cut(layout, parsed, sizes, place), _key(seed), handler_of)
+    draws = Draws(Cut(text, parsed, sizes, place), _key(seed), handler_of)
     with drawing(frozenset(parsed.axes), over), draws:
         yield
 

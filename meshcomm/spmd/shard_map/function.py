@@ -25,6 +25,7 @@ from meshcomm.spmd.shard_map.specs import (
     WHERE,
     Laid,
     checked,
+    in_strings,
     joined,
     laid_out,
     local_part,
@@ -89,7 +90,8 @@ def shard_map(
         in_specs: one layout per parameter of ``fn``, such as ``("(dp b) d", "d (tp f)")``, whether it is passed by
             position or by name; those of ``*args`` one each, those of ``**kwargs`` together. A mapping gives them by
             name, a single layout is that of all arguments. ``""`` is a scalar, ``"..."`` is not cut, None is no tensor.
-            For a pytree it is a tree of layouts, of which each stands for the whole subtree in its place.
+            For a pytree it is a tree of layouts, of which each stands for the whole subtree in its place. JAX's
+            ``PartitionSpec`` is a layout, too.
         out_specs: the layouts of what ``fn`` returns, likewise.
         check_vma: True inserts a :func:`pvary` wherever an invariant value that requires grad meets one that varies,
             "error" refuses there, False looks at nothing and costs nothing. Outside of ranks values and gradients that
@@ -133,6 +135,7 @@ def shard_map(
         mesh_of(WHERE, "", mesh)
     if isinstance(in_specs, list):
         in_specs = tuple(in_specs)
+    in_specs, out_specs = in_strings(in_specs), in_strings(out_specs)
     checked(in_specs, "in_specs", mesh)
     checked(out_specs, "out_specs", mesh)
     if fn is None:

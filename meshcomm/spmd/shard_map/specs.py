@@ -11,8 +11,9 @@ from torch import Tensor
 
 from meshcomm._torch import at_trace_time, tree_flatten, tree_leaves_with_path, tree_unflatten
 from meshcomm.collectives.gather import all_gather_invariant, shard
+from meshcomm.elsewhere import is_partition_spec
 from meshcomm.errors import fail, shape_text
-from meshcomm.layout.notation import Dim, Layout, parse
+from meshcomm.layout.notation import Dim, Layout, as_text, parse
 from meshcomm.layout.shapes import cut, fit
 from meshcomm.mesh import Mesh, mesh_with_key
 
@@ -26,6 +27,12 @@ class Laid(NamedTuple):
     label: str
     layout: Layout | None
     """None: it is no tensor."""
+
+
+def in_strings(specs: Any) -> Any:
+    """With the layout in place of each PartitionSpec."""
+    leaves, form = tree_flatten(specs)
+    return tree_unflatten([as_text(leaf) if is_partition_spec(leaf) else leaf for leaf in leaves], form)
 
 
 def checked(specs: Any, label: str, mesh: Mesh | None) -> None:
