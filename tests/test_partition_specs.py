@@ -75,6 +75,7 @@ def test_where_one_layout_is_taken(P: Any) -> None:  # noqa: N803
     for spec in (P("dp", None), ("dp", None)):
         assert mc.local_shape(spec, (4, 3), mesh) == (2, 3)
         assert mc.global_shape(spec, (4, 3), mesh) == (8, 3)
+        assert mc.layout_of(spec, "a b", mesh) == "(dp a) b"
 
     def drawn(layout: Any) -> Any:
         with mc.use_mesh(mesh), mc.rng(layout, seed=0):
@@ -87,9 +88,9 @@ def test_where_one_layout_is_taken(P: Any) -> None:  # noqa: N803
 X = torch.ones(4, 4)
 MESH = mc.make_mesh({"dp": 1, "tp": 1})
 ANSWERED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "reshard": (lambda spec: mc.reshard(X, spec, mesh=MESH), r"write it as '\.\.\. -> \(dp dim0\) dim1 \.\.\.'"),
-    "plan": (lambda spec: mc.plan(spec, (4, 4), MESH), r"write it as '\.\.\. -> \(dp dim0\) dim1 \.\.\.'"),
-    "einsum": (lambda spec: mc.einsum(spec, X, mesh=MESH), r"write it as '\.\.\. -> \(dp dim0\) dim1 \.\.\.'"),
+    "reshard": (lambda spec: mc.reshard(X, spec, mesh=MESH), r"write it as 'dim0 dim1 \.\.\. -> \(dp dim0\) dim1 \.\.\.'"),
+    "plan": (lambda spec: mc.plan(spec, (4, 4), MESH), r"write it as 'dim0 dim1 \.\.\. -> \(dp dim0\) dim1 \.\.\.'"),
+    "einsum": (lambda spec: mc.einsum(spec, X, mesh=MESH), r"write it as 'dim0 dim1 \.\.\. -> \(dp dim0\) dim1 \.\.\.'"),
     "placements": (lambda spec: mc.placements(spec, MESH), r"write it as '\(dp dim0\) dim1 \.\.\.'"),
     "shard": (lambda spec: mc.shard(X, spec, mesh=MESH), r"the layout is '\(dp dim0\) dim1 \.\.\.', for mc.reshard"),
     "all_gather": (lambda spec: mc.all_gather(X, spec, mesh=MESH), r"the layout is '\(dp dim0\) dim1 \.\.\.', for mc.reshard"),
@@ -100,8 +101,11 @@ ANSWERED: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_elsewhere_it_is_answered_with_the_layout(where: str) -> None:
     call, said = ANSWERED[where]
     for spec in (PartitionSpec("dp", None), Older("dp", None), ("dp", None)):
-        with pytest.raises(mc.MeshError, match=said):
+        with pytest.raises(mc.MeshError, match=said) as caught:
             call(spec)
+        answer = str(caught.value).rpartition("write it as ")[2].strip("'")
+        if "->" in answer:
+            assert call(answer) is not None, "the answer is right"
 
 
 def test_an_axis_alone_as_a_layout() -> None:

@@ -20,6 +20,7 @@ from meshcomm.errors import fail, likely, names
 
 _ELLIPSIS = "..."
 _TOKEN = re.compile(r"\.\.\.|\w+|[^ ]")
+_CUT, _NAME = re.compile(r"\((?:\w+ )+(\w+)\)"), r"\1"
 _NEARLY_AN_ARROW = re.compile(r"[-=<>→⇒]")
 
 
@@ -118,12 +119,13 @@ def as_text(spec: Any) -> Any:
 def _string(where: str, text: object, mesh: Mapping[str, int], example: str) -> str:
     if not isinstance(text, str):
         said = layout_said_by(text)
-        arrow = "... -> " if "->" in example else ""
+        if said is not None and "->" in example:
+            said = f"{_CUT.sub(_NAME, said)} -> {said}"
         fail(
             where,
             f"a layout is a string, not {type(text).__name__}.",
             got=f"mesh {dict(mesh)}",
-            fix=f"write it as {example!r}" if said is None else f"write it as {arrow + said!r}",
+            fix=f"write it as {example!r}" if said is None else f"write it as {said!r}",
         )
     return text
 

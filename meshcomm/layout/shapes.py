@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from meshcomm.collectives import check
+from meshcomm.elsewhere import is_partition_spec
 from meshcomm.errors import fail, names
 from meshcomm.layout.notation import Dim, Layout, as_text, expand, parse, pointed
 from meshcomm.mesh import Mesh
@@ -210,7 +211,8 @@ def layout_of(spec: Collection[Any], dims: str | None = None, mesh: Mesh | None 
     """
     where = "layout_of"
     sizes = check.mesh_of(where, "", mesh).shape
-    if isinstance(spec, (str, Mapping, Set)) or not isinstance(spec, Collection):  # JAX's own is no Sequence
+    spec = tuple(spec) if is_partition_spec(spec) else spec  # it is no Collection
+    if isinstance(spec, (str, Mapping, Set)) or not isinstance(spec, Collection):
         fail(where, f"a PartitionSpec is a tuple, not {spec!r}.", fix='such as (("dp", "fsdp"), None, "tp")')
     called = dim_names(where, dims, sizes, len(spec))
     found, seen = [], set[str]()
