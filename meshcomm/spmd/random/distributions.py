@@ -182,14 +182,14 @@ def _polynomial(x: Tensor, factors: Sequence[Any]) -> Tensor:
 
 def _log(x: Tensor, down: int, form: _Format, scale: float) -> Tensor:
     """Of a positive number over ``2**down``, times a power of two: ``x = m * 2**e`` with m around 1, and ``log m =
-    2 artanh((m - 1) / (m + 1))``.
+    2 artanh((m - 1) / (m + 1))``. ``x`` is written over.
     """
     of, whole = _numbers(form.dtype), _numbers(form.bits)
-    bits = x.view(form.bits) - whole[form.half_root + (down << form.fraction)]
+    bits = x.view(form.bits).sub_(whole[form.half_root + (down << form.fraction)])
     m = (bits & whole[2**form.fraction - 1]).add_(whole[form.half_root]).view(form.dtype)
     t = (m - of[1.0]).div_(m.add_(of[1.0]))
-    y = _polynomial(t * t, [factor * scale for factor in form.log]).mul_(t)
-    return y.add_(bits.bitwise_right_shift_(whole[form.fraction]).to(form.dtype).mul_(of[math.log(2) * scale]))
+    y = _polynomial(torch.mul(t, t, out=m), [factor * scale for factor in form.log]).mul_(t)
+    return y.add_(t.copy_(bits.bitwise_right_shift_(whole[form.fraction])).mul_(of[math.log(2) * scale]))
 
 
 class _Numbers(dict[Any, Tensor]):

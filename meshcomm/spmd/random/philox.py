@@ -42,37 +42,42 @@ class Rounds:
         self._as_tensors = list(zip(keys[::2], keys[1::2], strict=True))
 
     def words(self, counter: Sequence[Any], spare: list[Tensor]) -> list[Any]:
-        """Four random words of 32 bits for a counter of four, each an int or a tensor; what is above the 32 bits may be
-        anything. The counter's tensors are written over, and so are the ``spare`` ones, six in all.
+        """Four random words of 32 bits for a counter of four, each an int or a tensor; above the 32 bits the second and
+        the last one may be anything. The counter's tensors are written over, and so are the ``spare`` ones, six in all.
 
         An int is an int for a round or two more, and costs nothing there.
         """
+        p0: Any
+        p1: Any
         c0, c1, c2, c3 = counter
-        for i, (ints, tensors) in enumerate(zip(self._keys, self._as_tensors, strict=True)):
+        mul, shift, m0, m1, half, mask = torch.mul, torch.bitwise_right_shift, self._m0, self._m1, self.half, self.mask
+        for ints, (k0, k1) in zip(self._keys, self._as_tensors, strict=True):
             # Products wrap at 64 bits, which leaves all bits right. Only the factors need to be free of higher bits.
-            p0 = c0 * _M0 if isinstance(c0, int) else torch.mul(c0, self._m0, out=spare.pop())
-            p1 = c2 * _M1 if isinstance(c2, int) else torch.mul(c2, self._m1, out=spare.pop())
+            if len(spare) == 2:  # all are tensors, as from the fourth round on
+                p0, p1 = spare
+                mul(c0, m0, out=p0)
+                mul(c2, m1, out=p1)
+                shift(p1, half, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(mask)
+                shift(p0, half, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(mask)
+                spare, c1, c3 = [c3, c1], p1, p0
+                continue
+            p0 = c0 * _M0 if isinstance(c0, int) else mul(c0, m0, out=spare.pop())
+            p1 = c2 * _M1 if isinstance(c2, int) else mul(c2, m1, out=spare.pop())
             spare += [c for c in (c0, c2) if isinstance(c, Tensor)]
-            c0 = self._mixed(p1, c1, ints[0], tensors[0], spare, i < 9)
-            c2 = self._mixed(p0, c3, ints[1], tensors[1], spare, i < 9)
+            c0, c2 = self._mixed(p1, c1, ints[0], spare), self._mixed(p0, c3, ints[1], spare)
             spare += [c for c in (c1, c3) if isinstance(c, Tensor)]
             c1, c3 = p1, p0
         return [c0, c1, c2, c3]
 
-    def _mixed(self, p: Any, c: Any, key: int, key_tensor: Tensor, spare: list[Tensor], clean: bool) -> Any:
-        """``p >> 32 ^ c ^ key``, of which what is an int is put together first."""
+    def _mixed(self, p: Any, c: Any, key: int, spare: list[Tensor]) -> Any:
+        """``p >> 32 ^ c ^ key``, where what is an int is put together first."""
+        for each in (p >> 32 if isinstance(p, int) else 0, c if isinstance(c, int) else 0):
+            key = (key ^ each) & _MASK
         if isinstance(p, int):
-            key ^= p >> 32
-            if isinstance(c, int):
-                return (key ^ c) & _MASK
-            y = torch.bitwise_xor(c, key & _MASK, out=spare.pop())
-        else:
-            y = torch.bitwise_right_shift(p, self.half, out=spare.pop())
-            if isinstance(c, int):
-                y.bitwise_xor_((key ^ c) & _MASK)
-            else:
-                y.bitwise_xor_(c).bitwise_xor_(key_tensor)
-        return y.bitwise_and_(self.mask) if clean else y
+            return key if isinstance(c, int) else torch.bitwise_xor(c, key, out=spare.pop()).bitwise_and_(self.mask)
+        y = torch.bitwise_right_shift(p, self.half, out=spare.pop())
+        y = y if isinstance(c, int) else y.bitwise_xor_(c)
+        return y.bitwise_xor_(key).bitwise_and_(self.mask)
 
 
 def _words_of_ints(counter: Sequence[int], key: int, ones: int) -> list[int]:
@@ -92,22 +97,25 @@ class Words:
     """Four words for each of n blocks, in the form that is wanted; once, for they may be written over."""
 
     def __init__(self, rounds: Rounds, words: Sequence[Tensor], room: Tensor) -> None:
-        """``words``: int64, above 32 bits anything; ``room``: an int64 ``[n, 2]``."""
+        """``words``: as they come from the rounds; ``room``: an int64 ``[n, 2]``."""
         self._rounds, self._words, self._room = rounds, words, room
 
     def columns(self, out: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Each as int64, from 0 on, with its column of ``out``, a ``[n, 4]``; or all of them with all columns."""
-        return zip([word.bitwise_and_(self._rounds.mask) for word in self._words], out.unbind(1), strict=True)
+        self._clean()
+        return zip(self._words, out.unbind(1), strict=True)
 
     def halves(self, first: torch.dtype, second: torch.dtype) -> tuple[Tensor, Tensor]:
         """The first two and the last two in other dtypes, ``[2, n]``; integers may be anything above their width."""
         x, y = (self._room.new_empty((2, len(self._room)), dtype=dtype) for dtype in (first, second))
-        for i, (into, word) in enumerate(zip((*x.unbind(), *y.unbind()), self._words, strict=True)):
-            into.copy_(word.bitwise_and_(self._rounds.mask) if i < 2 else word)
+        self._words[1].bitwise_and_(self._rounds.mask)
+        for into, word in zip((*x.unbind(), *y.unbind()), self._words, strict=True):
+            into.copy_(word)
         return x, y
 
     def twice(self, out: Tensor) -> Tensor:
         """Two and two in one of 64 bits, the first one above: ``out``, an int64 ``[n, 2]``."""
+        self._clean()
         self._pack(out, self._words[0::2], self._words[1::2])
         return out
 
@@ -120,17 +128,20 @@ class Words:
 
     def bits(self, count: int) -> Tensor:
         """The highest ones of each: an int32 ``[n, 4]``, from 0 on; of all 32 the highest is the sign."""
-        above, below = self._words[0::2], self._words[1::2]
         if sys.byteorder == "little":
-            above, below = below, above
-        self._pack(self._room, above, below)
+            self._pack(self._room, self._words[1::2], self._words[0::2])
+        else:
+            self.twice(self._room)
         y = self._room.view(torch.int32)
         return y if count == 32 else y.bitwise_right_shift_(32 - count).bitwise_and_(2**count - 1)
 
+    def _clean(self) -> None:
+        for word in self._words[1::2]:
+            word.bitwise_and_(self._rounds.mask)
+
     def _pack(self, out: Tensor, above: Sequence[Tensor], below: Sequence[Tensor]) -> None:
         for high, low, column in zip(above, below, out.unbind(1), strict=True):
-            high.bitwise_left_shift_(self._rounds.half)
-            torch.bitwise_or(high, low.bitwise_and_(self._rounds.mask), out=column)
+            torch.bitwise_or(high.bitwise_left_shift_(self._rounds.half), low, out=column)
 
 
 class FewWords(Words):
@@ -334,7 +345,7 @@ class Stream(NamedTuple):
         return starts
 
 
-_ON_CPU, _ON_OTHERS = 2**15, 2**24
+_ON_CPU, _ON_OTHERS = 2**16, 2**24
 """Blocks at a time: what stays in the cache and is worth the calls, or bounds the memory that is taken meanwhile."""
 _FEW = 2**9
 """Blocks whose words Python's integers give sooner than tensors do."""
