@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.spmd.types.core import WHERE
+from meshcomm.spmd.types.rules.attributes import Attributes
 from meshcomm.spmd.types.rules.collectives import Collectives
 from meshcomm.spmd.types.rules.functions import Functions, watch_all
 from meshcomm.spmd.types.rules.operands import (
@@ -24,7 +25,7 @@ from meshcomm.spmd.types.sizes.operations import Sizes
 from meshcomm.spmd.types.sizes.varying_numbers import Varying
 
 
-class Checker(Functions, Sizes, Collectives):
+class Checker(Functions, Attributes, Sizes, Collectives):
     """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""
 
     def __enter__(self) -> Self:

@@ -287,6 +287,18 @@ class Core(TorchFunctionMode):
         """A backward pass."""
         raise NotImplementedError
 
+    def _get(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
+        """A property."""
+        raise NotImplementedError
+
+    def _set(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
+        """A property that is set."""
+        raise NotImplementedError
+
+    def _own_leaf(self, x: Tensor, begins: bool) -> None:
+        """What becomes a leaf that requires grad, if it begins to."""
+        raise NotImplementedError
+
     def host_value(self, what: str) -> None:
         """Refuse a rank's place as a Python number."""
         fail(

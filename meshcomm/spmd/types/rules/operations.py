@@ -34,8 +34,8 @@ from meshcomm.spmd.types.rules.operands import (
     versions_of,
 )
 from meshcomm.spmd.types.rules.torch_rules import Kind, kind_of
-from meshcomm.spmd.types.rules.writes import Writes, is_new, of_leaf
-from meshcomm.spmd.types.seen_changes import NOTED_AT, saw, stamp
+from meshcomm.spmd.types.rules.writes import Writes, is_new
+from meshcomm.spmd.types.seen_changes import NOTED_AT, saw
 from meshcomm.spmd.types.sizes.ragged import untouched
 from meshcomm.spmd.types.sizes.size_rules import may_size
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
@@ -46,10 +46,7 @@ from meshcomm.spmd.types.vma import (
     Type,
     alike,
     join,
-    made_like,
-    marked,
     note,
-    unmark,
     wider,
     writes,
 )
@@ -404,68 +401,6 @@ class Operations(Writes):
                 self._changed(group, before, whole, kind.name)
             else:
                 self._unknown_in_changed(group, before, kind.name)
-        return result
-
-    def _get(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
-        """A property: x.T and the like have the type of x, and so has its gradient."""
-        x, result = args[0], func(*args)
-        if type(result) in SIMPLE or not isinstance(result, Tensor) or result is x or kind.name == "_base":
-            return result
-        if kind.name == "data":
-            self._shares(x)
-        mine = self.type_of(x)
-        if kind.name == "grad":
-            self._got_gradient(x, mine, result)
-        elif mine is not None:
-            self._note(result, mine, args)
-        return result
-
-    def _got_gradient(self, x: Tensor, mine: Type | None, g: Tensor) -> None:
-        seen = marked(g)
-        if seen is not None and (mine is None or seen.axes >= mine.axes):
-            stamp(g)  # a backward has added to it
-        elif mine is not None:
-            self._note(g, self._of_gradient(mine), (x,))
-            if x.is_leaf:
-                of_leaf(g)
-
-    def _of_gradient(self, kind: Type) -> Type:
-        """The type of the gradient of a value: what is invariant has been summed by the backward of pvary."""
-        axes = self._all - kind.axes
-        return kind.ends(axes, Origin("backward", call_site())) if axes else kind
-
-    def _own_leaf(self, x: Tensor, begins: bool) -> None:
-        """What was made in the image of something that varies, and becomes a leaf, is each rank's own."""
-        if begins and not x.requires_grad and made_like(x) is not None and (mine := self.type_of(x)) is not None:
-            self._note(x, self._own(x, mine, "requires_grad_"), (x,))
-
-    def _set(self, kind: Kind, func: Any, args: tuple[Any, ...]) -> Any:
-        x, value = args[0], args[1] if len(args) > 1 else None
-        if kind.name == "requires_grad":
-            self._own_leaf(x, bool(value))
-        if isinstance(value, Tensor) and kind.name in ("grad", "data"):
-            mine, theirs = self.type_of(x), self.type_of(value)
-            name = f"x.{kind.name} = ..."
-            if theirs is None and mine is not None and x.requires_grad:
-                self._unknown(value, [value], name)
-            if kind.name == "grad" and mine is not None and theirs is not None and mine.axes != theirs.axes:
-                got = f"x {text_of(x)} {along_of(mine)}; the gradient {along_of(theirs)}"
-                self._refuse(name, "sets a gradient of another type than x has.", got, "leave gradients alone")
-            if kind.name == "data" and mine is not None and theirs is not None:
-                self._stays(x, theirs, name)
-                if tracked(x) and (lacks := theirs.axes - mine.axes):
-                    self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
-                result = func(*args)
-                self._note(x, self._as_declared(x, theirs), (x,))
-                return result
-            if kind.name == "data":
-                self._known.pop(id(x), None)
-                unmark(x)
-        result = func(*args)
-        if kind.name == "requires_grad":
-            self._counted(x)
-        elif kind.name == "grad" and isinstance(value, Tensor):
-            self._growing[id(x)] = x, value
         return result
 
     def _host(self, kind: Kind, operands: Sequence[Tensor]) -> None:

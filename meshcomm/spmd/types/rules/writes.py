@@ -87,6 +87,11 @@ class Writes(Core):
         if mine is not None and (lacks := kind.axes - mine.axes):
             self._drifts(owner, mine, kind, lacks, name)
 
+    def _of_gradient(self, kind: Type) -> Type:
+        """The type of the gradient of a value: what is invariant has been summed by the backward of pvary."""
+        axes = self._all - kind.axes
+        return kind.ends(axes, Origin("backward", call_site())) if axes else kind
+
     def _counted(self, x: Any) -> Any:
         """``x`` itself, which has just become a leaf if it is one that requires grad: it gets its number."""
         if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and (mine := self.type_of(x)) is not None:
