@@ -716,6 +716,7 @@ HERE = {
         "meshcomm/runtime/start/worker.py",
         "pickle.loads",
     ): "bytes of the parent, of the worker, of itself: through a pipe",
+    ("meshcomm/runtime/process/boxes.py", "ctypes.CDLL"): "futex, by the C library that is loaded already",
     ("meshcomm/runtime/start/worker.py", "ctypes.CDLL"): "prctl of the C library that is loaded already",
     ("meshcomm/parallel/checkpoint/pickles.py", "pickle._Unpickler"): "without the steps that import, call or change",
     ("meshcomm/parallel/checkpoint/reader.py", "torch.load"): "weights_only=True",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshcomm.runtime.process.memory import PAGE, Lease, Memory, create
 
@@ -46,10 +47,10 @@ class _Span(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_syscall: Callable[..., int] = ctypes.CDLL(None).syscall
-_syscall.argtypes = (  # type: ignore[attr-defined]
-    ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.POINTER(_Span),
-)  # fmt: skip
+_syscall: Any = None
+if sys.platform == "linux":  # elsewhere no memory is shared
+    _syscall = ctypes.CDLL(None).syscall
+    _syscall.argtypes = ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.POINTER(_Span)
 
 
 class Box:
