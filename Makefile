@@ -34,7 +34,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-newest test-gpu lint format bench bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
+.PHONY: help venv demo test test-all test-newest test-gpu lint format bench bench-all bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -45,6 +45,7 @@ help:
 	@echo 'make lint        ruff, mypy and basedpyright'
 	@echo 'make format      rewrite the files as ruff wants them'
 	@echo 'make bench       what a collective costs the host'
+	@echo 'make bench-all   every benchmark below, one after the other: all tables of the docs, all budgets and whether they hold'
 	@echo 'make bench-collectives'
 	@echo '                 how fast each collective moves bytes'
 	@echo 'make bench-growth'
@@ -96,6 +97,9 @@ format: $(VENV)/.linters
 
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks.overhead $(ARGS)
+
+bench-all: $(VENV)/.installed
+	$(PY) -m benchmarks.all $(ARGS)
 
 bench-checker: $(VENV)/.installed
 	$(PY) -m benchmarks.checker $(ARGS)

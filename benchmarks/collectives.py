@@ -3,6 +3,7 @@
     python -m benchmarks.collectives                          # 4 ranks: in-process, then processes on this machine
     python -m benchmarks.collectives --quick                  # some seconds, noisier
     python -m benchmarks.collectives --ops all_gather,shift -b 1M -e 64M -f 2
+    python -m benchmarks.collectives --markdown               # the table of docs/benchmarks.md too
     python -m benchmarks.collectives --json out.json --plot out.png         # --plot: pip install 'meshcomm[plots]'
     torchrun --nproc-per-node 4 -m benchmarks.collectives     # the ranks of torchrun, mpiexec or srun
 
@@ -50,7 +51,17 @@ import meshcomm as mc
 from benchmarks import bandwidth, plots
 from benchmarks.bandwidth import FACTORS, HEAD, SIDE, UNDER_HEAD, Row
 from benchmarks.calls import AXIS, EXACT, OURS, REDUCE_OPS, THEIRS, Problem, copied, count_wrong, expected, given
-from benchmarks.common import Budget, as_json, machine, print_budgets, print_machine, print_table, worst, write
+from benchmarks.common import (
+    Budget,
+    as_json,
+    machine,
+    print_budgets,
+    print_machine,
+    print_markdown,
+    print_table,
+    worst,
+    write,
+)
 from meshcomm.runtime.start import world
 
 RUNTIMES = ("in-process", "processes")
@@ -170,7 +181,7 @@ def measure_one(collective: str, size: int, ranks: Ranks, options: Namespace) ->
     x, wanted = given(problem), expected(problem)
     kinds = [OURS[collective], THEIRS[collective][0]] if ranks.processes else [OURS[collective]]
     calls: list[Call] = [partial(kind, problem, x) for kind in kinds]
-    if ranks.processes and x.is_cpu and problem.op in ("none", "sum"):
+    if problem.op in ("none", "sum"):
         every = [given(replace(problem, rank=rank)) for rank in range(ranks.size)]
         calls.append(partial(copied, problem, every, copied(problem, every) if size >= bandwidth.LARGE else None))
     turns = take_turns(calls, ranks, options.repeats, options.warmup)
@@ -336,8 +347,21 @@ def parser() -> ArgumentParser:
     add("-w", "--warmup", type=int, metavar="N", help="samples before those (5; 1 with --quick)")
     add("--quick", action="store_true", help="few sizes and repeats: seconds, for CI")
     add("--json", metavar="FILE", help="write all numbers there too")
+    add("--markdown", action="store_true", help="print the table of the docs too")
     add("--plot", metavar="FILE", help="draw busbw against size there, as PNG; needs the extra `plots`")
     return parser
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> None:
+    """Ours in ms by size, each with its ratio to torch's call where there is one."""
+    sizes = list(dict.fromkeys(bandwidth.show_size(row["size"]) for row in rows))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} ×"
+        lines.setdefault(row["collective"], [row["collective"]]).extend(
+            [f"{row['meshcomm']['time_us'] / 1e3:.2f}", ratio]
+        )
+    print_markdown(["", *(cell for size in sizes for cell in (f"{size}B", ""))], list(lines.values()))
 
 
 def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -422,6 +446,9 @@ def report(info: dict[str, object], runs: list[dict[str, Any]], options: Namespa
     for each in runs:
         if each["budgets"]:
             print_budgets([Budget(*(budget[name] for name in Budget._fields)) for budget in each["budgets"]])
+    if options.markdown:
+        for each in runs:
+            markdown(each["rows"])
     sides = [side for each in runs for row in each["rows"] for side in (row["meshcomm"], row["torch"]) if side]
     print(f"\nwrong elements: {sum(side['wrong'] for side in sides)}")
     settings = {"repeats": options.repeats, "warmup": options.warmup, "op": options.op}

@@ -97,7 +97,7 @@ class Budget(NamedTuple):
     def verdict(self) -> str:
         if self.measured is None:
             return "not measured"
-        return "ok" if self.measured <= self.limit else "over"
+        return "holds" if self.measured <= self.limit else "over"
 
 
 def worst(what: str, ratios: Mapping[str, float], limit: float) -> Budget:
@@ -128,9 +128,29 @@ def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """The same as README has it, to be pasted."""
     print()
     for row in [head, *rows]:
-        print("| " + " | ".join(row).replace("  ", " ") + " |")
+        print(("| " + " | ".join(row) + " |").replace("  ", " "))
         if row is head:
             print("|" + "---|" * len(head))
+
+
+def judged(found: Mapping[str, Any], budgets: Sequence[Budget]) -> dict[str, Any]:
+    """Print whether each budget holds. What was found, and that, as it goes to --json."""
+    if budgets:
+        print_budgets(budgets)
+    return {**found, "budgets": as_json(budgets)}
+
+
+def print_beside(title: str, found: Mapping[str, Mapping[str, float]], ours: str, unit: float = 1e-6) -> None:
+    """Of each line ours, the peers and the floors, and ours over each of them. ``found``: seconds by line and who."""
+    names = list(dict.fromkeys(name for times in found.values() for name in times))
+    others = [name for name in names if name != ours]
+    rows = []
+    for what, times in found.items():
+        cells = [f"{times[name] / unit:.3g}" if name in times else "-" for name in names]
+        cells += [f"{times[ours] / times[name]:.2f}" if {ours, name} <= set(times) else "-" for name in others]
+        rows.append([what, *cells])
+    head = [{1e-6: "µs", 1e-3: "ms"}.get(unit, "s"), *names, *(f"over {name}" for name in others)]
+    print_table(title, head, rows)
 
 
 def print_budgets(budgets: Sequence[Budget]) -> None:
@@ -161,11 +181,13 @@ def print_machine(info: Mapping[str, object]) -> None:
 # ---------------------------------------------------------------------------------------------------------- program
 
 
-def options_of(description: str) -> ArgumentParser:
-    """With what every benchmark takes."""
+def options_of(description: str, markdown: bool = False) -> ArgumentParser:
+    """With what every benchmark takes. ``markdown``: whether it has a table for the docs."""
     parser = ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small and few: seconds, for CI")
     parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
+    if markdown:
+        parser.add_argument("--markdown", action="store_true", help="print the tables of the docs too")
     return parser
 
 

@@ -14,6 +14,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm as mc
 from benchmarks.bandwidth import FACTORS
+from benchmarks.peers import floors_of
 from meshcomm.parallel import data_parallel, fully_shard
 from meshcomm.runtime import groups
 
@@ -163,7 +165,9 @@ def outcomes(report: Path) -> Facts:
 
 
 def collectives(place: Place) -> Facts:
-    """Beside torch's own calls: the device's time and the host's, in µs, and what of the bandwidth is used."""
+    """Beside torch's own calls and, the floor, its C++ calls with their results made: the device's time and the host's,
+    in µs, and what of the bandwidth is used.
+    """
     return {"rows": processes(time_collectives, place)[0]}
 
 
@@ -171,6 +175,9 @@ def time_collectives(place: Place) -> list[Facts]:
     """One rank's part."""
     mesh = mesh_of(place)
     n, device, rows = place.ranks, mesh.device, []
+    group = dist.group.WORLD
+    assert group is not None
+    floors = floors_of(n, 0, group)
     for size in (2**12, 2**20, 2**26) if place.on_gpu else (2**12,):
         count = size // 4 // n * n
         x = torch.full((count,), 1.0 + mesh.rank, device=device)
@@ -183,6 +190,9 @@ def time_collectives(place: Place) -> list[Facts]:
                 "torch us": round(1e6 * beside, 1), "torch host us": round(1e6 * beside_host, 1),
                 "busbw GB/s": round(4e-9 * count / mine * factor, 2),
             })  # fmt: skip
+            if name in floors:
+                floor, floor_host = seconds_of(partial(floors[name], x), device, 20 if place.on_gpu else 2)
+                rows[-1] |= {"floor us": round(1e6 * floor, 1), "floor host us": round(1e6 * floor_host, 1)}
     return rows
 
 

@@ -9,9 +9,10 @@ Each curve is measured at four sizes or more, the small ones first, on torch's f
 time of this process, the least of a few repeats. The exponent is the slope of log(time) over log(n) between the sizes,
 by least squares: 1 is linear, and n log n is 1.1 to 1.2 at these sizes. What every rank must hold or do for every other
 one is quadratic for all of them together: those in-process curves say so. What does not grow has an exponent near 0.
+Floors are curves too: where the machine's caches bend those of plain torch, ours may bend as much.
 
 Then plans between random layouts of five axes on five dims, each made for the first time; and 100 meshes on 8 processes
-of this machine, used once: start-up and memory per rank, beside the commit that the budget speaks of.
+of this machine, used once: start-up and memory per rank, beside torch's DeviceMesh and the commit of the budget.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import random
 import resource
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm as mc
 from benchmarks.common import RANKS, Budget, Call, as_json, options_of, print_budgets, print_table, run, say
@@ -44,6 +48,9 @@ N_LOG_N = 1.25
 """The exponent up to which a curve is n log n, with what the machine's caches add."""
 SQUARE = 2.1
 FLAT = 0.3
+
+MOST, ENOUGH, LONG = 5, 0.25, 1.5
+"""Of one size: calls, seconds after which no third call is needed, and after which no second one."""
 
 Prepare = Callable[[int], Iterator[Call]]
 """For a size: a generator that yields what is timed, between what comes before and after."""
@@ -59,24 +66,27 @@ class Curve(NamedTuple):
     """The sizes of a quick run."""
     limit: float
     prepare: Prepare
+    floor: str = ""
+    """The curve of the same group that this one may bend as much as, and a tenth more."""
 
 
 CURVES: list[Curve] = []
 FAKE_RANKS = ((1024, 2048, 4096, 8192), (32, 64, 128, 256))
 LEAVES = ((1250, 2500, 5000, 10_000), (50, 100, 200, 400))
 CALLS = ((15_625, 62_500, 250_000, 1_000_000), (100, 200, 400, 800))
+SAVED = ((15_625, 31_250, 62_500, 250_000), (100, 200, 400, 800))
 THREADS = ((32, 64, 128, 256), (4, 8, 16, 32))
 UNITS = ((20, 40, 80, 160), (2, 4, 8, 16))
 MESHES = ((50, 100, 200, 400), (5, 10, 20, 40))
 
 
 def curve(
-    group: str, what: str, sizes: tuple[Sequence[int], Sequence[int]], limit: float = N_LOG_N
+    group: str, what: str, sizes: tuple[Sequence[int], Sequence[int]], limit: float = N_LOG_N, floor: str = ""
 ) -> Callable[[Prepare], Prepare]:
     """Put what prepares it into the table."""
 
     def add(prepare: Prepare) -> Prepare:
-        CURVES.append(Curve(group, what, *sizes, limit, prepare))
+        CURVES.append(Curve(group, what, *sizes, limit, prepare, floor))
         return prepare
 
     return add
@@ -173,18 +183,30 @@ def lying_together(n: int) -> list[Tensor]:
     return list(torch.ones(16 * n).split(16))
 
 
-def of_a_tree(what: str, run: Callable[[Any], object], make: Callable[[int], Any] = leaves_of) -> None:
-    @curve("trees", what, LEAVES)
+TORCHS = "torch's flatten, dist.all_reduce, unflatten (floor)"
+
+
+def of_a_tree(
+    what: str, run: Callable[[Any], object], make: Callable[[int], Any] = leaves_of, floor: str = TORCHS
+) -> None:
+    @curve("trees", what, LEAVES, floor=floor)
     def _(n: int) -> Iterator[Call]:
         tree = make(n)
         with fake(RANKS):
             yield lambda: run(tree)
 
 
+def torchs(leaves: list[Tensor]) -> object:
+    flat = _flatten_dense_tensors(leaves)
+    dist.all_reduce(flat)
+    return _unflatten_dense_tensors(flat, leaves)
+
+
+of_a_tree(TORCHS, torchs, floor="")
 of_a_tree("all_reduce of n leaves", lambda tree: mc.all_reduce(tree, "a"))
 of_a_tree("the same, nested", lambda tree: mc.all_reduce(tree, "a"), nested)
 of_a_tree("the same that lie together", lambda tree: mc.all_reduce(tree, "a"), lying_together)
-of_a_tree("the same in buckets of 1 KiB", lambda tree: mc.all_reduce(tree, "a", bucket_mb=1 / 1024))
+of_a_tree("all_reduce in buckets of 1 KiB", lambda tree: mc.all_reduce(tree, "a", bucket_mb=1 / 1024))
 of_a_tree("the same, async_op=True", lambda tree: mc.all_reduce(tree, "a", async_op=True).wait())
 of_a_tree("the same, backward", lambda tree: forward_backward(tree, lambda t: mc.all_reduce(t, "a")))
 of_a_tree("pvary of n leaves, backward", lambda tree: forward_backward(tree, lambda t: mc.pvary(t, "a")))
@@ -218,12 +240,23 @@ def _works_with_grad(n: int) -> Iterator[Call]:
 # ------------------------------------------------------------------------------------------------------------- calls
 
 
-def traced(n: int) -> mc.Trace:
+_traces: dict[int, mc.Trace] = {}
+"""The last one of so many calls, for the curves of what is made of it."""
+
+
+def traced(n: int) -> None:
+    _traces.pop(n, None)
     x = torch.ones(16)
     with mc.trace() as t:
         for _ in range(n):
             mc.all_reduce(x, "a")
-    return t
+    _traces[n] = t
+
+
+def trace_of(n: int) -> mc.Trace:
+    if n not in _traces:
+        traced(n)
+    return _traces[n]
 
 
 @curve("calls", "n calls, recorded as always", CALLS)
@@ -242,15 +275,18 @@ def _traced(n: int) -> Iterator[Call]:
 @curve("calls", "its table", CALLS)
 def _told(n: int) -> Iterator[Call]:
     with fake(RANKS):
-        t = traced(n)
+        t = trace_of(n)
         yield lambda: str(t)
+    if n not in SAVED[0]:
+        _traces.pop(n)
 
 
-@curve("calls", "its file", ((*CALLS[0][:3], 500_000), CALLS[1]))
+@curve("calls", "its file", SAVED)
 def _saved(n: int) -> Iterator[Call]:
     with fake(RANKS), tempfile.TemporaryDirectory() as folder:
-        t = traced(n)
+        t = trace_of(n)
         yield lambda: t.save(Path(folder, "trace.json"))
+    _traces.pop(n)
 
 
 @curve("calls", "n operations under check_vma", ((1000, 4000, 16_000, 64_000), (50, 100, 200, 400)))
@@ -318,6 +354,18 @@ def inside(what: str, body: Callable[[int], object], limit: float = N_LOG_N) -> 
 
         with mc.use_mesh(mesh):
             yield lambda: mc.launch(rank, ranks=n)
+
+
+@curve("in-process", "n threads that do nothing (floor)", THREADS)
+def _threads(n: int) -> Iterator[Call]:
+    def started() -> None:
+        threads = [threading.Thread(target=int) for _ in range(n)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    yield started
 
 
 @curve("in-process", "launch of n ranks", THREADS)
@@ -421,14 +469,13 @@ def _saved_model(n: int) -> Iterator[Call]:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def seconds(call: Call, repeats: int) -> float:
-    """The least time of this process."""
-    call()
+def seconds(call: Call) -> float:
+    """The least time of this process: of at least two calls, if they are short, and of at most five."""
+    taken: list[float] = []
     gc.collect()
     gc.disable()
     try:
-        taken = []
-        for _ in range(repeats):
+        while len(taken) < MOST and sum(taken) < (ENOUGH if len(taken) > 1 else LONG):
             start = time.process_time()
             call()
             taken.append(time.process_time() - start)
@@ -449,7 +496,7 @@ def measure_curve(curve: Curve, quick: bool) -> dict[int, float]:
     for n in curve.few if quick else curve.sizes:
         prepared = contextlib.contextmanager(curve.prepare)(n)
         with prepared as call:
-            found[n] = seconds(call, 1 if n >= 100_000 else 2 if quick else 3)
+            found[n] = seconds(call)
     return found
 
 
@@ -459,9 +506,12 @@ def measure_curves(options: Namespace) -> dict[str, dict[str, Any]]:
         if options.only and curve.group not in options.only:
             continue
         what = f"{curve.group}: {curve.what}"
-        say(what)
+        start = time.perf_counter()
         times = measure_curve(curve, options.quick)
-        found[what] = {"times": times, "exponent": exponent(times), "limit": curve.limit}
+        floor = found.get(f"{curve.group}: {curve.floor}")
+        limit = curve.limit if floor is None else max(curve.limit, floor["exponent"] + 0.1)
+        found[what] = {"times": times, "exponent": exponent(times), "limit": limit}
+        say(f"{what}: {time.perf_counter() - start:.1f} s")
     return found
 
 
@@ -469,7 +519,7 @@ def print_curves(found: dict[str, dict[str, Any]]) -> None:
     rows = []
     for what, each in found.items():
         cells = [f"{1e3 * took:.3g} at {n:,}" for n, took in each["times"].items()]
-        verdict = "ok" if each["exponent"] <= each["limit"] else "over"
+        verdict = Budget(what, each["exponent"], each["limit"], "").verdict
         rows.append([what, *cells, f"{each['exponent']:.2f}", f"<= {each['limit']:.2f}", verdict])
     if rows:
         print_table("ms by size, and the exponent", ["", *[""] * (len(rows[0]) - 4), "exponent", "limit", ""], rows)
@@ -507,17 +557,25 @@ def placed(draw: random.Random, axes: list[str]) -> list[list[str]]:
 
 # -------------------------------------------------------------------------------------------------- meshes of processes
 
-HUNDRED = {"start_up": 2.3, "memory": 1.94}
-"""Seconds and MiB per rank of 100 meshes on 8 processes at 4dd4e6b, 2 shared cores."""
+HUNDRED = {"start_up": 0.54, "memory": 3.5}
+"""Seconds and MiB per rank of 100 meshes on 8 processes at 4dd4e6b, 2 shared cores, the least of four runs."""
 
 
-def meshes_of_processes(count: int) -> tuple[float, float]:
-    """On every rank: seconds for so many meshes whose axes are used once, and the MiB that this rank has grown by."""
+def meshes_of_processes(count: int, torchs: bool = False) -> tuple[float, float]:
+    """On every rank: seconds for so many meshes whose axes are used once, and the MiB that this rank has grown by.
+    ``torchs``: DeviceMeshes.
+    """
     first = mc.make_mesh({"dp": -1})
     mc.barrier("dp", mesh=first)
     before, start = memory(), time.perf_counter()
-    kept = []
+    kept: list[object] = []
     for _ in range(count):
+        if torchs:
+            theirs = init_device_mesh("cpu", (mc.world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+            for axis in ("dp", "tp"):
+                dist.all_reduce(torch.ones(16), group=theirs.get_group(axis))
+            kept.append(theirs)
+            continue
         mesh = mc.make_mesh({"dp": mc.world_size() // 2, "tp": 2})
         for axis in ("dp", "tp"):
             mc.all_reduce(torch.ones(16), axis, mesh=mesh)
@@ -534,13 +592,16 @@ def memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure_meshes(ranks: int, counts: Sequence[int]) -> dict[int, dict[str, float]]:
-    found = {}
-    for count in counts:
-        took = mc.launch(meshes_of_processes, ranks, (count,), runtime="processes", backend="gloo")
-        found[count] = {"start_up": max(each[0] for each in took), "memory": median(each[1] for each in took)}
-    rows = [[f"{count}", f"{each['start_up']:.2f}", f"{each['memory']:.2f}"] for count, each in found.items()]
-    print_table(f"Meshes of two axes on {ranks} processes", ["meshes", "s, slowest rank", "MiB per rank"], rows)
+def measure_meshes(ranks: int, runs: Sequence[tuple[int, bool]]) -> dict[str, dict[str, float]]:
+    """By whose and how many; ours more than once, for the least is what it takes."""
+    found: dict[str, dict[str, float]] = {}
+    for count, torchs in runs:
+        took = mc.launch(meshes_of_processes, ranks, (count, torchs), runtime="processes", backend="gloo")
+        now = {"start_up": max(each[0] for each in took), "memory": median(each[1] for each in took)}
+        name = f"{count} of {'DeviceMesh' if torchs else 'meshcomm'}"
+        found[name] = {what: min(each, found.get(name, now)[what]) for what, each in now.items()}
+    rows = [[name, f"{each['start_up']:.2f}", f"{each['memory']:.2f}"] for name, each in found.items()]
+    print_table(f"Meshes of two axes on {ranks} processes", ["", "s, slowest rank", "MiB per rank"], rows)
     return found
 
 
@@ -562,11 +623,11 @@ def measure(options: Namespace) -> dict[str, Any]:
         print(f"\nThe slowest plan of {1 + len(rest)}, {1e3 * took:.1f} ms: {layouts} of {lengths} on {sizes}")
         budgets.append(Budget("plan, 5 axes on 5 dims, the first time", 1e3 * took, 50, "ms"))
     if not options.only or "processes" in options.only:
-        ranks, counts = (2, (2, 4)) if options.quick else (8, (25, 50, 100))
-        meshes = found["meshes"] = measure_meshes(ranks, counts)
-        if 100 in meshes:
-            for what, limit in (("start_up", 1.5), ("memory", 1.2)):
-                then = meshes[100][what] / HUNDRED[what]
+        runs = [(2, False), (2, True)] if options.quick else [(100, False), (10, True), (100, False), (25, False)]
+        meshes = found["meshes"] = measure_meshes(2 if options.quick else 8, runs)
+        for what, limit in (("start_up", 1.5), ("memory", 1.2)):
+            if (ours := meshes.get("100 of meshcomm")) is not None:
+                then = ours[what] / HUNDRED[what]
                 budgets.append(Budget(f"100 meshes on 8 processes, {what}, over 4dd4e6b's", then, limit, "x"))
     print_budgets([budget for budget in budgets if not budget.what.startswith("exponent") or budget.verdict == "over"])
     return found | {"budgets": as_json(budgets)}

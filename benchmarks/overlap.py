@@ -11,7 +11,10 @@
 2. A backward pass of a chain of layers whose parameters went through ``pvary`` as a tree: when the sum of each bucket
    starts, between which layers. DistributedDataParallel, with buckets of the same size, and ``pvary`` leaf by leaf run
    beside it.
-3. 240 small tensors: time and number of collectives, as a tree and leaf by leaf.
+3. 240 small tensors: time and number of collectives, as a tree and leaf by leaf; and what a rank has to copy and to sum
+   for it in its own memory, the floor.
+
+The floor of two things side by side is the longer of them alone, that of a step the same without sums.
 
 The candidates take turns, with a barrier before each sample; a sample is the slowest rank's, a number the median.
 """
@@ -19,10 +22,9 @@ The candidates take turns, with a barrier before each sample; a sample is the sl
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,11 +34,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which counts co
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import meshcomm as mc
-from benchmarks.common import machine, print_table
+from benchmarks.common import Budget, judged, machine, options_of, print_beside, print_machine, print_table, write
 from benchmarks.peers import gather_single, scatter_single
 from meshcomm.collectives import overlap
 from meshcomm.runtime.start import world
@@ -46,6 +49,8 @@ LAYERS, WIDTH, BATCH = 12, 384, 64
 BUCKET_MB = 1.0
 SMALL = 240
 TORCHS = "torch's"
+TOGETHER, NO_SUMS = "together", "no sums"
+IN_MEMORY = "copies and sums in private memory (floor)"
 
 Call = Callable[[], object]
 Times = dict[str, float]
@@ -112,7 +117,7 @@ def beside_products(ours: Callable[..., Any], theirs: Callable[[], dist.Work | N
         assert work is not None
         work.wait()
 
-    calls = {"alone": ours, "products": compute, "in turn": in_turn, "together": together, TORCHS: torchs}
+    calls = {"alone": ours, "products": compute, "in turn": in_turn, TOGETHER: together, TORCHS: torchs}
     return take_turns(calls, repeats)
 
 
@@ -147,7 +152,7 @@ def backwards(megabytes: float, repeats: int) -> Times:
             "alone": timed(False, 1),
             "products": timed(False, count, False),
             "in turn": timed(False, count),
-            "together": timed(True, count),
+            TOGETHER: timed(True, count),
         },
         repeats,
     )
@@ -195,7 +200,7 @@ def backward_steps(repeats: int) -> Times:
             "pvary of the tree": step_of(models[1], x, lambda tree: mc.pvary(tree, AXIS, bucket_mb=BUCKET_MB)),
             "DistributedDataParallel": ddp,
             "pvary leaf by leaf": step_of(models[2], x, lambda tree: {k: mc.pvary(p, AXIS) for k, p in tree.items()}),
-            "no sums": step_of(models[3], x, lambda tree: tree),
+            NO_SUMS: step_of(models[3], x, lambda tree: tree),
         },
         repeats,
     )
@@ -221,9 +226,9 @@ def events() -> list[tuple[str, float]]:
     ]
     start, finish = overlap._Sums._start, overlap._Sums.finish
 
-    def noted_start(self: Any, now: Any, axis: Any) -> None:
+    def noted_start(self: Any, *given: Any, **how: Any) -> None:
         note("sum starts")
-        start(self, now, axis)
+        start(self, *given, **how)
 
     def noted_finish(self: Any, needed: Sequence[bool]) -> list[Tensor | None]:
         note("wait")
@@ -256,6 +261,20 @@ def collectives_in(call: Call) -> int:
     return entries + sum(event.count for event in seen.key_averages() if event.key.startswith("c10d::"))
 
 
+def flat_all_reduce(leaves: Sequence[Tensor]) -> Any:
+    flat = _flatten_dense_tensors(leaves)
+    dist.all_reduce(flat)
+    return _unflatten_dense_tensors(flat, leaves)
+
+
+def sum_of_ranks(leaves: Sequence[Tensor]) -> Tensor:
+    """Were all ranks' tensors, as many as there are ranks, in this one's memory."""
+    total = _flatten_dense_tensors(leaves)
+    for _ in range(mc.axis_size(AXIS) - 1):
+        total += total
+    return total
+
+
 def small_tensors(repeats: int) -> tuple[Times, dict[str, int]]:
     leaves = [torch.randn(16 + i % 7, 8) for i in range(SMALL)]
     flat = torch.randn(sum(leaf.numel() for leaf in leaves))
@@ -268,6 +287,8 @@ def small_tensors(repeats: int) -> tuple[Times, dict[str, int]]:
             [mc.all_reduce(leaf, AXIS, async_op=True) for leaf in leaves]
         ),
         "torch.distributed, leaf by leaf": lambda: [dist.all_reduce(leaf.clone()) for leaf in leaves],
+        "flatten, dist.all_reduce, unflatten": lambda: flat_all_reduce(leaves),
+        IN_MEMORY: lambda: _unflatten_dense_tensors(sum_of_ranks(leaves), leaves),
     }
     return take_turns(calls, repeats), {name: collectives_in(call) for name, call in calls.items()}
 
@@ -294,44 +315,57 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> None:
-    rows = []
-    for name, times in results["side_by_side"].items():
-        cells = [f"{1e3 * times[what]:.1f}" for what in ("alone", "products", "in turn", "together")]
-        cells.append(f"{times['together'] / (times['alone'] + times['products']):.2f}")
-        cells.append(f"{1e3 * times[TORCHS]:.1f}" if TORCHS in times else "-")
-        rows.append([name, *cells])
+    beside = {
+        name: {"ours": times[TOGETHER]}
+        | ({"torch's async_op": times[TORCHS]} if TORCHS in times else {})
+        | {"in turn": times["in turn"], "the longer alone (floor)": max(times["alone"], times["products"])}
+        for name, times in results["side_by_side"].items()
+    }
     where = f"{results['ranks']} ranks, {results['megabytes']:g} MB"
-    title = f"Side by side, {where}; x: together over the sum of the two alone"
-    print_table(title, ["ms", "alone", "products", "in turn", "together", "x", "torch's async_op"], rows)
-    base = results["backward"]["DistributedDataParallel"]
+    print_beside(f"A collective beside matrix products as long, {where}", beside, "ours", 1e-3)
+    base, floor = results["backward"]["DistributedDataParallel"], results["backward"][NO_SUMS]
     print_table(
         f"Forward and backward of {LAYERS} layers, buckets of {BUCKET_MB:g} MB",
-        ["ms", "", "x DDP"],
-        [[name, f"{1e3 * took:.1f}", f"{took / base:.2f}"] for name, took in results["backward"].items()],
+        ["ms", "", "x DDP", "x no sums (floor)"],
+        [
+            [name, f"{1e3 * took:.1f}", f"{took / base:.2f}", f"{took / floor:.2f}"]
+            for name, took in results["backward"].items()
+        ],
     )
     print_table(
         "One backward pass on rank 0",
         ["ms", "what"],
         [[f"{1e3 * at:.2f}", what] for what, at in results["events"]],
     )
-    base = results["small"]["leaf by leaf"]
+    base, floor = results["small"]["leaf by leaf"], results["small"][IN_MEMORY]
     print_table(
         f"all_reduce of {SMALL} small tensors; collectives: of the process group, or in shared memory",
-        ["ms", "", "x", "collectives"],
+        ["ms", "", "x leaf by leaf", "x floor", "collectives"],
         [
-            [name, f"{1e3 * took:.1f}", f"{took / base:.2f}", str(results["counts"][name])]
+            [name, f"{1e3 * took:.2f}", f"{took / base:.2f}", f"{took / floor:.2f}", str(results["counts"][name])]
             for name, took in results["small"].items()
         ],
     )
 
 
+def budgets_of(results: dict[str, Any]) -> list[Budget]:
+    """The design's for a step on gloo: a tree that went through pvary does what an adaptor does."""
+    steps = results["backward"]
+    return [
+        Budget(
+            f"pvary of the tree, a step on {results['ranks']} processes, over DistributedDataParallel",
+            steps["pvary of the tree"] / steps["DistributedDataParallel"],
+            0.8,
+            "x",
+        )
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="What communicating later buys.")
+    parser = options_of("What communicating later buys.")
     parser.add_argument("--ranks", type=int, default=None, help="processes to start on this machine (2)")
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of a collective in the first part (16)")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples per number (30; 5 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="small and few: seconds, for CI")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
     options = parser.parse_args(arguments)
     if world.under_launcher():
         mc.init()
@@ -340,11 +374,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = mc.launch(measure, options.ranks or 2, (options,), runtime="processes")
     if leads:
         info = machine()
-        print(", ".join(f"{key} {value}" for key, value in info.items()))
+        print_machine(info)
         report(found[0])
-        if options.json:
-            with open(options.json, "w", encoding="utf-8") as file:
-                json.dump({"machine": info} | found[0], file, indent=2)
+        write(options.json, {"machine": info} | judged(found[0], budgets_of(found[0])))
 
 
 if __name__ == "__main__":
