@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,7 +87,7 @@ def logged(mesh: mc.Mesh) -> Iterator[list[str]]:
 
 
 def against_torch(
-    spec: str, mesh: mc.Mesh, dtype: torch.dtype = torch.float64, ring: bool = False
+    spec: str, mesh: mc.Mesh, dtype: torch.dtype = torch.float64, ring: bool | None = False
 ) -> tuple[list[str], list[str]]:
     """Value and gradients; gives the collectives forwards and backwards (in-process)."""
     left, right = spec.split("->")
@@ -210,6 +212,53 @@ def every_ring() -> None:
 
 def test_a_ring_wherever_it_may_be_asked_for() -> None:
     mc.launch(every_ring, ranks=4)
+
+
+AUTOMATIC = "b (tp s) d, d (tp f) -> b s (tp f)", "b s (tp f), (tp f) d -> b (tp s) d"
+
+
+def limits(least: int, work: int) -> Any:
+    """Of the pieces that go round by themselves."""
+    module = importlib.import_module("meshcomm.layout.einsum")  # beside it stands the function
+    return mock.patch.multiple(module, _LEAST_BYTES=least, _LEAST_WORK=work)
+
+
+def chosen(beside: bool) -> list[set[str]]:
+    """What a trace has of products that choose by themselves, on a transport that moves bytes ``beside`` or does not."""
+    mesh, seen = mc.make_mesh({"tp": 4}), []
+    mesh.axis("tp").link.moves_beside = lambda device: beside  # type: ignore[method-assign]
+    for spec in AUTOMATIC:
+        sides = spec.split("->")[0].split(",")
+        mine = [part(drawn(side, n), side, mesh).requires_grad_() for n, side in enumerate(sides)]
+        with mc.trace() as t:
+            ys = [mc.einsum(spec, *mine, mesh=mesh)]
+        seen.append({event.operation for event in t.events})
+        ys += [mc.einsum(spec, *mine, mesh=mesh, ring=ring) for ring in (False, True)]
+        first, *others = ([y.detach(), *torch.autograd.grad(y.square().sum(), mine)] for y in ys)
+        for other in others:
+            assert_close(other, first)
+    return seen
+
+
+def chosen_alone(beside: bool, least: int, work: int) -> list[set[str]]:
+    with limits(least, work):
+        return chosen(beside)
+
+
+ONCE, ROUND = [{"all_gather"}, {"reduce_scatter"}], [{"shift"}, {"shift"}]
+"""What they send."""
+
+
+@pytest.mark.parametrize(
+    ("beside", "least", "work", "expected"),
+    [(False, 1, 1, ONCE), (True, 1, 1, ROUND), (True, 4096, 1, ONCE), (True, 1, 5, ONCE)],
+    ids=["on the cores", "beside them", "small pieces", "little to do"],
+)
+def test_the_choice_of_a_ring(beside: bool, least: int, work: int, expected: Any, pool4: Any) -> None:
+    """The same on all ranks, and values and gradients are those of the other way."""
+    with limits(least, work):
+        assert mc.launch(chosen, ranks=4, args=(beside,)) == [expected] * 4
+    assert pool4.run(chosen_alone, beside, least, work) == [expected] * 4
 
 
 def on_processes() -> None:

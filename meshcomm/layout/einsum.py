@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from string import ascii_letters
 from typing import Any
 
@@ -32,7 +33,7 @@ from meshcomm.runtime.ops import Op
 
 
 @Op("einsum", "as the string says", composed=True)
-def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool = False) -> Tensor:
+def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool | None = None) -> Tensor:
     """Multiply and sum global tensors of which each rank has a part.
 
     ::
@@ -54,7 +55,9 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
         mesh: the current mesh by default.
         ring: where one operand is gathered, or the sums are scattered, do it piece by piece round a ring, each piece
             under way while another one is multiplied (a collective matmul). The same values up to the order of sums, in
-            n products and n - 1 shifts; the backward goes round the other way. Not in compiled code.
+            n products and n - 1 shifts; the backward goes round the other way. Not in compiled code. None: where that
+            pays, the same on all ranks: on devices that move bytes while they compute (NCCL), from 4 MiB a piece and
+            256 products for each element that is moved on; never on the CPU, whose cores do both.
 
     Returns: this rank's part of the result.
 
@@ -90,6 +93,7 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
         ring = False  # each rank's pieces would come in another order
     else:
         recipe = _recipe(layouts, shapes, here.key)
+        ring = _ring_pays(operands, recipe, here) if ring is None else ring
     gathered = _gathered_once(recipe) if ring else None
     scattered = recipe.scattered
     if gathered is not None:
@@ -110,7 +114,7 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
     return y
 
 
-def _check(layouts: str, operands: Sequence[Tensor], ring: bool, mesh: Mesh) -> None:
+def _check(layouts: str, operands: Sequence[Tensor], ring: bool | None, mesh: Mesh) -> None:
     """Refuse what is wrong whatever the layouts say."""
     where = "einsum"
     some = mesh.axis(mesh.axis_names[0], where)
@@ -121,8 +125,8 @@ def _check(layouts: str, operands: Sequence[Tensor], ring: bool, mesh: Mesh) -> 
             fail(where, "operands of different dtypes.", got=f"{layouts!r}; {kinds}", fix="cast them to one")
     if operands and operands[0].dtype == torch.bool:
         fail(where, "operands of torch.bool have no products and sums.", got=repr(layouts), fix="cast with x.int()")
-    if not isinstance(ring, bool):
-        fail(where, f"ring={ring!r} is neither True nor False.", fix="True or False")
+    if ring is not None and not isinstance(ring, bool):
+        fail(where, f"ring={ring!r} is neither True nor False.", fix="True or False, or None where it is to be chosen")
     if not isinstance(layouts, str):
         parse_arrow(where, layouts, mesh.shape)  # says what it is
 
@@ -218,6 +222,31 @@ def _form(inputs: tuple[tuple[str, ...], ...], output: tuple[str, ...]) -> tuple
 
 
 # ------------------------------------------------------------------------------------------------------- round a ring
+
+
+_LEAST_BYTES = 4 << 20
+"""Of a piece, that it takes longer to move and to multiply than to start both."""
+_LEAST_WORK = 256
+"""Multiplications for each element that is moved, that there is something to hide its way behind."""
+
+
+def _ring_pays(operands: Sequence[Tensor], recipe: Recipe, mesh: Mesh) -> bool:
+    """Whether pieces that go round are faster, by what is the same on all ranks: shapes, sizes and the transport."""
+    gathered, scattered = _gathered_once(recipe), recipe.scattered
+    if gathered is not None:
+        axes, moved = recipe.moves[gathered].steps[0].axes, recipe.moves[gathered].names
+    elif len(scattered) == 1:
+        ((_, axes),), moved = scattered, recipe.product
+    else:
+        return False
+    axis, first = mesh.axis(axes, "einsum"), operands[0]
+    if not axis.link.moves_beside(first.device) or any(move.alone for move in recipe.moves):
+        return False
+    shapes = zip(operands, recipe.moves, strict=True)
+    lengths = {name: n for x, move in shapes for name, n in zip(move.names, x.shape, strict=True)}
+    piece = operands[gathered].numel() if gathered is not None else prod(lengths[name] for name in moved) // axis.size
+    work = prod(n for name, n in lengths.items() if name not in moved)
+    return piece * first.element_size() >= _LEAST_BYTES and work >= _LEAST_WORK
 
 
 def _gathered_once(recipe: Recipe) -> int | None:

@@ -33,6 +33,10 @@ class PacketLink(Defaults):
     nccl: frozenset[str]
     """The kinds of device whose backend is NCCL: it has a mean, and no and, or, xor; the others the other way round."""
 
+    def moves_beside(self, device: torch.device) -> bool:
+        """NCCL does."""
+        return device.type in self.nccl
+
     def _reduce(self, x: Tensor, op: str) -> Tensor:
         raise NotImplementedError
 

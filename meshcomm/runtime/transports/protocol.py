@@ -123,6 +123,9 @@ class Link(Primitives, Protocol):
     def tagged(self, device: torch.device) -> tuple[str, ...]:
         """Which calls may give tags to their messages, of tensors on ``device``."""
 
+    def moves_beside(self, device: torch.device) -> bool:
+        """Whether tensors on ``device`` move while it computes, and take nothing of what it computes with."""
+
     def traced(self) -> Link:
         """The same link in a form that compiles."""
 
@@ -173,6 +176,10 @@ class Defaults:
     def tagged(self, device: torch.device) -> tuple[str, ...]:
         """All that send or receive."""
         return "send", "recv", "exchange"
+
+    def moves_beside(self, device: torch.device) -> bool:
+        """No: the cores that compute copy, too."""
+        return False
 
     def traced(self: Any) -> Any:
         """Itself: nothing of it compiles, or there is nothing to trace."""
