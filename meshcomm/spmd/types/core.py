@@ -57,8 +57,8 @@ from meshcomm.spmd.types.vma import (
     in_spite,
     marked,
     note,
+    nothing_wider_in,
     writes,
-    written_in,
 )
 from meshcomm.watch import Watcher, here, watched_by
 
@@ -138,9 +138,7 @@ class Core(TorchFunctionMode):
             kind = self._moved(x, kind)
             if kind is None:
                 return None
-        if not writes.any or (written := written_in(x)) is None:
-            return kind
-        if type(written) is Type and written.grid is self.grid and written.axes <= kind.axes:
+        if not writes.any or nothing_wider_in(x, kind, self.grid):
             return kind
         return self._with_writes(x, kind)
 

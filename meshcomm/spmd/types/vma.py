@@ -300,6 +300,12 @@ def written_in(x: Tensor) -> Type | Origin | None:
     return found
 
 
+def nothing_wider_in(x: Tensor, kind: Type, grid: Grid) -> bool:
+    """Whether nothing was written into the storage of ``x`` that varies where ``kind`` does not, or is unknown."""
+    written = written_in(x)
+    return written is None or (type(written) is Type and written.grid is grid and written.axes <= kind.axes)
+
+
 def says_all(x: Tensor, kind: Type, grid: Grid) -> bool:
     """Whether, once all of ``x`` is of this type, what was written into its storage says no more and no less."""
     before = written_in(x) if writes.any else None

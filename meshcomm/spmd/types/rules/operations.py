@@ -47,6 +47,7 @@ from meshcomm.spmd.types.vma import (
     alike,
     join,
     note,
+    nothing_wider_in,
     wider,
     writes,
 )
@@ -54,6 +55,7 @@ from meshcomm.watch import here
 
 Args = tuple[Any, ...]
 Named = dict[str, Any]
+_SEVERAL = (list, tuple)
 
 
 class Operations(Writes):
@@ -67,17 +69,15 @@ class Operations(Writes):
         if is_compiling():
             _untraceable()
         kind = kind_of(func)
-        if (
-            kind.pure
-            and not (kwargs or made.any or writes.any)
-            and (whole := self._known_at_once(kind, args)) is not None
-        ):
-            result = func(*args)
-            if type(result) is Tensor and getattr(result, NAME, None) is None:
-                note(result, whole, self._known, args)
-            else:
-                self._note_all(result, whole, [x for x in args if isinstance(x, Tensor)])
-            return result
+        if kind.pure and not (kwargs or made.any):
+            flat = (*args[0], *args[1:]) if args and type(args[0]) in _SEVERAL else args
+            if (whole := self._known_at_once(kind, flat)) is not None:
+                result = func(*args)
+                if type(result) is Tensor and getattr(result, NAME, None) is None:
+                    note(result, whole, self._known, flat)
+                else:
+                    self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
+                return result
         kwargs = kwargs or {}
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
@@ -97,7 +97,7 @@ class Operations(Writes):
         """What is asked most often, in short: the type of what a pure function gives, where the types of all operands
         are known for this mesh and as of now, and no pvary is due.
         """
-        grid, whole = self.grid, None
+        grid, whole, slow = self.grid, None, writes.any
         try:
             for x in args:
                 mine = getattr(x, NAME, None)
@@ -108,6 +108,7 @@ class Operations(Writes):
                     or (mine.grid is not grid and mine.grid is not ANYWHERE)
                     or ((at := version_of(x)) and at != getattr(x, NOTED_AT, 0))
                     or (mine.plain and x.requires_grad)
+                    or (slow and not nothing_wider_in(x, mine, grid))
                 ):
                     return None
                 if whole is None:
