@@ -259,6 +259,11 @@ def budgets_of(rows: Sequence[Row], backend: str, ranks: int) -> list[Budget]:
         most, size = max(ratios)
         budgets.append(Budget(f"{collective}, geometric mean from 1 MB", mean, limit, "x"))
         budgets.append(Budget(f"{collective}, worst, at {bandwidth.show_size(size)}", most, limit, "x"))
+    everywhere = {
+        f"{row.collective} of {bandwidth.show_size(row.size)}": row.ratio for row in rows if row.ratio is not None
+    }
+    if everywhere:
+        budgets.append(worst("over torch's own call, all sizes", everywhere, bandwidth.LIMIT))
     return budgets + (budgets_over_memory(rows) if ranks == 2 else [])
 
 

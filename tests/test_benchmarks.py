@@ -144,8 +144,9 @@ def test_budgets() -> None:
         ("all_gather, worst, at 4M", 0.5, "over"),
         ("shift, geometric mean from 1 MB", 1.05, "holds"),
         ("shift, worst, at 1M", 1.05, "holds"),
+        ("over torch's own call, all sizes, worst of 4: all_gather of 1e+03", 1.05, "over"),
     ]
-    assert [b.measured for b in budgets] == pytest.approx([0.4, 0.8, 1.0, 1.0])
+    assert [b.measured for b in budgets] == pytest.approx([0.4, 0.8, 1.0, 1.0, 9.0])
     assert collectives.budgets_of(rows, "nccl", 4) == []
     near = [replace(rows[1], floor=0.04), replace(rows[2], floor=0.5), replace(rows[0], size=64, floor=3.0)]
     assert [(b.what, b.measured, b.limit) for b in collectives.budgets_of(near, "gloo", 2)[-2:]] == [
