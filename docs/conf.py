@@ -11,7 +11,7 @@ import pages  # docs/_site/pages.py
 
 project = "meshcomm"
 author = copyright = "meshcomm contributors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build", "_site"]
 
 html_theme = "furo"
@@ -20,6 +20,10 @@ html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 pygments_style, pygments_dark_style = "friendly", "github-dark"
+
+# Tutorials are run when the site is built, and one that fails is no site.
+nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "cache", True, 120
+nb_execution_cache_path = str(Path(__file__).parent / "_build" / "notebooks")
 
 # In pages, a diff is what the tests run; links to headings are those that GitHub makes.
 myst_heading_anchors = 3
