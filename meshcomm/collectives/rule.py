@@ -150,7 +150,7 @@ def rule_named(name: str) -> Rule:
     return _rules[name]
 
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _makes_graphs = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
 def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Described = ()) -> Tensor:
@@ -159,8 +159,8 @@ def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Describe
         return _compiled(rule, x, axis, params)
     if functorch_active() or dual_level_open():
         return rule.function(x, axis, params, tree)  # type: ignore[no-any-return]
-    if x.requires_grad and torch.is_grad_enabled():
-        return rule.node(unwrap_if_dead(x), axis, params, tree)  # type: ignore[no-any-return]
+    if x.requires_grad and _makes_graphs():
+        return rule.node(unwrap_if_dead(x), (axis, params, tree))  # type: ignore[no-any-return]
     if axis.link.hears or profiler_on():
         return rule.announced(x, axis, params, False, tree)
     return rule.run(x, axis, *params)
@@ -179,13 +179,13 @@ def start(
     """
     if _is_compiling() or functorch_active() or dual_level_open():
         return apply(rule, x, axis, params, tree)
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not (x.requires_grad and _makes_graphs()):
         return _begun(rule, x, axis, params, False, tree, ended)
     with torch.no_grad():
         raw = _begun(rule, x.detach(), axis, params, True, tree, ended)
     if ended is not None:
         site = call_site()
-        return then(raw, lambda y: rule.node(unwrap_if_dead(x), axis, params, [site, y]))
+        return then(raw, lambda y: rule.node(unwrap_if_dead(x), (axis, params, [site, y])))
     pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
     token = _Start.apply(unwrap_if_dead(x), pair)  # type: ignore[no-untyped-call]
     return then(raw, lambda y: pair.finish(token, x, y))
@@ -359,22 +359,33 @@ def _title(rule: Rule) -> str:
 
 
 def _backward_only(rule: Rule) -> type[Function]:
-    """The cheapest Function: no torch.func."""
+    """The cheapest Function: no torch.func. Of a call it is told the axis, the params and the tree of which ``x`` is
+    made, or in its place a list: the line, and the result that has been waited for.
+    """
+    run, saves = rule.run, rule.saves
 
-    def forward(ctx: Any, x: Tensor, axis: Axis, params: Params, tree: Described | list[Any]) -> Tensor:
-        ctx.axis, ctx.params = axis, params
-        axis.link.ledger.at_once += 1
+    def forward(ctx: Any, x: Tensor, call: tuple[Axis, Params, Any]) -> Tensor:
+        axis, params, tree = call  # one argument, for each takes time
+        ctx.call = axis, params
+        link = axis.link
+        link.ledger.at_once += 1
         y: Tensor
-        if isinstance(tree, list):  # who makes the node has waited for the result, and says where
+        if tree.__class__ is list:
             ctx.call_site, y = tree
+        elif link.hears or profiler_on():
+            y = rule.announced(x, axis, params, True, tree)
         else:
-            hears = axis.link.hears or profiler_on()
-            y = rule.announced(x, axis, params, True, tree) if hears else rule.run(x, axis, *params)
-        if rule.saves:
+            y = run(x, axis, *params)
+        if saves:
             ctx.save_for_backward(x, y)
         return y
 
-    return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": _backward(rule)})
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        axis, params = ctx.call
+        # Saved tensors are gone after one backward pass, even if there are none.
+        return rule.transpose(g, axis, *(ctx.saved_tensors if saves else ()), *params), None
+
+    return type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
 
 def _for_transforms(rule: Rule) -> type[Function]:
@@ -388,6 +399,10 @@ def _for_transforms(rule: Rule) -> type[Function]:
         if rule.saves:
             ctx.save_for_backward(x, y)
             ctx.save_for_forward(x, y)
+
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        saved = ctx.saved_tensors if rule.saves else ()
+        return rule.transpose(g, ctx.axis, *saved, *ctx.params), None, None, None
 
     def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:
         if rule.tangent is None:
@@ -408,17 +423,8 @@ def _for_transforms(rule: Rule) -> type[Function]:
         {
             "forward": staticmethod(forward),
             "setup_context": staticmethod(setup_context),
-            "backward": _backward(rule),
+            "backward": staticmethod(backward),
             "jvp": staticmethod(jvp),
             "vmap": staticmethod(vmap),
         },
     )
-
-
-def _backward(rule: Rule) -> Any:
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        if not rule.saves:  # saved tensors are gone after one backward pass, even if there are none
-            return rule.transpose(g, ctx.axis, *ctx.params), None, None, None
-        return rule.transpose(g, ctx.axis, *ctx.saved_tensors, *ctx.params), None, None, None
-
-    return staticmethod(backward)

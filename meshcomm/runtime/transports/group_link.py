@@ -54,7 +54,7 @@ Message = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
 
 
-class _Made:
+class Made:
     """An attribute that a link may have of its own; while it has not, it is asked for one. A class with a
     ``__getattr__`` would have every look at any attribute take three times as long.
     """
@@ -69,11 +69,12 @@ class _Made:
 class GroupLink(PacketLink):
     """A group of processes, of which one rank calls the backend."""
 
-    base: dist.ProcessGroup = cast(Any, _Made())
-    group: dist.ProcessGroup = cast(Any, _Made())
-    turn: Turn = cast(Any, _Made())
-    channel: Channel = cast(Any, _Made())
-    mail: Any = _Made()
+    base: dist.ProcessGroup = cast(Any, Made())
+    group: dist.ProcessGroup = cast(Any, Made())
+    turn: Turn = cast(Any, Made())
+    channel: Channel = cast(Any, Made())
+    mail: Any
+    """Of links on one machine alone."""
     hold: object
     """Whoever wants to know of the end of the link has a weak reference to it."""
 

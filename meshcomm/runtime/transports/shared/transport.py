@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import CALL, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.group_link import Made
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
@@ -45,7 +46,7 @@ _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64
 class OneHostLink(ProcessLink):
     """A group of processes on one machine."""
 
-    mail: Mail
+    mail: Mail = cast(Any, Made())
     hears = shares_memory = True
     watches: dict[int, tuple[Watch, Record]] = {}  # noqa: RUF012
     """Of each thread's next call, where somebody wants that all ranks make it, or none does: it is noted already."""
