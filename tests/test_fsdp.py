@@ -727,6 +727,75 @@ def test_gradients_add_up() -> None:
                 torch.testing.assert_close(got[name], param.grad)
 
 
+class GoneError(RuntimeError):
+    """A backward that does not come to its end."""
+
+
+def test_one_node_takes_the_gradients_of_all_passes() -> None:
+    """Between shards and parameters it is the same for each forward, however many there are before a backward, and after
+    one that was interrupted; when the parameters become others, or others of them get gradients, it is a new one.
+    """
+    mesh = mc.make_mesh({"fsdp": 2})
+
+    def passes(net: nn.Module, rows: Tensor) -> Iterator[tuple[str, list[Tensor | None]]]:
+        params = list(net.parameters())
+
+        def grads() -> list[Tensor | None]:
+            found = [None if p.grad is None else p.grad.clone() for p in params]
+            net.zero_grad()
+            return found
+
+        def interrupted(_: Tensor) -> None:
+            raise GoneError
+
+        params[0].requires_grad_(False)
+        net(rows).sum().backward()
+        yield "one frozen", grads()
+        params[0].requires_grad_(True)
+        first, second = net(rows).square().sum(), net(2 * rows).sum()
+        (first + second).backward()
+        yield "two forwards, one backward", grads()
+        first, second = net(rows).square().sum(), net(2 * rows).sum()
+        second.backward()
+        first.backward()
+        yield "the later one first", grads()
+        hidden = net[0](rows)
+        hidden.register_hook(interrupted)
+        with pytest.raises(GoneError):
+            (net[1](hidden) + net[1](rows)).sum().backward()
+        net.zero_grad()
+        net(net(rows)).sum().backward()
+        yield "a unit used twice, after an interruption", grads()
+        yield "grad", list(torch.autograd.grad(net(rows).sum(), params))
+        seen: list[int] = []
+        handle = params[1].register_post_accumulate_grad_hook(lambda _: seen.append(1))
+        net(rows).sum().backward()
+        handle.remove()
+        assert seen == [1]
+        yield "a hook", grads()
+        net.double()
+        net(rows.double()).sum().backward()
+        yield "double", grads()
+        yield "grad in double", list(torch.autograd.grad(net(rows.double()).sum(), params))
+
+    def two() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    rows = torch.arange(12.0).view(3, 4) / 7
+    wanted = list(passes(two(), rows))
+
+    def main() -> None:
+        net = fully_shard(two(), "fsdp", grads="mean", units=["*"], mesh=mesh)
+        for (name, theirs), (_, mine) in zip(wanted, passes(net, rows), strict=True):
+            for want, got, piece in zip(theirs, mine, pieces(net).values(), strict=True):
+                assert (want is None) == (got is None), name
+                if want is not None and got is not None:
+                    torch.testing.assert_close(got, want.flatten()[piece.start : piece.stop], msg=name)
+
+    mc.launch(main, ranks=2)
+
+
 @pytest.mark.parametrize("kind", [2.0, 3.0, math.inf])
 def test_clipping_by_the_norm_of_the_whole_model(kind: float) -> None:
     mesh = mc.make_mesh({"replica": 2, "fsdp": 2})
