@@ -381,3 +381,30 @@ def test_the_new_value_is_used(program: Training) -> None:
     right = program(model(), data().detach().view(2, 2), lambda y: y)
     for mine in mc.launch(rank_trains, ranks=2, args=(program,)):
         assert_close(mine, right)
+
+
+@pytest.mark.parametrize("method", ["add_", "sub_", "mul_", "div_", "pow_", "__iadd__", "__imul__"])
+def test_what_is_computed_in_place_of_one_type_is_told_to_all_that_have_the_memory(method: str) -> None:
+    """The short way of operations in place, and where it may not be gone."""
+
+    def main() -> list[Any]:
+        with mc.use_mesh(mc.make_mesh({"dp": 2})), mc.check_vma():
+            x, y = (mc.mark_varying(torch.rand(4) + 1, "dp") for _ in range(2))
+            part = mc.mark_varying(x[:2], ())
+            fresh, even = x * y, torch.ones(4)
+            found = [mc.varying_axes(getattr(fresh, method)(y)), mc.varying_axes(fresh)]
+            getattr(x, method)(y)
+            found += [mc.varying_axes(part), mc.varying_axes(x.detach()), mc.varying_axes(x * even)]
+            found.append(mc.varying_axes(getattr(even, method)(torch.ones(4))))
+            found.append(mc.varying_axes(getattr(even, method)(x)))
+            leaf = mc.mark_varying(torch.ones(4, requires_grad=True), ())
+            with torch.no_grad(), pytest.raises(mc.VaryingError):
+                getattr(leaf, method)(x)
+            inner = leaf.detach()
+            getattr(inner, method)(torch.ones(4))
+            with pytest.raises(mc.VaryingError):
+                getattr(inner, method)(x)
+        return found
+
+    varying, invariant = frozenset({"dp"}), frozenset()
+    assert mc.launch(main, ranks=2) == [[*[varying] * 5, invariant, varying]] * 2

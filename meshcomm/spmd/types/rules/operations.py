@@ -48,6 +48,7 @@ from meshcomm.spmd.types.vma import (
     join,
     note,
     nothing_wider_in,
+    sharing_with,
     wider,
     writes,
 )
@@ -78,6 +79,12 @@ class Operations(Writes):
                 else:
                     self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
                 return result
+        elif kind.computes and not (kwargs or made.any) and (whole := self._same_in_place(kind, args)) is not None:
+            x, before = args[0], version_of(args[0])
+            result = func(*args)
+            saw(x, before, version_of(x))
+            self._spread(x, whole)
+            return result
         kwargs = kwargs or {}
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
@@ -118,6 +125,23 @@ class Operations(Writes):
         except RuntimeError:  # an inference tensor does not count its changes
             return None
         return whole
+
+    def _same_in_place(self, kind: Kind, args: Args) -> Type | None:
+        """The type of what is computed in place, if it is that of every operand already, and no graph has to do with
+        it.
+        """
+        sort = None
+        for x in args:
+            if type(x) in SIMPLE:
+                continue
+            mine = getattr(x, NAME, None)
+            if type(x) is not Tensor or x.requires_grad or type(mine) is not Type or sort not in (None, mine.sort):
+                return None
+            sort = mine.sort
+        x = args[0]
+        if type(x) is not Tensor or x._base is not None or sharing_with(x) is not x or functorch_active():
+            return None
+        return self._known_at_once(kind, args)
 
     def _typed(self, kind: Kind, func: Any, args: Args, kwargs: Named, also: Sequence[Tensor] | None = None) -> Any:
         """Call it, and note the types of what it gives.

@@ -97,6 +97,8 @@ class Kind:
     alike: bool = False
     each: bool = False
     in_place: bool = False
+    computes: bool = False
+    """In place, and element by element, of what was there and its other operands."""
     random: bool = False
     drops: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     """Whether a call mixes its operand with random numbers."""
@@ -152,6 +154,7 @@ def kind_of(func: Any) -> Kind:
         alike=name in ALIKE,
         each=name in EACH or name.startswith(("_foreach_", "_fused_")),
         in_place=in_place,
+        computes=name in _COMPUTES,
         random=name in RANDOM,
         drops=_drops(func, name),
         settles=name in SETTLES,
@@ -175,6 +178,14 @@ _IN_PLACE = words(
     """
     __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
     __ilshift__ __irshift__
+    """
+)
+
+
+_COMPUTES = words(
+    """
+    add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ pow_ neg_ abs_ sqrt_ rsqrt_ exp_ log_ relu_
+    sigmoid_ tanh_ __iadd__ __isub__ __imul__ __itruediv__
     """
 )
 
