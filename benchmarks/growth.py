@@ -557,8 +557,8 @@ def placed(draw: random.Random, axes: list[str]) -> list[list[str]]:
 
 # -------------------------------------------------------------------------------------------------- meshes of processes
 
-HUNDRED = {"start_up": 0.54, "memory": 3.5}
-"""Seconds and MiB per rank of 100 meshes on 8 processes at 4dd4e6b, 2 shared cores, the least of four runs."""
+HUNDRED = {"start_up": 0.54, "memory": 1.94}
+"""Seconds and MiB per rank of 100 meshes on 8 processes at 4dd4e6b, 2 shared cores: the least that was seen."""
 
 
 def meshes_of_processes(count: int, torchs: bool = False) -> tuple[float, float]:
