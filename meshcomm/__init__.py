@@ -3,18 +3,20 @@
 import importlib
 import typing
 
-from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
-from meshcomm.collectives.place import argmax, argmin, axis_index, axis_size
-from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
-from meshcomm.collectives.seeds import fork_rng, sync_seed
-from meshcomm.errors import CommError, MeshError, VaryingError
-from meshcomm.launch import launch
-from meshcomm.make_mesh import make_mesh
-from meshcomm.mesh import Mesh, current_mesh, use_mesh
-from meshcomm.runtime.hooks.dumps import dump_collectives
 from meshcomm.runtime.process.garbage import LaterCollection as _LaterCollection
-from meshcomm.runtime.start.world import init, shutdown
-from meshcomm.work import Work, wait
+
+with _LaterCollection():  # what is imported here may be what makes one fall due, of all that torch has
+    from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
+    from meshcomm.collectives.place import argmax, argmin, axis_index, axis_size
+    from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
+    from meshcomm.collectives.seeds import fork_rng, sync_seed
+    from meshcomm.errors import CommError, MeshError, VaryingError
+    from meshcomm.launch import launch
+    from meshcomm.make_mesh import make_mesh
+    from meshcomm.mesh import Mesh, current_mesh, use_mesh
+    from meshcomm.runtime.hooks.dumps import dump_collectives
+    from meshcomm.runtime.start.world import init, shutdown
+    from meshcomm.work import Work, wait
 
 if typing.TYPE_CHECKING:
     from meshcomm import parallel as parallel

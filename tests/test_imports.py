@@ -145,6 +145,9 @@ def test_the_root_only_re_exports() -> None:
         elif isinstance(node, ast.If):
             assert ast.unparse(node.test) == "not typing.TYPE_CHECKING", text
             assert [getattr(inner, "name", "") for inner in node.body] == ["__getattr__"], text
+        elif isinstance(node, ast.With):
+            assert ast.unparse(node.items[0]) == "_LaterCollection()", text
+            assert all(isinstance(inner, ast.ImportFrom) for inner in node.body), text
         elif isinstance(node, ast.FunctionDef):
             assert node.name == "__dir__", text
         elif isinstance(node, ast.Import):
