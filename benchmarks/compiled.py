@@ -14,6 +14,8 @@ over dp. Forward, backward and SGD with momentum are one function, compiled with
     bucketed      with bucket_all_gathers_fx, bucket_reduce_scatters_fx and bucket_all_reduces_fx
     overlapped    bucketed, and reorder_for_compute_comm_overlap
 
+A second table has the adaptors and ``fsdp.apply`` beside torch's compiled ``fully_shard``: compiled_modules.py.
+
 The same step is written a second time with torch's functional collectives, whose all_reduces need an autograd.Function
 for each end of a tensor parallel block.
 
@@ -49,7 +51,8 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 import meshcomm as mc
-from benchmarks.common import machine, print_table
+from benchmarks import compiled_modules
+from benchmarks.common import as_json, machine, print_table
 
 OURS, THEIRS = "meshcomm", "functional collectives"
 EAGER = "eager"
@@ -265,7 +268,8 @@ def measure(options: Namespace) -> dict[str, Any]:
                 candidate.run(options.steps)
                 candidate.samples.append(slowest(time.perf_counter() - start, mesh) / options.steps)
     rows = [row_of(candidate, todo[0], mesh) for candidate in todo]
-    return {"rank": mesh.rank, "mesh": mesh.shape, "rows": rows}
+    ways = dict(list(WAYS.items())[: 1 if options.quick else None])
+    return {"rank": mesh.rank, "mesh": mesh.shape, "rows": rows, "modules": compiled_modules.measure(options, ways)}
 
 
 def row_of(candidate: Candidate, eager: Candidate, mesh: mc.Mesh) -> dict[str, Any]:
@@ -305,6 +309,7 @@ def report(info: dict[str, object], options: Namespace, found: dict[str, Any]) -
     for row in rows:
         if "error" in row:
             print(f"\n{row['name']}, {row['way']}, did not compile: {row['error']}")
+    found["budgets"] = as_json(compiled_modules.report(found["modules"]))
     if options.json:
         settings = {name: getattr(options, name) for name in ("ranks", "blocks", "width", "tokens", "steps", "repeats")}
         with open(options.json, "w", encoding="utf-8") as file:
