@@ -96,7 +96,8 @@ def _came_over(given: tuple[Any, ...]) -> Iterator[Axis]:
     nodes: list[Any] = [x.grad_fn for x in given if isinstance(x, Tensor) and x.grad_fn is not None]
     for node in nodes:
         name = type(node).__name__.partition("Backward")[0]
-        axis = getattr(getattr(node, "pair", node), "axis", None)
+        call = getattr(node, "call", None)  # of a collective that is not async: its axis and params
+        axis = call[0] if isinstance(call, tuple) and call else getattr(getattr(node, "pair", node), "axis", None)
         if isinstance(axis, Axis):
             if name == "AllToAll" or (name == "_Finish" and node.pair.rule.name == "all_to_all"):
                 yield axis
