@@ -10,8 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
+made: list[Callable[[], object]] = []
+"""Who is told where one of our errors is made: tracebacks.py."""
 
-class MeshError(ValueError):
+
+class OurError(Exception):
+    """An error of this library: its traceback is shown as far as the user's line."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        for tell in made:
+            tell()
+
+
+class MeshError(OurError, ValueError):
     """A call that cannot be right: an unknown axis, a size that does not divide, a wrong dtype, a launch that does
     not fit.
 
@@ -19,11 +31,11 @@ class MeshError(ValueError):
     """
 
 
-class CommError(RuntimeError):
+class CommError(OurError, RuntimeError):
     """Ranks that do not agree: a deadlock, two different collectives that met, a peer that failed, a time-out."""
 
 
-class VaryingError(RuntimeError):
+class VaryingError(OurError, RuntimeError):
     """A value used as invariant along an axis on which it varies."""
 
 

@@ -522,10 +522,12 @@ LAUNCH: list[tuple[str, Callable[[], Any], str]] = [
     ("a time-out of text", lambda: mc.launch(print, ranks=2, timeout="3"), r"timeout must be a positive number"),
     ("a guard of 1", lambda: mc.launch(print, ranks=2, guard=1), r"guard must be True, False or None"),
     ("a time-out of NaN", lambda: mc.launch(print, ranks=2, runtime="processes", timeout=nan), r"timeout must be a positive number"),
-    ("a function that cannot be sent", lambda: mc.launch(lambda: 1, ranks=2, runtime="processes"), r".* cannot be sent to other processes"),
+    ("a function that cannot be sent", lambda: mc.launch(threading.Lock().acquire, ranks=2, runtime="processes"), r".* cannot be sent to other processes"),
 ]  # fmt: skip
 for cause, call, said in LAUNCH:
     plain("launch", cause, call, rf"^meshcomm.launch: {said}")
+for cause, shown in {"a number": 7, "no shape": "a b"}.items():
+    plain("show", cause, lambda shown=shown: mc.show(shown), r"^meshcomm.show: (there is no picture of a|the layout .* needs)")
 
 # ------------------------------------------------------------------------------------------------ objects and helpers
 

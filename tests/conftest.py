@@ -12,6 +12,7 @@ import sys
 
 # Before torch is imported: ranks outnumber cores, and each process would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MESHCOMM_TRACEBACK", "full")  # who works on the library wants to see its frames
 
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver

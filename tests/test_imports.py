@@ -23,6 +23,7 @@ MODULES = sorted(
 # From the bottom up; a module imports from its own row or a lower one.
 LAYERS = [
     ("meshcomm.errors", "meshcomm.watch", "meshcomm.elsewhere"),
+    ("meshcomm.tracebacks",),
     ("meshcomm._versions", "meshcomm._trees"),
     ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups"),
     ("meshcomm.pictures",),
@@ -41,6 +42,7 @@ LAYERS = [
 NARROW = {
     "meshcomm.launch": ("meshcomm.runtime", "meshcomm.errors"),
     "meshcomm.errors": (),
+    "meshcomm.tracebacks": ("meshcomm.errors",),
     "meshcomm.pictures": ("meshcomm.pictures", "meshcomm.errors"),
     "meshcomm.elsewhere": (),
     "meshcomm._trees": (),

@@ -10,11 +10,11 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from meshcomm import tracebacks
 from meshcomm.errors import CommError
 
 # A process that has used next to no time for so long has threads that wait, and none that lets go of tensors.
@@ -135,8 +135,7 @@ def _tell_launcher() -> None:
     if not path or error is None or os.path.exists(path):
         return
     when = math.ceil(time.time()) + 1 if isinstance(error, CommError) else int(time.time())
-    shown = "".join(traceback.format_exception(error))
-    about = {"py_callstack": shown, "timestamp": str(when)}
+    about = {"py_callstack": tracebacks.text(error), "timestamp": str(when)}
     with open(path, "w") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": about}}, file)
 

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from meshcomm import tracebacks
 from meshcomm.errors import MeshError, fail, text
 from meshcomm.runtime.process import home
 from meshcomm.runtime.start import by_value, rendezvous, world
@@ -172,7 +172,7 @@ def _attempt(step: Callable[[], Any]) -> bytes:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next  # The user's traceback starts with the user's function.
-        shown = "".join(traceback.format_exception(type(error), error, frames))
+        shown = tracebacks.text(error.with_traceback(frames))
         summary = f"{type(error).__name__}: {error}".split("\n", 1)[0]
         return pickle.dumps(("error", time.monotonic(), summary, shown, _pickled_error(error)))
 

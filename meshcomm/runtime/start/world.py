@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from meshcomm import _torch
+from meshcomm import _torch, tracebacks
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
@@ -312,6 +312,7 @@ def _undone(state: _State) -> Iterator[None]:
 def _make_group(
     state: _State, backend: str, who: Launcher, timeout: timedelta, store: Store | None, device: torch.device
 ) -> None:
+    tracebacks.install()  # below torch's hook, which writes the rank in front
     before = sys.excepthook
     prefixed = None if store is None else PrefixStore("group", store)
 
