@@ -125,7 +125,7 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The same as README has it, to be pasted."""
+    """The same as the docs have it, to be pasted."""
     print()
     for row in [head, *rows]:
         print(("| " + " | ".join(row) + " |").replace("  ", " "))

@@ -3,7 +3,7 @@
     python -m benchmarks.overhead                 # two minutes
     python -m benchmarks.overhead --quick         # some seconds, noisier
     python -m benchmarks.overhead --only collectives --only later
-    python -m benchmarks.overhead --markdown      # README's table too
+    python -m benchmarks.overhead --markdown      # the tables of docs/benchmarks.md too
     python -m benchmarks.overhead --json out.json
 
 torch's fake backend (8 ranks, of which this process is rank 0) moves nothing, which leaves the host's part of a
@@ -467,7 +467,7 @@ def judge_alone(found: Mapping[str, Any]) -> list[Budget]:
 
 
 def markdown(found: Mapping[str, Any]) -> None:
-    """README's table."""
+    """The table of docs/benchmarks.md."""
     times = found["all_reduce"][str(SMALL)]
     base = times[BASE][NO_GRAD]
     shown = {
@@ -530,7 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of("What a collective costs the host, beside what else there is.")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples per number (200; 15 with --quick)")
     parser.add_argument("--only", action="append", choices=SECTIONS, help="this part; may be given several times")
-    parser.add_argument("--markdown", action="store_true", help="print README's tables too")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/benchmarks.md too")
     run(parser, measure, arguments)
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step                    # some minutes
     python -m benchmarks.train_step --quick            # smaller and noisier
-    python -m benchmarks.train_step --markdown         # README's table too
+    python -m benchmarks.train_step --markdown         # the tables of docs/benchmarks.md too
     python -m benchmarks.train_step --json out.json --plot out.png
 
 First the host's part alone, on torch's fake backend (8 ranks, of which this process is rank 0, one thread): time of
@@ -369,7 +369,7 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 
 def markdown(fake: Mapping[str, Any], gloo: Mapping[int, Any]) -> None:
-    """README's table."""
+    """The table of docs/benchmarks.md."""
     rows = []
     for kind, name in ((DDP, "data_parallel"), (FSDP, "fully_shard"), (TP, "tensor_parallel")):
         ratios = [found[kind][OURS] / found[kind][TORCHS[kind]] for found in gloo.values()]
@@ -389,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, metavar="N", help="steps per number")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes on gloo (2 4)")
     parser.add_argument("--only", choices=["fake", "gloo"], help="one half of it")
-    parser.add_argument("--markdown", action="store_true", help="print README's table too")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/benchmarks.md too")
     parser.add_argument("--plot", metavar="FILE", help="draw a PNG; needs matplotlib")
     options = parser.parse_args(arguments)
     if options.plot and not plots.available():
