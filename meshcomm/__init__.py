@@ -6,10 +6,11 @@ import typing
 from meshcomm.runtime.process.garbage import LaterCollection as _LaterCollection
 
 with _LaterCollection():  # what is imported here may be what makes one fall due, of all that torch has
+    from meshcomm.collectives.agree import fork_rng, sync_seed
+    from meshcomm.collectives.broadcast import broadcast
     from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
     from meshcomm.collectives.place import argmax, argmin, axis_index, axis_size
-    from meshcomm.collectives.reduce import all_reduce, broadcast, pvary, reduce_scatter
-    from meshcomm.collectives.seeds import fork_rng, sync_seed
+    from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
     from meshcomm.errors import CommError, MeshError, VaryingError
     from meshcomm.launch import launch
     from meshcomm.make_mesh import make_mesh

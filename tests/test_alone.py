@@ -91,7 +91,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "Metrics": metrics,
     "assert_invariant": lambda: assert_invariant({"x": X}, "one"),
     "main_only": lambda: main_only(axis="one", broadcast=True)(lambda: 3)(),
-    "sync_seed": lambda: type(importlib.import_module("meshcomm.collectives.seeds").sync_seed("one")),
+    "sync_seed": lambda: type(importlib.import_module("meshcomm.collectives.agree").sync_seed("one")),
 }
 DIFFERENTIABLE = (
     "pvary",

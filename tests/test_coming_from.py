@@ -51,7 +51,7 @@ class Root:
         for module in (
             mc,
             *(importlib.import_module(f"meshcomm.{home}") for home in HOMES),
-            importlib.import_module("meshcomm.collectives.seeds"),
+            importlib.import_module("meshcomm.collectives.agree"),
         ):
             if hasattr(module, name):
                 return getattr(module, name)

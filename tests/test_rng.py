@@ -21,7 +21,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
-from meshcomm.collectives.seeds import fork_rng, sync_seed
+from meshcomm.collectives.agree import fork_rng, sync_seed
 from meshcomm.runtime.start.workers import WorkerPool
 from meshcomm.spmd.random import distributions, philox
 from meshcomm.spmd.random.functions import handler_of

@@ -1,4 +1,4 @@
-"""Reduceds over an axis and what they are transposed to: pvary, all_reduce, reduce_scatter, broadcast.
+"""Reductions over an axis and what they are transposed to: pvary, all_reduce, reduce_scatter.
 
 n = size of the axis.
 """
@@ -24,7 +24,6 @@ from meshcomm.collectives.door import (
     NowOfLocal,
     NowOfTree,
     aside,
-    by_elements,
     carried,
     started,
 )
@@ -122,15 +121,6 @@ def _push_reduce_scatter(t: Tensor, axis: Axis, x: Tensor, y: Tensor, dim: int, 
     return apply(_REDUCE_SCATTER, t * _scatter_factor(x, y, axis, dim, op, sizes), axis, (dim, "sum", sizes))
 
 
-def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
-    varied = _vary(g, axis)
-    if not (axis.is_traced or torch.is_grad_enabled()):
-        # New, not ``g`` itself: autograd makes what it is given the ``.grad`` of a leaf, and gives others ``g`` too.
-        return varied.clone() if axis.index == src else torch.zeros_like(varied)
-    # A condition on a tensor, so that all ranks have the same graph.
-    return torch.where(axis.index_tensor.to(g.device) == src, varied, 0)
-
-
 def _run_sum_of(x: Tensor, axis: Axis, op: str, whose: Whose) -> Tensor:
     return axis.link.all_reduce(x, op)
 
@@ -147,7 +137,6 @@ REDUCE_SCATTER = Op(
     primitive="reduce_scatter",
     lengths="one shape on every rank; sizes= says how a dim that does not divide is cut",
 )
-BROADCAST = Op("broadcast", "V -> I", compared=("src",), primitive="broadcast")
 
 _PVARY = Rule(PVARY, lambda x, axis: x.view_as(x), _sum_over)
 _PVARY_OF_A_MEAN = Rule(
@@ -192,7 +181,6 @@ _REDUCE_SCATTER_CURVED = Rule(
     tangent=_push_reduce_scatter,
     saves=True,
 )
-_BROADCAST = Rule(BROADCAST, lambda x, axis, src: axis.link.broadcast(x, src), _transpose_broadcast)
 
 
 # ------------------------------------------------------------------------------------------- the public functions
@@ -488,79 +476,3 @@ def _scattered(x: Tensor, axis: Axis, dim: int, op: str, exact: bool, sizes: Siz
 
 def _scattered_rows(axis: Axis, dim: int, op: str, exact: bool, sizes: None) -> tuple[Params, Rows]:
     return (0, f"exact {op}" if exact else op, None), Rows(axis.size, cut=dim)
-
-
-@overload
-def broadcast(x: Tensor, axis: AxisName, src: int = 0, **how: Unpack[NowOfTree]) -> Tensor: ...
-@overload
-def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[NowOfTree]) -> Tree: ...
-@overload
-def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[LaterOfTree]) -> Work[Tree]: ...
-@overload
-def broadcast(x: Tree, axis: AxisName, src: int = 0, **how: Unpack[EitherOfTree]) -> Tree | Work[Tree]: ...
-@BROADCAST
-def broadcast(
-    x: Tree,
-    axis: AxisName,
-    src: int = 0,
-    *,
-    mesh: Mesh | None = None,
-    bucket_mb: float = 25,
-    async_op: bool = False,
-    timeout: float | timedelta | None = None,
-) -> Any:
-    """The ``x`` of one rank, on all.
-
-    ::
-
-        rank 0  [a]      [a]
-        rank 1  [b]  ->  [a]   (one logical value)   src=0
-
-    Type: varying -> invariant.
-
-    Args:
-        x: a tensor of any shape and dtype, or a pytree of tensors; shapes and dtypes equal on every rank.
-        axis: a name, or a tuple of names, of which the first is major.
-        src: the index along ``axis`` to take it from.
-        mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are sent together up to this many MiB.
-        async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
-        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
-            that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
-            ``torch.func`` transform.
-
-    Returns: the shape and dtype of ``x``, new storage.
-
-    Backward: ``pvary(g)`` on ``src``, zeros elsewhere; no communication.
-
-    Cost: the bytes of ``x`` received per rank; nothing when n == 1.
-
-    Raises:
-        MeshError: no such axis; a src that is no index along it; not a tensor; a device the mesh cannot move; a
-            time-out that is not positive.
-        CommError: not every rank came in time; the transport failed.
-
-    Example:
-        >>> import torch, meshcomm as mc
-        >>> mesh = mc.make_mesh({"dp": 2})
-        >>> mc.launch(lambda: mc.broadcast(torch.tensor(mesh.rank), "dp", src=1, mesh=mesh).item(), ranks=2)
-        [1, 1]
-
-    Source: MPI_Bcast; ``jax.lax.pbroadcast``.
-    """
-    if here.watcher is not None or timeout is not None:
-        return aside(broadcast, x, axis, src, mesh, bucket_mb, async_op, timeout)
-    ax = check.axis_of("broadcast", axis, mesh)
-    params = (check.checked_index("broadcast", src, ax, "src"),)
-    return carried(_BROADCAST, x, ax, None, params, bucket_mb, async_op, by_elements)
-
-
-@torch.no_grad()
-def take_from(src: int, tensors: Sequence[Tensor], axis: Axis, bucket_mb: float = 25) -> None:
-    """The values of index ``src``, in place and without a trace for autograd: what it has saved and is equal already
-    stays as it was.
-    """
-    whole = [x.detach() for x in tensors]
-    if whole and axis.size > 1:
-        for x, y in zip(whole, broadcast(whole, axis.name, src, mesh=axis.mesh, bucket_mb=bucket_mb), strict=True):
-            x.data.copy_(y)

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm.collectives.broadcast import broadcast
 from meshcomm.collectives.exchange import all_to_all, shift
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.one_rank import barrier
-from meshcomm.collectives.reduce import all_reduce, broadcast, reduce_scatter
+from meshcomm.collectives.reduce import all_reduce, reduce_scatter
 from meshcomm.errors import CommError, MeshError
 from meshcomm.launch import launch
 from meshcomm.make_mesh import make_mesh

@@ -20,8 +20,9 @@ from meshcomm import _torch, watch
 from meshcomm._torch import dual_level_open, functorch_active, version_of
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
+from meshcomm.collectives.broadcast import take_from
 from meshcomm.collectives.overlap import How, sums_alone, vary_tree
-from meshcomm.collectives.reduce import pvary, take_from, with_gradient_over
+from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.data.means import Mean

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
+from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.one_rank import scatter
-from meshcomm.collectives.reduce import broadcast, take_from
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import Flat, Part, checked_module, know, refuse_copies, refuse_overlap

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from meshcomm._torch import version_of
 from meshcomm.collectives import check
+from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.gather import all_gather_invariant, shard
-from meshcomm.collectives.reduce import broadcast, pvary, take_from
+from meshcomm.collectives.reduce import pvary
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.cut_parameters import Dim, know

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from meshcomm import _torch
-from meshcomm.collectives.reduce import broadcast
-from meshcomm.collectives.seeds import sync_seed
+from meshcomm.collectives.agree import sync_seed
+from meshcomm.collectives.broadcast import broadcast
 from meshcomm.mesh import AxisName, Mesh, axes_in
 from meshcomm.watch import here, paused
 

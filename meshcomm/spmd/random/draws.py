@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshcomm import _torch
-from meshcomm.collectives.seeds import forks_open
+from meshcomm.collectives.agree import forks_open
 from meshcomm.errors import fail
 from meshcomm.layout.notation import Layout
 from meshcomm.layout.shapes import fit
