@@ -55,7 +55,7 @@ def launch(
 
         Where the ranks are there already, these three go to ``init``, whose time-out is that of each collective.
 
-    Returns: the results in order of rank; ``[result]`` on a rank.
+    Returns: the results in order of rank, None of a rank that ends with ``sys.exit(0)``; ``[result]`` on a rank.
 
     Raises:
         MeshError: ``ranks`` that is no positive int, is more than 10 000 or differs from the launcher's; an unknown
@@ -105,7 +105,17 @@ def launch(
         )
         return results
     devices.choose_backend(backend, "launch")
-    return World(ranks, limit).run(lambda: fn(*args, **(kwargs or {})))
+    return World(ranks, limit).run(lambda: _to_its_end(fn, args, kwargs or {}))
+
+
+def _to_its_end(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``sys.exit(0)`` is how a program ends well: the rank has returned, and the others go on, as processes would."""
+    try:
+        return fn(*args, **kwargs)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        return None
 
 
 def _ranks_present(backend: str | None, limit: timedelta | None, guard: bool | None) -> int | None:

@@ -281,7 +281,8 @@ class Mesh(Answers, Shown):
                     "mesh.device_mesh",
                     "ranks in one process have no torch process groups.",
                     got=f"in-process mesh {self._shape}",
-                    fix="run under torchrun, or mc.launch(..., runtime='processes')",
+                    fix="mc.reshard, mc.einsum, mc.shard_map and mc.parallel need none; for DTensor, FSDP2 and DCP run "
+                    "under torchrun, or mc.launch(..., runtime='processes')",
                 )
             self._device_mesh = self._make_device_mesh()
         return self._device_mesh

@@ -150,7 +150,12 @@ def _perform(task: bytes) -> Any:
         what = "the function or its arguments cannot be loaded in a worker process."
         got = f"{type(error).__name__}: {error}"
         raise MeshError(text("launch", what, got=got, fix="define them in a module that can be imported")) from error
-    return fn(*args, **kwargs)
+    try:
+        return fn(*args, **kwargs)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        return None  # the rank has ended well, as in-process
 
 
 def _attempt(step: Callable[[], Any]) -> bytes:
