@@ -27,6 +27,7 @@ from meshcomm import _torch
 from meshcomm.runtime.process import boxes, lending, memory, neighbours
 from meshcomm.runtime.transports import process_group
 from meshcomm.runtime.transports.shared import transport, waiting
+from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.transports.shared.words import entry_of
 
@@ -393,6 +394,64 @@ def test_who_is_interrupted_while_it_lends_has_lent_nothing() -> None:
     with pytest.raises(KeyboardInterrupt):
         room.lend(10, places(), [], patient=False)
     assert all(segment.is_free() for segment in room._small)
+
+
+FIRST_CALLS: dict[str, Callable[[Tensor, mc.Mesh], object]] = {
+    "all_reduce": lambda x, mesh: mc.all_reduce(x, "b", mesh=mesh),
+    "all_gather": lambda x, mesh: mc.all_gather(x, "b", mesh=mesh),
+    "reduce_scatter": lambda x, mesh: mc.reduce_scatter(x, "b", mesh=mesh),
+    "all_to_all": lambda x, mesh: mc.all_to_all(x, "b", 0, 0, mesh=mesh),
+    "broadcast": lambda x, mesh: mc.broadcast(x, "b", 1, mesh=mesh),
+    "gather": lambda x, mesh: mc.gather(x, "b", 0, mesh=mesh),
+    "shift": lambda x, mesh: mc.shift(x, "b", mesh=mesh),
+    "later": lambda x, mesh: mc.all_reduce(x, "b", mesh=mesh, async_op=True).wait(),
+}
+
+
+def ends_late(name: str, n: int, last: int) -> None:
+    """What rank 1 lends in its first call has been read, and another thread of it makes a second call before the first
+    one is over; rank ``last`` reads the second when rank 1 has made a third.
+    """
+    mesh, apart = mc.make_mesh({"a": 2, "b": 2}), here()
+    axis = "a" if last == 3 else ("a", "b")  # rank 1 has another place there than in "b", and the same one
+    works: list[Any] = []
+    x, end = torch.full((n,), 1 + mesh.rank), Call._end
+
+    def begin(factor: int) -> None:
+        works.append(mc.all_reduce(factor * x, axis, mesh=mesh, async_op=True))
+
+    def end_late(call: Call, segments: Any) -> None:
+        if not works and call._lent is not None and mesh.rank == 1:
+            limit = time.monotonic() + 60
+            while call._lent.flags[0]:  # of the reader
+                assert time.monotonic() < limit
+                time.sleep(1e-3)
+            thread = threading.Thread(target=begin, args=(1,))
+            thread.start()
+            thread.join()
+        end(call, segments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lending, "room", lending.Room())
+        patch.setattr(Call, "_end", end_late)
+        FIRST_CALLS[name](x, mesh)
+        if mesh.rank != 1:
+            begin(1)
+        total = 6 if axis == "a" and mesh.rank % 2 else 4 if axis == "a" else 10
+        for turn in range(2):
+            if (mesh.rank == last) == turn:
+                assert torch.equal(works[0].wait(), torch.full((n,), total))
+            mc.barrier("a", mesh=apart)
+            if not turn:
+                begin(100)
+            mc.barrier("a", mesh=apart)
+        assert torch.equal(works[1].wait(), torch.full((n,), 100 * total))
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+@pytest.mark.parametrize(("n", "last"), [(8, 1), (8, 3), (30_000, 1), (30_000, 3)])
+def test_memory_is_not_lent_again_before_its_call_is_over(pool4: Any, name: str, n: int, last: int) -> None:
+    pool4.run(ends_late, name, n, last)
 
 
 def beyond_what_is_kept() -> None:

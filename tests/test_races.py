@@ -28,7 +28,7 @@ from meshcomm.runtime.hooks.guard.boards import Group, SharedShelf, StoreShelf
 from meshcomm.runtime.hooks.guard.guard import Guard, Status, Wait
 from meshcomm.runtime.hooks.guard.link import Room
 from meshcomm.runtime.hooks.guard.store import PatientStore
-from meshcomm.runtime.process import exits, lending, memory, neighbours, table
+from meshcomm.runtime.process import boxes, exits, lending, memory, neighbours, table
 from meshcomm.runtime.start import workers
 from meshcomm.runtime.start.worker import Answer
 from meshcomm.runtime.transports.shared.call import Call
@@ -403,7 +403,8 @@ def test_who_helps_a_slow_rank_does_not_tell_of_a_time_that_is_up() -> None:
 
     class Slow(Call):
         def __init__(self) -> None:
-            self.mail: Any = type("Mail", (), {"box": lambda *_: None, "neighbours": [None, Alive()]})
+            own = boxes.Arena(memory.create(boxes._ARENA)).make_box(7)  # nobody rings
+            self.mail: Any = type("Mail", (), {"box": lambda *_: None, "neighbours": [None, Alive()], "own": own})
             self.link: Any = type("Link", (), {"ranks": (0, 1)})
             self._segments: Any = {1: type("Segment", (), {"cells": {lending.STATE: 1}})}  # it has begun to reduce
             self._entries = {1: ENTRY_CELLS * [0]}

@@ -1,6 +1,14 @@
 """What this process lends to others of its machine, and borrows from them, in segments of shared memory.
 
-The first page of a segment says who has not finished reading yet; the lender uses it again when nobody is left.
+The first page of a segment has one byte per place in the group: of who reads, and of the lender. Each sets its own to
+zero once, when its call is over; the lender uses the segment again when all are zero::
+
+    free ──► lent: a byte for each reader and for the lender ──► written ──► the entry says where ──► read ──► free
+     ▲                                                                │        each byte goes to zero, in any order
+     └── nobody reads, as all know: the lender sets all to zero ◄─────┘
+
+So a byte is that of one call from the first to the last: if a segment were free before the lender's call is over, that
+would clear a byte of the next call that the segment is lent for, perhaps of a thread that is on another axis.
 """
 
 from __future__ import annotations

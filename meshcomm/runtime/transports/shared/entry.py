@@ -178,7 +178,7 @@ class Entry:
         mail, link = self.mail, self.link
         if packed is not None and readers and (table or packed.numel()):
             keeps = told.later or bool(spare) or write is not None
-            places = (*readers, link.index) if keeps else readers
+            places = (*readers, link.index)  # it returns its own at its end, which would be another call's otherwise
             try:
                 self._lent = lent = lending.room.lend(
                     packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not told.later
