@@ -80,20 +80,21 @@ def _with_gradient(x: Tensor) -> Tensor:
 def test_what_somebody_has_is_not(how: str) -> None:
     reserve = reserve_of()
     x = given(reserve)
-    at, held = x.data_ptr(), HOLDERS[how](x)
+    at, held, as_it_was = x.data_ptr(), HOLDERS[how](x), x.untyped_storage().resizable()
     del x
     gc.collect()
     others = [given(reserve) for _ in range(3)]
     assert at not in {other.data_ptr() for other in others}
     del held, others
     gc.collect()
-    assert at in {other.data_ptr() for other in [given(reserve) for _ in range(4)]}
+    assert (at in {other.data_ptr() for other in [given(reserve) for _ in range(4)]}) == as_it_was
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "resized": lambda x: x.resize_(2, *SHAPE),
     "resized storage": lambda x: x.untyped_storage().resize_(0),
     "shared": lambda x: x.share_memory_(),
+    "seen by numpy": lambda x: x.numpy(),
 }
 
 
@@ -108,6 +109,7 @@ def test_what_was_changed_is_not(how: str) -> None:
     y = given(reserve)
     assert y.untyped_storage()._cdata != storage
     assert not y.is_shared()
+    assert y.untyped_storage().resizable()
     assert y.fill_(1).sum() == y.numel()
 
 

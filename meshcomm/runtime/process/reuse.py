@@ -51,7 +51,8 @@ class _Kept:
         """Whether nobody has it, and it is as it was."""
         if self.held() > _UNHELD or _torch.of_tensor(self.storage):
             return False
-        return self.storage.nbytes() == self.nbytes and not self.storage.is_shared()
+        storage = self.storage  # numpy has torch never resize again what it has once seen
+        return storage.nbytes() == self.nbytes and storage.resizable() and not storage.is_shared()
 
 
 _UNHELD = _Kept(1).held()
