@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
+import torch
+
 made: list[Callable[[], object]] = []
 """Who is told where one of our errors is made: tracebacks.py."""
 
@@ -18,9 +20,10 @@ class OurError(Exception):
     """An error of this library: its traceback is shown as far as the user's line."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        for tell in made:
-            tell()
+        self.args = args  # and not by super(), which torch.compile cannot trace: its error would stand before ours
+        if not torch.compiler.is_compiling():
+            for tell in made:
+                tell()
 
 
 class MeshError(OurError, ValueError):

@@ -121,7 +121,7 @@ def row_torch_distributed() -> None:
 
 
 def row_compiled() -> None:
-    caught(torch._dynamo.exc.Unsupported, "", mc.launch, compiled, ranks=2)
+    caught(Exception, "torch.compile does not work on in-process ranks", mc.launch, compiled, ranks=2)
     assert on_processes(compiled) == [[4.0, 4.0]] * 2
 
 
