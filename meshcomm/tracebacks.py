@@ -49,7 +49,7 @@ def install() -> None:
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _shown_in_thread
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is not None and not shell.CustomTB:
+    if shell is not None and not shell.custom_exceptions:
         shell.set_custom_exc((OurError,), _shown_by_ipython)
 
 

@@ -143,3 +143,19 @@ def test_a_script_ends_so(launcher: str, tmp_path: Path) -> None:
     assert [frame for frame in frames if frame[0] == str(script)] == [(str(script), "<module>"), (str(script), "main")]
     assert not [file for file, _ in frames if file.startswith(str(ROOT / "meshcomm"))]
     assert f"{mark}{LEFT_OUT}" in done.stderr.splitlines()
+
+
+@pytest.mark.thorough
+def test_ipython_shows_it_so_too(tmp_path: Path) -> None:
+    cells = PROGRAM.replace("\nmain()\n", "\n\nmain()\nmain()\nmc.launch(lambda: 1 / 0, ranks=1)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "--colors=NoColor"],
+        input=cells, env={**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    first, second, other = done.stdout.split("Traceback (most recent call last)")[1:]
+    for shown in (first, second):
+        assert "in main()" in shown
+        assert "MeshError: meshcomm.all_reduce: no axis 'tp'" in shown
+        assert str(ROOT / "meshcomm") not in shown
+    assert str(ROOT / "meshcomm") in other
