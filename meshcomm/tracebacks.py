@@ -54,14 +54,14 @@ def install() -> None:
 
 
 def _shown(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    if isinstance(error, OurError) and is_wanted():
+    if _holds_ours(error) and is_wanted():
         sys.stderr.write(text(error))
     else:
         sys.__excepthook__(kind, error, frames)
 
 
 def _shown_in_thread(args: threading.ExceptHookArgs) -> None:
-    if isinstance(args.exc_value, OurError) and is_wanted():
+    if args.exc_value is not None and _holds_ours(args.exc_value) and is_wanted():
         name = args.thread.name if args.thread is not None else threading.get_ident()
         sys.stderr.write(f"Exception in thread {name}:\n{text(args.exc_value)}")
     else:
@@ -86,10 +86,16 @@ def _shown_by_ipython(
     error.with_traceback(frames)
 
 
+def _holds_ours(error: BaseException) -> bool:
+    """Whether it is one of our errors, or a group of errors, such as of asyncio's tasks, with one of ours in it."""
+    inside = getattr(error, "exceptions", ())
+    return isinstance(error, OurError) or (isinstance(inside, tuple) and any(map(_holds_ours, inside)))
+
+
 def text(error: BaseException) -> str:
     """What Python would print, of our errors without our frames in it and in those that led to it."""
     shown = traceback.TracebackException.from_exception(error)
-    if not isinstance(error, OurError) or not is_wanted():
+    if not _holds_ours(error) or not is_wanted():
         return "".join(shown.format())
     left_out, todo, seen = False, [shown], set[int]()
     while todo:

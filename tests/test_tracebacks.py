@@ -96,6 +96,19 @@ def test_other_errors_are_shown_as_ever() -> None:
     assert [file for file, _ in lines_of(shown) if file.startswith(str(ROOT / "meshcomm"))]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of errors came with Python 3.11")
+@pytest.mark.parametrize("deep", [1, 2])
+def test_so_are_ours_in_a_group_of_errors(deep: int) -> None:
+    with pytest.raises(mc.MeshError) as caught:
+        wrong()
+    error: BaseException = caught.value
+    for _ in range(deep):
+        error = ExceptionGroup("tasks", [error, ValueError("another")])  # noqa: F821
+    shown = tracebacks.text(error)
+    assert all(words in shown for words in ("no axis 'tp'", "another", LEFT_OUT))
+    assert str(ROOT / "meshcomm") not in shown
+
+
 def test_an_error_without_a_users_frame_keeps_its_own() -> None:
     assert tracebacks.text(mc.MeshError("alone")) == "meshcomm.errors.MeshError: alone\n"
 
