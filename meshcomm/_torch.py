@@ -493,18 +493,19 @@ _COSTS = "trees are Python's containers only: what is registered with torch's py
 _pytree: Any = find(_PYTREE, _COSTS)
 _flatten: Any = find(f"{_PYTREE}.tree_flatten", _COSTS)
 _unflatten: Any = find(f"{_PYTREE}.tree_unflatten", _COSTS)
+_leaf: Any = None if _flatten is None else _flatten(0)[1]
 _with_path: Any = find(f"{_PYTREE}.tree_flatten_with_path", _COSTS)
 _keystr: Any = find(f"{_PYTREE}.keystr", _COSTS)
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of a pytree (``None`` is a leaf) and what is needed to build it again."""
-    return _flatten(tree)  # type: ignore[no-any-return]
+    return ([tree], _leaf) if type(tree) is Tensor else _flatten(tree)
 
 
 def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     """The pytree with these leaves."""
-    return _unflatten(leaves, spec)
+    return leaves[0] if spec is _leaf else _unflatten(leaves, spec)
 
 
 def tree_leaves_with_path(tree: Any) -> list[tuple[str, Any]]:

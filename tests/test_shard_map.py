@@ -1000,3 +1000,16 @@ def test_of_several_wrong_inputs_the_first_one_is_named(specs: Any, args: Any, f
     with pytest.raises(mc.MeshError) as caught:
         mc.shard_map(part, mesh=mesh, in_specs=specs, out_specs="(a d)")(*args)
     assert first in str(caught.value).split("\n")[0]
+
+
+@pytest.mark.parametrize("spec", ["(dp n) c h w", "(dp tp n) c h w", "n (tp dp c) h w", "(dp n) (tp c) h w", "n c h w"])
+def test_outputs_lie_dense_in_order_whatever_the_parts_do(spec: str) -> None:
+    mesh = mc.make_mesh({"dp": 2, "tp": 2})
+    x = torch.arange(8 * 4 * 2 * 2).reshape(8, 4, 2, 2)
+
+    def local(x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last) + 1
+
+    y = mc.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)(x)
+    assert y.is_contiguous()
+    assert torch.equal(y, x + 1)

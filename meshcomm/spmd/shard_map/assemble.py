@@ -38,20 +38,30 @@ def assembled(ranks: list[Outputs], mesh: Mesh, order: int) -> list[Tensor]:
             what = "the ranks return different things."
             got = f"rank 0: {_listed(first)}; rank {rank}: {_listed(outputs)}"
             fail(WHERE, what, got=got, fix="return the same structure, shapes and dtypes on every rank")
-    coordinates = _coordinates(mesh)
+    names, coordinates = mesh.axis_names, _coordinates(mesh)
     whole = []
     for i, (y, layout) in enumerate(zip(first.tensors, first.layouts, strict=True)):
         parts = [outputs.tensors[i] for outputs in ranks]
-        _check_copies(parts, layout, first.labels[i], coordinates, mesh, order)
         axes = layout.axes
-        free = [axis for axis in mesh.axis_names if axis not in axes]
+        free = [axis for axis in names if axis not in axes]
         counts = layout.parts(mesh.shape) if axes else [1] * y.ndim
         joined = y.new_empty([length * count for length, count in zip(y.shape, counts, strict=True)])
+        whole.append(joined)
+        if axes == names and y.layout is torch.strided and (dim := _only_cut(layout)) is not None:
+            torch.cat(parts, dim, out=joined)
+            continue
+        if free:
+            _check_copies(parts, layout, first.labels[i], coordinates, mesh, order)
         for part, coordinate in zip(parts, coordinates, strict=True):
             if not any(coordinate[axis] for axis in free):
                 own_part(joined, layout, coordinate, mesh).copy_(part)
-        whole.append(joined)
     return whole
+
+
+def _only_cut(layout: Layout) -> int | None:
+    """The dim that alone is cut, if one is."""
+    cut = [dim for dim, (_, axes) in enumerate(layout) if axes]
+    return cut[0] if len(cut) == 1 else None
 
 
 def _listed(outputs: Outputs) -> str:

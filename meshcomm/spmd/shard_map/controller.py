@@ -103,7 +103,9 @@ class Program:
         grad = self.modes.grad if self.order == 0 and wanted is None else wanted is not None
         with contextlib.ExitStack() as stack:
             modes(stack)
-            with body_of(mesh), torch.set_grad_enabled(grad):
+            if grad != torch.is_grad_enabled():
+                stack.enter_context(torch.set_grad_enabled(grad))
+            with body_of(mesh):
                 for i, (x, layout) in enumerate(zip(tensors, self.layouts, strict=True)):
                     part = own_part(x.detach(), layout, coordinate, mesh)
                     leaf = part.requires_grad_() if wanted is not None and wanted[i] else part
@@ -116,7 +118,11 @@ class Program:
         if self.modes.transformed:
             no_tangents(outputs.tensors, self.mesh)
         tensors = [y.detach() for y in outputs.tensors]
-        return outputs._replace(tensors=tensors), [bool(each) for each in used], set().union(*used)
+        return (
+            Outputs(tensors, outputs.layouts, outputs.labels, outputs.rest),
+            [bool(each) for each in used],
+            set().union(*used),
+        )
 
     def pullback(self, result: _Result, wanted: Sequence[bool]) -> Program:
         """The program from inputs and output gradients to the gradients of the inputs that are wanted."""

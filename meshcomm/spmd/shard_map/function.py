@@ -14,6 +14,7 @@ from torch.nn import Module
 from meshcomm._torch import tree_flatten, tree_unflatten
 from meshcomm.collectives.check import mesh_of
 from meshcomm.errors import fail, names
+from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import current_rank
@@ -33,8 +34,9 @@ from meshcomm.spmd.shard_map.specs import (
 )
 from meshcomm.spmd.types.check_vma import Mode, checked_mode
 from meshcomm.spmd.types.checker import Checker
+from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.reachable import Reachable
-from meshcomm.spmd.types.vma import marked
+from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, marked
 from meshcomm.watch import here, paused
 
 P = ParamSpec("P")
@@ -285,38 +287,36 @@ class _Run:
         bound: inspect.BoundArguments,
     ) -> None:
         self.fn, self.mesh, self.out_specs, self.mode = fn, mesh, out_specs, mode
-        self.form = tree_flatten((bound.args, bound.kwargs))[1]
         self.leaves: list[Laid] = []
         for name, spec, value in arguments:
             specs = spec_of_each_leaf(spec, value, name, f"the spec of {name}")
             self.leaves += laid_out(specs, value, name, mesh, whole=True)
         self.cut = [laid for laid in self.leaves if laid.layout is not None]
+        plain = not bound.kwargs and all(isinstance(x, Tensor) for x in bound.args)
+        self.form = None if plain else tree_flatten((bound.args, bound.kwargs))[1]
+        self.types = [] if mode is False else [_given(laid, mesh) for laid in self.cut]
 
     def on_parts(self, parts: Sequence[Tensor], closed: Iterable[tuple[str, Tensor]]) -> tuple[list[Laid], Any]:
         """Call the function with these in place of the global tensors: what it returns, laid out, and its form."""
         given = iter(parts)
-        leaves = [laid.value if laid.layout is None else next(given) for laid in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.form)
+        args: Sequence[Any] = [laid.value if laid.layout is None else next(given) for laid in self.leaves]
+        kwargs: dict[str, Any] = {}
+        if self.form is not None:
+            args, kwargs = tree_unflatten(list(args), self.form)
         if self.mode is False:
             return self._outputs(self.fn(*args, **kwargs))
         checker = Checker(self.mesh, insert=self.mode is True)
         for name, x in closed:
             if marked(x) is None:
-                checker.know(x, (), f"{name or 'a tensor'}, closed over")
-        for part, laid in zip(parts, self.cut, strict=True):
-            assert laid.layout is not None
-            checker.know(part, laid.layout.axes, f"{laid.label}, by its spec {str(laid.layout)!r}")
+                checker.know(x, INVARIANT, f"{name or 'a tensor'}, closed over")
+        for part, (kind, what) in zip(parts, self.types, strict=True):
+            checker.know(part, kind, what)
         with checker:
             laid_out, form = self._outputs(self.fn(*args, **kwargs))
             for each in laid_out:
                 if each.layout is None:
                     checker.plain_result(each.value, each.label)
-            return [
-                each
-                if each.layout is None
-                else each._replace(value=checker.result(each.value, each.layout.axes, each.label, str(each.layout)))
-                for each in laid_out
-            ], form
+            return [each if each.layout is None else _returned(checker, each, each.layout) for each in laid_out], form
 
     def _outputs(self, result: Any) -> tuple[list[Laid], Any]:
         """What the function has returned, compared with its specs."""
@@ -393,3 +393,16 @@ class _Run:
 
 
 _TENSOR = object()
+
+
+def _given(laid: Laid, mesh: Mesh) -> tuple[Type, str]:
+    """The type of an argument's parts, the same object on all ranks, and whose it is."""
+    assert laid.layout is not None
+    what = f"{laid.label}, by its spec {str(laid.layout)!r}"
+    axes = laid.layout.axes
+    return Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=grid_of(mesh)) if axes else INVARIANT, what
+
+
+def _returned(checker: Checker, laid: Laid, layout: Layout) -> Laid:
+    """An output, once it is known to vary along no other axes than its layout names."""
+    return Laid(checker.result(laid.value, layout, laid.label), laid.label, layout)

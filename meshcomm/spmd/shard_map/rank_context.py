@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -31,16 +31,21 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@contextlib.contextmanager
-def body_of(mesh: Mesh) -> Iterator[None]:
+class body_of(use_mesh):  # noqa: N801
     """What runs inside is the body of a shard_map over this mesh, whose axes it can name."""
-    not_in_a_body(mesh)
-    _here.mesh = mesh
-    try:
-        with use_mesh(mesh):
-            yield
-    finally:
+
+    def __init__(self, mesh: Mesh) -> None:
+        not_in_a_body(mesh)
+        super().__init__(mesh)
+
+    def __enter__(self) -> Mesh:
+        mesh = super().__enter__()
+        _here.mesh = mesh
+        return mesh
+
+    def __exit__(self, *exc: object) -> None:
         _here.mesh = None
+        super().__exit__(*exc)
 
 
 def not_in_a_body(mesh: Mesh) -> None:

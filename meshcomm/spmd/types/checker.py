@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from meshcomm._torch import without_modes
 from meshcomm.errors import VaryingError, fail, names
+from meshcomm.layout.notation import Layout
 from meshcomm.spmd.types.core import WHERE
 from meshcomm.spmd.types.rules.attributes import Attributes
 from meshcomm.spmd.types.rules.collectives import Collectives
@@ -23,6 +25,7 @@ from meshcomm.spmd.types.rules.operands import (
 )
 from meshcomm.spmd.types.sizes.operations import Sizes
 from meshcomm.spmd.types.sizes.varying_numbers import Varying
+from meshcomm.watch import here
 
 
 class Checker(Functions, Attributes, Sizes, Collectives):
@@ -32,10 +35,14 @@ class Checker(Functions, Attributes, Sizes, Collectives):
         watch_all()
         return super().__enter__()
 
-    def result(self, y: Tensor, axes: Sequence[str], label: str, spec: str) -> Tensor:
-        """What a checked function returns, which may vary along these axes and must along no other."""
-        with self._apart():
-            return self._result(y, axes, label, spec)
+    def result(self, y: Tensor, layout: Layout, label: str) -> Tensor:
+        """What a checked function returns, which may vary along the axes of its layout and must along no other."""
+        outer, here.watcher = here.watcher, None  # as `_apart` does it, which takes longer
+        try:
+            with without_modes():
+                return self._result(y, layout.axes, label, layout)
+        finally:
+            here.watcher = outer
 
     def plain_result(self, value: object, label: str) -> None:
         """What a checked function returns beside tensors, which must be the same everywhere."""
@@ -47,17 +54,17 @@ class Checker(Functions, Attributes, Sizes, Collectives):
                 "torch.tensor([n]), whose spec names the axis; or the sum: mc.all_reduce(torch.tensor(n), axis)",
             )
 
-    def _result(self, y: Tensor, axes: Sequence[str], label: str, spec: str) -> Tensor:
+    def _result(self, y: Tensor, axes: Sequence[str], label: str, spec: Layout) -> Tensor:
         kind = self.type_of(y)
         if kind is None:
             self._unknown(y, [y], f"the return of {label}")
-        extra = kind.axes - set(axes)
+        extra = kind.axes.difference(axes)
         if extra:
             along = names(sorted(extra))
             since = "; ".join(f"along {axis!r} since {kind.since[axis]}" for axis in sorted(extra))
             fail(
                 WHERE,
-                f"{label} varies along {along}, which its spec {spec!r} does not name.",
+                f"{label} varies along {along}, which its spec {str(spec)!r} does not name.",
                 got=f"{label} {text_of(y)}; it varies {since}",
                 fix=f"reduce it over {along}, or name the axis in its spec",
                 kind=VaryingError,

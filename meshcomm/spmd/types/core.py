@@ -113,9 +113,8 @@ class Core(TorchFunctionMode):
 
     # ------------------------------------------------------------------------------------------------- types of tensors
 
-    def know(self, x: Tensor, axes: Iterable[str], what: str) -> None:
-        """``x``, which is others' too, varies along these axes here."""
-        kind = Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=self.grid) if axes else INVARIANT
+    def know(self, x: Tensor, kind: Type, what: str) -> None:
+        """``x``, which is others' too, is of this type here."""
         self._known[id(x)] = x, kind.seen(x.requires_grad), version(x)
         in_spite(x)
         self._given_as[id(x)] = x, len(self._given_as), what

@@ -122,11 +122,25 @@ def _set_anomaly(found: bool | None) -> None:
 
 
 class _Started(threading.Event):
-    """Nobody waits for it."""
+    """Nobody waits for it, so it needs no lock."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether the thread runs."""
+        return self._is_set
+
+    def set(self) -> None:
+        """It runs."""
+        self._is_set = True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Go on."""
         return True
+
+    def _at_fork_reinit(self) -> None:
+        """In a forked process."""
 
 
 class _Thread(threading.Thread):
@@ -422,7 +436,7 @@ def _named(error: BaseException | None, rank: Rank, size: int) -> BaseException:
     return error
 
 
-def _caller_modes() -> Callable[[], contextlib.ExitStack]:
+def _caller_modes() -> Callable[[], contextlib.ExitStack | None]:
     """The caller's grad mode, autocast and default device, which torch keeps per thread, for a new thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.get_default_device()
@@ -430,13 +444,19 @@ def _caller_modes() -> Callable[[], contextlib.ExitStack]:
     cache = torch.is_autocast_cache_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
 
-    def modes() -> contextlib.ExitStack:
+    plain = not (inference or casts or device.type != "cpu")
+
+    def modes() -> contextlib.ExitStack | None:
         # Backward of a device runs on one thread of the process otherwise, where ranks would block each other.
         torch.autograd.set_multithreading_enabled(False)
+        if torch.is_grad_enabled() != grad:
+            torch.set_grad_enabled(grad)
+        if plain:
+            return None
         stack = contextlib.ExitStack()
         if inference:
             stack.enter_context(torch.inference_mode())
-        torch.set_grad_enabled(grad)
+            torch.set_grad_enabled(grad)
         if device.type != "cpu":
             stack.enter_context(device)
         for kind, dtype in casts:
