@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import layer_norm, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, scaled_dot_product_attention, softmax
 from torch.overrides import TorchFunctionMode
 
 import meshcomm as mc
@@ -72,7 +72,61 @@ def views(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return x
 
 
-OPERATIONS = {"one type": of_one_type, "two types": of_two_types, "with pvary": with_pvary, "views": views}
+def cats(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    for _ in range(CHAIN):
+        x = torch.cat([x[:4], y[:4]])
+    return x
+
+
+def keywords(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    for _ in range(CHAIN):
+        x = torch.add(x, y, alpha=0.5)
+    return x
+
+
+def dims(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    for _ in range(CHAIN):
+        x.sum(dim=0, keepdim=True)
+    return x
+
+
+def functions_of_python(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    for _ in range(CHAIN):
+        x = softmax(x, dim=-1)
+    return x
+
+
+def in_place(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    x = x.clone()
+    for _ in range(CHAIN):
+        x.mul_(y)
+    return x
+
+
+def in_place_with_keywords(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """As optimizers write it."""
+    x = x.clone()
+    for _ in range(CHAIN // 2):
+        x.add_(y, alpha=0.5)
+        x.addcmul_(y, y, value=-0.5)
+    return x
+
+
+def overwritten(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    x = x.clone()
+    for _ in range(CHAIN):
+        x.copy_(y)
+    return x
+
+
+OPERATIONS = {
+    "one type": of_one_type, "two types": of_two_types, "with pvary": with_pvary, "views": views, "cat of views": cats,
+    "a keyword": keywords, "dim=": dims, "softmax": functions_of_python, "in place": in_place,
+    "in place, a keyword": in_place_with_keywords, "copy_": overwritten,
+    # From here on something that varies has been written in place, and all that is written is looked for.
+    "one type, after a write": of_one_type, "views, after a write": views, "a keyword, after a write": keywords,
+}  # fmt: skip
+"""In this order."""
 
 
 def measure_operations(repeats: int) -> dict[str, dict[str, float]]:

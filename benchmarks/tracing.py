@@ -5,10 +5,11 @@
     python -m benchmarks.tracing --json out.json
 
 One all_reduce, on torch's fake backend (8 ranks, of which this process is one), which moves nothing, and between 8
-in-process ranks. An axis that was never traced, one after a trace of it was closed, and one in a trace take turns in
-short samples; each number is the median of its samples, in time of the processor, which others that use the machine do
-not lengthen. An axis that was traced has its own link back: "after" over "never" is 1.0, give or take the noise that
-"another" over "never" shows, of two axes of which neither was traced.
+in-process ranks; then every collective on the fake backend, waited for and not, with grad and without. An axis that was
+never traced, one after a trace of it was closed, and one in a trace take turns in short samples; each number is the
+median of its samples, in time of the processor, which others that use the machine do not lengthen. An axis that was
+traced has its own link back: "after" over "never" is 1.0, give or take the noise that "another" over "never" shows, of
+two axes of which neither was traced.
 """
 
 from __future__ import annotations
@@ -81,6 +82,40 @@ def on_fake(repeats: int, count: int) -> Times:
     return take_turns(repeats, 16, count)
 
 
+CALLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": lambda x: mc.all_reduce(x, "tp"),
+    "all_reduce, max": lambda x: mc.all_reduce(x, "tp", op="max"),
+    "all_reduce, mean": lambda x: mc.all_reduce(x, "tp", op="mean"),
+    "all_gather": lambda x: mc.all_gather(x, "tp"),
+    "reduce_scatter": lambda x: mc.reduce_scatter(x, "tp"),
+    "all_to_all": lambda x: mc.all_to_all(x, "tp", split_dim=0, concat_dim=0),
+    "broadcast": lambda x: mc.broadcast(x, "tp", src=0),
+    "shift": lambda x: mc.shift(x, "tp"),
+    "all_reduce, started and waited for": lambda x: mc.all_reduce(x, "tp", async_op=True).wait(),
+    "all_gather, started and waited for": lambda x: mc.all_gather(x, "tp", async_op=True).wait(),
+}
+
+
+def every_call(repeats: int, count: int) -> dict[str, dict[str, float]]:
+    """Seconds per call of each collective on the fake backend, never traced and in a trace, with grad and without."""
+    found: dict[str, dict[str, float]] = {}
+    for name, call in CALLS.items():
+        for grad in (False, True):
+            x = torch.ones(16, requires_grad=grad)
+            taken: dict[str, list[float]] = {STATES[0]: [], STATES[3]: []}
+            with mc.use_mesh(mc.make_mesh({"tp": RANKS})):
+                for _ in range(repeats):
+                    for state, times in taken.items():
+                        with trace() if state == STATES[3] else nullcontext():
+                            call(x)
+                            start = time.process_time()
+                            for _ in range(count):
+                                call(x)
+                            times.append((time.process_time() - start) / count)
+            found[name + ", with grad" * grad] = {state: median(times) for state, times in taken.items()}
+    return found
+
+
 def report(found: dict[str, Times]) -> None:
     for where, times in found.items():
         rows = []
@@ -106,11 +141,17 @@ def measure(options: Namespace) -> dict[str, Any]:
             f"{RANKS} in-process ranks together": in_process(repeats, few),
             "the fake backend": on_fake(repeats, 10 * few),
         }
+        calls = every_call(repeats, 10 * few)
     report(found)
-    never, _, _, inside = (found["the fake backend"][MODES[0]][state] for state in STATES)
-    budgets = [Budget("what a trace adds to a call, fake", 1e6 * (inside - never), 8, "µs")]
+    adds = {name: 1e6 * (took[STATES[3]] - took[STATES[0]]) for name, took in calls.items()}
+    rows = [
+        [name, *(f"{1e6 * took[STATES[i]]:.2f}" for i in (0, 3)), f"{adds[name]:.2f}"] for name, took in calls.items()
+    ]
+    print_table("One call of 16 elements, the fake backend", ["µs", STATES[0], STATES[3], "in - never"], rows)
+    most = max(adds, key=adds.__getitem__)
+    budgets = [Budget(f"what a trace adds to a call, fake, worst of {len(adds)}: {most}", adds[most], 8, "µs")]
     print_budgets(budgets)
-    return {"repeats": repeats, "all_reduce": found, "budgets": as_json(budgets)}
+    return {"repeats": repeats, "all_reduce": found, "calls": calls, "budgets": as_json(budgets)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

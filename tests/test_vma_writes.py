@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from vma_twins import F64, LINE, Program, check, data, of_ranks, zeros
 
 import meshcomm as mc
+from meshcomm.spmd.types.rules.operations import Operations
 
 # ------------------------------------------------------------------------------- a whole overwrite of a view or a base
 
@@ -408,3 +409,78 @@ def test_what_is_computed_in_place_of_one_type_is_told_to_all_that_have_the_memo
 
     varying, invariant = frozenset({"dp"}), frozenset()
     assert mc.launch(main, ranks=2) == [[*[varying] * 5, invariant, varying]] * 2
+
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "varying": lambda: mc.mark_varying(torch.rand(4) + 1, "dp"),
+    "invariant": lambda: torch.ones(4),
+    "computed": lambda: torch.rand(4) + mc.axis_index("dp"),
+    "unknown": lambda: torch.ones(4),
+    "reduced": lambda: mc.all_reduce(mc.mark_varying(torch.ones(4), "dp"), "dp"),
+    "of two dims": lambda: mc.mark_varying(torch.ones(3, 4), "dp")[0],
+    "parameter": lambda: nn.Parameter(torch.ones(4)),
+    "sparse": lambda: mc.mark_varying(torch.ones(4).to_sparse(), "dp"),
+    "inference": lambda: torch.inference_mode()(lambda: torch.ones(4))(),
+}
+
+SHORT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum, dim": lambda x, y: x.sum(dim=0),
+    "sum, dims": lambda x, y: torch.sum(x + y, dim=(0,), keepdim=True),
+    "softmax": lambda x, y: F.softmax(x, dim=-1),
+    "view": lambda x, y: x.view((2, 2)),
+    "add, alpha": lambda x, y: torch.add(x, y, alpha=2),
+    "add, other": lambda x, y: torch.add(x, other=y),
+    "add, out": lambda x, y: torch.add(x, x, out=y),
+    "overload, out": lambda x, y: torch.ops.aten.max.dim_max(x[None], 0, max=y, max_values=torch.ones(4).long()),
+    "cat": lambda x, y: torch.cat([x, y], dim=0),
+    "max": lambda x, y: x.max(dim=0),
+    "add_": lambda x, y: x.add_(y, alpha=2),
+    "addcmul_": lambda x, y: x.addcmul_(y, y, value=0.5),
+    "clamp_": lambda x, y: x.clamp_(min=0.0, max=2.0),
+    "lerp_": lambda x, y: x.lerp_(y, 0.5),
+    "masked_fill_": lambda x, y: x.masked_fill_(y > 1, 0.0),
+    "copy_": lambda x, y: x.copy_(y, non_blocking=True),
+    "copy_, of a list": lambda x, y: x[:2].copy_(y[:2]),
+    "zero_": lambda x, y: x.zero_(),
+    "fill_": lambda x, y: x.fill_(2.0),
+    "fill_, of a tensor": lambda x, y: x.fill_(y[0]),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("how", SHORT)
+def test_the_short_way_notes_what_the_long_one_does(how: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all pairs of kinds, twice in turn: the types of all that was there and of what came out, or the error."""
+
+    def told(x: Tensor) -> Any:
+        try:
+            return mc.varying_axes(x)
+        except mc.VaryingError as error:
+            return str(error).split(" at ")[0]
+
+    def of_pair(one: str, other: str) -> list[Any]:
+        x, y = KINDS[one](), KINDS[other]()
+        seen = [x.detach() if x.requires_grad else x.view(4) if one != "sparse" else x, y]
+        with mc.check_vma(False):
+            x, y = (torch.frombuffer(bytearray(16), dtype=torch.float32) if z == "unknown" else v
+                    for z, v in ((one, x), (other, y)))  # fmt: skip
+        found: list[Any] = []
+        for _ in range(2):
+            try:
+                result = SHORT[how](x, y)
+            except (mc.VaryingError, RuntimeError) as error:
+                found.append((type(error), str(error).split(" at ")[0]))
+                break
+            results = result if isinstance(result, tuple) else [result]
+            found += [told(z) for z in (*results, x, y, *seen)]
+        return found
+
+    def main() -> dict[tuple[str, str], list[Any]]:
+        with mc.use_mesh(mc.make_mesh({"dp": 2})), mc.check_vma(), torch.set_grad_enabled(grad):
+            return {(one, other): of_pair(one, other) for one in KINDS for other in KINDS}
+
+    short = mc.launch(main, ranks=2)
+    monkeypatch.setattr(Operations, "_known_at_once", lambda self, kind, args: None)
+    for mine, long in zip(short, mc.launch(main, ranks=2), strict=True):
+        assert mine == long

@@ -18,7 +18,8 @@ from meshcomm._torch import functorch_active, unwrapped, version_of
 NOTED_AT = "_meshcomm_version"
 """The attribute with the count as of which a tensor has its type; without it that is 0."""
 _DECLARED = "_meshcomm_declared_at"
-_SEEN = "_meshcomm_seen"
+SEEN = "_meshcomm_seen"
+"""The attribute of a storage with the changes that were seen: from which count to which."""
 _FEW = 16
 
 _moments = itertools.count(1)
@@ -65,9 +66,9 @@ def _saw(x: Tensor, before: int, after: int) -> None:
     storage = storage_of(x)
     if storage is None or before >= after:
         return
-    seen: list[list[int]] | None = getattr(storage, _SEEN, None)
+    seen: list[list[int]] | None = getattr(storage, SEEN, None)
     if seen is None:
-        setattr(storage, _SEEN, [[before, after]])
+        setattr(storage, SEEN, [[before, after]])
         return
     for span in seen:  # there may be several counts for one storage: x.data has one of its own
         if span[1] == before:
@@ -88,7 +89,7 @@ def accounted(x: Tensor, at: int, since: int, entered: int, passed: int) -> bool
     """
     storage = storage_of(x)
     after = version_of(x)
-    for span in getattr(storage, _SEEN, ()):
+    for span in getattr(storage, SEEN, ()):
         if span[0] <= at and after <= span[1]:
             return True
     if since and (since < entered or (since < passed and x.requires_grad and x.is_leaf)):

@@ -160,7 +160,8 @@ def wider(one: Type, other: Type) -> Type | None:
 
 NAME = "_meshcomm_type"
 """The attribute with the type of a tensor."""
-_WRITTEN = "_meshcomm_written"
+WRITTEN = "_meshcomm_written"
+"""The attribute of a storage with what was written into it: a type, or where something unknown came from."""
 _IN_SPITE = "_meshcomm_in_spite"
 """The unknown write into its storage after which the type of a tensor was declared."""
 
@@ -296,14 +297,19 @@ def write(x: Tensor, kind: Type) -> None:
 
 def written_in(x: Tensor) -> Type | Origin | None:
     """What was written into the storage of ``x``: values of a type, or unknown ones."""
-    found: Type | Origin | None = getattr(storage_of(x), _WRITTEN, None)
+    found: Type | Origin | None = getattr(storage_of(x), WRITTEN, None)
     return found
 
 
 def nothing_wider_in(x: Tensor, kind: Type, grid: Grid) -> bool:
     """Whether nothing was written into the storage of ``x`` that varies where ``kind`` does not, or is unknown."""
     written = written_in(x)
-    return written is None or (type(written) is Type and written.grid is grid and written.axes <= kind.axes)
+    return written is None or no_wider(written, kind, grid)
+
+
+def no_wider(written: Type | Origin, kind: Type, grid: Grid) -> bool:
+    """Whether what was written is known, and varies nowhere where ``kind`` does not."""
+    return type(written) is Type and written.grid is grid and written.axes <= kind.axes
 
 
 def says_all(x: Tensor, kind: Type, grid: Grid) -> bool:
@@ -314,24 +320,24 @@ def says_all(x: Tensor, kind: Type, grid: Grid) -> bool:
     return type(before) is Type and before.axes == kind.axes and before.grid is grid and not any_lent()
 
 
-def is_written(x: Tensor, kind: Type, grid: Grid) -> bool:
-    """Whether :func:`write` of that on a mesh would find it noted already."""
-    before = written_in(x)
+def is_written(storage: torch.UntypedStorage | None, kind: Type, grid: Grid) -> bool:
+    """Whether :func:`write` of that on a mesh would find it noted on a storage already."""
+    before = getattr(storage, WRITTEN, None)
     if before is None or any_lent():
         return False
     return type(before) is not Type or (kind.axes <= before.axes and before.grid is grid)
 
 
 def _write(storage: torch.UntypedStorage, kind: Type) -> None:
-    before = getattr(storage, _WRITTEN, None)
+    before = getattr(storage, WRITTEN, None)
     if isinstance(before, Origin):
         return
     if before is None or before.grid is not kind.grid or not kind.axes <= before.axes:
         writes.any = True
         if before is not None and before.grid is not kind.grid:  # what it is now can be said on neither
-            setattr(storage, _WRITTEN, next(iter(kind.since.values())))
+            setattr(storage, WRITTEN, next(iter(kind.since.values())))
             return
-        setattr(storage, _WRITTEN, kind if before is None else Type(kind.since | before.since, grid=kind.grid))
+        setattr(storage, WRITTEN, kind if before is None else Type(kind.since | before.since, grid=kind.grid))
 
 
 def unseen_write(x: Tensor, origin: Origin) -> None:
@@ -344,9 +350,9 @@ def unseen_write(x: Tensor, origin: Origin) -> None:
 def unknown_in(storage: torch.UntypedStorage, origin: Origin) -> None:
     """Note that something of unknown type was written into a storage."""
     writes.any = True
-    setattr(storage, _WRITTEN, origin)
+    setattr(storage, WRITTEN, origin)
     for other in with_the_same_memory(storage):
-        setattr(other, _WRITTEN, origin)
+        setattr(other, WRITTEN, origin)
 
 
 def in_spite(x: Tensor) -> None:
@@ -359,8 +365,8 @@ def in_spite(x: Tensor) -> None:
 def forget(x: Tensor) -> None:
     """All of ``x`` is other values now, if it is all of its storage."""
     storage = storage_of(x) if writes.any else None
-    if getattr(storage, _WRITTEN, None) is not None and x.numel() * x.element_size() == storage.nbytes():  # type: ignore[union-attr]
-        setattr(storage, _WRITTEN, None)
+    if getattr(storage, WRITTEN, None) is not None and x.numel() * x.element_size() == storage.nbytes():  # type: ignore[union-attr]
+        setattr(storage, WRITTEN, None)
 
 
 def also_written(x: Tensor, kind: Type, grid: Grid) -> Type | Origin:

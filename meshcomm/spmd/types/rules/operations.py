@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from meshcomm._torch import (
     at_trace_time,
@@ -42,12 +43,13 @@ from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
     INVARIANT,
     NAME,
+    WRITTEN,
     Origin,
     Type,
     alike,
     join,
+    no_wider,
     note,
-    nothing_wider_in,
     sharing_with,
     wider,
     writes,
@@ -57,6 +59,8 @@ from meshcomm.watch import here
 Args = tuple[Any, ...]
 Named = dict[str, Any]
 _SEVERAL = (list, tuple)
+_WHOLE = (Tensor, Parameter)
+_NUMBERS = (tuple, list, torch.Size)
 
 
 class Operations(Writes):
@@ -70,21 +74,21 @@ class Operations(Writes):
         if is_compiling():
             _untraceable()
         kind = kind_of(func)
-        if kind.pure and not (kwargs or made.any):
+        if kind.short and not made.any and (not kwargs or _simple(kwargs.values())):
             flat = (*args[0], *args[1:]) if args and type(args[0]) in _SEVERAL else args
-            if (whole := self._known_at_once(kind, flat)) is not None:
-                result = func(*args)
+            whole = self._known_at_once(kind, flat)
+            if whole is not None and kind.pure:
+                result = func(*args, **kwargs) if kwargs else func(*args)
                 if type(result) is Tensor and getattr(result, NAME, None) is None:
                     note(result, whole, self._known, flat)
                 else:
                     self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
                 return result
-        elif kind.computes and not (kwargs or made.any) and (whole := self._same_in_place(kind, args)) is not None:
-            x, before = args[0], version_of(args[0])
-            result = func(*args)
-            saw(x, before, version_of(x))
-            self._spread(x, whole)
-            return result
+            if whole is not None and _same_in_place(kind, args, whole):
+                before = version_of(args[0])
+                result = func(*args, **kwargs) if kwargs else func(*args)
+                self._again(args[0], before, whole)
+                return result
         kwargs = kwargs or {}
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
@@ -105,43 +109,32 @@ class Operations(Writes):
         are known for this mesh and as of now, and no pvary is due.
         """
         grid, whole, slow = self.grid, None, writes.any
+        if slow and functorch_active():
+            return None
         try:
             for x in args:
                 mine = getattr(x, NAME, None)
-                if mine is None and type(x) in SIMPLE:
+                if mine is None and (type(x) in SIMPLE or (type(x) in _NUMBERS and _simple(x))):
                     continue
                 if (
                     type(mine) is not Type
                     or (mine.grid is not grid and mine.grid is not ANYWHERE)
                     or ((at := version_of(x)) and at != getattr(x, NOTED_AT, 0))
                     or (mine.plain and x.requires_grad)
-                    or (slow and not nothing_wider_in(x, mine, grid))
+                    or (
+                        slow
+                        and (written := getattr(x.untyped_storage(), WRITTEN, None)) is not None
+                        and not no_wider(written, mine, grid)
+                    )
                 ):
                     return None
                 if whole is None:
                     whole = mine
                 elif kind.sized or (mine.sort is not whole.sort and (whole := wider(whole, mine)) is None):
                     return None
-        except RuntimeError:  # an inference tensor does not count its changes
+        except (RuntimeError, ValueError):  # an inference tensor does not count its changes; some have no storage
             return None
         return whole
-
-    def _same_in_place(self, kind: Kind, args: Args) -> Type | None:
-        """The type of what is computed in place, if it is that of every operand already, and no graph has to do with
-        it.
-        """
-        sort = None
-        for x in args:
-            if type(x) in SIMPLE:
-                continue
-            mine = getattr(x, NAME, None)
-            if type(x) is not Tensor or x.requires_grad or type(mine) is not Type or sort not in (None, mine.sort):
-                return None
-            sort = mine.sort
-        x = args[0]
-        if type(x) is not Tensor or x._base is not None or sharing_with(x) is not x or functorch_active():
-            return None
-        return self._known_at_once(kind, args)
 
     def _typed(self, kind: Kind, func: Any, args: Args, kwargs: Named, also: Sequence[Tensor] | None = None) -> Any:
         """Call it, and note the types of what it gives.
@@ -458,6 +451,34 @@ class Operations(Writes):
                 "rank shall drop its own",
             )
         return random
+
+
+def _same_in_place(kind: Kind, args: Args, whole: Type) -> bool:
+    """Whether what is computed in place leaves the type of the first argument as it is, and no graph has to do with
+    it.
+    """
+    x = args[0]
+    if type(x) not in _WHOLE or x._base is not None or getattr(x, NAME).sort is not whole.sort:
+        return False
+    if kind.overwrites:
+        source = getattr(args[1], NAME, None) if len(args) > 1 else None
+        if (source or INVARIANT).sort is not whole.sort:  # a number is the same everywhere
+            return False
+    for y in args:
+        if type(y) not in _WHOLE:
+            if type(y) not in SIMPLE:
+                return False
+        elif y.requires_grad and (torch.is_grad_enabled() or not y.is_leaf):
+            return False
+    return sharing_with(x) is x and not functorch_active()
+
+
+def _simple(values: Iterable[Any]) -> bool:
+    """Whether all are simple values, or tuples and lists of them, such as shapes."""
+    for value in values:  # noqa: SIM110 -- a generator costs twice as much
+        if type(value) not in SIMPLE and not (type(value) in _NUMBERS and _simple(value)):
+            return False
+    return True
 
 
 @at_trace_time

@@ -98,7 +98,7 @@ class Kind:
     each: bool = False
     in_place: bool = False
     computes: bool = False
-    """In place, and element by element, of what was there and its other operands."""
+    """In place, of what was there and its other operands, or of these alone."""
     random: bool = False
     drops: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     """Whether a call mixes its operand with random numbers."""
@@ -128,7 +128,9 @@ class Kind:
     ordinary: bool = False
     """None of these."""
     pure: bool = False
-    """And by its schemas it writes into nothing that it is given by position, and one tensor alone gives no sizes."""
+    """And by its schemas it writes into nothing but an ``out=``, and one tensor alone gives no sizes."""
+    short: bool = False
+    """It is pure, or computes: what it does can be seen at once where all types are known."""
 
 
 @lru_cache(4096)
@@ -169,9 +171,8 @@ def kind_of(func: Any) -> Kind:
         sized=SIZED.get(name, 0),
     )
     ordinary = replace(kind, name="", from_data=False, sized=0) == Kind("")
-    return replace(
-        kind, ordinary=ordinary, pure=ordinary and kind.sized != 1 and not kind.from_data and only_reads(func)
-    )
+    pure = ordinary and kind.sized != 1 and not kind.from_data and only_reads(func)
+    return replace(kind, ordinary=ordinary, pure=pure, short=pure or kind.computes)
 
 
 _IN_PLACE = words(
@@ -185,7 +186,8 @@ _IN_PLACE = words(
 _COMPUTES = words(
     """
     add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ pow_ neg_ abs_ sqrt_ rsqrt_ exp_ log_ relu_
-    sigmoid_ tanh_ __iadd__ __isub__ __imul__ __itruediv__
+    sigmoid_ tanh_ clip_ square_ reciprocal_ masked_fill_ addmm_ index_add_ index_copy_ scatter_ scatter_add_ __iadd__
+    __isub__ __imul__ __itruediv__ copy_ fill_ zero_
     """
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshcomm._torch import functorch_active, without_modes
+from meshcomm._torch import functorch_active, version_of, without_modes
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import names
 from meshcomm.mesh import Axis
@@ -20,7 +20,7 @@ from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.leaf_numbers import is_declared, next_time, numbered
 from meshcomm.spmd.types.notes import Ever
 from meshcomm.spmd.types.rules.operands import along_of, differentiated, text_of, tracked, version, versions_of
-from meshcomm.spmd.types.seen_changes import saw
+from meshcomm.spmd.types.seen_changes import NOTED_AT, SEEN, saw, storage_of
 from meshcomm.spmd.types.vma import (
     Origin,
     Type,
@@ -186,9 +186,21 @@ class Writes(Core):
             self._note(x._base, join([base, kind], "a write in place"))
         self._spread(x, kind)
 
+    def _again(self, x: Tensor, before: int, kind: Type) -> None:
+        """``x``, which is no view, has been changed in place by what has its own type."""
+        storage, after = storage_of(x), version_of(x)
+        seen = getattr(storage, SEEN, None)
+        if seen is not None and seen[-1][1] == before:  # as saw does it, for what is asked most often
+            seen[-1][1] = after
+            setattr(x, NOTED_AT, after)
+        else:
+            saw(x, before, after)
+        if kind.axes and not is_written(storage, kind, self.grid):
+            self._spread(x, kind)
+
     def _spread(self, x: Tensor, kind: Type) -> None:
         """All that shares the memory of ``x`` varies, too."""
-        if kind.axes and not is_written(x, kind, self.grid):
+        if kind.axes and not is_written(storage_of(x), kind, self.grid):
             origin = Origin("a write in place", call_site())
             write(x, Type(dict.fromkeys(kind.axes, origin), grid=self.grid))
 
