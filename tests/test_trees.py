@@ -312,3 +312,34 @@ def test_of_a_tree_without_leaves_nothing_is_said() -> None:
             assert mc.all_reduce(tree, "a", mesh=mesh) == tree
 
     mc.launch(main, ranks=2)
+
+
+LATER: dict[str, Callable[[list[Tensor], Any, bool], Any]] = {
+    "all_reduce": lambda xs, mesh, later: mc.all_reduce(xs, "a", mesh=mesh, async_op=later),
+    "the largest": lambda xs, mesh, later: mc.all_reduce(xs, "a", "max", mesh=mesh, async_op=later),
+    "all_gather": lambda xs, mesh, later: mc.all_gather(xs, "a", mesh=mesh, async_op=later),
+    "all_gather of dim 1": lambda xs, mesh, later: mc.all_gather(xs, "a", 1, mesh=mesh, async_op=later),
+    "reduce_scatter": lambda xs, mesh, later: mc.reduce_scatter(xs, "a", mesh=mesh, async_op=later),
+    "all_to_all": lambda xs, mesh, later: mc.all_to_all(xs, "a", 0, 1, mesh=mesh, async_op=later),
+    "shift": lambda xs, mesh, later: mc.shift(xs, "a", mesh=mesh, async_op=later),
+}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_given_may_be_resized_before_the_wait(name: str, needs_grad: bool) -> None:
+    """Where the values of a tree end and begin is as it was when they were given."""
+
+    def leaves() -> list[Tensor]:
+        made = [torch.arange(8.0).view(2, 4), -torch.arange(4.0).view(4, 1), torch.ones(2, 3)]
+        return [x.clone().requires_grad_(needs_grad).clone() for x in made]
+
+    def main() -> None:
+        mesh = mc.make_mesh({"a": 2})
+        expected, given = LATER[name](leaves(), mesh, False), leaves()
+        work = LATER[name](given, mesh, True)
+        for x in given:
+            x.detach_().resize_(1).zero_()
+        assert all(map(torch.equal, work.wait(), expected))
+
+    mc.launch(main, ranks=2)

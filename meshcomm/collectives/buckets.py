@@ -223,12 +223,12 @@ class Rows(NamedTuple):
             return leaf.reshape(1, leaf.numel())
         return cut_rows(leaf, self.cut % leaf.ndim, self.size)
 
-    def back(self, part: Tensor, leaf: Tensor) -> Tensor:
-        """What comes of a leaf, of the rows that come of its rows."""
-        shape = leaf.shape if self.cut is None else slice_shape(leaf, self.cut % leaf.ndim, self.size)
+    def back(self, part: Tensor, form: torch.Size) -> Tensor:
+        """What comes of a leaf of this shape, of the rows that come of its rows."""
+        shape = form if self.cut is None else slice_shape(form, self.cut % len(form), self.size)
         if self.joined is None:
             return part.reshape(shape)
-        return join_rows(part, shape, self.joined % leaf.ndim, self.size)
+        return join_rows(part, shape, self.joined % len(form), self.size)
 
 
 ELEMENTS = Rows()
@@ -244,9 +244,9 @@ def cut_rows(leaf: Tensor, dim: int, size: int) -> Tensor:
     return rows
 
 
-def slice_shape(leaf: Tensor, dim: int, size: int) -> torch.Size:
+def slice_shape(form: torch.Size, dim: int, size: int) -> torch.Size:
     """The shape of one of ``size`` equal slices along ``dim``."""
-    return torch.Size((*leaf.shape[:dim], leaf.shape[dim] // size, *leaf.shape[dim + 1 :]))
+    return torch.Size((*form[:dim], form[dim] // size, *form[dim + 1 :]))
 
 
 def join_rows(part: Tensor, shape: tuple[int, ...], dim: int, size: int) -> Tensor:
@@ -297,7 +297,8 @@ def _packed(leaves: list[Tensor], rows: Rows, saves: bool) -> tuple[Tensor, bool
     plain, places = _is_plain(), None
     if plain and len(leaves) > 1 and set(map(type, leaves)) <= _SIMPLE:
         leaves = list(map(_torch.unwrap_if_dead, leaves))
-        places = (1, _Places(1, leaves)) if rows is ELEMENTS else _places_of(rows, tuple(map(_shape_of, leaves)))
+        shapes = tuple(map(_shape_of, leaves))  # as they are now: what comes of them may come later
+        places = (1, _places(1, shapes)) if rows is ELEMENTS else _places_of(rows, shapes)
     if places is not None:
         needing = list(map(_needs_grad, leaves)) if torch.is_grad_enabled() else []
         cut, there = places
@@ -309,11 +310,11 @@ def _packed(leaves: list[Tensor], rows: Rows, saves: bool) -> tuple[Tensor, bool
             # A leaf that needs no gradient may share a bucket with one that does.
             return _packed_node(lie, cut, *leaves), not lie, lambda whole: _parted_node(whole, there, needing)
     parts = [rows.of(leaf) for leaf in leaves]
-    widths = [part.shape[1] for part in parts]
+    widths, forms = [part.shape[1] for part in parts], [leaf.shape for leaf in leaves]
 
     def back(whole: Tensor) -> list[Tensor]:
-        pieces = zip(whole.split(widths, 1), leaves, strict=True)
-        results = [rows.back(part, leaf) for part, leaf in pieces]
+        pieces = zip(whole.split(widths, 1), forms, strict=True)
+        results = [rows.back(part, form) for part, form in pieces]
         return [y if not plain or x.requires_grad else y.detach() for y, x in zip(results, leaves, strict=True)]
 
     return *_beside(parts, saves), back

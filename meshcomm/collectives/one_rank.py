@@ -290,7 +290,7 @@ def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Ten
         check.no_gradient("scatter", x, axis, "use shard(broadcast(x))")
         place = check.checked_dim("scatter", x, dim, axis)
         check.even("scatter", x, place, axis, "")
-        result = slice_shape(x, place, axis.size)
+        result = slice_shape(x.shape, place, axis.size)
         if like is None and x.dtype not in _DTYPES:
             check.explain("scatter", f"{x.dtype} needs like=.", axis, x=x, fix="pass like= on all ranks")
         if like is not None and (like.dtype != x.dtype or tuple(like.shape) != result):
@@ -309,13 +309,13 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, how: bool 
     """Shape, dtype and device of the slices, sent by ``src``; raises on every rank when it has none."""
     values: list[int] = []
     if x is not None:
-        shape = slice_shape(x, dim % x.ndim, axis.size)
+        shape = slice_shape(x.shape, dim % x.ndim, axis.size)
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
     values += [0] * (_MOST_DIMS + 3 - len(values))
     told = made(SCATTER, (src,), axis, None, how, lambda link: link.agree(values, src))
     [(code, elsewhere, ndim, *lengths)] = told
     if axis.index == src and x is not None:
-        return x.new_empty(slice_shape(x, dim % x.ndim, axis.size))
+        return x.new_empty(slice_shape(x.shape, dim % x.ndim, axis.size))
     if code == 0:
         if axis.index != src:
             with held():
