@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
+from meshcomm import _torch
 from meshcomm.parallel import fsdp
 from meshcomm.parallel.clip import clip_grad_norm
 from meshcomm.parallel.data.micro_batches import no_sync
@@ -662,6 +663,31 @@ def test_bytes_between_forward_and_backward_and_at_the_peak() -> None:
     assert one_kept > 7.9
     assert one_peak > 14
     assert run(prefetch=0)[1] <= peak
+
+
+@pytest.mark.parametrize(
+    ("options", "regathers"),
+    [({"regather": True}, True), ({"regather": False}, False), ({"units": ()}, False)],
+    ids=["regathers", "keeps", "one unit"],
+)
+def test_hooks_of_saved_tensors_only_where_weights_are_gathered_again(options: dict[str, Any], regathers: bool) -> None:
+    mesh = mc.make_mesh({"fsdp": 2})
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(_torch.saved_hooks_on_top() is not None)
+            return super().forward(x)
+
+    seen: list[bool] = []
+
+    def main() -> None:
+        net = nn.Sequential(Looks(4, 4), Looks(4, 4))
+        fully_shard(net, "fsdp", grads="mean", mesh=mesh, **({"units": [Looks]} | options))
+        net(torch.ones(2, 4)).sum().backward()
+        assert _torch.saved_hooks_on_top() is None
+
+    mc.launch(main, ranks=2)
+    assert seen == [regathers] * 4
 
 
 def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:

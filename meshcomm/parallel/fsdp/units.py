@@ -310,7 +310,8 @@ class Sharded(Flow):
                 self._begin_pass(unit)
             gathered_again.leave(self._hooks)
             plain = torch.is_grad_enabled() and not (_torch.functorch_active() or _torch.dual_level_open())
-            self._hooks = gathered_again.enter() if plain else None
+            regathers = plain and any(part.regather for part in self.units)  # else nothing is saved by place
+            self._hooks = gathered_again.enter() if regathers else None
 
     def leave(self) -> None:
         """It has ended."""
