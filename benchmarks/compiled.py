@@ -1,18 +1,19 @@
 """A compiled training step: how long it takes, how often it waits, and whether its numbers are eager's. No assertions.
 
-    python -m benchmarks.compiled                     # 4 gloo processes; minutes, nearly all of them spent compiling
-    python -m benchmarks.compiled --quick             # a tiny model, no overlap pass
-    python -m benchmarks.compiled --ranks 2 --width 512 --blocks 4 --json out.json
+    python -m benchmarks.compiled                     # 2 gloo processes; minutes, nearly all spent compiling
+    python -m benchmarks.compiled --quick             # a tiny model
+    python -m benchmarks.compiled --ranks 4 --width 512 --blocks 4 --json out.json
     torchrun --nproc-per-node 4 -m benchmarks.compiled
 
 The model is a stack of gated MLPs on a mesh of dp x tp. Weights are cut over tp and then over dp, as FSDP has them: an
 all_gather for each in forward, a reduce_scatter in backward. Gains and biases are replicated over dp: an all_reduce of
-their gradients. Each block has tensor parallelism's all_reduce in forward and in backward, and the loss is averaged
-over dp. Forward, backward and SGD with momentum are one function, compiled with fullgraph=True by inductor:
+their gradients. Each block has tensor parallelism's all_reduce in forward and in backward (tp is 2 of 4 processes, and
+1 of 2), and the loss is averaged over dp. Forward, backward and SGD with momentum are one function, compiled with
+fullgraph=True by inductor:
 
     compiled      as inductor does it by default: a wait for each collective
-    bucketed      with bucket_all_gathers_fx, bucket_reduce_scatters_fx and bucket_all_reduces_fx
-    overlapped    bucketed, and reorder_for_compute_comm_overlap
+    overlapped    with bucket_all_gathers_fx, bucket_reduce_scatters_fx, bucket_all_reduces_fx and
+                  reorder_for_compute_comm_overlap
 
 A second table has the adaptors and ``fsdp.apply`` beside torch's compiled ``fully_shard``: compiled_modules.py.
 
@@ -28,18 +29,17 @@ finds on disk, and the first call is shorter then.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: ranks share the machine's cores
+# Before torch reads them. Ranks share the machine's cores; and workers that compile would have to be started for each
+# rank, which takes longer than the few kernels that there are.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ from torch.utils import _pytree as pytree
 
 import meshcomm as mc
 from benchmarks import compiled_modules
-from benchmarks.common import as_json, machine, print_table
+from benchmarks.common import as_json, machine, print_machine, print_table, say, write
 
 OURS, THEIRS = "meshcomm", "functional collectives"
 EAGER = "eager"
@@ -60,8 +60,8 @@ EAGER = "eager"
 # Names of inductor's configuration, as torch.compile(options=) takes them; there are no public ones. A cached graph
 # shows no code to count in.
 PLAIN: dict[str, Any] = {"fx_graph_cache": False}
-BUCKETED = PLAIN | {f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters", "all_reduces")}
-OVERLAPPED = BUCKETED | {
+OVERLAPPED = PLAIN | {
+    **{f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters", "all_reduces")},
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": [
         "reorder_communication_preserving_peak_memory",
@@ -69,7 +69,7 @@ OVERLAPPED = BUCKETED | {
         "reorder_communication_preserving_peak_memory",
     ],
 }
-WAYS = {"compiled": PLAIN, "bucketed": BUCKETED, "overlapped": OVERLAPPED}
+WAYS = {"compiled": PLAIN, "overlapped": OVERLAPPED}
 
 Step = Callable[[Any, Any, Tensor, Tensor], tuple[Any, Any, Tensor]]
 
@@ -222,8 +222,7 @@ class Candidate:
 
     def counts(self) -> dict[str, int]:
         """Collectives in the generated code by kind, and waits."""
-        found = Counter(re.findall(r"_c10d_functional\.(\w+?)(?:_out|_)?\.default\(", self.code))
-        return {kind.removesuffix("_into_tensor").removesuffix("_tensor"): count for kind, count in found.items()}
+        return compiled_modules.counts_in(self.code)
 
     def differs(self, other: Candidate) -> float:
         """The greatest difference of a loss or parameter."""
@@ -236,9 +235,8 @@ class Candidate:
 
 def candidates_of(mesh: mc.Mesh, options: Namespace) -> list[Candidate]:
     problem = Problem(mesh, options)
-    ways = [EAGER, *WAYS][: 3 if options.quick else None]
     both = {OURS: ours(mesh), THEIRS: theirs(mesh)}
-    return [Candidate(name, way, step_with(have), problem) for name, have in both.items() for way in ways]
+    return [Candidate(name, way, step_with(have), problem) for name, have in both.items() for way in (EAGER, *WAYS)]
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
@@ -259,7 +257,7 @@ def measure(options: Namespace) -> dict[str, Any]:
         for candidate in todo:
             candidate.begin()
             if mesh.rank == 0:
-                print(f"{candidate.name}, {candidate.way}: {candidate.first:.1f} s", file=sys.stderr, flush=True)
+                say(f"{candidate.name}, {candidate.way}: {candidate.first:.1f} s")
         working = [candidate for candidate in todo if candidate.error is None]
         for _ in range(options.repeats):
             for candidate in working:
@@ -268,8 +266,7 @@ def measure(options: Namespace) -> dict[str, Any]:
                 candidate.run(options.steps)
                 candidate.samples.append(slowest(time.perf_counter() - start, mesh) / options.steps)
     rows = [row_of(candidate, todo[0], mesh) for candidate in todo]
-    ways = dict(list(WAYS.items())[: 1 if options.quick else None])
-    return {"rank": mesh.rank, "mesh": mesh.shape, "rows": rows, "modules": compiled_modules.measure(options, ways)}
+    return {"rank": mesh.rank, "mesh": mesh.shape, "rows": rows, "modules": compiled_modules.measure(options, WAYS)}
 
 
 def row_of(candidate: Candidate, eager: Candidate, mesh: mc.Mesh) -> dict[str, Any]:
@@ -296,7 +293,7 @@ def cells(row: dict[str, Any], base: float) -> list[str]:
 
 
 def report(info: dict[str, object], options: Namespace, found: dict[str, Any]) -> None:
-    print(", ".join(f"{key} {value}" for key, value in info.items()))
+    print_machine(info)
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     rows = found["rows"]
     base = rows[0]["step"]
@@ -310,26 +307,24 @@ def report(info: dict[str, object], options: Namespace, found: dict[str, Any]) -
         if "error" in row:
             print(f"\n{row['name']}, {row['way']}, did not compile: {row['error']}")
     found["budgets"] = as_json(compiled_modules.report(found["modules"]))
-    if options.json:
-        settings = {name: getattr(options, name) for name in ("ranks", "blocks", "width", "tokens", "steps", "repeats")}
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": info, "options": settings, **found}, file, indent=2)
+    settings = {name: getattr(options, name) for name in ("ranks", "blocks", "width", "tokens", "steps", "repeats")}
+    write(options.json, {"machine": info, "options": settings, **found})
 
 
 def parsed(arguments: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(description="A compiled training step: time, waits and numbers.")
-    parser.add_argument("--quick", action="store_true", help="one narrow block, few repeats, no overlap pass")
+    parser.add_argument("--quick", action="store_true", help="one narrow block, few repeats")
     parser.add_argument(
-        "--ranks", type=int, default=4, metavar="N", help="how many processes (4); tp is 2 if N is even"
+        "--ranks", type=int, default=2, metavar="N", help="how many processes (2); tp is 2 of 4, 6 and so on"
     )
     parser.add_argument("--blocks", type=int, metavar="N", help="depth of the model (2; 1 with --quick)")
     parser.add_argument("--width", type=int, metavar="N", help="and its width (256; 32 with --quick)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens on each dp rank (256; 16 with --quick)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps in a sample (5; 2 with --quick)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="samples per candidate (15; 3 with --quick)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="samples per candidate (11; 3 with --quick)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
     options = parser.parse_args(arguments)
-    usual = {"blocks": (2, 1), "width": (256, 32), "tokens": (256, 16), "steps": (5, 2), "repeats": (15, 3)}
+    usual = {"blocks": (2, 1), "width": (256, 32), "tokens": (256, 16), "steps": (5, 2), "repeats": (11, 3)}
     for name, (full, quick) in usual.items():
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else full)
