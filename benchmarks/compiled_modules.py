@@ -154,7 +154,7 @@ def measure(options: Namespace, ways: Mapping[str, Mapping[str, Any]]) -> list[d
     mesh = mc.make_mesh({AXIS: options.ranks})
     x = torch.randn(options.tokens, options.width, generator=torch.Generator().manual_seed(0))
     with mc.use_mesh(mesh):
-        todo = []
+        todo: list[Candidate] = []
         for name in MADE:
             several = name in (TORCHS, *CUT)  # the others' collectives are few: all ways are alike
             todo += [Candidate(name, way, options, ways[way]) for way in list(ways)[: None if several else 1]]
