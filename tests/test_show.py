@@ -102,6 +102,7 @@ def test_many_ranks_are_not_all_drawn() -> None:
     text = str(mc.show(mc.make_mesh({"a": 1000})))
     assert len(text.splitlines()[-1].split()) == MOST
     assert text.split()[-1] == "999"
+    assert str(mc.show("x y", (2, 3), mc.make_mesh({"a": 1000}))).splitlines()[1].strip() == "all ranks"
     assert len(mc.show("(a x) y", (2000, 3), mc.make_mesh({"a": 1000})).svg) < 20_000
 
 

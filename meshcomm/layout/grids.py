@@ -9,6 +9,8 @@ from meshcomm.errors import few
 from meshcomm.layout.notation import Layout
 from meshcomm.pictures.grid import Cell, Grid
 
+_LISTED = 6
+"""So many ranks are named."""
 _MOST = 8
 """So many grids are drawn of a tensor that is cut along more than two dims."""
 
@@ -48,7 +50,7 @@ def _all_grids(
                 here = chosen | {down: i, right: j}
                 part = tuple(here.get(dim, 0) for dim in range(len(layout)))
                 has = held[part]
-                row.append(Cell(_ranks(has), _number(part, counts), ranks[0] in has))
+                row.append(Cell(_ranks(has, len(ranks)), _number(part, counts), ranks[0] in has))
             rows.append(tuple(row))
         yield Grid(
             " ".join(each for each in (title, name and f"[{name}]") if each), labels(down), labels(right), tuple(rows)
@@ -77,5 +79,7 @@ def _slice(layout: Layout, shape: Sequence[int], counts: Sequence[int], dim: int
     return f"{layout[dim].name} {at * length}:{(at + 1) * length}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + few(ranks, 6).replace(",", "")
+def _ranks(has: Sequence[int], of: int) -> str:
+    if len(has) == 1:
+        return f"rank {has[0]}"
+    return "all ranks" if len(has) == of > _LISTED else "ranks " + few(has, _LISTED).replace(",", "")
