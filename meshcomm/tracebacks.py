@@ -79,7 +79,7 @@ def _shown_by_ipython(
         listed.append(at)
         at = at.tb_next
     files = [each.tb_frame.f_code.co_filename for each in listed]
-    for index in reversed(_users(files)):
+    for index in reversed(users(files)):
         each = listed[index]
         kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     shell.showtraceback((kind, error.with_traceback(kept or frames), kept or frames), tb_offset=tb_offset)
@@ -103,7 +103,7 @@ def text(error: BaseException) -> str:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        kept = _users([frame.filename for frame in each.stack])
+        kept = users([frame.filename for frame in each.stack])
         if kept and len(kept) < len(each.stack):
             each.stack[:] = [each.stack[at] for at in kept]
             left_out = True
@@ -113,8 +113,8 @@ def text(error: BaseException) -> str:
     return "".join(shown.format()) + (_TOLD if left_out else "")
 
 
-def _users(files: list[str]) -> list[int]:
-    """Which frames are shown: not ours, and none of torch's behind the last one that is neither's."""
+def users(files: list[str]) -> list[int]:
+    """Which of these frames are shown: not ours, and none of torch's behind the last one that is neither's."""
     last = max((at for at, file in enumerate(files) if not file.startswith(_HERE) and _TORCH not in file), default=-1)
     return [at for at, file in enumerate(files[: last + 1]) if not file.startswith(_HERE)]
 

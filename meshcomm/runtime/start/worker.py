@@ -123,16 +123,20 @@ def _listen_to_parent(questions: Connection) -> None:
 
 
 def _whereabouts() -> str:
-    """The functions that the main thread is in, from the user's on."""
+    """The functions that the main thread is in, from the user's on, and what the last of them has called."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     inside: list[str] = []
+    files: list[str] = []
     while frame is not None and frame.f_code.co_filename != __file__:
         code = frame.f_code
         if not code.co_filename.startswith("<frozen"):  # how Python imports
             inside.insert(0, f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})")
+            files.insert(0, code.co_filename)
         frame = frame.f_back
     if frame is None or not inside:
         return "is between two functions"
+    users = tracebacks.users(files) if tracebacks.is_wanted() else []
+    inside = inside[: users[-1] + 2] if users else inside
     return "is in " + " > ".join(inside if len(inside) <= _SHOWN else [*inside[:2], "...", *inside[2 - _SHOWN :]])
 
 
