@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.func import functional_call
 from torch.profiler import ProfilerActivity, profile
@@ -108,10 +109,11 @@ def adapted(make: Callable[[nn.Sequential], nn.Module]) -> Callable[[Namespace],
 
 
 def torchs(model: nn.Sequential) -> nn.Module:
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in model:
         torch_fully_shard(block, mesh=mesh)
-    return torch_fully_shard(model, mesh=mesh)
+    torch_fully_shard(model, mesh=mesh)
+    return model
 
 
 PLAN = {"*.up": "column", "*.gate": "column", "*.down": "row", "*.norm": "replicated"}
@@ -182,7 +184,8 @@ def row_of(candidate: Candidate, x: Tensor) -> dict[str, Any]:
 
 def over(row: dict[str, Any], base: dict[str, Any]) -> float:
     """How many times as long a step takes: the median of the turns."""
-    return median(mine / its for mine, its in zip(row["samples"], base["samples"], strict=True))
+    ratios: list[float] = [mine / its for mine, its in zip(row["samples"], base["samples"], strict=True)]
+    return median(ratios)
 
 
 def report(rows: list[dict[str, Any]]) -> list[Budget]:
