@@ -185,7 +185,7 @@ def _is_small_gloo(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> bool:
 def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: bool, hold: _Hold) -> Mail:
     """The mailboxes of the sequence of this name."""
     key = int.from_bytes(hashlib.sha256(f"{near.token} {name}".encode()).digest()[:7], "little")
-    for other, mail in list(_mails.items()):
+    for other, mail in _mails.copy().items():  # at once, for other threads make theirs
         if other != key and mail.is_over() and (not mail.adopted or boxes.arena().is_crowded()):
             retire(mail)
             _mails.pop(other, None)

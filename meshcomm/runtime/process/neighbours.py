@@ -111,7 +111,7 @@ def neighbour(lease: Lease) -> Neighbour:
     """The process with these mailboxes. Raises OSError if it cannot be seen."""
     found = _neighbours.get(lease)
     if found is None:
-        for gone in [lease for lease, each in list(_neighbours.items()) if each.is_gone()]:
+        for gone in [lease for lease, each in _neighbours.copy().items() if each.is_gone()]:
             _neighbours.pop(gone, None)  # another thread may be here, too
         found = _neighbours[lease] = Neighbour(lease)
     return found

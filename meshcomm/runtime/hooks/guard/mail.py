@@ -253,7 +253,7 @@ class _Watch(Meeting):
 
     def is_behind(self) -> bool:
         """As the mailbox knows."""
-        calls = list(self.room.mail.open.items())  # other threads finish theirs
+        calls = self.room.mail.open.copy().items()  # other threads finish theirs
         return any(number < self.number and not call.look() for number, call in calls)
 
     def agrees(self, entry: Entry) -> bool:

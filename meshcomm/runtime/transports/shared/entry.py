@@ -236,7 +236,7 @@ class Entry:
         first = Wait(self, end, None if watch is None else partial(watch.see_behind, self.number))
         with watch or contextlib.nullcontext():
             while True:
-                calls = list(mail.open.items())  # other threads finish theirs
+                calls = mail.open.copy().items()  # other threads finish theirs
                 seen = next((number - 1 for number, call in calls if not call.look()), self.number - 1)
                 for i in mail.others:
                     box = mail.box(i)
