@@ -34,12 +34,13 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-newest test-gpu lint format bench bench-all bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
+.PHONY: help venv demo test test-all test-models test-newest test-gpu lint format bench bench-all bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
 	@echo 'make test        tests, doctests and the code of the README, as far as they start no programs of their own'
 	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, all cases, a minute of soak'
+	@echo 'make test-models real architectures by every adaptor against one rank, as a table (the extra `models`); test-all has a sample'
 	@echo 'make test-newest the tests of one process, on the newest torch ($(NEWEST))'
 	@echo 'make test-gpu    what is to be known from a machine with GPUs, in one file (docs/gpu.md); PYTHON=... runs that interpreter as it is'
 	@echo 'make lint        ruff, mypy and basedpyright'
@@ -70,8 +71,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m 'not thorough' $(ARGS)
 
-test-all: $(VENV)/.installed
+test-all: $(VENV)/.models
 	$(PYTEST) $(ARGS)
+
+test-models: $(VENV)/.models
+	$(PY) tests/models/zoo_table.py $(ARGS)
 
 test-newest:
 	$(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes and not thorough" $(IN_PROCESS) $(ARGS)'
@@ -147,6 +151,10 @@ $(VENV)/.$(SPEC):
 
 $(VENV)/.installed: $(VENV)/.$(SPEC) pyproject.toml
 	$(PY) $(PIP_INSTALL) --editable '.[test]'
+	touch $@
+
+$(VENV)/.models: $(VENV)/.installed
+	$(PY) $(PIP_INSTALL) --editable '.[models]'
 	touch $@
 
 $(VENV)/.linters: $(VENV)/.installed

@@ -1,0 +1,119 @@
+"""How the models of the zoo are trained: one row each. Those with tensor parallelism stand in a file beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from zoo import Model
+
+from meshcomm import parallel
+
+
+def _nothing(module: nn.Module, model: Model) -> None:
+    """Leave it as it is."""
+
+
+def _always(module: nn.Module, model: Model) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of training, on ranks and on one rank alone."""
+
+    name: str
+    axes: dict[str, int]
+    """The mesh, eight ranks at most."""
+    apply: Callable[[nn.Module, Model], Any]
+    """Make it parallel, on every rank, under ``use_mesh``."""
+    data: Sequence[str]
+    """The axes over which rows are spread, as they follow each other in the mesh."""
+    prepare: Callable[[nn.Module, Model], Any] = _nothing
+    """Before that, and of the one rank too."""
+    fits: Callable[[nn.Module, Model], str] = _always
+    """Why it cannot be asked of this one; empty: it can."""
+    micro: int = 1
+    """Micro-batches of a step, all but the last without synchronisation."""
+    clip: float = 0.0
+    autocast: torch.dtype | None = None
+    generate: bool = False
+    """Tokens after training as one rank's, with a cache."""
+    tolerance: float = 1e-8
+
+    @property
+    def ranks(self) -> int:
+        """Of the mesh."""
+        ranks = 1
+        for size in self.axes.values():
+            ranks *= size
+        return ranks
+
+
+def dp(module: nn.Module, model: Model) -> None:
+    """Data parallel, batch norms over all rows."""
+    parallel.convert_batch_norm(module, "dp")
+    parallel.data_parallel(module, "dp", grads="mean", bucket_mb=0.01)
+
+
+def fsdp(module: nn.Module, model: Model, **options: Any) -> None:
+    """Sharded, units as the library chooses them."""
+    parallel.convert_batch_norm(module, "fsdp")
+    parallel.fully_shard(module, "fsdp", grads="mean", **options)
+
+
+def hsdp(module: nn.Module, model: Model) -> None:
+    """Sharded, with replicas."""
+    parallel.convert_batch_norm(module, ("dp", "fsdp"))
+    parallel.fully_shard(module, "fsdp", grads="mean", replica_axis="dp")
+
+
+def checkpointed(**options: Any) -> Callable[[nn.Module, Model], None]:
+    """By the switch that models of transformers have."""
+    return lambda module, model: module.gradient_checkpointing_enable(options)  # type: ignore[operator]
+
+
+def has_checkpoints(module: nn.Module, model: Model) -> str:
+    """Of transformers' only some have the switch."""
+    return "" if getattr(module, "supports_gradient_checkpointing", False) else "has no gradient checkpointing"
+
+
+def _products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selected() -> Any:
+    return create_selective_checkpoint_contexts(_products)
+
+
+def half_frozen(module: nn.Module, model: Model) -> None:
+    """The parts that the model names, or the first half of all parameters."""
+    params = list(module.named_parameters())
+    for number, (name, param) in enumerate(params):
+        param.requires_grad_(not (name.startswith(tuple(model.frozen)) if model.frozen else number < len(params) // 2))
+
+
+DP, FSDP, HSDP = {"dp": 2}, {"fsdp": 4}, {"dp": 2, "fsdp": 2}
+_reentrant, _other = checkpointed(use_reentrant=True), checkpointed(use_reentrant=False)
+_selective = checkpointed(use_reentrant=False, context_fn=_selected)
+
+METHODS: tuple[Method, ...] = (
+    Method("dp", DP, dp, ("dp",), generate=True),
+    Method("fsdp", FSDP, fsdp, ("fsdp",), generate=True),
+    Method("hsdp", HSDP, hsdp, ("dp", "fsdp"), generate=True),
+    Method("dp, reentrant checkpoints", DP, dp, ("dp",), _reentrant, has_checkpoints),
+    Method("dp, checkpoints", DP, dp, ("dp",), _other, has_checkpoints),
+    Method("fsdp, reentrant checkpoints", FSDP, fsdp, ("fsdp",), _reentrant, has_checkpoints),
+    Method("fsdp, checkpoints", FSDP, fsdp, ("fsdp",), _other, has_checkpoints),
+    Method("fsdp, selective checkpoints", FSDP, fsdp, ("fsdp",), _selective, has_checkpoints),
+    Method("dp, accumulated", DP, dp, ("dp",), micro=2, clip=0.1),
+    Method("fsdp, accumulated", FSDP, fsdp, ("fsdp",), micro=2, clip=0.1),
+    Method("hsdp, clipped", HSDP, hsdp, ("dp", "fsdp"), clip=0.1),
+    Method("dp, half frozen", DP, dp, ("dp",), half_frozen),
+    Method("fsdp, half frozen", FSDP, fsdp, ("fsdp",), half_frozen),
+)

@@ -1,0 +1,117 @@
+"""Every model of the zoo by every method, as a table: how far its parameters are from one rank's after three steps.
+
+    python tests/models/zoo_table.py                                   # all: make test-models
+    python tests/models/zoo_table.py --model T5 --method fsdp          # those with these words in their names
+    python tests/models/zoo_table.py --write                           # and into the page of the docs
+
+It ends with status 1 if a case is further away than its method allows, or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import zoo
+import zoo_harness
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of a model by a method."""
+
+    model: str
+    method: str
+    said: str
+    """The difference, why it cannot be asked, or the error."""
+    ok: bool
+    seconds: float = 0.0
+
+
+def tried(name: str, way: str) -> Cell:
+    """One case."""
+    method = zoo_harness.methods()[way]
+    begin = time.perf_counter()
+    try:
+        reason = zoo_harness.why_not(name, way)
+        if reason:
+            return Cell(name, way, f"({reason})", ok=True)
+        difference = zoo_harness.in_process(name, way)
+        return Cell(name, way, f"{difference:.0e}", difference <= method.tolerance, time.perf_counter() - begin)
+    except Exception as error:
+        deepest = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:300]
+        said = f"{type(error).__name__}: {text} ({Path(deepest.filename).name}:{deepest.lineno})"
+        return Cell(name, way, said, ok=False, seconds=time.perf_counter() - begin)
+
+
+def all_ways(ways: Sequence[str], name: str) -> list[Cell]:
+    """One model by all methods."""
+    warnings.simplefilter("ignore")
+    return [tried(name, way) for way in ways]
+
+
+def options() -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", default=[], help="a part of the name; may be given several times")
+    parser.add_argument("--method", action="append", default=[], help="the same of methods")
+    parser.add_argument("--exact", action="store_true", help="names as a whole")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="models at a time")
+    return parser.parse_args()
+
+
+def chosen(names: Sequence[str], parts: Sequence[str], exact: bool) -> list[str]:
+    """Those that were asked for."""
+    fits = (lambda name, part: name == part) if exact else (lambda name, part: part.lower() in name.lower())
+    return [name for name in names if not parts or any(fits(name, part) for part in parts)]
+
+
+def table(models: Sequence[str], ways: Sequence[str], cells: dict[tuple[str, str], Cell]) -> list[str]:
+    """As Markdown: a row per model, a column per method."""
+    lines = ["| | " + " | ".join(ways) + " |", "|---" * (len(ways) + 1) + "|"]
+    for model in models:
+        found = [cells[model, way] for way in ways]
+        said = ["" if cell.said.startswith("(") else cell.said if cell.ok else "**fails**" for cell in found]
+        lines.append(f"| {model} | " + " | ".join(said) + " |")
+    return lines
+
+
+def main() -> int:
+    """Run them and print the table."""
+    asked = options()
+    models = chosen([model.name for model in zoo.ZOO], asked.model, asked.exact)
+    ways = chosen(list(zoo_harness.methods()), asked.method, asked.exact)
+    begin = time.perf_counter()
+    cells: dict[tuple[str, str], Cell] = {}
+    with get_context("spawn").Pool(min(asked.jobs, len(models)), maxtasksperchild=1) as pool:
+        for found in pool.imap_unordered(functools.partial(all_ways, ways), models):
+            cells |= {(cell.model, cell.method): cell for cell in found}
+            seconds = sum(cell.seconds for cell in found)
+            print(
+                f"{found[0].model}: {sum(cell.ok for cell in found)} of {len(found)}, {seconds:.1f} s", file=sys.stderr
+            )
+            for cell in found:
+                if not cell.ok:
+                    print(f"    {cell.method}: {cell.said}", file=sys.stderr)
+    print(*table(models, ways, cells), sep="\n")
+    failed = sum(not cell.ok for cell in cells.values())
+    asked_of = sum(not cell.said.startswith("(") for cell in cells.values())
+    print(f"\n{asked_of - failed} of {asked_of} cases as one rank, in {time.perf_counter() - begin:.0f} s")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
