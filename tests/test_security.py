@@ -722,6 +722,7 @@ HERE = {
     ("meshcomm/parallel/checkpoint/reader.py", "torch.load"): "weights_only=True",
     ("meshcomm/parallel/full_state.py", "torch.load"): "weights_only=True",
     ("examples/train_gpt.py", "torch.load"): "weights_only=True",
+    ("examples/finetune.py", "importlib.import_module"): "transformers and tqdm",
 }
 
 
