@@ -263,6 +263,53 @@ def test_two_axes_in_another_order(guarded: Any) -> None:
     )
 
 
+BEHIND: dict[str, Callable[[mc.Mesh], Any]] = {
+    "send": lambda pair: mc.send(x(), BOTH, 0),
+    "recv": lambda pair: mc.recv(BOTH, 0, shape=(8,), dtype=torch.float32),
+    "exchange": lambda pair: mc.exchange([(x(), 0, 1)], [(0, (8,), torch.float32, 2)], BOTH),
+    "a message later": lambda pair: mc.send(x(), BOTH, 0, async_op=True).wait(),
+    "a collective": lambda pair: mc.all_reduce(x(), "pair", mesh=pair),
+    "a collective later": lambda pair: mc.all_reduce(x(), "pair", mesh=pair, async_op=True).wait(),
+}
+"""What rank 3 waits in, for rank 0."""
+
+
+def in_a_barrier_between(name: str) -> str:
+    """Rank 1 waits for 3, 3 for 0, and 0 for 1, in a barrier, which outlasts that: 1 sees it first, and is where it
+    meets 3 when that looks.
+    """
+    told, deaf = "", 0.0
+    with square() as mesh, pytest.MonkeyPatch.context() as patch:
+        for axis in ("dp", "tp", BOTH):
+            mc.all_reduce(x(), axis)
+        if mesh.rank in (0, 3):
+            pair = mc.make_mesh({"pair": 2}, ranks=(0, 3))
+            mc.all_reduce(x(), "pair", mesh=pair)
+        mc.barrier(BOTH, timeout=60)
+        if mesh.rank == 3:
+            deaf, hears = time.monotonic() + 20 * guards.LONG, guards.Guard.why_never
+            patch.setattr(
+                guards.Guard, "why_never", lambda *of, **kw: hears(*of, **kw) if time.monotonic() > deaf else ""
+            )
+        if mesh.rank in (1, 3):
+            with pytest.raises(mc.CommError) as caught:
+                BEHIND[name](pair) if mesh.rank == 3 else mc.recv("dp", 1, shape=(8,), dtype=torch.float32)
+            told = str(caught.value)
+        for axis in ("dp", "tp"):
+            mc.barrier(axis, timeout=60)
+        works_on()
+    return told
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_who_waits_behind_one_in_a_barrier_is_told(guarded: Any, name: str) -> None:
+    nothing, first, nothing_either, second = guarded.run(in_a_barrier_between, name)
+    assert nothing == nothing_either == ""
+    for text in (first, second):
+        assert "deadlock: ranks wait for each other" in text
+        assert "called barrier over 'tp'" in text
+
+
 def waits_are_no_deadlock() -> None:
     """Rank 3 is late; 2 waits for it, 0 for 2, and 1 for both: all of it comes to an end."""
     with square() as mesh:

@@ -287,13 +287,17 @@ class Guard:
             if reason:
                 weaker.append(reason)
             if (self.rank, wait.id) in status.condemned:
-                return self._condemn(status.condemned, status.verdict) if sure else status.verdict
+                return self._told_by(status, sure)
         return min(weaker, key=peers.distance, default="") or self._deadlock(wait, sure)
 
     def _deadlock(self, wait: Wait, sure: bool) -> str:
         """Who waits in what, if whom this wait is for waits for this rank."""
         seen: Seen = {}
         circle = self._circle(self.rank, wait, [], set(), seen)
+        others = (self.status(rank) for rank in range(self.size) if rank != self.rank)
+        for status in others if circle else seen.values():  # those behind who outlasts it in a barrier know of it, too
+            if (self.rank, wait.id) in status.condemned:
+                return self._told_by(status, sure)
         if not circle:
             return ""
         again: Seen = {}  # at one moment, between the two looks, all of them waited
@@ -305,6 +309,10 @@ class Guard:
         if not told.isdisjoint(circle):  # who waits there is told of another one, in which who waits for it has been
             return ""
         return self._condemn(circle, f"{DEADLOCK}; {self.where_all_are()}") if sure else DEADLOCK
+
+    def _told_by(self, status: Status, sure: bool) -> str:
+        """Of a deadlock that another rank has found, in which this one is."""
+        return self._condemn(status.condemned, status.verdict) if sure else status.verdict
 
     def _condemn(self, circle: list[tuple[int, int]], verdict: str) -> str:
         with self._lock:
