@@ -68,14 +68,16 @@ def take_turns(
     calls: Mapping[tuple[str, str], Call], repeats: int, clock: Callable[[], float] = time.thread_time
 ) -> Times:
     """The median time of each call, of samples taken in turns: of this thread's processor, which others that use the
-    machine do not lengthen.
+    machine do not lengthen. Each sample begins with calls that are not timed, for what ran before it has the caches,
+    and every other turn goes backwards: none always comes after the same one.
     """
     timers = {key: Timer(call, timer=clock) for key, call in calls.items()}
     counts = {key: max(1, round(SAMPLE / min(timer.repeat(3, 20)) * 20)) for key, timer in timers.items()}
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
-    for _ in range(repeats):
-        for key, timer in timers.items():
-            samples[key].append(timer.timeit(counts[key]) / counts[key])
+    for turn in range(repeats):
+        for key in list(timers)[:: -1 if turn % 2 else 1]:
+            timers[key].timeit(-(-counts[key] // 8))
+            samples[key].append(timers[key].timeit(counts[key]) / counts[key])
     times: Times = {}
     for (name, mode), taken in samples.items():
         times.setdefault(name, {})[mode] = median(taken)

@@ -132,10 +132,13 @@ _PLAIN = "torch.autograd.function._SingleLevelFunction"
 _plain: Any = find(_PLAIN, "work that was begun outside of a torch.func transform cannot be waited for inside")
 
 
-def plain_apply(cls: type[Function]) -> Any:
-    """``apply`` of a Function with forward and backward that looks for no transform: for :func:`outside_transforms`."""
+def plain_apply(cls: type[Function], *slots: str) -> Any:
+    """``apply`` of a Function with forward and backward that looks for no transform: for :func:`outside_transforms`.
+    ``slots``: as in :func:`shortened`.
+    """
     if _plain is not None:
-        return type(cls.__name__, (_plain,), {name: vars(cls)[name] for name in ("forward", "backward")}).apply  # type: ignore[attr-defined]
+        plain: Any = type(cls.__name__, (_plain,), {name: vars(cls)[name] for name in ("forward", "backward")})
+        return _torch_autograd.shortened(plain, *slots).apply
 
     def apply(*args: Any) -> Any:
         if functorch_active():

@@ -932,6 +932,39 @@ def test_name_plain_apply(monkeypatch: pytest.MonkeyPatch, without: bool) -> Non
         assert_close(torch.autograd.grad(y.sum(), w)[0], torch.full((2,), 3.0))
 
 
+@pytest.mark.parametrize("without", [False, True])
+def test_name_shortened(monkeypatch: pytest.MonkeyPatch, without: bool) -> None:
+    """Forward, backward, derivatives of backward, a graph that is kept, and the attributes are as they were."""
+    monkeypatch.setattr(_torch_autograd, "_nodes", not without)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+            ctx.factor, ctx.more = factor, "any"
+            ctx.save_for_backward(x)
+            return factor * x**3
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+            (x,) = ctx.saved_tensors
+            return g * 3 * ctx.factor * x**2, None
+
+    name = Scaled._backward_cls.__name__  # type: ignore[attr-defined]
+    assert _torch.shortened(Scaled, "factor") is Scaled
+    apply: Any = super(torch.autograd.Function, Scaled).apply  # type: ignore[misc]
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = apply(x, 2.0)
+    assert y.grad_fn.name() == name
+    assert type(y.grad_fn).__module__ == "torch.autograd.function"
+    assert y.grad_fn.factor == 2.0
+    assert vars(y.grad_fn) == ({"factor": 2.0, "more": "any"} if without else {"more": "any"})
+    for _ in range(2):
+        assert_close(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], torch.tensor([6.0, 24.0]))
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert_close(torch.autograd.grad(g.sum(), x)[0], torch.tensor([12.0, 24.0]))
+    assert torch.autograd.gradcheck(lambda x: apply(x, 2.0), x.detach().double().requires_grad_())
+
+
 def test_name_view_again() -> None:
     x = torch.arange(6.0).view(2, 3)
     other = torch.arange(6.0, 12.0).view(2, 3).requires_grad_()

@@ -450,5 +450,5 @@ class _Parted(Function):
         return _pack(gs, ctx.rows), None, None
 
 
-_packed_node: Any = super(Function, _Packed).apply
-_parted_node: Any = super(Function, _Parted).apply
+_packed_node: Any = super(Function, _torch.shortened(_Packed, "of")).apply  # type: ignore[misc]
+_parted_node: Any = super(Function, _torch.shortened(_Parted, "rows")).apply  # type: ignore[misc]

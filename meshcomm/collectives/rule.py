@@ -28,6 +28,7 @@ from meshcomm._torch import (
     plain_apply,
     primal_of,
     profiler_on,
+    shortened,
     unwrap_if_dead,
     version_of,
 )
@@ -88,7 +89,7 @@ class Rule:
         self.whose = None if whose is None else params.index(whose)
         self.agreed = tuple(param for param in params if param in op.compared)
         # Function.apply looks for torch.func and what has leaked out of it, which `apply` below does: 3 of 10 µs.
-        self.node: Any = super(Function, _backward_only(self)).apply  # type: ignore[misc]
+        self.node: Any = super(Function, shortened(_backward_only(self), "call")).apply  # type: ignore[misc]
         self.function: Any = _for_transforms(self).apply
         _rules[self.key] = self
         self.takes = False  # nobody else has what it is given, and it is not looked at again
@@ -187,7 +188,7 @@ def start(
         site = call_site()
         return then(raw, lambda y: rule.node(unwrap_if_dead(x), (axis, params, [site, y])))
     pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
-    token = _Start.apply(unwrap_if_dead(x), pair)  # type: ignore[no-untyped-call]
+    token = _start(unwrap_if_dead(x), pair)
     return then(raw, lambda y: pair.finish(token, x, y))
 
 
@@ -328,7 +329,8 @@ class _Finish(Function):
         return g.new_empty(0), None, None
 
 
-_finish: Any = plain_apply(_Finish)  # under a transform too
+_start: Any = super(Function, shortened(_Start, "pair")).apply  # type: ignore[misc]
+_finish: Any = plain_apply(_Finish, "pair")  # under a transform too
 
 
 def refuse_in_process(name: str, axis: Axis) -> None:
