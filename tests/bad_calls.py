@@ -189,6 +189,7 @@ AXIS: dict[str, Callable[[Any], Any]] = {
     "row_linear": lambda axis: parallel.row_linear(x(4), x(2, 4), axis=axis),
     "vocab_embedding": lambda axis: parallel.vocab_embedding(torch.tensor([1]), x(4, 2), axis=axis),
     "vocab_cross_entropy": lambda axis: parallel.vocab_cross_entropy(x(1, 4), torch.tensor([1]), axis=axis),
+    "linear_cross_entropy": lambda axis: parallel.linear_cross_entropy(x(1, 4), x(2, 4), torch.tensor([1]), axis=axis),
     "heads_of": lambda axis: parallel.heads_of(x(4), 1, axis=axis),
     "parallel_attention": lambda axis: parallel.parallel_attention(
         x(1, 2, 4), x(2, 4), x(2, 4), x(2, 4), x(4, 2), axis=axis, heads=2
@@ -921,6 +922,18 @@ FUNCTIONS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("vocab_cross_entropy", "no such reduction", lambda: parallel.vocab_cross_entropy(x(2, 4), ids, axis="a", reduction="avg"), r"reduction='avg' is none of"),
     ("vocab_cross_entropy", "smoothing of NaN", lambda: parallel.vocab_cross_entropy(x(2, 4), ids, axis="a", label_smoothing=nan), r"label_smoothing=nan is not from 0 to 1"),
     ("vocab_cross_entropy", "smoothing of text", lambda: parallel.vocab_cross_entropy(x(2, 4), ids, axis="a", label_smoothing="0"), r"label_smoothing='0' is not"),
+    ("linear_cross_entropy", "another target", lambda: parallel.linear_cross_entropy(x(3, 4), x(2, 4), ids, axis="a"), r"target \[2\] does not fit the rows of x"),
+    ("linear_cross_entropy", "x in a list", lambda: parallel.linear_cross_entropy([1.0], x(2, 4), ids, axis="a"), r"x is not a tensor but list"),
+    ("linear_cross_entropy", "a weight of another width", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 3), ids, axis="a"), r"weight \[2, 3\] does not fit x.shape\[-1\] = 4"),
+    ("linear_cross_entropy", "a bias of another length", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 4), ids, bias=x(3), axis="a"), r"bias \[3\] does not fit weight \[2, 4\]"),
+    ("linear_cross_entropy", "another dtype", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 4).half(), ids, axis="a"), r"weight is torch.float16, x is torch.float32"),
+    ("linear_cross_entropy", "integers", lambda: parallel.linear_cross_entropy(x(2, 4).long(), x(2, 4), ids, axis="a"), r"x is not floating point"),
+    ("linear_cross_entropy", "target of floats", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 4), x(2), axis="a"), r"not integers"),
+    ("linear_cross_entropy", "a target too large", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 4), ids + 4, axis="a"), r"is not in a vocabulary of 4"),
+    ("linear_cross_entropy", "no such reduction", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 4), ids, axis="a", reduction="avg"), r"reduction='avg' is none of"),
+    ("linear_cross_entropy", "smoothing of NaN", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 4), ids, axis="a", label_smoothing=nan), r"label_smoothing=nan is not from 0 to 1"),
+    ("linear_cross_entropy", "no rows at a time", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 4), ids, axis="a", rows=0), r"rows=0 is no number of rows"),
+    ("linear_cross_entropy", "rows of True", lambda: parallel.linear_cross_entropy(x(2, 4), x(2, 4), ids, axis="a", rows=True), r"rows=True is no number of rows"),
     ("heads_of", "no heads", lambda: parallel.heads_of(x(4), 0, axis="a"), r"0 heads do not divide axis 'a'"),
     ("heads_of", "more heads than ranks", lambda: parallel.heads_of(x(4), 4, axis="a"), r"4 heads do not divide axis 'a'"),
     ("heads_of", "a weight of no dims", lambda: parallel.heads_of(x(), 1, axis="a"), r"weight has no dims"),
@@ -1108,6 +1121,7 @@ WAITS = (
     "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift", "broadcast", "reduce",
     "gather", "barrier", "sync_seed", "main_only", "weighted_mean", "all_reduce_params", "Metrics.reduce", "data_parallel",
     "fully_shard", "tensor_parallel", "sync_batch_norm", "leave", "row_linear", "vocab_embedding", "vocab_cross_entropy",
+    "linear_cross_entropy",
     "parallel_attention",
 )  # fmt: skip
 """Functions in which ranks wait for each other; ``AXIS`` has a right call of each."""

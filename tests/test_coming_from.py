@@ -204,6 +204,7 @@ ORACLES: dict[str, Oracle] = {
     'mc.parallel.row_linear(x, weight, axis="tp")': lambda xs, i: total(xs, i) @ WEIGHT.T,
     'mc.parallel.vocab_embedding(ids, weight, axis="tp")': lambda xs, i: torch.cat([WEIGHT, WEIGHT])[:4],
     'mc.parallel.vocab_cross_entropy(x, ids, axis="tp")': lambda xs, i: torch.nn.functional.cross_entropy(torch.cat(xs, 1), torch.arange(4)),
+    'mc.parallel.linear_cross_entropy(same, weight, ids, axis="tp")': lambda xs, i: torch.nn.functional.cross_entropy(like_tensor(0) @ torch.cat([WEIGHT, WEIGHT]).T, torch.arange(4)),
     'mc.parallel.sequence_layer_norm(x, axis="tp")': lambda xs, i: torch.nn.functional.layer_norm(xs[i], (2,)),
     'mc.parallel.sequence_rms_norm(x, axis="tp")': lambda xs, i: torch.nn.functional.rms_norm(xs[i], (2,)),
     'mc.all_reduce(x, "dp", "mean")': lambda xs, i: torch.stack(xs).mean(0),

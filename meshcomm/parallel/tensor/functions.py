@@ -10,6 +10,8 @@ v vocabulary, h heads, k length of a head, n size of the axis.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
+from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 
@@ -206,11 +209,13 @@ def row_linear(
     return y + (pvary(bias, axis, mesh=mesh) if sequence else bias)
 
 
-def are_tensors(where: str, axis: Axis, **given: Tensor | None) -> None:
+def are_tensors(where: str, axis: Axis | None, **given: Tensor | None) -> None:
     """Those that are given are tensors, of whatever class: the first one, which is communicated, is a plain one."""
     for number, (name, x) in enumerate(given.items()):
-        if x is not None and (number == 0 or not isinstance(x, Tensor)):
+        if axis is not None and x is not None and (number == 0 or not isinstance(x, Tensor)):
             check.tensor(where, x, axis, name)
+        elif x is not None and not isinstance(x, Tensor):
+            fail(where, f"{name} is not a tensor but {type(x).__name__}.", fix="torch.as_tensor")
 
 
 def _fits(
@@ -305,21 +310,30 @@ def vocab_embedding(
     return leave(found, axis, sequence=sequence, mesh=ax.mesh)
 
 
-def own_rows(where: str, ids: Tensor, count: int, axis: Axis, *, ignored: int | None = None) -> tuple[Tensor, Tensor]:
-    """Where in this rank's part each id is (0 if elsewhere), and whether it is there."""
+def own_rows(
+    where: str, ids: Tensor, count: int, axis: Axis | None, *, ignored: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Where in this rank's part each id is (0 if elsewhere), and whether it is there; with no axis it has all."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        check.explain(where, "ids are not integers.", axis, x=ids, fix="cast with x.long()")
-    total = count * axis.size
+        wrong(where, "ids are not integers.", axis, ids, "cast with x.long()")
+    total = count * (1 if axis is None else axis.size)
     if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
         known = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
         low, high = (int(bound) for bound in known.aminmax())
         if low < 0 or high >= total:
-            wrong = low if low < 0 else high
+            outside = low if low < 0 else high
             fix = f"ids from 0 to {total - 1}, of the whole vocabulary" if total else "each rank has a part of it"
-            check.explain(where, f"id {wrong} is not in a vocabulary of {total}.", axis, x=ids, fix=fix)
-    rows = ids - axis.index_tensor.to(ids.device) * count
+            wrong(where, f"id {outside} is not in a vocabulary of {total}.", axis, ids, fix)
+    rows = ids if axis is None else ids - axis.index_tensor.to(ids.device) * count
     mine = (rows >= 0) & (rows < count)
     return rows.masked_fill(~mine, 0), mine
+
+
+def wrong(where: str, what: str, axis: Axis | None, x: Tensor, fix: str) -> NoReturn:
+    """Say what is wrong with ``x``, of a call that may have no axis."""
+    if axis is not None:
+        check.explain(where, what, axis, x=x, fix=fix)
+    fail(where, what, got=f"x {shape_text(x.dtype, x.shape)}", fix=fix)
 
 
 @Op("heads_of", "V -> V", communicates=False, composed=True)

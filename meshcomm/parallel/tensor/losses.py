@@ -10,8 +10,8 @@ from torch import Tensor
 
 from meshcomm.collectives import check
 from meshcomm.collectives.reduce import all_reduce, pvary
-from meshcomm.mesh import AxisName, Mesh
-from meshcomm.parallel.tensor.functions import are_tensors, own_rows
+from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.tensor.functions import are_tensors, own_rows, wrong
 from meshcomm.runtime.ops import Op
 
 
@@ -71,14 +71,7 @@ def vocab_cross_entropy(
     are_tensors(where, ax, logits=logits, target=target)
     if not logits.is_floating_point():
         check.explain(where, "logits are not floating point.", ax, x=logits, fix="cast with x.float()")
-    if logits.shape[:-1] != target.shape or not logits.ndim:
-        check.explain(
-            where, f"target {list(target.shape)} does not fit the logits.", ax, x=logits, fix="[...] for [..., v/n]"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        check.explain(where, f"reduction={reduction!r} is none of 'mean', 'sum', 'none'.", ax, fix="one of them")
-    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
-        check.explain(where, f"label_smoothing={label_smoothing!r} is not from 0 to 1.", ax, fix="such as 0.1")
+    checked_targets(where, "logits", logits, target, reduction, label_smoothing, ax)
     rows, mine = own_rows(where, target, logits.shape[-1], ax, ignored=ignore_index)
     x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     with torch.no_grad():  # it cancels
@@ -92,8 +85,25 @@ def vocab_cross_entropy(
     if label_smoothing:
         even = log - sums[2] / (logits.shape[-1] * ax.size)
         loss = (1 - label_smoothing) * loss + label_smoothing * even
-    counted = target != ignore_index
-    loss = loss.masked_fill(~counted, 0)
+    return reduced(loss, target != ignore_index, reduction)
+
+
+def checked_targets(
+    where: str, name: str, x: Tensor, target: Tensor, reduction: object, label_smoothing: object, axis: Axis | None
+) -> None:
+    """What a loss of the rows of ``x`` is told besides: targets, how they are reduced, how smooth they are."""
+    if not x.ndim or x.shape[:-1] != target.shape:
+        what = f"target {list(target.shape)} does not fit the {name}."
+        wrong(where, what, axis, x, f"one target for each row of the {name}")
+    if reduction not in ("mean", "sum", "none"):
+        wrong(where, f"reduction={reduction!r} is none of 'mean', 'sum', 'none'.", axis, x, "one of them")
+    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
+        wrong(where, f"label_smoothing={label_smoothing!r} is not from 0 to 1.", axis, x, "such as 0.1")
+
+
+def reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
+    """The mean or sum of those that count, or all of them with zeros for the others."""
+    losses = losses.masked_fill(~counted, 0)
     if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
