@@ -5,6 +5,7 @@ p = number of elements of all parameters.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.checkpoint.parts import Entries, Named, Path, collect, dotted, named, state_names
+from meshcomm.parallel.checkpoint.parts import Entries, Path, collect, dotted, named, state_names
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks
-from meshcomm.parallel.checkpoint.whole import load
 from meshcomm.parallel.cut_parameters import checked_module
-from meshcomm.parallel.global_places import Place, part_of
+from meshcomm.parallel.global_places import part_of
+from meshcomm.parallel.hub_names import as_named
+from meshcomm.parallel.taken_parts import Loading, refuse_names
+from meshcomm.parallel.whole_tensors import opened
 from meshcomm.runtime.ops import Op
 
 Shared = Literal["copy", "drop"]
@@ -178,53 +181,24 @@ def load_full_state_dict(
     where = "load_full_state_dict"
     checked_module(where, module)
     axis = all_ranks(where, module, mesh)
-    if isinstance(state_or_path, (str, os.PathLike)) and os.path.isdir(state_or_path):
-        load(state_or_path, module, random=False, mesh=axis.mesh)
-        return
-    team, clean = Team(where, axis), state_names(module)
-    whole = team.all(lambda: _opened(where, state_or_path))
-    state = team.all(lambda: _local(where, module, whole))
-    known = {name for names in team.everyone([clean(name) for name in module.state_dict()]) for name in names}
-    state.update({name: value for name, value in whole.items() if name not in known})
-    module.load_state_dict(state, strict=strict)
+    team = Team(where, axis)
+    with contextlib.ExitStack() as files:
+        source = team.all(lambda: opened(where, state_or_path))
+        files.callback(source.close)
+        groups = team.all(lambda: _groups(module))
+        every = {name: group for of_rank in team.everyone(groups) for name, group in of_rank.items()}
+        source = team.all(lambda: as_named(where, module, source, every))
+        if strict:
+            refuse_names(where, module, source, every)
+        loading = team.all(lambda: Loading(where, module, source, groups, axis.mesh.device))
+        team.all(loading.check)
+        team.all(loading.fill)
 
 
-def _opened(where: str, given: Any) -> Mapping[str, Any]:
-    if isinstance(given, (str, os.PathLike)):
-        if not os.path.isfile(given):
-            fail(where, f"there is no file or folder {given!r}.", fix="what torch.save or checkpoint.save has written")
-        given = torch.load(given, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(given, Mapping):
-        fix = "the whole state_dict on every rank; what is on one rank alone goes through mc.broadcast_object"
-        fail(where, f"state is no mapping but {type(given).__name__}.", fix=fix)
-    return given
-
-
-def _local(where: str, module: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank's ``load_state_dict`` takes."""
-    here, clean, found = named(module), state_names(module), {}
-    for given, own in module.state_dict().items():
-        name = clean(given)
-        found_as = name if name in whole else here.aliases.get(name, name)
-        if found_as not in whole:
-            continue
-        found[given] = value = whole[found_as]
-        p = here.params.get(name)
-        if p is not None:
-            found[given] = _part(where, name, here, p, own, value)
-    return found
-
-
-def _part(where: str, name: str, here: Named, p: nn.Parameter, own: Tensor, value: Any) -> Tensor:
-    place = here.places.get(id(p), Place(p.shape))
-    if not isinstance(value, Tensor):
-        fail(where, f"{name!r} is no tensor but {type(value).__name__}.", fix="the whole parameter")
-    if id(p) not in here.places:
-        return value
-    if tuple(value.shape) != place.shape:
-        what = f"{name!r} has shape {tuple(value.shape)}, the parameter {place.shape}."
-        fail(where, what, fix="the state_dict of the module on one rank")
-    part = torch.empty_like(own, dtype=value.dtype, device=value.device)
-    for box in place.of(part).boxes:
-        box.view.copy_(part_of(value, box.offsets, box.sizes))
-    return part
+def _groups(module: nn.Module) -> dict[str, list[str]]:
+    """Each name of the module's ``state_dict``, and the other names of what stands there."""
+    here, clean = named(module, later=True), state_names(module)
+    of: dict[str, list[str]] = {}
+    for name in here.params:
+        of.setdefault(here.aliases.get(name, name), []).append(name)
+    return {name: of.get(here.aliases.get(name, name), []) for name in map(clean, module.state_dict())}

@@ -17,6 +17,7 @@ from meshcomm.errors import fail, names, shape_text
 from meshcomm.parallel.cut_parameters import places_of
 from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
+from meshcomm.parallel.later_values import has_no_values
 
 Path = tuple[str | int, ...]
 """Where a value stands in nested dicts and lists; joined by dots it is the name in the file."""
@@ -51,16 +52,18 @@ class Named(NamedTuple):
         return self.places.get(id(p)) or Place(p.shape)
 
 
-def named(module: nn.Module) -> Named:
-    """Names as torch's ``get_model_state_dict`` has them, and places."""
+def named(module: nn.Module, *, later: bool = False) -> Named:
+    """Names as torch's ``get_model_state_dict`` has them, and places; ``later``: parameters may yet have no values."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     params: dict[str, nn.Parameter] = {}
     names_of = state_names(module)
     for given, p in module.named_parameters(remove_duplicate=False):
         name = names_of(given)
-        if nn.parameter.is_lazy(p) or p.is_meta:
-            fail("checkpoint", f"{name!r} has no {'values' if p.is_meta else 'shape'} yet.", fix="initialise it first")
+        if nn.parameter.is_lazy(p):
+            fail("checkpoint", f"{name!r} has no shape yet.", fix="initialise it first")
+        if not later and has_no_values(p):
+            fail("checkpoint", f"{name!r} has no values yet.", fix="parallel.load_full_state_dict, or initialise it")
         if id(p) not in first:
             first[id(p)] = name
         elif name not in params:
@@ -78,11 +81,16 @@ def state_names(module: nn.Module) -> Callable[[str], str]:
         for prefix in reversed(outer):
             if name.startswith(prefix):
                 name = prefix.removesuffix("module.") + name[len(prefix) :]
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        return name
+        return without_wrappers(name)
 
     return clean
+
+
+def without_wrappers(name: str) -> str:
+    """A name without what ``torch.compile`` and wrappers of checkpointing add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 # ------------------------------------------------------------------------------------------------- what is in the file

@@ -33,6 +33,8 @@ from meshcomm.parallel.global_places import Box, Spread, part_of
 
 T = TypeVar("T")
 
+OURS = "meshcomm"
+"""Under which stands what :func:`meshcomm.parallel.checkpoint.save` adds."""
 _METADATA = "torch.distributed.checkpoint.metadata."
 _DTYPES = {str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _PATHS = {f"pathlib{inner}.{pure}{kind}Path" for inner in ("", "._local") for pure in ("", "Pure")
@@ -215,6 +217,10 @@ class Reader:
             fail(where, f"there is no finished checkpoint at {folder!r}.",
                  fix="what save was given, one of its steps, or what torch.distributed.checkpoint wrote")  # fmt: skip
         self.paths = self._table.paths
+
+    def find_sums(self) -> None:
+        """Compare them, if who wrote says that they are there."""
+        self.sums = f"{OURS}.sums" in self.paths and self.plain(f"{OURS}.sums") is True
 
     def _trying(self, do: Callable[[], T], what: str = "") -> T:
         """What is wrong with the table is an error that names it."""

@@ -16,11 +16,11 @@ from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.global_places import Place, Spread
 from meshcomm.runtime.process import accelerator
 
-_EXTRA = "_extra_state"
+EXTRA = "_extra_state"
 _NOT_SETTINGS = ("params", "param_names")
 
 
-class _Leaf(NamedTuple):
+class Leaf(NamedTuple):
     """A value inside a nested one: a tensor may yet have to be read."""
 
     tail: Path
@@ -57,7 +57,7 @@ class Restoring:
         used: set[str] = set()
         for given, x in module.state_dict().items():
             name = clean(given)
-            if given.rpartition(".")[2] == _EXTRA:
+            if given.rpartition(".")[2] == EXTRA:
                 used |= self._extra_state(module, given, (*root, name))
                 continue
             if name in here.aliases:
@@ -85,7 +85,7 @@ class Restoring:
         leaves = self._leaves(at)
         if not leaves:
             fail(self.where, f"the checkpoint has no {dotted(at)!r}.", got=self.reader.folder)
-        self._commits.append(lambda: owner.set_extra_state(_built(leaves)))
+        self._commits.append(lambda: owner.set_extra_state(built(leaves)))
         return {dotted((*at, *leaf.tail)) for leaf in leaves}
 
     def _tensor(self, key: str, target: Spread, wrong: list[str]) -> None:
@@ -116,19 +116,19 @@ class Restoring:
             if said:
                 fail(self.where, f"the checkpoint does not fit the {what}; {said[0]}.", got=self.reader.folder)
 
-    def _leaves(self, at: Path) -> list[_Leaf]:
+    def _leaves(self, at: Path) -> list[Leaf]:
         """What stands below a path, or at it: plain data at once, tensors with room for what will be read."""
         found = []
         for key, path in self.reader.paths.items():
             if path[: len(at)] == at:
                 stored = self.reader.tensor(key)
                 if stored is None:
-                    found.append(_Leaf(path[len(at) :], self.reader.plain(key)))
+                    found.append(Leaf(path[len(at) :], self.reader.plain(key)))
                 else:
                     stored = self.reader.backed(key)
                     room = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
                     self._wanted.append((key, Spread.whole(room)))
-                    found.append(_Leaf(path[len(at) :], room))
+                    found.append(Leaf(path[len(at) :], room))
         return found
 
     # ------------------------------------------------------------------------------------------------ the optimiser
@@ -161,7 +161,7 @@ class Restoring:
         self._refuse("optimiser", [], list(states), wrong)
 
     def _groups(self, root: Path) -> list[dict[str, Any]]:
-        tree = _built(self._leaves((*root, "param_groups")))
+        tree = built(self._leaves((*root, "param_groups")))
         groups = tree if isinstance(tree, list) else []
         if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
             fail(self.where, "the groups of the optimiser in the checkpoint do not name their parameters.")
@@ -200,22 +200,22 @@ class Restoring:
     def _state(
         self, tail: Path, key: str, may_be_cut: bool, p: Tensor, place: Place, settings: Mapping[str, Any],
         wrong: list[str],
-    ) -> _Leaf:  # fmt: skip
+    ) -> Leaf:  # fmt: skip
         stored = self.reader.tensor(key)
         if stored is None:
-            return _Leaf(tail, self.reader.plain(key))
+            return Leaf(tail, self.reader.plain(key))
         stored = self.reader.backed(key)
         size, dtype = stored.size, stored.properties.dtype
         if size == place.shape and may_be_cut:
             room = torch.zeros_like(p.detach(), dtype=dtype)
             self._tensor(key, place.of(room), wrong)
-            return _Leaf(tail, room)
+            return Leaf(tail, room)
         if size and place.is_cut:
             wrong.append(f"{key!r} {shape_text(dtype, size)} is not shaped like its parameter {list(place.shape)}")
         on_device = tail[-1] != "step" or settings.get("capturable") or settings.get("fused")  # where torch has it
         room = torch.empty(size, dtype=dtype, device=p.device if on_device else "cpu")
         self._wanted.append((key, Spread.whole(room)))
-        return _Leaf(tail, room)
+        return Leaf(tail, room)
 
     # ------------------------------------------------------------------------------------------------------ at last
 
@@ -239,16 +239,16 @@ def _more(items: Sequence[object], shown: int = 4) -> str:
     return f" and {len(items) - shown} more" if len(items) > shown else ""
 
 
-def _built(leaves: Sequence[_Leaf]) -> Any:
+def built(leaves: Sequence[Leaf]) -> Any:
     """Nested dicts and lists of values by path."""
     if len(leaves) == 1 and not leaves[0].tail:
         return leaves[0].value
-    inner: dict[str | int, list[_Leaf]] = {}
+    inner: dict[str | int, list[Leaf]] = {}
     for tail, value in leaves:
-        inner.setdefault(tail[0], []).append(_Leaf(tail[1:], value))
+        inner.setdefault(tail[0], []).append(Leaf(tail[1:], value))
     if inner and all(isinstance(key, int) for key in inner):
-        return [_built(inner[key]) for key in sorted(inner, key=int)]
-    return {key: _built(each) for key, each in inner.items()}
+        return [built(inner[key]) for key in sorted(inner, key=int)]
+    return {key: built(each) for key, each in inner.items()}
 
 
 def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -260,9 +260,9 @@ def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _set_state(optimizer: torch.optim.Optimizer, p: Tensor, leaves: Sequence[_Leaf]) -> None:
+def _set_state(optimizer: torch.optim.Optimizer, p: Tensor, leaves: Sequence[Leaf]) -> None:
     if leaves:
-        optimizer.state[p] = _built(leaves)
+        optimizer.state[p] = built(leaves)
     else:
         optimizer.state.pop(p, None)
 

@@ -25,12 +25,11 @@ from meshcomm.parallel.checkpoint.files import (
     Writer,
 )
 from meshcomm.parallel.checkpoint.parts import Entries, Path, checked_plain, collect
-from meshcomm.parallel.checkpoint.reader import Reader
+from meshcomm.parallel.checkpoint.reader import OURS, Reader
 from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, random_states, set_random_states
 from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_both, merged
 from meshcomm.runtime.ops import Op
 
-_OURS = "meshcomm"
 _GROUPS: Path = ("optim", "param_groups")
 
 
@@ -131,17 +130,17 @@ def save(
         found = collect(module, optimizer)
         ours = {"mesh": list(axis.mesh.shape.items()), "extra": checked_plain(where, "extra", extra),
                 "sums": get_crc32_options()}  # fmt: skip
-        found.plain.update({(_OURS, key): value for key, value in ours.items()})
+        found.plain.update({(OURS, key): value for key, value in ours.items()})
         mine = {"random": random_states(), "extra": checked_plain(where, "rank_extra", rank_extra)}
-        found.plain[_OURS, "rank", str(axis.index)] = mine
+        found.plain[OURS, "rank", str(axis.index)] = mine
         return found
 
     found = team.all(found_here)
-    found.plain[_OURS, "step"] = step
+    found.plain[OURS, "step"] = step
     plan, table, together = team.share_out(found)
     found.plain.update({(*_GROUPS, number, "params"): ours for number, ours in enumerate(together.groups)})
     step, partial = team.tell(lambda: root.open(where, step))
-    found.plain[_OURS, "step"] = step
+    found.plain[OURS, "step"] = step
     try:
         writer = Writer(partial, root.folder(step), axis.index)
         results = team.all(lambda: writer.write(plan, Planner(found)))
@@ -221,7 +220,7 @@ def load(
 
     def planned() -> tuple[Restoring, Checkpoint, Any]:
         reader = Reader(where, folder)
-        reader.sums = f"{_OURS}.sums" in reader.paths and reader.plain(f"{_OURS}.sums") is True
+        reader.find_sums()
         restoring = Restoring(reader)
         restoring.module(module, model_key)
         if optimizer is not None:
@@ -308,10 +307,10 @@ def _ours(reader: Reader, axis: Axis) -> tuple[Checkpoint, Any]:
     """What :func:`save` has added, and this rank's random states if they fit."""
     known: dict[str, Any] = {}
     for key in ("step", "mesh", "extra"):
-        name = f"{_OURS}.{key}"
+        name = f"{OURS}.{key}"
         known[key] = reader.plain(name) if name in reader.paths else None
     same = known["mesh"] == list(axis.mesh.shape.items())
-    mine: Mapping[str, Any] = reader.plain(f"{_OURS}.rank.{axis.index}") if same else {}
+    mine: Mapping[str, Any] = reader.plain(f"{OURS}.rank.{axis.index}") if same else {}
     if not isinstance(mine, dict) or not isinstance(mine.get("random", {}), dict):
         fail(reader.where, f"what the checkpoint has of rank {axis.index} is not what save writes.", got=reader.folder)
     found = Checkpoint(reader.folder, known["step"], known["extra"], mine.get("extra"), same)

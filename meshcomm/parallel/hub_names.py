@@ -1,0 +1,114 @@
+"""Files of ``transformers``, in which tensors have other names than in the model, or are kept in other pieces.
+
+A model of that library says how its files are read: names that have changed, experts that are stacked, matrices that are
+joined or cut. Its own functions do it here; of each tensor that is made of several, all of it is in memory for a moment.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm.errors import described, fail, names
+from meshcomm.parallel.global_places import Box, part_of
+from meshcomm.parallel.whole_tensors import Kind, Renamed, Whole, whole_of
+
+_MAPPING, _CORE = "transformers.conversion_mapping", "transformers.core_model_loading"
+
+
+def as_named(where: str, module: nn.Module, source: Whole, known: Collection[str]) -> Whole:
+    """``source`` with the module's own names, where its library says how; ``known``: those of all ranks."""
+    mapping, core = sys.modules.get(_MAPPING), sys.modules.get(_CORE)
+    prefix = getattr(module, "base_model_prefix", None)
+    if not isinstance(prefix, str) or mapping is None or core is None or {*known} <= {*source.names}:
+        return source
+    try:
+        transforms = mapping.get_model_conversion_mapping(module)
+        return Converted(where, module, source, known, transforms, core)
+    except AttributeError as error:  # another version of it
+        fail(where, "transformers does not say how its files are named.", got=described(error),
+             fix="save_pretrained(..., save_original_format=False)")  # fmt: skip
+
+
+def ignored(module: nn.Module, what: str) -> list[re.Pattern[str]]:
+    """Patterns of names that a model of that library says may be ``"missing"``, or ``"unexpected"``."""
+    patterns = getattr(module, f"_keys_to_ignore_on_load_{what}", None)
+    return [re.compile(pattern) for pattern in patterns or () if isinstance(pattern, str)]
+
+
+class Converted(Renamed):
+    """Tensors of a file under the names of the model."""
+
+    def __init__(
+        self, where: str, module: Any, source: Whole, known: Collection[str], transforms: Sequence[Any], core: Any
+    ) -> None:
+        self._where, self._module, theirs = where, module, dict[str, str]()
+        renamings = [each for each in transforms if isinstance(each, core.WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, core.WeightConverter)]
+        of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+        there = dict.fromkeys(known, True)
+        for name in sorted(source.names, key=core.dot_natural_key):
+            ours, pattern = core.rename_source_key(name, renamings, converters, module.base_model_prefix, there)
+            if ours not in there and name in there:
+                ours, pattern = core.rename_source_key(name, [], [], module.base_model_prefix, there)
+            if pattern is None:
+                theirs[ours] = name
+            else:
+                groups.setdefault(ours, (of_pattern[pattern], []))[1].append((name, pattern))
+        super().__init__(source, theirs)
+        self._group_of: dict[str, tuple[str, Any, list[tuple[str, str]]]] = {}
+        self._kinds: dict[str, Kind] = {}
+        self._last: tuple[str, Mapping[str, Tensor]] = "", {}
+        for first, (converter, members) in groups.items():
+            made = self._convert(first, converter, members, meta=True)
+            for name, x in made.items():
+                self._group_of[name] = first, converter, members
+                self._kinds[name] = Kind(tuple(x.shape), x.dtype)
+        self.names = [*theirs, *self._group_of]
+
+    def _convert(self, first: str, converter: Any, members: list[tuple[str, str]], meta: bool) -> dict[str, Tensor]:
+        mapping = copy.deepcopy(converter)
+        for name, pattern in members:
+            kind = self._source.kind(name)
+            if kind is None:
+                fail(self._where, f"{name!r} is no tensor.")
+            x = torch.empty(kind.shape, dtype=kind.dtype, device="meta") if meta else whole_of(self._source, name)
+            mapping.add_tensor(first, name, pattern, x)
+        try:
+            made = mapping.convert(first, model=self._module, config=self._module.config)
+        except Exception as error:
+            got = f"{described(error)}; of {names([name for name, _ in members[:4]])}"
+            fail(self._where, f"transformers does not make {first!r} of what is in the file.", got=got)
+        return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+
+    def kind(self, name: str) -> Kind | None:
+        """Of a tensor."""
+        return self._kinds[name] if name in self._kinds else super().kind(name)
+
+    def plain(self, name: str) -> Any:
+        """The value."""
+        return whole_of(self, name) if name in self._kinds else super().plain(name)
+
+    def fill(self, name: str, boxes: Sequence[Box]) -> None:
+        """Copy; of tensors that are made together the last ones are kept until others are asked for."""
+        if name not in self._group_of:
+            super().fill(name, boxes)
+            return
+        first, converter, members = self._group_of[name]
+        if self._last[0] != first:
+            self._last = "", {}
+            self._last = first, self._convert(first, converter, members, meta=False)
+        for box in boxes:
+            box.view.copy_(part_of(self._last[1][name], box.offsets, box.sizes))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._last = "", {}
+        super().close()
