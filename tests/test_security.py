@@ -720,7 +720,7 @@ HERE = {
     ("meshcomm/runtime/start/worker.py", "ctypes.CDLL"): "prctl of the C library that is loaded already",
     ("meshcomm/parallel/checkpoint/pickles.py", "pickle._Unpickler"): "without the steps that import, call or change",
     ("meshcomm/parallel/checkpoint/reader.py", "torch.load"): "weights_only=True",
-    ("meshcomm/parallel/full_state.py", "torch.load"): "weights_only=True",
+    ("meshcomm/parallel/whole_tensors.py", "torch.load"): "weights_only=True",
     ("examples/train_gpt.py", "torch.load"): "weights_only=True",
     ("examples/finetune.py", "importlib.import_module"): "transformers and tqdm",
 }

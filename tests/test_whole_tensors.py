@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +114,6 @@ def test_dtypes(tmp_path: Path) -> None:
         load_full_state_dict(net, path)
         found = full_state_dict(net)
         with pytest.raises(mc.MeshError, match=r"'bias' is torch.float32, which does not become torch.int64"):
-            net.bias.data = net.bias.data.long() if False else net.bias.data
             load_full_state_dict(Ints(), {"bias": torch.ones(2)})
         return found
 
@@ -221,7 +221,7 @@ WRONG: dict[Callable[[Path], Path], str] = {
     no_pickle: r"file '.*x.bin' cannot be read.*fix: a file of tensors that torch.save has written",
     code: r"file '.*x.pt' cannot be read",
     a_list: r"in file '.*x.pt' is no mapping but list",
-    other_shape: r"'layers.0.bias' has shape \(9,\), the parameter \(8,\); 'steps' has shape \(2,\), the buffer \(\)",
+    other_shape: r"'steps' has shape \(2,\), the buffer \(\); 'layers.0.bias' has shape \(9,\), the parameter \(8,\)",
     prefixed: r"Missing key.*fix: names begin with 'module.' there.*ModuleDict\({'module': module}\)",
     deeper: r"Missing key.*fix: names begin with 'base.model.' there: {name.removeprefix\('base.model.'\): x for",
     less: r"Missing key\(s\): 'layers.0.weight'.*and 0 more|Missing key\(s\): 'layers.0.weight'",
@@ -241,8 +241,6 @@ def test_wrong_files(make: Callable[[Path], Path], tmp_path: Path) -> None:
                 load_full_state_dict(net, path)
             assert_close(full_state_dict(net), dict(whole().state_dict()), rtol=0, atol=0)
             return str(caught.value).replace("\n", " ")
-
-    import re
 
     for said in mc.launch(main, ranks=4):
         assert re.search(WRONG[make], said), said
@@ -316,5 +314,5 @@ def test_what_is_loaded_in_a_way_of_its_own() -> None:
 def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = safe(tmp_path, dict(whole().state_dict()))
     monkeypatch.setattr(whole_tensors, "safetensors", None)
-    with pytest.raises(mc.MeshError, match=r"read by safetensors, which is not installed.\n.*pip install safetensors"):
+    with pytest.raises(mc.MeshError, match=r"read by safetensors, which is not installed[^!]*pip install safetensors"):
         load_full_state_dict(whole(), path)

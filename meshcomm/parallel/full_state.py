@@ -21,8 +21,8 @@ from meshcomm.parallel.checkpoint.parts import Entries, Path, collect, dotted, n
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.global_places import part_of
-from meshcomm.parallel.hub_names import as_named
-from meshcomm.parallel.taken_parts import Loading, refuse_names
+from meshcomm.parallel.names_in_files import as_named, refuse_names
+from meshcomm.parallel.taken_parts import Loading
 from meshcomm.parallel.whole_tensors import opened
 from meshcomm.runtime.ops import Op
 
@@ -144,26 +144,46 @@ def load_full_state_dict(
     strict: bool = True,
     mesh: Mesh | None = None,
 ) -> None:
-    """Take this rank's parts of whole tensors; everything else as ``load_state_dict`` takes it.
+    """Take this rank's parts of whole tensors, each copied to where it belongs.
+
+    Names, shapes and dtypes are compared first, on all ranks, and nothing is changed where they do not fit. Then each
+    rank reads what it keeps: of ``.safetensors`` files slices, which are mapped and copied into the parameters, so that
+    no rank ever holds the whole. What is on the meta device gets its memory now, on the device of the mesh: a model
+    that was made there and given to the adaptors is loaded without ever having been initialised.
+
+    Values are converted to the dtype of the parameter, as ``copy_`` does it, from float to float and from integer to
+    float; not from float to integer, nor from complex to real. Names are compared without what ``torch.compile`` and
+    wrappers add to them (``_orig_mod.``). Where a model of ``transformers`` has other names than its files, or stacks
+    what they keep apart, its own rules are followed.
 
     Type: all ranks of the mesh call.
 
     Args:
-        module: spread over the mesh in any way.
-        state_or_path: the ``state_dict`` of the module on one rank, or what :func:`full_state_dict` gave, equal on
-            every rank; what is memory-mapped is read in part. Or a file that ``torch.save`` has written of it, of which
-            each rank maps its parts (no code is run); or a folder of :func:`meshcomm.parallel.checkpoint.save`.
-        strict: as of ``load_state_dict``, for what all ranks have between them: names that another rank has, as another
-            stage of a pipeline, are not unexpected.
+        module: spread over the mesh in any way, or a part of such a one.
+        state_or_path: whole tensors, equal on every rank:
+
+            a mapping: the ``state_dict`` of the module on one rank, or what :func:`full_state_dict` gave;
+            a ``.safetensors`` file (needs the extra ``meshcomm[weights]``), or one that ``torch.save`` has written
+            (``.pt``, ``.bin``), of which each rank maps its parts; no code is run;
+            a folder of them, as ``save_pretrained`` writes it: ``model.safetensors``, or shards with their
+            ``model.safetensors.index.json``; ``pytorch_model.bin``, or shards; or the index itself;
+            a folder of :func:`meshcomm.parallel.checkpoint.save`, or of ``torch.distributed.checkpoint``.
+        strict: whether names that one side lacks are an error. It is that of all ranks: names that another one has, as
+            another stage of a pipeline, are not unexpected. A parameter with several names needs one of them.
         mesh: by default the largest of the current mesh and those of the adaptors; all ranks if there is none.
 
     Backward: none.
 
-    Cost: the names travel to all ranks.
+    Cost: the names travel to all ranks; each rank reads what it keeps, once (of a checkpoint twice), and of slices
+    along other dims than the first the pages that they are on. A tensor that ``transformers`` makes of several is whole
+    in memory for a moment, and so is a file of the format before torch 1.6.
 
     Raises:
-        MeshError: not a module; no mapping; no such file; a parameter of another shape, or that is no tensor.
-        RuntimeError: missing or unexpected names, if ``strict``.
+        MeshError: on all ranks, before anything is changed: not a module; no mapping; no such file; a file or an index
+            that is damaged, or names files that are not there; a parameter of another shape, of a dtype that is not
+            converted, or that is no tensor; what is on the meta device and gets no value: parameters, and buffers that
+            no ``state_dict`` has and that neither their module nor the model's ``_init_weights`` makes again.
+        RuntimeError: on all ranks, before anything is changed: missing or unexpected names, if ``strict``.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -188,9 +208,9 @@ def load_full_state_dict(
         groups = team.all(lambda: _groups(module))
         every = {name: group for of_rank in team.everyone(groups) for name, group in of_rank.items()}
         source = team.all(lambda: as_named(where, module, source, every))
+        loading = team.all(lambda: Loading(where, module, source, groups, axis.mesh.device))
         if strict:
             refuse_names(where, module, source, every)
-        loading = team.all(lambda: Loading(where, module, source, groups, axis.mesh.device))
         team.all(loading.check)
         team.all(loading.fill)
 

@@ -2,8 +2,8 @@
 
     torch.device("meta")  ->  tensor_parallel, fully_shard, ...: shapes are cut  ->  load_full_state_dict: values
 
-Until then such a module refuses to run. Buffers that no file has, such as the frequencies of rotary embeddings, are made
-again by the module that owns them, or by what initialises it.
+Until then such a module refuses to run. Buffers that no file has, such as the frequencies of rotary embeddings, are
+made again by the module that owns them, or by what initialises it.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def made_again(where: str, module: nn.Module, device: torch.device) -> list[tupl
             else:
                 lost.append(each)
     if lost:
-        owner, key = type(lost[0].owner).__name__, lost[0].key
         what = f"{len(lost)} buffers are on the meta device and in no state_dict, and nothing makes their values again"
-        fix = f"set them first: part.{key} = values for each {owner}, as its __init__ makes them; or make such parts off the meta device"
+        one = f"part.{lost[0].key} = values, for each {type(lost[0].owner).__name__} of module.modules()"
+        fix = f"set them as their __init__ does, before the load: {one}"
         fail(where, f"{what}.", got=names([each.name for each in lost[:4]]), fix=fix)
     return made
 

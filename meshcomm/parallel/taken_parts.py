@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +11,8 @@ from torch import Tensor, nn
 from meshcomm.errors import fail, names
 from meshcomm.parallel.checkpoint.parts import Named, named, state_names
 from meshcomm.parallel.global_places import Spread
-from meshcomm.parallel.hub_names import ignored
 from meshcomm.parallel.later_values import has_no_values, has_values, made_again, make_room
-from meshcomm.parallel.whole_tensors import Boxes, Whole
-
-_COUNTER = "num_batches_tracked"
-"""Of batch norm: older files have none, and it is 0 then, as torch has it."""
+from meshcomm.parallel.whole_tensors import COUNTER, Boxes, Whole
 
 
 class _Take(NamedTuple):
@@ -42,25 +37,25 @@ class Loading:
         """By names in the ``state_dict``: what ``load_state_dict`` shall take."""
         self._zeros: list[Tensor] = []
         here, clean, there = named(module, later=True), state_names(module), {*source.names}
+        self._empty: list[str] = []
         wrong: list[str] = []
-        empty: list[str] = []
         seen: set[int] = set()
         for given in module.state_dict():
             name = clean(given)
             found_as = next((each for each in (name, *groups[name]) if each in there), None)
-            x = here.params.get(name)
-            if x is None:
-                x = _buffer(module, given)
+            x: Tensor | None = here.params.get(name)
+            x = _buffer(module, given) if x is None else x
             if found_as is None:
                 if x is not None and has_no_values(x):
-                    (self._zeros.append(x) if name.endswith(_COUNTER) else empty.append(name))
+                    (self._zeros.append(x) if name.endswith(COUNTER) else self._empty.append(name))
             elif x is None:
                 self._rest[given] = found_as
             elif id(x) not in seen:
                 seen.add(id(x))
                 self._take(here, given, name, found_as, x, wrong)
-        self._refuse(wrong, empty)
-        self._made = made_again(where, module, device)
+        if wrong:
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            fail(where, f"{'; '.join(wrong[:4])}{more}.", fix="the state_dict of the module on one rank")
         order = {name: at for at, name in enumerate(source.names)}
         self._takes.sort(key=lambda take: order[take.name])
 
@@ -80,16 +75,13 @@ class Loading:
         else:
             self._takes.append(_Take(found_as, x, spread))
 
-    def _refuse(self, wrong: Sequence[str], empty: Sequence[str]) -> None:
-        if wrong:
-            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-            fail(self._where, f"{'; '.join(wrong[:4])}{more}.", fix="the state_dict of the module on one rank")
-        if empty:
-            fix = "give them, too: the module was made on the meta device, and nothing else gives them values"
-            fail(self._where, f"there are no values for {len(empty)} tensors.", got=names(empty[:4]), fix=fix)
-
     def check(self) -> None:
-        """See that what will be read is whole."""
+        """See that all will have values, and that what will be read is whole."""
+        if self._empty:
+            fix = "give them, too: the module was made on the meta device, and nothing else gives them values"
+            what = f"there are no values for {len(self._empty)} tensors."
+            fail(self._where, what, got=names(self._empty[:4]), fix=fix)
+        self._made = made_again(self._where, self._module, self._device)
         if isinstance(self._source, Boxes):
             self._source.check([(take.name, take.spread(take.x).boxes) for take in self._takes])
 
@@ -129,48 +121,6 @@ def _buffer(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _loads_itself(part: nn.Module) -> bool:
-    """Whether its class takes a ``state_dict`` in a way of its own, which torch's do not, but for what old files lack."""
+    """Whether its class takes a ``state_dict`` in a way of its own; torch's do so for what old files lack alone."""
     way = "_load_from_state_dict"
     return any(way in vars(kind) and not kind.__module__.startswith("torch.nn.modules.") for kind in type(part).__mro__)
-
-
-# ------------------------------------------------------------------------------------------------------------- names
-
-
-def refuse_names(where: str, module: nn.Module, source: Whole, groups: Mapping[str, Sequence[str]]) -> None:
-    """RuntimeError, as of ``load_state_dict``, for names that one side lacks; ``groups``: of all ranks."""
-    there, known = {*source.names}, {*groups}
-    for each in groups.values():
-        known.update(each)
-    missing = [name for name, others in groups.items() if not there & {name, *others}
-               and not name.endswith(_COUNTER) and not _any(ignored(module, "missing"), name)]  # fmt: skip
-    odd = [name for name in source.names if name not in known and not _any(ignored(module, "unexpected"), name)]
-    if missing or odd:
-        said = [f"Missing key(s): {_few(missing)}."] if missing else []
-        said += [f"Unexpected key(s): {_few(odd)}."] if odd else []
-        fix = _renamed(missing, odd) or "the state_dict of this module on one rank; or strict=False"
-        fail(where, f"the names are not those of {type(module).__name__}. {' '.join(said)}", fix=fix, kind=RuntimeError)
-
-
-def _few(found: Sequence[str], most: int = 8) -> str:
-    return names(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
-
-
-def _any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
-    return any(pattern.search(name) for pattern in patterns)
-
-
-def _renamed(missing: Sequence[str], odd: Sequence[str]) -> str:
-    """What to do, if all that is missing is there under a prefix, or without one."""
-    for here, there in ((missing, {*odd}), (odd, {*missing})):
-        for name in there if here else ():
-            prefix = name.removesuffix(here[0])
-            if prefix.endswith(".") and name != prefix and all(f"{prefix}{each}" in there for each in here):
-                if here is missing:
-                    way = f"{{name.removeprefix({prefix!r}): x for name, x in state.items()}}"
-                    *outer, last = prefix[:-1].split(".")
-                    return f"names begin with {prefix!r} there: {way}" + (
-                        "" if outer else f", or load into torch.nn.ModuleDict({{{last!r}: module}})"
-                    )
-                return f"load into its part: load_full_state_dict(module.{prefix[:-1]}, ...)"
-    return ""

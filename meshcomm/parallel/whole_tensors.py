@@ -35,6 +35,8 @@ INSTALL = "pip install safetensors (the extra meshcomm[weights])"
 _SUFFIX, _INDEX = ".safetensors", ".index.json"
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """In a folder, the first that is there."""
+COUNTER = "num_batches_tracked"
+"""Of batch norm: older files have none, and it is 0 then, as torch has it."""
 _MAPPED = 2**26
 """Bytes of tensors that were read in part, after which a file is opened anew: what is mapped is let go of."""
 

@@ -1,7 +1,8 @@
-"""Files of ``transformers``, in which tensors have other names than in the model, or are kept in other pieces.
+"""Names in files that are not those of the module: which they are, and how files of ``transformers`` are read, in which
+tensors have other names than in the model, or are kept in other pieces.
 
-A model of that library says how its files are read: names that have changed, experts that are stacked, matrices that are
-joined or cut. Its own functions do it here; of each tensor that is made of several, all of it is in memory for a moment.
+A model of that library says how its files are read: names that have changed, experts that are stacked, matrices that
+are joined or cut. Its own functions do it here; a tensor that is made of several is whole in memory for a moment.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import described, fail, names
 from meshcomm.parallel.global_places import Box, part_of
-from meshcomm.parallel.whole_tensors import Kind, Renamed, Whole, whole_of
+from meshcomm.parallel.whole_tensors import COUNTER, Kind, Renamed, Whole, whole_of
 
 _MAPPING, _CORE = "transformers.conversion_mapping", "transformers.core_model_loading"
 
@@ -36,7 +37,7 @@ def as_named(where: str, module: nn.Module, source: Whole, known: Collection[str
              fix="save_pretrained(..., save_original_format=False)")  # fmt: skip
 
 
-def ignored(module: nn.Module, what: str) -> list[re.Pattern[str]]:
+def _ignored(module: nn.Module, what: str) -> list[re.Pattern[str]]:
     """Patterns of names that a model of that library says may be ``"missing"``, or ``"unexpected"``."""
     patterns = getattr(module, f"_keys_to_ignore_on_load_{what}", None)
     return [re.compile(pattern) for pattern in patterns or () if isinstance(pattern, str)]
@@ -112,3 +113,45 @@ class Converted(Renamed):
         """Close the files."""
         self._last = "", {}
         super().close()
+
+
+# ----------------------------------------------------------------------------------------------------- what is missing
+
+
+def refuse_names(where: str, module: nn.Module, source: Whole, groups: Mapping[str, Sequence[str]]) -> None:
+    """RuntimeError, as of ``load_state_dict``, for names that one side lacks; ``groups``: of all ranks."""
+    there, known = {*source.names}, {*groups}
+    for each in groups.values():
+        known.update(each)
+    missing = [name for name, others in groups.items() if not there & {name, *others}
+               and not name.endswith(COUNTER) and not _any(_ignored(module, "missing"), name)]  # fmt: skip
+    odd = [name for name in source.names if name not in known and not _any(_ignored(module, "unexpected"), name)]
+    if missing or odd:
+        said = [f"Missing key(s): {_few(missing)}."] if missing else []
+        said += [f"Unexpected key(s): {_few(odd)}."] if odd else []
+        fix = _renamed(missing, odd) or "the state_dict of this module on one rank; or strict=False"
+        fail(where, f"the names are not those of {type(module).__name__}. {' '.join(said)}", fix=fix, kind=RuntimeError)
+
+
+def _few(found: Sequence[str], most: int = 8) -> str:
+    return names(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
+def _any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.search(name) for pattern in patterns)
+
+
+def _renamed(missing: Sequence[str], odd: Sequence[str]) -> str:
+    """What to do, if all that is missing is there under a prefix, or without one."""
+    for here, there in ((missing, {*odd}), (odd, {*missing})):
+        for name in there if here else ():
+            prefix = name.removesuffix(here[0])
+            if prefix.endswith(".") and name != prefix and all(f"{prefix}{each}" in there for each in here):
+                if here is missing:
+                    way = f"{{name.removeprefix({prefix!r}): x for name, x in state.items()}}"
+                    *outer, last = prefix[:-1].split(".")
+                    return f"names begin with {prefix!r} there: {way}" + (
+                        "" if outer else f", or load into torch.nn.ModuleDict({{{last!r}: module}})"
+                    )
+                return f"load into its part: load_full_state_dict(module.{prefix[:-1]}, ...)"
+    return ""
