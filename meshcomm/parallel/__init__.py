@@ -36,7 +36,11 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.tensor.module import whole_parameters as whole_parameters
     from meshcomm.parallel.tensor.norms import sequence_layer_norm as sequence_layer_norm
     from meshcomm.parallel.tensor.norms import sequence_rms_norm as sequence_rms_norm
+    from meshcomm.parallel.tensor.plan import Block as Block
     from meshcomm.parallel.tensor.plan import Column as Column
+    from meshcomm.parallel.tensor.plan import Cut as Cut
+    from meshcomm.parallel.tensor.plan import Row as Row
+    from meshcomm.parallel.tensor.plan import Vocab as Vocab
 
 # Imported when first asked for: each program needs a part, and checkpoints need DTensor, which takes a second.
 _MODULES = ("checkpoint", "fsdp")
@@ -56,7 +60,7 @@ _LATER = {
         "meshcomm.parallel.tensor.losses": "vocab_cross_entropy",
         "meshcomm.parallel.tensor.module": "tensor_parallel whole_parameters",
         "meshcomm.parallel.tensor.norms": "sequence_layer_norm sequence_rms_norm",
-        "meshcomm.parallel.tensor.plan": "Column",
+        "meshcomm.parallel.tensor.plan": "Block Column Cut Row Vocab",
     }.items()
     for name in names.split()
 }

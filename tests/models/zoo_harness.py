@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import zoo
 import zoo_methods
+import zoo_tensor
 from torch import Tensor, nn
 from zoo import Batch, Model
 from zoo_methods import Method
@@ -27,7 +28,7 @@ Found = tuple[dict[str, Tensor], Tensor | None, float]
 
 def methods() -> dict[str, Method]:
     """All of them by name."""
-    return {method.name: method for method in zoo_methods.METHODS}
+    return {method.name: method for method in (*zoo_methods.METHODS, *zoo_tensor.TENSOR)}
 
 
 def made(model: Model, method: Method) -> nn.Module:

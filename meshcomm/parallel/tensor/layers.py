@@ -1,178 +1,48 @@
-"""What is known of a tensor parallel module: how its parameters are cut, what runs beside its layers, and these layers,
-one class per style of the plan.
-"""
+"""The layers of a tensor parallel module that do something else than before, one class per style of the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshcomm._torch import version_of
 from meshcomm.collectives import check
-from meshcomm.collectives.broadcast import broadcast, take_from
-from meshcomm.collectives.gather import all_gather_invariant, shard
-from meshcomm.collectives.reduce import pvary
+from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis
-from meshcomm.parallel.cut_parameters import Dim, know
-from meshcomm.parallel.stand_ins import PLAIN_TABLES, Site, become, seen_as
-from meshcomm.parallel.tensor.functions import enter, heads_of, leave, vocab_embedding
-from meshcomm.parallel.tensor.plan import WHERE, Column, Named, Style, indivisible
-from meshcomm.parallel.tensor.streams import Streams
-
-HERE = "_meshcomm_tensor_parallel"
-"""Where it stands among the attributes of its module."""
-
-
-def known_of(module: nn.Module) -> Parallel | None:
-    """What is known of a module that :func:`tensor_parallel` was given."""
-    found = vars(module).get(HERE)
-    return found if isinstance(found, Parallel) else None
-
-
-class Parallel:
-    """What is known of a module that is tensor parallel."""
-
-    def __init__(self, module: nn.Module, axis: Axis, sequence: bool) -> None:
-        self.mesh, self.name, self.index, self.sequence = axis.mesh, axis.name, axis.index, sequence
-        self.module = module
-        self.cuts: dict[str, Dim] = {}
-        self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank
-        self.placed: dict[int, Tensor] | None = None  # what the module sees while it runs
-        self.streams = Streams(module, self.mesh, self.name)
-        self._entered: tuple[Tensor, tuple[int, bool], Tensor] | None = None
-
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        """Of a copy."""
-        vars(self).update(kept)
-        know(self.module, self.mesh)
-
-    @property
-    def axis(self) -> Axis:
-        """As the rank that asks sees it."""
-        return self.mesh.axis(self.name, WHERE)
-
-    # -------------------------------------------------------------------------------------------------- at the start
-
-    @torch.no_grad()
-    def make_parts(self, module: nn.Module) -> None:
-        """All values from index 0; of each parameter that is cut this rank's part."""
-        here = dict(module.named_parameters())
-        for name, p in here.items():
-            if p.is_meta:
-                fail(
-                    WHERE,
-                    f"{name!r} is on the meta device.",
-                    fix="initialise it first: each rank keeps its part alone",
-                )
-            check.tensor(WHERE, p, self.axis, repr(name))
-        for name, p in here.items():  # one by one: never more than one whole parameter more
-            whole = broadcast(p.detach(), self.name, 0, mesh=self.mesh)
-            if name in self.cuts:
-                trains, part = p.requires_grad, self.part(name, whole)
-                p.requires_grad_(False)  # a leaf that trains may not come to vary, and this one shall
-                become(p, part)
-                p.requires_grad_(trains)
-            else:
-                p.data = whole
-            p.grad = None  # of this rank's own pass, and of what p was
-        take_from(0, list(module.buffers()), self.axis)
-        self.streams.make_equal()
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter."""
-        dim, lengths = self.cuts[name]
-        pieces = [shard(piece, self.name, dim, mesh=self.mesh) for piece in whole.split(list(lengths), dim)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """The inverse."""
-        if name not in self.cuts:
-            return part.clone()
-        dim, lengths = self.cuts[name]
-        pieces = part.split([length // self.axis.size for length in lengths], dim)
-        return torch.cat([all_gather_invariant(piece, self.name, dim, mesh=self.mesh) for piece in pieces], dim)
-
-    # -------------------------------------------------------------------------------------------------- at each step
-
-    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
-        """Run the module; the gradients of what is varied go together."""
-        if self.placed is not None:
-            return method(*args, **kwargs)
-        begun = self.streams.begin(self.module.training)
-        try:
-            sites = self._sites()
-            values = {id(site.value): site.value for site in sites}
-            varied = self.vary(list(values.values()))
-            self.placed = {id(x): x for x in varied}
-            with seen_as(sites, dict(zip(values, varied, strict=True))):
-                return method(*args, **kwargs)
-        finally:
-            self.placed = self._entered = None
-            if begun:
-                self.streams.end()
-
-    def _sites(self) -> list[Site]:
-        """Where the parameters to vary stand; not those of which a rank has a slice: they are varied in their layer."""
-        found = []
-        for owner, name in self.varied:
-            table = vars(owner)["_parameters"]
-            if type(table) in PLAIN_TABLES and table[name] is not None:
-                found.append(Site(owner, table, name, table[name]))
-        return found
-
-    def vary(self, params: list[Tensor]) -> list[Tensor]:
-        """Parameters as each rank uses them in its own way; those that the module has varied are."""
-        placed = self.placed or {}
-        rest = [p for p in params if id(p) not in placed]
-        done = dict(zip(map(id, rest), pvary(rest, self.name, mesh=self.mesh) if rest else [], strict=True))
-        return [done.get(id(p), p) for p in params]
-
-    def enter(self, x: Tensor) -> Tensor:
-        """As the function; what several layers take in turn enters once."""
-        if torch.compiler.is_compiling():
-            return enter(x, self.name, sequence=self.sequence, mesh=self.mesh)
-        last, moment = self._entered, (version_of(x), torch.is_grad_enabled())
-        if last is not None and last[0] is x and last[1] == moment:
-            return last[2]
-        y = enter(x, self.name, sequence=self.sequence, mesh=self.mesh)
-        self._entered = x, moment, y
-        return y
-
-    def leave(self, y: Tensor) -> Tensor:
-        """As the function."""
-        y = leave(y, self.name, sequence=self.sequence, mesh=self.mesh)
-        self.left()
-        return y
-
-    def left(self) -> None:
-        """What comes now is whole, or a part of the sequence."""
-        if self.sequence:
-            self.streams.cut()
-        else:
-            self.streams.whole()
-
-
-# ------------------------------------------------------------------------------------------------------- the layers
+from meshcomm.parallel.cut_parameters import Dim
+from meshcomm.parallel.tensor.functions import heads_of, own_rows, vocab_embedding
+from meshcomm.parallel.tensor.kinds import Kind, does_as_known, is_as_known, kind_of
+from meshcomm.parallel.tensor.plan import (
+    OF_PARAMETERS,
+    WHERE,
+    Column,
+    Cut,
+    Named,
+    Row,
+    Style,
+    Vocab,
+    indivisible,
+    lengths_of,
+)
+from meshcomm.parallel.tensor.state import Parallel
 
 
 def layers_of(state: Parallel, found: Sequence[Named]) -> dict[nn.Module, Layer]:
     """The layers that do something else than before; says how their parameters are cut."""
-    made: dict[nn.Module, Layer] = {}
-    styles: dict[nn.Module, Style] = {}
+    owned: dict[nn.Module, dict[str, Named]] = {}
     for each in found:
-        if styles.setdefault(each.owner, each.style) != each.style:
-            fail(WHERE, f"a layer has parameters of two styles, {each.path!r} and others.", fix="name the layer")
-        if each.style != "replicated" and each.owner not in made:
-            made[each.owner] = _layer(each, state)
+        owned.setdefault(each.owner, {}).setdefault(each.name, each)
+    made: dict[nn.Module, Layer] = {}
+    for owner, params in owned.items():
+        layer = _layer(list(params.values()), state)
+        if layer is not None:
+            made[owner] = layer
     seen: dict[int, tuple[str, Dim | None, bool]] = {}
     for each in found:
-        layer = made.get(each.owner)
-        cut, varied = (None, False) if layer is None else (layer.cut(each), layer.varies(each))
+        at = made.get(each.owner)
+        cut, varied = (None, False) if at is None else (at.cut(each), at.varies(each))
         before = seen.setdefault(id(each.value), (each.path, cut, varied))
         if before[1:] != (cut, varied):
             what = f"{before[0]!r} and {each.path!r} are one parameter, cut in two ways."
@@ -184,13 +54,37 @@ def layers_of(state: Parallel, found: Sequence[Named]) -> dict[nn.Module, Layer]
     return made
 
 
+def _layer(params: Sequence[Named], state: Parallel) -> Layer | None:
+    """That of a module that has these parameters."""
+    p, style = params[0], params[0].style
+    if all(isinstance(each.style, Cut) or each.style in OF_PARAMETERS for each in params):
+        if all(each.style == "replicated" for each in params):
+            return None
+        return _OfParameters(p.owner, state, {each.name: each.style for each in params})
+    for each in params:
+        if type(each.style) is not type(style) or each.style != style:
+            fail(WHERE, f"a layer has parameters of two styles, {each.path!r} and others.", fix="name the layer")
+    if style == "split":
+        return _Split(p.owner, state)
+    kind = kind_of(p.owner)
+    name, make, kinds = next(known for style_of, known in _LAYERS.items() if isinstance(style, style_of))
+    if kind is None or kind.name not in kinds:
+        wanted = " or ".join(kinds)
+        what = f"{p.path!r} is {name!r}, but belongs to a {type(p.owner).__name__}, not a {wanted}."
+        fix = '"replicated"; Cut and Block, which do not ask what is inside; or the functions of meshcomm.parallel'
+        fail(WHERE, what, fix=fix)
+    if make is not _Column and not does_as_known(p.owner, kind, rows=make is _Vocab):
+        what = f"{p.path!r} is {name!r}, but {type(p.owner).__name__} has a forward of its own."
+        fix = "use the functions of meshcomm.parallel in it"
+        fail(WHERE, what, fix="Column(gather=True), which cuts its width; or " + fix if make is _Vocab else fix)
+    return make(p.owner, state, style, kind)
+
+
 class Layer:
     """A layer of a style."""
 
-    kind: type[nn.Module] = nn.Module
-
-    def __init__(self, module: Any, style: Style, state: Parallel) -> None:
-        self.module, self.style, self.state = module, style, state
+    def __init__(self, module: Any, state: Parallel) -> None:
+        self.module, self.state = module, state
 
     def cut(self, p: Named) -> Dim | None:
         """How a parameter is cut."""
@@ -200,6 +94,10 @@ class Layer:
         """Whether a parameter that is whole is used in another way on each rank."""
         return False
 
+    def counts(self) -> Iterator[tuple[nn.Module, str, int]]:
+        """The attributes that say of how many outputs it is, and what they are on this rank."""
+        yield from ()
+
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
         """In place of forward."""
         return self.run(method, *args, **kwargs)
@@ -208,126 +106,230 @@ class Layer:
         """The same with what torch's own layers call their input."""
         raise NotImplementedError
 
-    def _even(self, p: Named, dim: int, lengths: Sequence[int]) -> Dim:
-        for length in lengths:
-            if length % self.state.axis.size:
-                part = "" if len(lengths) == 1 else f" (a part of {p.value.shape[dim]})"
-                indivisible(f"dim {dim} of {p.path!r} of length {length}{part}", self.state.axis)
-        return Dim(dim, tuple(lengths))
+
+class _OfKind(Layer):
+    """A layer of a kind that is known."""
+
+    def __init__(self, module: Any, state: Parallel, style: Any, kind: Kind) -> None:
+        super().__init__(module, state)
+        self.how, self.kind = style, kind
+
+    def run(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Whatever the input is called."""
+        (input,) = (*args, *kwargs.values())
+        return self.of(method, input)
+
+    def of(self, method: Any, input: Tensor) -> Tensor:
+        """On an input."""
+        raise NotImplementedError
 
 
-class _Column(Layer):
-    kind = nn.Linear
+class _Column(_OfKind):
+    how: Column
 
-    def __init__(self, module: Any, style: Style, state: Parallel) -> None:
-        super().__init__(module, style, state)
-        self.how = style if isinstance(style, Column) else Column()
-        heads, n = self.how.kv_heads, state.axis.size
+    def __init__(self, module: Any, state: Parallel, style: Column, kind: Kind) -> None:
+        super().__init__(module, state, style, kind)
+        heads, n, parts = style.kv_heads, state.axis.size, style.parts
+        self.outputs = module.weight.shape[kind.outputs]
         self.shared = heads is not None and heads < n
-        if heads is not None and (
-            heads < 1 or (heads % n and n % heads) or self.how.parts != 1 or module.out_features % heads
-        ):
-            check.explain(WHERE, f"{self.how} cannot be divided over axis {state.axis.name!r} (size {n}).", state.axis)
-        if self.shared and self.how.gather:
-            check.explain(WHERE, f"{self.how}: heads that ranks share are not gathered.", state.axis)
+        self.lengths: tuple[int, ...] = (self.outputs,)
+        if heads is not None:
+            fused = isinstance(parts, tuple)
+            if (heads % n and n % heads) or not (fused or (parts == 1 and self.outputs % heads == 0)):
+                fix = "heads that divide the axis, or that it divides, and the lengths of all parts"
+                what = f"{style} cannot be divided over axis {state.axis.name!r} (size {n})."
+                check.explain(WHERE, what, state.axis, fix=fix)
+            if self.shared and style.gather:
+                check.explain(WHERE, f"{style}: heads that ranks share are not gathered.", state.axis)
+        if kind.inputs is None and (self.shared or _moves(module)):
+            what = "an Embedding with max_norm, scale_grad_by_freq or sparse cannot be cut, nor one of shared heads."
+            fail(WHERE, what, got=repr(module))
 
     def cut(self, p: Named) -> Dim | None:
+        dim = self.kind.dim_of(p.name)
         if self.shared:
+            self.lengths = self._of_shared(p, dim)
             return None
-        parts, length = self.how.parts, p.value.shape[0]
-        if isinstance(parts, int):
-            if parts < 1 or length % parts:
-                what = f"{p.path!r} of length {length} has not {parts} equal parts."
-                fail(WHERE, what, fix="the lengths of the parts")
-            parts = (length // parts,) * parts
+        return Dim(dim, lengths_of(p.path, p.value.shape[dim], self.how.parts, self.state.axis, dim))
+
+    def _of_shared(self, p: Named, dim: int) -> tuple[int, ...]:
+        """The lengths of the parts: the first one is cut, if there are several, and the others are of shared heads."""
+        length, parts, n = p.value.shape[dim], self.how.parts, self.state.axis.size
+        if not isinstance(parts, tuple):
+            return (length,)
         if sum(parts) != length:
-            what = f"parts {parts} of {p.path!r} do not sum to its length {length}."
-            fail(WHERE, what, fix="the lengths of all parts")
-        return self._even(p, 0, parts)
+            fail(WHERE, f"parts {parts} of {p.path!r} do not sum to its length {length}.", fix="the lengths of all")
+        if parts[0] % n:
+            indivisible(f"dim {dim} of {p.path!r} of length {parts[0]} (a part of {length})", self.state.axis)
+        for each in parts[1:]:
+            if each % (self.how.kv_heads or 1):
+                what = f"a part of {p.path!r} of length {each} has not {self.how.kv_heads} equal heads."
+                fail(WHERE, what, fix="kv_heads, and lengths that they divide")
+        return parts
 
     def varies(self, p: Named) -> bool:
         return self.shared
 
-    def run(self, method: Any, input: Tensor) -> Tensor:
+    def counts(self) -> Iterator[tuple[nn.Module, str, int]]:
+        for name in self.kind.counts if not self.shared else ():
+            yield self.module, name, self.outputs // self.state.axis.size
+
+    def of(self, method: Any, input: Tensor) -> Tensor:
         state, parts = self.state, self.how.parts
-        y: Tensor = self._of_shared_heads(input) if self.shared else method(state.enter(input))
+        inside = self.module in state.inside
+        x = input
+        if not inside and (x.is_floating_point() or x.is_complex()):
+            x = state.enter(x, state.cuts_sequence(self.how.sequence))
+        y: Tensor = self._of_shared_heads(x) if self.shared else method(x)
         if not self.how.gather:
             state.streams.cut()
             return y
         here, n = y.shape[-1], state.axis.size
         lengths = [here // parts] * parts if isinstance(parts, int) else [length // n for length in parts]
-        pieces = [all_gather_invariant(piece, state.name, -1, mesh=state.mesh) for piece in y.split(lengths, -1)]
-        state.streams.whole()
+        gather: Callable[..., Tensor] = all_gather if inside else all_gather_invariant
+        pieces = [gather(piece, state.name, -1, mesh=state.mesh) for piece in y.split(lengths, -1)]
+        if not inside:
+            state.streams.whole()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
-    def _of_shared_heads(self, input: Tensor) -> Tensor:
-        state, heads, layer = self.state, self.how.kv_heads or 1, self.module
-        whole = state.vary([layer.weight] if layer.bias is None else [layer.weight, layer.bias])
-        mine = [heads_of(p, heads, axis=state.name, mesh=state.mesh) for p in whole]
-        return F.linear(state.enter(input), *mine)
+    def _of_shared_heads(self, x: Tensor) -> Tensor:
+        layer = self.module
+        whole = self.state.vary([layer.weight] if layer.bias is None else [layer.weight, layer.bias])
+        y = self.kind.multiply(x, self._mine(whole[0], self.kind.outputs))
+        return y if layer.bias is None else y + self._mine(whole[1], 0)
+
+    def _mine(self, whole: Tensor, dim: int) -> Tensor:
+        state, heads = self.state, self.how.kv_heads or 1
+        pieces = list(whole.transpose(0, dim).split(self.lengths))
+        for at, piece in enumerate(pieces):
+            if at or len(pieces) == 1:
+                pieces[at] = heads_of(piece, heads, axis=state.name, mesh=state.mesh)
+            else:
+                pieces[at] = piece.chunk(state.axis.size)[state.axis.index]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).transpose(0, dim)
 
 
-class _Row(Layer):
-    kind = nn.Linear
+class _Row(_OfKind):
+    how: Row
 
     def cut(self, p: Named) -> Dim | None:
-        return self._even(p, 1, p.value.shape[1:]) if p.name == "weight" else None
+        dim = self.kind.inputs or 0
+        if p.name != "weight":
+            return None
+        return Dim(dim, lengths_of(p.path, p.value.shape[dim], 1, self.state.axis, dim))
 
     def varies(self, p: Named) -> bool:
-        return p.name == "bias" and self.state.sequence
+        return p.name == "bias" and (self.state.sequence if self.how.sequence is None else self.how.sequence)
 
-    def run(self, method: Any, input: Tensor) -> Tensor:
-        y, bias = self.state.leave(F.linear(input, self.module.weight)), self.module.bias
-        if bias is None:
-            return y
-        return y + (self.state.vary([bias])[0] if self.state.sequence else bias)
+    def of(self, method: Any, input: Tensor) -> Tensor:
+        state, bias = self.state, self.module.bias
+        sequence = state.cuts_sequence(self.how.sequence)
+        if self.how.split:
+            input = self._split(input)
+        y = state.leave(self.kind.multiply(input, self.module.weight), sequence)
+        if bias is not None:
+            y = y + (state.vary([bias])[0] if sequence else bias)
+        if self.how.enter:
+            y = state.enter(y, sequence)
+            state.streams.cut()
+        return y
+
+    def _split(self, input: Tensor) -> Tensor:
+        state = self.state
+        if self.module in state.inside:
+            return input.chunk(state.axis.size, -1)[state.axis.index]
+        return shard(input, state.name, -1, mesh=state.mesh)
 
 
-class _Vocab(Layer):
-    kind = nn.Embedding
+class _Vocab(_OfKind):
+    how: Vocab
 
-    def __init__(self, module: Any, style: Style, state: Parallel) -> None:
-        super().__init__(module, style, state)
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+    def __init__(self, module: Any, state: Parallel, style: Vocab, kind: Kind) -> None:
+        super().__init__(module, state, style, kind)
+        if _moves(module):
             fail(WHERE, "an Embedding with max_norm, scale_grad_by_freq or sparse cannot be cut.", got=repr(module))
 
     def cut(self, p: Named) -> Dim | None:
-        return self._even(p, 0, p.value.shape[:1])
+        return Dim(0, lengths_of(p.path, p.value.shape[0], 1, self.state.axis, 0))
 
-    def run(self, method: Any, input: Tensor) -> Tensor:
+    def of(self, method: Any, input: Tensor) -> Tensor:
         state, table = self.state, self.module
+        sequence = state.cuts_sequence(self.how.sequence)
+        if not is_as_known(table):
+            return self._by_own_forward(method, input, sequence)
         y = vocab_embedding(
             input,
             table.weight,
             axis=state.name,
             padding_idx=table.padding_idx,
-            sequence=state.sequence,
+            sequence=sequence,
             mesh=state.mesh,
         )
-        state.left()
+        state.left(sequence)
         return y
 
+    def _by_own_forward(self, method: Any, ids: Tensor, sequence: bool) -> Tensor:
+        """Of a table that does something with the rows that it looks up."""
+        state, table = self.state, self.module
+        count = table.weight.shape[0]
+        rows, mine = own_rows(WHERE, ids, count, state.axis)
+        padding = table.padding_idx
+        if padding is not None:
+            local = padding - state.axis.index * count
+            table.padding_idx = local if 0 <= local < count else None
+        try:
+            found = method(rows)
+        finally:
+            table.padding_idx = padding
+        return state.leave(found.masked_fill(~mine.unsqueeze(-1), 0), sequence)
 
-class _Sequence(Layer):
-    """On a part of the sequence."""
+
+def _moves(table: nn.Embedding) -> bool:
+    """Whether a look-up does more than look up."""
+    return table.max_norm is not None or table.scale_grad_by_freq or table.sparse
+
+
+class _OfParameters(Layer):
+    """A module that does what it did, with parameters that are cut, or whole and used by each rank in its own way."""
+
+    def __init__(self, module: Any, state: Parallel, styles: dict[str, Style]) -> None:
+        super().__init__(module, state)
+        self.styles = styles
+
+    def cut(self, p: Named) -> Dim | None:
+        how = p.style
+        if not isinstance(how, Cut):
+            return None
+        if not -p.value.ndim <= how.dim < p.value.ndim:
+            fail(WHERE, f"{how}, but {p.path!r} has {p.value.ndim} dims.", fix="a dim that there is")
+        dim = how.dim % p.value.ndim
+        return Dim(dim, lengths_of(p.path, p.value.shape[dim], how.parts, self.state.axis, dim))
 
     def varies(self, p: Named) -> bool:
-        return True
+        return p.style in ("sequence", "summed", "once")
 
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
-        self.state.streams.cut()
+        if "sequence" in self.styles.values() and self.state.cuts_sequence():
+            self.state.streams.cut()
         own = vars(self.module)
         table = own["_parameters"]
         names = [name for owner, name in self.state.varied if owner is self.module and table[name] is not None]
         before = [table[name] for name in names]
-        after = self.state.vary(before)
+        after = [self._used(name, x) for name, x in zip(names, self.state.vary(before), strict=True)]
         if all(p is q for p, q in zip(before, after, strict=True)):
             return method(*args, **kwargs)
-        own["_parameters"] = {**table, **dict(zip(names, after, strict=True))}
+        used = dict(zip(names, after, strict=True))
+        own["_parameters"] = {name: used[name] if name in used else table[name] for name in table}
         try:
             return method(*args, **kwargs)
         finally:
             own["_parameters"] = table
+
+    def _used(self, name: str, x: Tensor) -> Tensor:
+        """What is added once is zero on all ranks but the first, and so is its gradient."""
+        if self.styles[name] != "once" or self.state.axis.index == 0:
+            return x
+        return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 class _Split(Layer):
@@ -338,22 +340,14 @@ class _Split(Layer):
         if not isinstance(y, Tensor) or y.ndim < 2:
             what = "the result of a layer that is 'split' is not a tensor with a dim of the sequence."
             fail(WHERE, what, fix="'replicated'")
+        if not self.state.cuts_sequence():
+            return y
         self.state.streams.cut()
         return shard(y, self.state.name, y.ndim - 2, mesh=self.state.mesh)
 
 
-_LAYERS: dict[str, type[Layer]] = {
-    "column": _Column, "row": _Row, "vocab": _Vocab, "sequence": _Sequence, "split": _Split,
-}  # fmt: skip
-
-
-def _layer(p: Named, state: Parallel) -> Layer:
-    name = "column" if isinstance(p.style, Column) else p.style
-    kind = _LAYERS[name]
-    if not isinstance(p.owner, kind.kind):
-        what = f"{p.path!r} is {name!r}, but belongs to a {type(p.owner).__name__}, not a {kind.kind.__name__}."
-        fail(WHERE, what, fix='"replicated", or use the functions of meshcomm.parallel in its forward')
-    if kind.kind is not nn.Module and kind is not _Column and type(p.owner).forward is not kind.kind.forward:
-        what = f"{p.path!r} is {name!r}, but {type(p.owner).__name__} has a forward of its own."
-        fail(WHERE, what, fix="use the functions of meshcomm.parallel in it")
-    return kind(p.owner, p.style, state)
+_LAYERS: dict[type, tuple[str, type[_OfKind], tuple[str, ...]]] = {
+    Column: ("column", _Column, ("Linear", "Conv1D", "Embedding")),
+    Row: ("row", _Row, ("Linear", "Conv1D")),
+    Vocab: ("vocab", _Vocab, ("Embedding",)),
+}

@@ -13,8 +13,10 @@ from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.stand_ins import Around, refuse_sliced
-from meshcomm.parallel.tensor.layers import HERE, Parallel, known_of, layers_of
-from meshcomm.parallel.tensor.plan import WHERE, Style, divided, styles_of
+from meshcomm.parallel.tensor.blocks import Boundary, blocks_of
+from meshcomm.parallel.tensor.layers import Layer, layers_of
+from meshcomm.parallel.tensor.plan import WHERE, Block, Style, divided, read
+from meshcomm.parallel.tensor.state import HERE, Parallel, known_of
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
@@ -24,11 +26,11 @@ M = TypeVar("M", bound=nn.Module)
 @Op("tensor_parallel", "what goes in and comes out is invariant", composed=True)
 def tensor_parallel(
     module: M,
-    plan: Mapping[str, Style],
+    plan: Mapping[str, str | Style | Block],
     *,
     axis: AxisName,
     sequence: bool = False,
-    divide: Sequence[str] = (),
+    divide: Sequence[str] | Mapping[str, int] = (),
     mesh: Mesh | None = None,
 ) -> M:
     """Let each rank of ``axis`` keep and compute a part of the layers of ``module``.
@@ -59,17 +61,25 @@ def tensor_parallel(
         plan: for patterns of names (``*``, ``?``, ``[ab]``) of parameters, or of modules with all that they have, what
             is done. The first one that fits counts, so that ``"*": "replicated"`` may come last.
 
-            ``"column"``, :class:`Column`: a ``Linear`` of whose outputs each rank computes a part.
-            ``"row"``: a ``Linear`` of whose inputs each rank has a part.
-            ``"vocab"``: an ``Embedding`` of which each rank has some rows; with ``sequence`` its result is cut.
+            ``"column"``, :class:`Column`: a ``Linear`` of whose outputs each rank computes a part; so are GPT-2's
+            ``Conv1D``, whose weight lies the other way, and an ``Embedding``, which is cut along its width.
+            ``"row"``, :class:`Row`: a ``Linear`` or ``Conv1D`` of whose inputs each rank has a part.
+            ``"vocab"``, :class:`Vocab`: an ``Embedding`` of which each rank has some rows; with ``sequence`` its result
+            is cut.
             ``"replicated"``: whole, and used in the same way on all ranks.
+            ``"summed"``: whole, and used by each rank with its own part of other things, such as norms of heads.
+            ``"once"``: the same for what is added to a part of a sum: it is added on one rank.
             ``"sequence"``: whole, and used on a part of the sequence: norms, with ``sequence``. If they were called
             replicated, each rank would have the gradient of its part; ``check_vma("error")`` says so.
             ``"split"``: whole, and the result is then cut along the sequence: position embeddings, with ``sequence``.
+            :class:`Cut`: a parameter of any module, cut along a dim: experts, tables with something for each head.
+            :class:`Block`: what is done where a module begins and ends. Its pattern names modules, and the parameters
+            inside are named beside it.
         axis: a name, or a tuple of names.
         sequence: whether activations between a row and a column are cut along the last dim but one.
         divide: patterns of names of attributes that count what is now on this rank, such as ``"*.attn.heads"``: they
-            are divided by the size of the axis.
+            are divided by the size of the axis, or by the numbers of a dict. ``"*.attn.config.heads"`` is one of an
+            object that the module has, of which the module gets a copy.
         mesh: the current mesh by default; it is kept.
 
     Returns: ``module``.
@@ -83,10 +93,11 @@ def tensor_parallel(
 
     Raises:
         MeshError: not a module; no such axis; a pattern for which nothing is left; a parameter that no pattern
-            names; a style that does not fit the kind of layer; a dim or an attribute that the axis does not divide;
-            ``"sequence"`` and ``"split"`` without ``sequence``; a parameter that stands in layers of other styles; a
-            module that is tensor parallel or sharded already, or data parallel along ``axis``; parameters on the meta
-            device.
+            names; a style that does not fit the kind of layer, or a layer with a forward that does something else; a
+            dim or an attribute that the axis does not divide; ``"sequence"`` and ``"split"`` without ``sequence``; a
+            parameter that stands in layers of other styles; a module that is tensor parallel or sharded already, or
+            data parallel along ``axis``; parameters on the meta device. In a forward: an argument of a block that needs
+            a gradient and is not said to enter; what is whole after random numbers that differ between ranks.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -112,13 +123,17 @@ def tensor_parallel(
     refuse_copies(WHERE, module, "tensor parallelism over another axis than data_parallel's", ax)
     refuse_overlap(WHERE, module, ax)
     state = Parallel(module, ax, sequence)
-    layers = layers_of(state, styles_of(module, plan, sequence))
+    known = read(module, plan, sequence)
+    blocks = blocks_of(state, known.blocks)
+    layers = layers_of(state, known.params)
     attributes = list(divided(module, divide, ax))
+    attributes += [each for layer in layers.values() for each in layer.counts()]
     state.make_parts(module)
     for part, name, value in attributes:
         setattr(part, name, value)
-    for part, layer in layers.items():
-        part.forward = Around(layer.call, part.forward)
+    changed: list[tuple[nn.Module, Layer | Boundary]] = [*layers.items(), *blocks.items()]
+    for part, around in changed:
+        part.forward = Around(around.call, part.forward)
     module.forward = Around(state.call, module.forward)
     setattr(module, HERE, state)
     params = dict(module.named_parameters(remove_duplicate=False))

@@ -155,6 +155,15 @@ class Streams:
                 self._write(_WHOLE, _scrambled(self._common(kind, bits), _NEXT))
                 self._tell(_WHOLE)
 
+    def has_drawn_apart(self) -> bool:
+        """Whether numbers that differ between ranks were drawn since what follows is computed of what is cut."""
+        if not self.used or torch.compiler.is_compiling() or self._read()[0] != _CUT:
+            return False
+        with _torch.without_modes(), _torch.outside_transforms():
+            fresh = [torch.Generator(each.device).manual_seed(each.initial_seed()) for each in self._generators()]
+            states = [(each.get_state(), own.get_state()) for each, own in zip(fresh, self._generators(), strict=True)]
+            return not all(torch.equal(x, y) for x, y in states)
+
     def _tell(self, kind: int) -> None:
         """Who checks types knows along which axes random functions draw differently."""
         if here.watcher is None:

@@ -1,0 +1,97 @@
+"""The kinds of layers that can be cut into columns or rows: which dim of their weight is that of the outputs, and which
+that of the inputs.
+
+    Linear      weight [out, in]       x @ weight.T + bias
+    Conv1D      weight [in, out]       x @ weight + bias        GPT-2's, which is no convolution; known by its name
+    Embedding   weight [rows, out]     weight[ids]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Kind(NamedTuple):
+    """A kind of layer."""
+
+    name: str
+    outputs: int
+    """The dim of the weight along which its outputs are; of a bias it is the only one."""
+    inputs: int | None
+    """The dim along which its inputs are."""
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    """What it does without its bias."""
+    counts: tuple[str, ...] = ()
+    """Its attributes that say how many outputs there are, and that its forward reads."""
+
+    def dim_of(self, name: str) -> int:
+        """The dim of the outputs of a parameter."""
+        return self.outputs if name == "weight" else 0
+
+
+_LINEAR = Kind("Linear", 0, 1, F.linear)
+_CONV1D = Kind("Conv1D", 1, 0, torch.matmul, ("nf",))
+_EMBEDDING = Kind("Embedding", 1, None, lambda ids, weight: F.embedding(ids, weight))
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What kind of layer it is, also one with a forward of its own."""
+    if isinstance(module, nn.Linear):
+        return _LINEAR
+    if isinstance(module, nn.Embedding):
+        return _EMBEDDING
+    return None if _conv1d(module) is None else _CONV1D
+
+
+def is_as_known(module: nn.Module) -> bool:
+    """Whether it has the forward of its kind, and none of its own."""
+    known = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding if isinstance(module, nn.Embedding) else None
+    return type(module).forward is getattr(known or _conv1d(module), "forward", None)
+
+
+@torch.no_grad()
+def does_as_known(module: nn.Module, kind: Kind, *, rows: bool) -> bool:
+    """Whether it has the forward of its kind, or one of its own that does the same: it is asked on a few numbers.
+
+    ``rows``: whether it is enough that each result follows from one row of the table.
+    """
+    if is_as_known(module):
+        return True
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if weight.is_meta or not weight.numel():
+        return False
+    own: Callable[..., object] = module.forward
+    try:
+        if rows:
+            ids = torch.arange(6, device=weight.device).view(2, 3) % weight.shape[0]
+            alone = [own(each.view(1, 1)) for each in ids.flatten()]
+            found = own(ids)
+            expected = torch.cat([x.view(1, -1) for x in alone if isinstance(x, Tensor)])
+            return isinstance(found, Tensor) and found.shape[:-1] == ids.shape and _close(found.flatten(0, 1), expected)
+        x = torch.linspace(-1, 1, 2 * weight.shape[kind.inputs or 0], device=weight.device).sin().to(weight.dtype)
+        x = x.view(1, 2, -1)
+        bias = getattr(module, "bias", None)
+        y = kind.multiply(x, weight)
+        found = own(x)
+        return isinstance(found, Tensor) and found.shape == y.shape and _close(found, y if bias is None else y + bias)
+    except Exception:  # whatever it wants, it is not what its kind is given
+        return False
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    most = 1e-10 if x.dtype == torch.float64 else 1e-4 if x.dtype == torch.float32 else 3e-2
+    return x.shape == y.shape and torch.allclose(x.double(), y.double(), rtol=most, atol=most * float(y.abs().amax()))
+
+
+def _conv1d(module: nn.Module) -> type | None:
+    """The class of that name, if it looks like it: others have the name too."""
+    weight = getattr(module, "weight", None)
+    outputs = getattr(module, "nf", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[1] != outputs:
+        return None
+    return next((kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D"), None)

@@ -1,0 +1,176 @@
+"""What is known of a tensor parallel module: how its parameters are cut, and what runs beside its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm._torch import version_of
+from meshcomm.collectives import check
+from meshcomm.collectives.broadcast import broadcast, take_from
+from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
+from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
+from meshcomm.errors import fail
+from meshcomm.mesh import Axis
+from meshcomm.parallel.cut_parameters import Dim, know
+from meshcomm.parallel.stand_ins import PLAIN_TABLES, Site, become, seen_as
+from meshcomm.parallel.tensor.plan import WHERE
+from meshcomm.parallel.tensor.streams import Streams
+
+HERE = "_meshcomm_tensor_parallel"
+"""Where it stands among the attributes of its module."""
+
+
+def known_of(module: nn.Module) -> Parallel | None:
+    """What is known of a module that :func:`tensor_parallel` was given."""
+    found = vars(module).get(HERE)
+    return found if isinstance(found, Parallel) else None
+
+
+class Parallel:
+    """What is known of a module that is tensor parallel."""
+
+    def __init__(self, module: nn.Module, axis: Axis, sequence: bool) -> None:
+        self.mesh, self.name, self.index, self.sequence = axis.mesh, axis.name, axis.index, sequence
+        self.module = module
+        self.cuts: dict[str, Dim] = {}
+        self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank
+        self.inside: set[nn.Module] = set()  # modules inside of blocks that enter: what they are given has
+        self.placed: dict[int, Tensor] | None = None  # what the module sees while it runs
+        self.streams = Streams(module, self.mesh, self.name)
+        self.short = False  # this call is on a sequence that is not cut
+        self._entered: tuple[Tensor, tuple[int, bool, bool], Tensor] | None = None
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """Of a copy."""
+        vars(self).update(kept)
+        know(self.module, self.mesh)
+
+    @property
+    def axis(self) -> Axis:
+        """As the rank that asks sees it."""
+        return self.mesh.axis(self.name, WHERE)
+
+    # -------------------------------------------------------------------------------------------------- at the start
+
+    @torch.no_grad()
+    def make_parts(self, module: nn.Module) -> None:
+        """All values from index 0; of each parameter that is cut this rank's part."""
+        here = dict(module.named_parameters())
+        for name, p in here.items():
+            if p.is_meta:
+                fail(
+                    WHERE,
+                    f"{name!r} is on the meta device.",
+                    fix="initialise it first: each rank keeps its part alone",
+                )
+            check.tensor(WHERE, p, self.axis, repr(name))
+        for name, p in here.items():  # one by one: never more than one whole parameter more
+            whole = broadcast(p.detach(), self.name, 0, mesh=self.mesh)
+            if name in self.cuts:
+                trains, part = p.requires_grad, self.part(name, whole)
+                p.requires_grad_(False)  # a leaf that trains may not come to vary, and this one shall
+                become(p, part)
+                p.requires_grad_(trains)
+            else:
+                p.data = whole
+            p.grad = None  # of this rank's own pass, and of what p was
+        take_from(0, list(module.buffers()), self.axis)
+        self.streams.make_equal()
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole parameter."""
+        dim, lengths = self.cuts[name]
+        pieces = [shard(piece, self.name, dim, mesh=self.mesh) for piece in whole.split(list(lengths), dim)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The inverse."""
+        if name not in self.cuts:
+            return part.clone()
+        dim, lengths = self.cuts[name]
+        pieces = part.split([length // self.axis.size for length in lengths], dim)
+        return torch.cat([all_gather_invariant(piece, self.name, dim, mesh=self.mesh) for piece in pieces], dim)
+
+    # -------------------------------------------------------------------------------------------------- at each step
+
+    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
+        """Run the module; the gradients of what is varied go together."""
+        if self.placed is not None:
+            return method(*args, **kwargs)
+        begun = self.streams.begin(self.module.training)
+        try:
+            sites = self._sites()
+            values = {id(site.value): site.value for site in sites}
+            varied = self.vary(list(values.values()))
+            self.placed = {id(x): x for x in varied}
+            with seen_as(sites, dict(zip(values, varied, strict=True))):
+                return method(*args, **kwargs)
+        finally:
+            self.placed = self._entered = None
+            self.short = False
+            if begun:
+                self.streams.end()
+
+    def _sites(self) -> list[Site]:
+        """Where the parameters to vary stand; not those of which a rank has a slice: they are varied in their layer."""
+        found = []
+        for owner, name in self.varied:
+            table = vars(owner)["_parameters"]
+            if type(table) in PLAIN_TABLES and table[name] is not None:
+                found.append(Site(owner, table, name, table[name]))
+        return found
+
+    def vary(self, params: list[Tensor]) -> list[Tensor]:
+        """Parameters as each rank uses them in its own way; those that the module has varied are."""
+        placed = self.placed or {}
+        rest = [p for p in params if id(p) not in placed]
+        done = dict(zip(map(id, rest), pvary(rest, self.name, mesh=self.mesh) if rest else [], strict=True))
+        return [done.get(id(p), p) for p in params]
+
+    def cuts_sequence(self, said: bool | None = None) -> bool:
+        """Whether activations are cut along the sequence, where the plan says so of a layer, or of all."""
+        return (self.sequence if said is None else said) and not self.short
+
+    def enter(self, x: Tensor, sequence: bool) -> Tensor:
+        """As the function of that name; what several layers take in turn enters once."""
+        if torch.compiler.is_compiling():
+            return self._enter(x, sequence)
+        last, moment = self._entered, (version_of(x), torch.is_grad_enabled(), sequence)
+        if last is not None and last[0] is x and last[1] == moment:
+            return last[2]
+        if not sequence and x.requires_grad and self.streams.has_drawn_apart():
+            what = "a layer takes what is whole after random numbers, such as dropout's, that differ between ranks."
+            fix = "Block() around the module in which they are drawn: what it is given enters before that"
+            fail(WHERE, what, got=f"an input of shape {list(x.shape)}", fix=fix)
+        y = self._enter(x, sequence)
+        self._entered = x, moment, y
+        return y
+
+    def _enter(self, x: Tensor, sequence: bool) -> Tensor:
+        if not sequence:
+            return pvary(x, self.name, mesh=self.mesh)
+        return all_gather(x, self.name, self._sequence_dim(x), mesh=self.mesh)
+
+    def leave(self, y: Tensor, sequence: bool) -> Tensor:
+        """As the function of that name."""
+        if sequence:
+            y = reduce_scatter(y, self.name, self._sequence_dim(y), mesh=self.mesh)
+        else:
+            y = all_reduce(y, self.name, mesh=self.mesh)
+        self.left(sequence)
+        return y
+
+    def _sequence_dim(self, x: Tensor) -> int:
+        if x.ndim < 2:
+            check.explain(WHERE, "there is no dim of the sequence.", self.axis, x=x, fix="[..., s, d]")
+        return x.ndim - 2
+
+    def left(self, sequence: bool) -> None:
+        """What comes now is whole, or a part of the sequence."""
+        if sequence:
+            self.streams.cut()
+        else:
+            self.streams.whole()

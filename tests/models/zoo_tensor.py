@@ -1,0 +1,79 @@
+"""How the models of the zoo are trained with tensor parallelism: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from zoo import Model
+from zoo_methods import Method, checkpointed, fsdp, half_frozen, has_checkpoints
+from zoo_plans import IN_SEQUENCES, PLANS, plan_of
+
+from meshcomm import current_mesh, parallel
+
+Apply = Callable[[nn.Module, Model], Any]
+
+
+def tp(module: nn.Module, model: Model) -> None:
+    """By the plan of the model."""
+    styles, divide = plan_of(model.name, module, current_mesh().shape["tp"])  # type: ignore[union-attr]
+    parallel.tensor_parallel(module, styles, axis="tp", divide=divide)
+
+
+def in_sequences(module: nn.Module, model: Model) -> None:
+    """With activations between the blocks cut along the sequence."""
+    styles, divide = plan_of(model.name, module, current_mesh().shape["tp"], sequence=True)  # type: ignore[union-attr]
+    parallel.tensor_parallel(module, styles, axis="tp", sequence=True, divide=divide)
+
+
+def _then(first: Apply, second: Apply) -> Apply:
+    def both(module: nn.Module, model: Model) -> None:
+        first(module, model)
+        second(module, model)
+
+    return both
+
+
+def _dp(module: nn.Module, model: Model) -> None:
+    parallel.data_parallel(module, "dp", grads="mean")
+
+
+def _hsdp(module: nn.Module, model: Model) -> None:
+    parallel.fully_shard(module, "fsdp", grads="mean", replica_axis="dp")
+
+
+def has_plan(module: nn.Module, model: Model) -> str:
+    """Whether there is one."""
+    return "" if model.name in PLANS else "no plan by hand"
+
+
+def _has_sequences(module: nn.Module, model: Model) -> str:
+    return has_plan(module, model) or ("" if PLANS[model.name] in IN_SEQUENCES else "no plan with a cut sequence")
+
+
+def _checkpoints(module: nn.Module, model: Model) -> str:
+    return has_plan(module, model) or has_checkpoints(module, model)
+
+
+def _checkpoints_in_sequences(module: nn.Module, model: Model) -> str:
+    return _has_sequences(module, model) or has_checkpoints(module, model)
+
+
+TP, TP4, DP_TP = {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}
+FSDP_TP, REPLICA_FSDP_TP = {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}
+_reentrant, _other = checkpointed(use_reentrant=True), checkpointed(use_reentrant=False)
+
+TENSOR: tuple[Method, ...] = (
+    Method("tp", TP, tp, (), fits=has_plan, generate=True),
+    Method("tp of four", TP4, tp, (), fits=has_plan, generate=True),
+    Method("tp, sequence", TP, in_sequences, (), fits=_has_sequences, generate=True),
+    Method("dp x tp", DP_TP, _then(tp, _dp), ("dp",), fits=has_plan, micro=2, clip=0.1),
+    Method("fsdp x tp", FSDP_TP, _then(tp, fsdp), ("fsdp",), fits=has_plan, clip=0.1, generate=True),
+    Method("replica x fsdp x tp", REPLICA_FSDP_TP, _then(tp, _hsdp), ("dp", "fsdp"), fits=has_plan, clip=0.1),
+    Method("tp, reentrant checkpoints", TP, tp, (), _reentrant, _checkpoints),
+    Method("fsdp x tp, checkpoints", FSDP_TP, _then(tp, fsdp), ("fsdp",), _other, _checkpoints),
+    Method("fsdp x tp, sequence, checkpoints", FSDP_TP, _then(in_sequences, fsdp), ("fsdp",), _other,
+           _checkpoints_in_sequences, clip=0.1),
+    Method("tp, half frozen", TP, tp, (), half_frozen, has_plan),
+)  # fmt: skip
