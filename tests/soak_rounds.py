@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import random
+import shutil
 import sys
 import threading
 import tracemalloc
@@ -155,8 +156,41 @@ def objects(seed: int, folder: str) -> None:
         mc.barrier(("dp", "tp"), timeout=60)
 
 
+def moves(x: Tensor, mesh: mc.Mesh) -> list[tuple[Callable[[], Tensor | None], int]]:
+    """Collectives and a message of ``x``, which each rank has filled with its number; what the first of every rank's
+    elements come to.
+    """
+    rank, count = mesh.rank, x.numel()
+    other = rank ^ 1
+    return [
+        (lambda: mc.all_reduce(x, "x", mesh=mesh)[:1], 6),
+        (lambda: mc.all_gather(x, "x", mesh=mesh)[::count], 6),
+        (lambda: mc.reduce_scatter(x, "x", mesh=mesh)[:1], 6),
+        (lambda: mc.all_to_all(x, "x", 0, 0, mesh=mesh)[:: count // 4], 6),
+        (lambda: mc.broadcast(x, "x", 3, mesh=mesh)[:1], 3),
+        (lambda: mc.scatter(x if rank == 2 else None, "x", 2, like=x[: count // 4], mesh=mesh)[:1], 2),
+        (lambda: mc.gather(x, "x", 1, mesh=mesh), 6),
+        (lambda: mc.shift(x, "x", mesh=mesh)[:1], (rank - 1) % 4),
+        (lambda: mc.all_reduce(x, "x", mesh=mesh, async_op=True).wait()[:1], 6),
+        (lambda: mc.exchange([(x, other, 1)], [(other, x.shape, x.dtype, 1)], "x", mesh=mesh)[0][:1], other),
+    ]
+
+
+def calls(seed: int, folder: str) -> None:
+    """500 small calls and 5 large ones, of lengths that change from round to round: ``--only calls --rounds 4000`` are
+    as many as some programs make in an hour.
+    """
+    mesh = mc.make_mesh({"x": 4})
+    for count, numbers in ((500, 64 + 4 * (seed % 50)), (5, MIB // 4 + 4096 * (seed % 8))):
+        each = moves(torch.full((numbers,), float(mesh.rank)), mesh)
+        for number in range(count):
+            move, expected = each[(seed + number) % len(each)]
+            found = move()
+            assert found is None or found[:: max(1, found.numel() // 4)].sum().item() == expected, (number, expected)
+
+
 ROUNDS: dict[str, Callable[[int, str], None]] = {
-    "train": train, "meshes": make_meshes, "big": big_ones, "objects": objects,
+    "train": train, "meshes": make_meshes, "big": big_ones, "objects": objects, "calls": calls,
 }  # fmt: skip
 
 
@@ -233,6 +267,8 @@ def measured() -> dict[str, float]:
     mails = list(groups._mails.values())
     return {
         "rss MiB": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / MIB,
+        "shared MiB": int(Path("/proc/self/status").read_text().partition("RssShmem:")[2].split()[0]) / 1024,
+        "/dev/shm MiB": shutil.disk_usage("/dev/shm").used / MIB,
         "descriptors": len(open_files),
         "shared memories": sum("memfd:" in name for name in open_files),
         "mappings": Path("/proc/self/maps").read_text().count("\n"),
