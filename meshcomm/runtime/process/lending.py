@@ -34,6 +34,8 @@ TABLE = 2 * SERIAL
 _NOBODY = bytes(READERS)
 _SLOT, _SLOTS, _MOST_SLOTS = 2**16, 64, 2**12
 """Bytes of a small segment, how many of them lie in one memory, and the most of them."""
+_FIRST = 4
+"""How many of them are looked at first: what was lent last is mapped and near on all sides."""
 _KEEP = 2**28
 """Bytes that a process keeps to lend them again."""
 _MUCH, _LITTLE = 2**27, 0.1
@@ -143,6 +145,9 @@ class Room:
     def _slot(self) -> Segment | None:
         """One of the small ones, of which many lie in one memory: there are only so many descriptors."""
         small = self._small
+        for segment in small[:_FIRST]:
+            if segment.is_free():
+                return segment
         for _ in range(len(small)):
             self._next = (self._next + 1) % len(small)
             if small[self._next].is_free():
