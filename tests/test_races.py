@@ -212,7 +212,6 @@ def test_who_was_told_of_a_deadlock_and_waits_anew_is_in_no_other_one() -> None:
     guard = Guard(1, 2, Shelf(), lambda _: False, lambda _: "")
     guard.issued[here.key] = 1
     guard.tell_of(mine, True)
-    assert guard.why_never(mine, [0], sure=True) == ""
     assert guard.why_never(mine, [0], sure=True) == "the first"
 
 
