@@ -225,8 +225,9 @@ class OneHostLink(ProcessLink):
         out = reserve.empty((like.nbytes // packed.element_size(),), packed)
         call = self._call("scatter", "", like, src)
         call.total = self.size
-        call.post(packed, *self._from_one(src))
-        mine = slice(self.index * out.numel(), (self.index + 1) * out.numel())
+        own = self.index * out.numel(), (self.index + 1) * out.numel()
+        call.post(packed, *self._from_one(src), unread=own if self.index == src else (0, 0))
+        mine = slice(*own)
         result = dtypes.from_bytes(out, like.dtype).view(like.shape)
         return self._done(call, lambda got: out.copy_(got[src][mine]), result)
 
