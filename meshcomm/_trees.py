@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,8 +95,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 _ROWS = (list, tuple, deque, torch.Size)
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """What is left of a tree without its leaves; a leaf's kind is None."""
 
     kind: type | None

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 import meshcomm as mc
 from meshcomm.runtime.start import world
-from meshcomm.tools import doctor, facts
+from meshcomm.tools import doctor
 from meshcomm.tools.doctor import Trial
 from meshcomm.tools.facts import Facts, Finding, differences, findings, look
 
@@ -59,7 +59,7 @@ def test_what_it_sees(plain: pytest.MonkeyPatch) -> None:
     assert seen.variables["GLOO_SOCKET_IFNAME"] == "lo"
     assert "HOME" not in seen.variables, "no more of the environment than is of use"
     assert look({}).launcher is None
-    json.dumps(facts.asdict(seen))
+    json.dumps(asdict(seen))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False, match_args=False)  # what is not made takes no time at import
 class Op:
     """One public function; as a decorator it takes the function in, and gives it back as it is."""
 

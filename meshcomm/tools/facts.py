@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -104,7 +104,7 @@ def look(environ: Mapping[str, str] | None = None) -> Facts:
         backend=devices.choose_backend(None)[0],
         accelerator=kind,
         devices=_device_names(kind),
-        launcher=None if found is None else asdict(found),
+        launcher=None if found is None else found._asdict(),
         launcher_error=error,
         interfaces=_interfaces(),
         resolves=_resolves(variables.get("MASTER_ADDR") or (found.master_addr if found is not None else None)),

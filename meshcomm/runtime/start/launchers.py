@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshcomm.errors import fail
@@ -66,8 +65,7 @@ _STARTERS = {
 }
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """One process's place in a launch. ``None`` stands for what the launcher does not tell.
 
     ``job`` tells launches that run at the same time apart, as far as the environment does.
@@ -190,7 +188,7 @@ def _with_master(environ: Environ, launcher: Launcher) -> Launcher:
     port = _integer(environ, "MASTER_PORT", low=1, high=65535)
     if port is None and launcher.name != "pytorch" and launcher.job and not launcher.one_node:
         port = derived_port(launcher.job)
-    return replace(launcher, master_addr=address, master_port=port)
+    return launcher._replace(master_addr=address, master_port=port)
 
 
 def derived_port(job: str) -> int:

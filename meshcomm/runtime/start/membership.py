@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,7 @@ from meshcomm.runtime.start.launchers import Launcher, detect
 from meshcomm.runtime.start.request import GUARD, Request, guard_wanted
 
 
-@dataclass(frozen=True)
-class ProcessWorld:
+class ProcessWorld(NamedTuple):
     """This process among the processes of its launch."""
 
     rank: int
@@ -99,7 +97,7 @@ def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None
     if not gloo_on_cpu(here.backend) or here.local_world_size != here.size:
         return None
     store, meeting = _torch.default_store(), _publish(here.rank)
-    token = store.compare_set(f"meshcomm/{meeting}/token", "", secrets.token_hex(8)).decode()
+    token = store.compare_set(f"meshcomm/{meeting}/token", "", os.urandom(8).hex()).decode()
     told = [store.get(f"meshcomm/{meeting}/address/{rank}").decode() for rank in ranks]
     found = Neighbours(token, tuple(map(Address.read, told)))
     return found if found.share() else None

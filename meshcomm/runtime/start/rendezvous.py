@@ -10,14 +10,12 @@ import errno
 import hashlib
 import ipaddress
 import os
-import secrets
 import socket
 import stat
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -65,7 +63,7 @@ def meeting_place(who: Launcher, request: Request, timeout: timedelta) -> Iterat
     """The store that all ranks reach."""
     agent = who.name == "pytorch" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     method = request.init_method
-    who = replace(who, master_port=request.port or who.master_port)
+    who = who._replace(master_port=request.port or who.master_port)
     if request.store is not None:
         yield request.store
     elif method is not None and method.startswith("file://"):
@@ -247,7 +245,7 @@ def local_store(key: str, *, serve: bool, timeout: timedelta) -> Iterator[Store]
         yield _stores[key]
         return
     store = loopback_server(timeout)
-    secret = secrets.token_hex(16)
+    secret = os.urandom(16).hex()
     store.set("meshcomm/secret", secret)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(f"{store.port} {secret}")

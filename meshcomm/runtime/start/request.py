@@ -16,7 +16,7 @@ GUARD = "MESHCOMM_GUARD"
 """The variable of the environment that is 1 where ranks shall compare their calls."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False, match_args=False)  # what is not made takes no time at import
 class Request:
     """init's arguments; None where nothing was said."""
 
@@ -36,8 +36,7 @@ class Request:
             fail("init", "store is no torch store.", got=repr(self.store), fix=fix)
         check_choice(self.launcher)
         if self.init_method == "env://":
-            object.__setattr__(self, "launcher", self.launcher or "pytorch")
-            object.__setattr__(self, "init_method", None)
+            self.launcher, self.init_method = self.launcher or "pytorch", None
         _check_method(self.init_method)
         for name, low, high in (("rank", 0, None), ("world_size", 1, None), ("port", 1, 65535)):
             _check_count(name, getattr(self, name), low, high)

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import json
 import os
-import secrets
 import sys
 import threading
 import weakref
@@ -37,7 +36,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 _LOOPBACK_NAMES = {"linux": "lo", "darwin": "lo0"}
 
 
-@dataclass
+@dataclass(eq=False, repr=False, match_args=False)  # what is not made takes no time at import
 class _State:
     """``world`` is None in a plain process; ``solo``: a group of one, made for torch's sake in a plain process."""
 
@@ -276,7 +275,7 @@ def _start(who: Launcher, request: Request) -> None:
         else:
             store = meeting.enter_context(rendezvous.meeting_place(who, request, timeout))
             card = devices.Card.mine(who.local_rank, device_type)
-            mine = json.dumps([card, Address.mine().write(), secrets.token_hex(8), guard])
+            mine = json.dumps([card, Address.mine().write(), os.urandom(8).hex(), guard])
             here, told = rendezvous.join(store, who.rank, who.world_size, mine, timeout)
             cards, addresses, tokens, guards = zip(*map(json.loads, told), strict=True)
             all_under_guard(guards)
