@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from numbers import Integral
 from typing import Any, cast
 
@@ -30,6 +31,12 @@ from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 world.on_shutdown(let_go_of_groups)
 _outside = itertools.count()
+
+
+@cache
+def _threads() -> Any:
+    """The transport among threads; programs on processes do without."""
+    return importlib.import_module("meshcomm.runtime.transports.threads.transport")
 
 
 class _OneDevice:
@@ -101,9 +108,7 @@ class _InProcess(_OneDevice):
 
     def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         """A link of the rank that is running to these ranks; no time passes among them."""
-        # Programs on processes do without.
-        inprocess: Any = importlib.import_module("meshcomm.runtime.transports.threads.transport")
-        return cast(Link, inprocess.InProcessLink(current_rank(), ranks, f"{mesh}: {','.join(axis)}"))
+        return cast(Link, _threads().InProcessLink(current_rank(), ranks, f"{mesh}: {','.join(axis)}"))
 
     def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
         """Not among threads: the mesh says so."""

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -77,6 +78,7 @@ class Axis(Answers):
         ranks: tuple[int, ...],
         index: int,
         link: Link,
+        coordinate: dict[str, int],
         index_tensor: Tensor | None = None,
     ) -> None:
         self.mesh = mesh
@@ -85,17 +87,23 @@ class Axis(Answers):
         self.size = len(ranks)
         self.index = index
         self.link = link
-        self.coordinate = mesh.own_coordinate()
+        self.coordinate = coordinate
         self.devices: set[torch.device] = set()  # those that the link is known to move
         self.key = str(next(_keys))  # a graph takes a number that has changed for one that may be any
         _axes[self.key] = self
         self.is_traced = index_tensor is not None
-        if index_tensor is None:
-            with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
-                index_tensor = torch.tensor(index, device=mesh.device)
-        self.index_tensor = index_tensor
+        if index_tensor is not None:
+            self.index_tensor = index_tensor
+        elif not mesh.in_process:
+            self.index_tensor  # noqa: B018  # a graph finds it made
         for told in _told:
             told(self)
+
+    @cached_property
+    def index_tensor(self) -> Tensor:
+        """The index on the mesh's device."""
+        with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
+            return torch.tensor(self.index, device=self.mesh.device)
 
     def traced(self, index_tensor: Tensor) -> Axis:
         """The same axis with a link whose operations trace.
@@ -105,7 +113,7 @@ class Axis(Answers):
         """
         if self.is_traced:
             return self
-        return Axis(self.mesh, self.name, self.ranks, self.index, self.link.traced(), index_tensor)
+        return Axis(self.mesh, self.name, self.ranks, self.index, self.link.traced(), self.coordinate, index_tensor)
 
     def places(self) -> dict[int, str]:
         """Rank of the world to its place on the mesh: ``dp=1,tp=0``."""
@@ -259,10 +267,14 @@ class Mesh(Answers, Shown):
 
     def own_coordinate(self) -> dict[str, int]:
         """:attr:`coordinate`, for the library itself: no checker is asked."""
-        rest, places = self.own_index(), {}
+        return self.coordinate_of(self.own_index())
+
+    def coordinate_of(self, index: int) -> dict[str, int]:
+        """Where the rank at this place of ``ranks`` is."""
+        places = {}
         for name, length in reversed(self._shape.items()):
-            rest, places[name] = divmod(rest, length)
-        return {name: places[name] for name in self._shape}
+            index, places[name] = divmod(index, length)
+        return dict(reversed(places.items()))
 
     @property
     def device(self) -> torch.device:
@@ -289,7 +301,7 @@ class Mesh(Answers, Shown):
 
     def _make_device_mesh(self) -> DeviceMesh:
         self.own_index()  # a rank outside has no groups: say so
-        groups = [self.place.group(self._ranks_along((name,)), self.timeout) for name in self._shape]
+        groups = [self.place.group(self._ranks_along((name,), self.own_coordinate()), self.timeout) for name in self._shape]
         grid = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(*self._shape.values())
         only = len(groups) == 1
         return DeviceMesh.from_group(
@@ -354,13 +366,15 @@ class Mesh(Answers, Shown):
         return found
 
     def _made(self, parts: tuple[str, ...]) -> Axis:
-        ranks = self._ranks_along(parts)
+        mine = self.own_index()
+        coordinate = self.coordinate_of(mine)
+        ranks = self._ranks_along(parts, coordinate)
         alone = len(ranks) == 1
         link = SoloLink() if alone else self.place.link(ranks, self.timeout, self._identity, parts)
-        index = ranks.index(self.ranks[self.own_index()])
-        found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, index, link)
+        index = ranks.index(self.ranks[mine])
+        found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, index, link, coordinate)
         if (log := log_of(link)) is not None:
-            log.named(found.name, found.coordinate)
+            log.named(found.name, coordinate)
         return found
 
     def _checked_names(self, name: object, where: str) -> tuple[str, ...]:
@@ -384,9 +398,11 @@ class Mesh(Answers, Shown):
             fail(where, "no axis is named.", got=f"axis (); mesh {self._shape}", fix=f"one of {names(self._shape)}")
         return parts
 
-    def _ranks_along(self, parts: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that share this rank's place on all other axes, in the order in which the axes are written."""
-        home, strides, step = self.own_coordinate(), {}, self.size
+    def _ranks_along(self, parts: tuple[str, ...], home: Mapping[str, int]) -> tuple[int, ...]:
+        """The ranks that share the place ``home`` on all other axes, in the order in which the axes are written."""
+        if parts == self.axis_names:
+            return self.ranks
+        strides, step = {}, self.size
         for name, length in self._shape.items():
             strides[name] = step = step // length
         base = sum(home[name] * stride for name, stride in strides.items() if name not in parts)

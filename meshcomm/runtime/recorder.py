@@ -238,11 +238,9 @@ class Ring:
         """A log for the calls over an axis; ``name`` tells it, on all of its ranks, from others of the same ranks."""
         log = Log(ranks, index, seconds)
         log.meeting = meeting
-        log.title = ",".join(map(str, ranks))
-        log.title += "" if seconds is None else f" within {seconds:g} s"
-        log.title += f" of {name}" if name else ""
+        log.title = _title(ranks, name, seconds)
         over = [each for each in self.logs if each.over]
-        for each in over[: max(0, len(over) - _OVER)]:
+        for each in over[:-_OVER]:
             self.logs.remove(each)
         self.logs.append(log)
         return log
@@ -256,6 +254,12 @@ class Ring:
     def last_done(self) -> tuple[Log, Record] | None:
         """The call that was begun last of those that came to a good end, in whatever group."""
         return next((call for call in reversed(self.calls()) if state_of(call[1]) == "completed"), None)
+
+
+@functools.lru_cache(maxsize=64)
+def _title(ranks: tuple[int, ...], name: str, seconds: float | None) -> str:
+    within = "" if seconds is None else f" within {seconds:g} s"
+    return f"{','.join(map(str, ranks))}{within}{name and f' of {name}'}"
 
 
 _ring: Ring | None = None
@@ -291,9 +295,10 @@ def log_among(shared: dict[Any, Any], owner: Owner, ranks: tuple[int, ...], name
     if not _inside:
         _inside.update({rank: Ring(Owner(rank, owner.size)) for rank in range(owner.size)})
     mine: Ring = _inside[owner.rank]
-    if (ranks, name) not in mine.by_name:
-        mine.by_name[ranks, name] = mine.log(ranks, ranks.index(owner.rank), name)
-    return mine.by_name[ranks, name]
+    log = mine.by_name.get((ranks, name))
+    if log is None:
+        log = mine.by_name[ranks, name] = mine.log(ranks, ranks.index(owner.rank), name)
+    return log
 
 
 def ring_inside() -> Ring | None:

@@ -47,7 +47,10 @@ class InProcessLink(Defaults):
         self._ranks = ranks
         self._rank = rank
         self.log = log_among(rank.world.shared, Owner(rank.index, rank.world.size), ranks, name)
-        self._circle: Circle = rank.world.shared.setdefault((ranks, name), Circle(self.size))
+        shared = rank.world.shared
+        if (circle := shared.get((ranks, name))) is None:
+            circle = shared[ranks, name] = Circle(self.size)
+        self._circle: Circle = circle
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
 
