@@ -300,8 +300,8 @@ class Mesh(Answers, Shown):
         return self._device_mesh
 
     def _make_device_mesh(self) -> DeviceMesh:
-        self.own_index()  # a rank outside has no groups: say so
-        groups = [self.place.group(self._ranks_along((name,), self.own_coordinate()), self.timeout) for name in self._shape]
+        home = self.own_coordinate()  # of a rank outside, which has no groups, there is none
+        groups = [self.place.group(self._ranks_along((name,), home), self.timeout) for name in self._shape]
         grid = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(*self._shape.values())
         only = len(groups) == 1
         return DeviceMesh.from_group(
@@ -473,16 +473,21 @@ class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
 
     def __enter__(self) -> Mesh:
         self._outer.append((_local.mesh, _local.within))
-        _set_current(self._mesh)
-        if not torch.compiler.is_compiling():
-            _local.within = _torch.backward_pass()
-            eras.begin(self._mesh)
+        begin(self._mesh)
         return self._mesh
 
     def __exit__(self, *exc: object) -> None:
         _local.mesh, _local.within = self._outer.pop()
         if not torch.compiler.is_compiling():
             eras.begin(_local.mesh)
+
+
+def begin(mesh: Mesh) -> None:
+    """``mesh`` is the current one of this thread."""
+    _set_current(mesh)
+    if not torch.compiler.is_compiling():
+        _local.within = _torch.backward_pass()
+        eras.begin(mesh)
 
 
 def _set_current(mesh: Mesh | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,12 +58,12 @@ class Op:
         self.fn = fn
         return fn
 
-    @property
+    @cached_property
     def takes(self) -> str:
         """V or I, if the types say so."""
         return self.types.split(" -> ")[0]
 
-    @property
+    @cached_property
     def gives(self) -> str:
         """V or I, if the types say so."""
         return self.types.split(" -> ")[-1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from meshcomm.errors import VaryingError, fail, shape_text
 from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.process.accelerator import with_doubles
-from meshcomm.spmd.shard_map.specs import WHERE, own_part
+from meshcomm.spmd.shard_map.specs import WHERE, only_cut, own_part
 
 
 class Outputs(NamedTuple):
@@ -24,13 +25,19 @@ class Outputs(NamedTuple):
     rest: Any = None
 
 
+def coordinates(mesh: Mesh) -> list[dict[str, int]]:
+    """Where each rank of the mesh is, in order."""
+    names, lengths = mesh.axis_names, mesh.shape.values()
+    return [dict(zip(names, place, strict=True)) for place in itertools.product(*map(range, lengths))]
+
+
 def differentiable(x: Tensor) -> bool:
     """Whether a tensor can have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
-def assembled(ranks: list[Outputs], mesh: Mesh, order: int) -> list[Tensor]:
-    """The global tensors of which the ranks have the parts."""
+def assembled(ranks: list[Outputs], places: Sequence[dict[str, int]], mesh: Mesh, order: int) -> list[Tensor]:
+    """The global tensors of which the ranks, at these places, have the parts."""
     first = ranks[0]
     forms = [[(y.dtype, y.shape) for y in each.tensors] for each in ranks]
     for rank, outputs in enumerate(ranks):
@@ -38,30 +45,25 @@ def assembled(ranks: list[Outputs], mesh: Mesh, order: int) -> list[Tensor]:
             what = "the ranks return different things."
             got = f"rank 0: {_listed(first)}; rank {rank}: {_listed(outputs)}"
             fail(WHERE, what, got=got, fix="return the same structure, shapes and dtypes on every rank")
-    names, coordinates = mesh.axis_names, _coordinates(mesh)
+    names = mesh.axis_names
     whole = []
     for i, (y, layout) in enumerate(zip(first.tensors, first.layouts, strict=True)):
         parts = [outputs.tensors[i] for outputs in ranks]
         axes = layout.axes
-        free = [axis for axis in names if axis not in axes]
         counts = layout.parts(mesh.shape) if axes else [1] * y.ndim
         joined = y.new_empty([length * count for length, count in zip(y.shape, counts, strict=True)])
         whole.append(joined)
-        if axes == names and y.layout is torch.strided and (dim := _only_cut(layout)) is not None:
+        if axes == names and y.layout is torch.strided and (dim := only_cut(layout)) is not None:
             torch.cat(parts, dim, out=joined)
             continue
-        if free:
-            _check_copies(parts, layout, first.labels[i], coordinates, mesh, order)
-        for part, coordinate in zip(parts, coordinates, strict=True):
-            if not any(coordinate[axis] for axis in free):
-                own_part(joined, layout, coordinate, mesh).copy_(part)
+        originals: dict[tuple[int, ...], Tensor] = {}
+        for part, place in zip(parts, places, strict=True):  # along the axes that it does not name all have the same
+            original = originals.setdefault(tuple([place[axis] for axis in axes]), part)
+            if original is part:
+                own_part(joined, layout, place, mesh).copy_(part)
+            elif not _alike(original, part):
+                _differs(layout, first.labels[i], place, mesh, order)
     return whole
-
-
-def _only_cut(layout: Layout) -> int | None:
-    """The dim that alone is cut, if one is."""
-    cut = [dim for dim, (_, axes) in enumerate(layout) if axes]
-    return cut[0] if len(cut) == 1 else None
 
 
 def _listed(outputs: Outputs) -> str:
@@ -69,31 +71,18 @@ def _listed(outputs: Outputs) -> str:
     return ", ".join(f"{label} {shape_text(y.dtype, y.shape)}" for label, y in pairs)
 
 
-def _coordinates(mesh: Mesh) -> list[dict[str, int]]:
-    places = itertools.product(*(range(length) for length in mesh.shape.values()))
-    return [dict(zip(mesh.axis_names, place, strict=True)) for place in places]
-
-
-def _check_copies(
-    parts: list[Tensor], layout: Layout, label: str, coordinates: list[dict[str, int]], mesh: Mesh, order: int
-) -> None:
-    """Along the axes that the layout does not name the ranks have the same."""
-    originals: dict[tuple[int, ...], Tensor] = {}
-    axes = layout.axes
-    for part, coordinate in zip(parts, coordinates, strict=True):
-        original = originals.setdefault(tuple([coordinate[axis] for axis in axes]), part)
-        if original is part or _alike(original, part):
-            continue
-        free = [axis for axis in mesh.axis_names if axis not in axes]
-        along = ", ".join(repr(axis) for axis in free if coordinate[axis])
-        got = f"mesh {mesh.shape}; rank 0 of the axes and rank {coordinate} have different values"
-        if order:
-            what = f"the gradient of {label} differs along {along}, along which its value is invariant."
-            fix = f"pvary it over {along} before it meets anything that differs between ranks"
-        else:
-            what = f"{label} differs along {along}, which its spec {str(layout)!r} does not name."
-            fix = f"reduce it over {along}, or name the axis in its spec"
-        fail(WHERE, what, got=got, fix=fix, kind=VaryingError)
+def _differs(layout: Layout, label: str, place: dict[str, int], mesh: Mesh, order: int) -> NoReturn:
+    """This rank has something else than the first one that has the same place along the axes of the layout."""
+    free = [axis for axis in mesh.axis_names if axis not in layout.axes]
+    along = ", ".join(repr(axis) for axis in free if place[axis])
+    got = f"mesh {mesh.shape}; rank 0 of the axes and rank {place} have different values"
+    if order:
+        what = f"the gradient of {label} differs along {along}, along which its value is invariant."
+        fix = f"pvary it over {along} before it meets anything that differs between ranks"
+    else:
+        what = f"{label} differs along {along}, which its spec {str(layout)!r} does not name."
+        fix = f"reduce it over {along}, or name the axis in its spec"
+    fail(WHERE, what, got=got, fix=fix, kind=VaryingError)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshcomm._torch import alive, dual_level_open, functorch_active, outside_transforms
+from meshcomm._torch import alive, dispatch_modes, dual_level_open, functorch_active, outside_transforms
 from meshcomm.errors import fail
 from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
-from meshcomm.runtime.transports.threads.scheduler import World, current_rank
-from meshcomm.spmd.shard_map.assemble import Outputs, assembled, differentiable
-from meshcomm.spmd.shard_map.rank_context import Modes, OwnState, body_of, leaves_behind, no_tangents
-from meshcomm.spmd.shard_map.specs import WHERE, own_part
+from meshcomm.runtime.transports.threads.random_state import RandomState
+from meshcomm.runtime.transports.threads.scheduler import World, current_rank, local
+from meshcomm.spmd.shard_map.assemble import Outputs, assembled, coordinates, differentiable
+from meshcomm.spmd.shard_map.rank_context import Modes, OwnState, begin_body, leaves_behind, no_tangents
+from meshcomm.spmd.shard_map.specs import WHERE, pieces
 from meshcomm.spmd.types.reachable import Reachable, in_place_of
 
 Local = Callable[[list[Tensor], list[Tensor]], Outputs]
@@ -62,67 +64,68 @@ class Program:
                 "what was computed outside of ranks is differentiated inside of one.",
                 fix="call backward outside of mc.launch, or the function inside",
             )
-        seed = self.draw()
+        seed, mesh = self.draw(), self.mesh
         count, modes = len(self.layouts), self.modes.missing()
+        places = coordinates(mesh)
         with torch.no_grad():
             shared = [_leaf(x) for x in tensors[count:]]
+            inputs = [pieces(x, layout, places, mesh) for x, layout in zip(tensors, self.layouts, strict=False)]
+        slots = [slot for slot in self.reach.slots if slot.of_module]
+        state = partial(OwnState, slots, seed) if slots else partial(RandomState, seed)
+        grad = self.modes.grad if self.order == 0 and wanted is None else wanted is not None
         with in_place_of(self.reach.slots, dict(zip(self.shared, shared, strict=True))):
-            world = World(self.mesh.world_size, share=True, state=lambda index: OwnState(seed, index, self.reach))
-            found = world.run(lambda: self._on_rank(tensors[:count], shared, wanted, modes))
+            world = World(mesh.world_size, share=True, state=state)
+            found = world.run(lambda: self._on_rank(inputs, shared, wanted, grad, modes))
         if any(x.grad is not None for x in shared):
             what = "backward() ran inside the function and reached a tensor that it closes over."
             fail(WHERE, what, fix="call backward() on what the function returns, or return torch.autograd.grad(...)")
-        ranks = [found[rank] for rank in self.mesh.ranks]
+        ranks = [found[rank] for rank in mesh.ranks]
         outputs = ranks[0][0]
         result = _Result(outputs)
         if wanted is not None:
             result.needs_grad = [any(needs) for needs in zip(*(rank[1] for rank in ranks), strict=True)]
             result.used = set().union(*(rank[2] for rank in ranks))
         with torch.no_grad():
-            return assembled([rank[0] for rank in ranks], self.mesh, self.order), result
+            return assembled([rank[0] for rank in ranks], places, mesh, self.order), result
 
     def draw(self) -> int:
         """The seed of the ranks' random states: later runs, in backward, draw what the first one drew."""
         if self.seed is None:
-            with outside_transforms():  # vmap refuses random numbers that are the same for the whole batch
+            # vmap refuses random numbers that are the same for the whole batch
+            with outside_transforms() if functorch_active() or dispatch_modes() else contextlib.nullcontext():
                 self.seed = int(torch.randint(2**62, (), device="cpu").item())
         return self.seed
 
     def _on_rank(
         self,
-        tensors: Sequence[Tensor],
+        inputs: Sequence[Sequence[Tensor]],
         shared: list[Tensor],
         wanted: Sequence[bool] | None,
-        modes: Callable[[contextlib.ExitStack], None],
+        grad: bool,
+        modes: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> Any:
         mesh = self.mesh
-        if current_rank().index not in mesh.ranks:  # type: ignore[union-attr]
+        rank = local.rank.index  # type: ignore[union-attr]
+        if rank not in mesh.ranks:
             return None
-        coordinate = mesh.own_coordinate()
-        leaves, parts = [], []
-        grad = self.modes.grad if self.order == 0 and wanted is None else wanted is not None
-        with contextlib.ExitStack() as stack:
-            modes(stack)
-            if grad != torch.is_grad_enabled():
-                stack.enter_context(torch.set_grad_enabled(grad))
-            with body_of(mesh):
-                for i, (x, layout) in enumerate(zip(tensors, self.layouts, strict=True)):
-                    part = own_part(x.detach(), layout, coordinate, mesh)
-                    leaf = part.requires_grad_() if wanted is not None and wanted[i] else part
-                    leaves.append(leaf)
-                    parts.append(leaf.clone())  # the function may change its own copy
-                outputs = self.local(parts, shared)
+        place = mesh.own_index()
+        if grad != torch.is_grad_enabled():
+            torch.set_grad_enabled(grad)
+        with modes():
+            begin_body(mesh)  # the thread ends with it
+            leaves = [each[place] for each in inputs]
+            if wanted is not None:
+                leaves = [x.requires_grad_() if want else x for x, want in zip(leaves, wanted, strict=False)]
+            parts = [leaf.clone() for leaf in leaves]  # the function may change its own copy
+            outputs = self.local(parts, shared)
         parts.clear()  # what the function has made of them is nobody's any more
-        places = {id(leaf): i for i, leaf in enumerate([*leaves, *shared])}
-        used = leaves_behind(outputs.tensors, places, self.mesh)
+        tensors, used = outputs.tensors, []
+        if any([y.requires_grad for y in tensors]):  # noqa: C419
+            used = leaves_behind(tensors, {id(leaf): i for i, leaf in enumerate([*leaves, *shared])}, mesh)
         if self.modes.transformed:
-            no_tangents(outputs.tensors, self.mesh)
-        tensors = [y.detach() for y in outputs.tensors]
-        return (
-            Outputs(tensors, outputs.layouts, outputs.labels, outputs.rest),
-            [bool(each) for each in used],
-            set().union(*used),
-        )
+            no_tangents(tensors, mesh)
+        needs = [bool(each) for each in used] or [False] * len(tensors)
+        return outputs._replace(tensors=[y.detach() for y in tensors]), needs, set().union(*used)
 
     def pullback(self, result: _Result, wanted: Sequence[bool]) -> Program:
         """The program from inputs and output gradients to the gradients of the inputs that are wanted."""

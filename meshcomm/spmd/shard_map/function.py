@@ -296,8 +296,12 @@ class _Run:
         self.form = None if plain else tree_flatten((bound.args, bound.kwargs))[1]
         self.types = [] if mode is False else [_given(laid, mesh) for laid in self.cut]
 
-    def on_parts(self, parts: Sequence[Tensor], closed: Iterable[tuple[str, Tensor]]) -> tuple[list[Laid], Any]:
-        """Call the function with these in place of the global tensors: what it returns, laid out, and its form."""
+    def on_parts(
+        self, parts: Sequence[Tensor], closed: Iterable[tuple[str, Tensor]], *, own: bool
+    ) -> tuple[list[Laid], Any]:
+        """Call the function with these in place of the global tensors: what it returns, laid out, and its form.
+        ``own``: nobody else has them.
+        """
         given = iter(parts)
         args: Sequence[Any] = [laid.value if laid.layout is None else next(given) for laid in self.leaves]
         kwargs: dict[str, Any] = {}
@@ -309,8 +313,9 @@ class _Run:
         for name, x in closed:
             if marked(x) is None:
                 checker.know(x, INVARIANT, f"{name or 'a tensor'}, closed over")
+        know = checker.own if own else checker.know
         for part, (kind, what) in zip(parts, self.types, strict=True):
-            checker.know(part, kind, what)
+            know(part, kind, what)
         with checker:
             laid_out, form = self._outputs(self.fn(*args, **kwargs))
             for each in laid_out:
@@ -352,7 +357,7 @@ class _Run:
                 for x, _, layout in self.cut
                 if layout is not None
             ]
-            laid, form = self.on_parts(parts, closed)
+            laid, form = self.on_parts(parts, closed, own=False)
             whole = as_dtensor if with_dtensors else joined
             results = [x if layout is None else whole(x, layout, mesh) for x, _, layout in laid]
         return tree_unflatten(results, form)
@@ -369,7 +374,7 @@ class _Run:
 
         def local(parts: list[Tensor], shared: list[Tensor]) -> Outputs:
             """One rank's work."""
-            laid, form = self.on_parts(parts, [*zip(names, shared, strict=True), *others])
+            laid, form = self.on_parts(parts, [*zip(names, shared, strict=True), *others], own=True)
             tensors = [each for each in laid if each.layout is not None]
             return Outputs(
                 [each.value for each in tensors],

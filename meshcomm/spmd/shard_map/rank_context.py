@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from meshcomm._torch import dual_level_open, functorch_active, tree_flatten
 from meshcomm.errors import fail, shape_text
-from meshcomm.mesh import Mesh, current_mesh, use_mesh
+from meshcomm.mesh import Mesh, begin, current_mesh, use_mesh
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.spmd.shard_map.assemble import differentiable
 from meshcomm.spmd.shard_map.specs import WHERE
-from meshcomm.spmd.types.reachable import Reachable
+from meshcomm.spmd.types.reachable import Reachable, Slot
 
 
 class _Here(threading.local):
@@ -48,6 +48,12 @@ class body_of(use_mesh):  # noqa: N801
         super().__exit__(*exc)
 
 
+def begin_body(mesh: Mesh) -> None:
+    """What this thread does until it ends is the body of a shard_map over this mesh."""
+    _here.mesh = mesh
+    begin(mesh)
+
+
 def not_in_a_body(mesh: Mesh) -> None:
     """Refuse a shard_map inside of another one."""
     if _here.mesh is not None:
@@ -64,9 +70,9 @@ class OwnState(RandomState):
     while one rank is in the midst of that another one goes on.
     """
 
-    def __init__(self, seed: int, rank: int, reach: Reachable) -> None:
+    def __init__(self, slots: Sequence[Slot], seed: int, rank: int) -> None:
         super().__init__(seed, rank)
-        self._slots = [slot for slot in reach.slots if slot.of_module]
+        self._slots = slots
         self._values = [slot.read() for slot in self._slots]
 
     def save(self) -> None:
@@ -92,20 +98,23 @@ class Modes:
         kinds = {"cpu", self.device.type} - {"meta"}
         self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)]
 
-    def missing(self) -> Callable[[contextlib.ExitStack], None]:
+    def missing(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
         """What brings back the modes of the call on ranks, which have those of who asks."""
         moved = self.device != torch.get_default_device()
         casts = [cast for cast in self.casts if cast[2] or torch.is_autocast_enabled(cast[0])]
 
-        def enter(stack: contextlib.ExitStack) -> None:
-            if self.transformed:
-                stack.enter_context(_NoWrappers())
-            if moved:
-                stack.enter_context(self.device)
-            for kind, dtype, enabled in casts:  # what one rank has cast would be found by another one
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        @contextlib.contextmanager
+        def enter() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                if self.transformed:
+                    stack.enter_context(_NoWrappers())
+                if moved:
+                    stack.enter_context(self.device)
+                for kind, dtype, enabled in casts:  # what one rank has cast would be found by another one
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+                yield
 
-        return enter
+        return enter if self.transformed or moved or casts else contextlib.nullcontext
 
 
 def closed_over(reach: Reachable) -> list[tuple[str, Tensor]]:

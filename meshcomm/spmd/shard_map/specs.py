@@ -153,6 +153,19 @@ def joined(y: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     return y
 
 
+def only_cut(layout: Layout) -> int | None:
+    """The dim that alone is cut, if one is."""
+    cut = [dim for dim, (_, axes) in enumerate(layout) if axes]
+    return cut[0] if len(cut) == 1 else None
+
+
+def pieces(x: Tensor, layout: Layout, places: Sequence[dict[str, int]], mesh: Mesh) -> Sequence[Tensor]:
+    """The part of a global tensor at each place of the mesh, as views without a graph."""
+    if layout.axes == mesh.axis_names and x.layout is torch.strided and (dim := only_cut(layout)) is not None:
+        return x.detach().chunk(len(places), dim)
+    return [own_part(x.detach(), layout, place, mesh) for place in places]
+
+
 def own_part(x: Tensor, layout: Layout, coordinate: dict[str, int], mesh: Mesh) -> Tensor:
     """The part of a global tensor at a place of the mesh, as a view."""
     for dim, (_, axes) in enumerate(layout):

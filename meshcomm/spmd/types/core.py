@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ from meshcomm.spmd.types.vma import (
     nothing_wider_in,
     writes,
 )
-from meshcomm.watch import Watcher, here, watched_by
+from meshcomm.watch import here, watched_by
 
 WHERE = "check_vma"
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
@@ -93,7 +93,7 @@ class Core(TorchFunctionMode):
         if not self._outer:
             self._entered = moment()
         self._outer.append(here.watcher)
-        here.watcher = cast(Watcher, self)
+        here.watcher = self  # type: ignore[assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -117,6 +117,11 @@ class Core(TorchFunctionMode):
         """``x``, which is others' too, is of this type here."""
         self._known[id(x)] = x, kind.seen(x.requires_grad), version(x)
         in_spite(x)
+        self._given_as[id(x)] = x, len(self._given_as), what
+
+    def own(self, x: Tensor, kind: Type, what: str) -> None:
+        """``x``, which is nobody else's, is of this type."""
+        note(x, kind)
         self._given_as[id(x)] = x, len(self._given_as), what
 
     def type_of(self, x: Tensor) -> Type | None:
@@ -359,7 +364,7 @@ class Core(TorchFunctionMode):
                 self._lately.move_to_end(key)
         if entry is None or entry.x is not x or entry.version != version(x) or entry.node is not x.grad_fn:
             entry = _Varied(x)
-            if isinstance(x, Parameter) or key in self._known:
+            if isinstance(x, Parameter) or key in self._given_as:
                 self._always[key] = entry
             else:  # it may have ended for everybody else
                 self._lately[key] = entry

@@ -25,7 +25,7 @@ _OPAQUE = sys.stdlib_module_names - {"collections", "functools", "types"}
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType, Mesh)
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """A place where a tensor, or a tuple with one, stood when it was found."""
 
     value: Any
@@ -40,7 +40,7 @@ class Reachable:
 
     def __init__(self, *roots: Any) -> None:
         self.tensors: dict[int, tuple[str, Tensor]] = {}
-        self.slots: list[_Slot] = []
+        self.slots: list[Slot] = []
         self._seen: dict[int, Any] = {}
         self._packages = {package_of(part) for root in roots for part in _callables(root)}
         for root in roots:
@@ -52,10 +52,10 @@ class Reachable:
         """Something that stands where something else can be put."""
         if isinstance(value, Tensor):
             self.tensors.setdefault(id(value), (name, value))
-            self.slots.append(_Slot(value, read, write, of_module))
+            self.slots.append(Slot(value, read, write, of_module))
         elif isinstance(value, tuple):
             if any(isinstance(part, Tensor) for part in _flat(value)):
-                self.slots.append(_Slot(value, read, write, of_module))
+                self.slots.append(Slot(value, read, write, of_module))
             self._look(value, name)
         else:
             self._look(value, name)
@@ -173,7 +173,7 @@ def _flat(value: tuple[Any, ...]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def in_place_of(slots: list[_Slot], others: Mapping[int, Tensor]) -> Iterator[None]:
+def in_place_of(slots: list[Slot], others: Mapping[int, Tensor]) -> Iterator[None]:
     """Put back what stood in the slots when it was found, with ``others``, by id, in place of tensors; at the end
     restore what stands there now.
     """
@@ -184,11 +184,11 @@ def in_place_of(slots: list[_Slot], others: Mapping[int, Tensor]) -> Iterator[No
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return others.get(id(value), value)
 
-    def stays(slot: _Slot, now: Any) -> bool:
+    def stays(slot: Slot, now: Any) -> bool:
         parts = _flat(slot.value) if isinstance(slot.value, tuple) else (slot.value,)
         return now is slot.value and not any(id(part) in others for part in parts)
 
-    before: list[tuple[_Slot, Any]] = []
+    before: list[tuple[Slot, Any]] = []
     try:
         for slot in slots:
             now = slot.read()

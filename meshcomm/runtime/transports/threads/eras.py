@@ -34,7 +34,7 @@ class _Thread:
         """Whether it came to its first mesh in a backward pass: as a rule it is a thread of autograd's."""
         self.starts: list[int] = []
         self.things: list[weakref.ref[Any] | None] = []
-        _threads.add(self)
+        _threads[self.ident] = weakref.ref(self)
 
     def begin(self, thing: object | None) -> None:
         start = next_sequence_number()
@@ -52,7 +52,12 @@ class _Thread:
         return None if thing is None else thing()
 
 
-_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
+_threads: dict[int, weakref.ref[_Thread]] = {}
+"""By number, which a later thread may have again."""
+
+
+def _alive() -> list[_Thread]:
+    return [each for ref in list(_threads.values()) if (each := ref()) is not None]
 
 
 class _Eras(threading.local):
@@ -95,7 +100,7 @@ def of_caller() -> Any:
         caller = context.get(_mine)
         return None if caller is None else caller.at(sys.maxsize)
     frames = sys._current_frames()
-    callers = [each for each in list(_threads) if each.ident in frames and _is_in_backward(frames[each.ident])]
+    callers = [each for each in _alive() if each.ident in frames and _is_in_backward(frames[each.ident])]
     return callers[0].at(sys.maxsize) if len(callers) == 1 else None
 
 
@@ -111,7 +116,7 @@ def _of(node: Any) -> object | None:
         return _eras.own.at(number)
     # Autograd has threads of its own, and each thread has its own numbers; few graphs are made by the former.
     for by_autograd in (False, True):
-        threads = [each for each in list(_threads) if each.rank is None and each.by_autograd == by_autograd]
+        threads = [each for each in _alive() if each.rank is None and each.by_autograd == by_autograd]
         every = [thing for each in threads if (thing := each.at(number)) is not None]
         if every:
             return every[0] if all(thing is every[0] for thing in every) else None

@@ -58,14 +58,17 @@ class Collectives(Core):
         if made.any:
             args, kwargs = plain(args), plain(kwargs)
         axes = self._axes_of(op.name, axis, mesh)
-        named = op.arguments(args, kwargs)
-        leaves, form = ([x], None) if isinstance(x, Tensor) else tree_flatten(x)
-        kinds: list[Type] = []
-        if all(isinstance(leaf, Tensor) for leaf in leaves):
-            for i, leaf in enumerate(leaves):
-                kind, leaves[i] = self._taken(op, leaf, axes, named)
-                kinds.append(kind)
-            x = leaves[0] if form is None else tree_unflatten(leaves, form)
+        named = op.arguments(args, kwargs) if args else kwargs
+        if isinstance(x, Tensor):
+            kind, x = self._taken(op, x, axes, named)
+            kinds, leaves = [kind], [x]
+        else:
+            kinds, (leaves, form) = [], tree_flatten(x)
+            if all(isinstance(leaf, Tensor) for leaf in leaves):
+                for i, leaf in enumerate(leaves):
+                    kind, leaves[i] = self._taken(op, leaf, axes, named)
+                    kinds.append(kind)
+                x = tree_unflatten(leaves, form)
         return self._given(op, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, named)
 
     def made(self, fn: Any, axis: AxisName, mesh: Mesh | None, /, *args: Any, **kwargs: Any) -> Any:
@@ -88,11 +91,12 @@ class Collectives(Core):
 
     def _axes_of(self, name: str, axis: AxisName, mesh: Mesh | None) -> frozenset[str]:
         along = check.axis_of(name, axis, mesh)
-        self._same_mesh(name, along.mesh)
-        return frozenset([along.name] if isinstance(along.name, str) else along.name)
+        if along.mesh is not self.mesh:
+            self._same_mesh(name, along.mesh)
+        return frozenset((along.name,) if isinstance(along.name, str) else along.name)
 
     def _same_mesh(self, name: str, mesh: Mesh) -> None:
-        if mesh is not self.mesh and grid_of(mesh) is not self.grid:
+        if grid_of(mesh) is not self.grid:
             fail(
                 name,
                 "a collective over another mesh than the one that is checked.",
@@ -112,19 +116,22 @@ class Collectives(Core):
     ) -> Any:
         """What a collective gives, with its types noted."""
         origin = Origin(op.name, call_site())
-        given = [_gives(op, kind, axes, self._all, origin) for kind in kinds or [INVARIANT]]
+        given = [_gives(op, kind, axes, self._all, origin) for kind in kinds or (INVARIANT,)]
 
         def noted(result: Any) -> Any:
-            with without_modes():
-                for i, y in enumerate([result] if isinstance(result, Tensor) else tree_flatten(result)[0]):
-                    if isinstance(y, Tensor):
-                        self._note(y, given[min(i, len(given) - 1)], of)
-                        if made.any or op.cuts:
-                            x = of[i] if i < len(of) and isinstance(of[i], Tensor) else None
-                            collected(op, x, y, origin, axes, named)
+            for i, y in enumerate((result,) if isinstance(result, Tensor) else tree_flatten(result)[0]):
+                if isinstance(y, Tensor):
+                    self._note(y, given[min(i, len(given) - 1)], of)
+                    if made.any or op.cuts:
+                        x = of[i] if i < len(of) and isinstance(of[i], Tensor) else None
+                        collected(op, x, y, origin, axes, named)
             return result
 
-        return result.then(noted) if isinstance(result, Work) else noted(result)
+        def noted_later(result: Any) -> Any:
+            with without_modes():
+                return noted(result)
+
+        return result.then(noted_later) if isinstance(result, Work) else noted(result)
 
     def _taken(self, op: Op, x: Tensor, axes: frozenset[str], named: Mapping[str, Any]) -> tuple[Type, Tensor]:
         """One leaf of what a collective takes: its type, and itself or its pvary."""
