@@ -103,7 +103,7 @@ class _InProcess(_OneDevice):
         if here is None:
             return f"made outside, {next(_outside)}"
         key = (*shape.items(), ranks)
-        here.made[key] += 1
+        here.made[key] = here.made.get(key, 0) + 1
         return identity(shape, ranks, here.made[key])
 
     def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -514,10 +514,8 @@ def current_mesh() -> Mesh | None:
     return mesh
 
 
-def _capture_current() -> Callable[[], None]:
-    mesh = _local.mesh
-
-    return lambda: _set_current(mesh)
+def _capture_current() -> Callable[[], None] | None:
+    return None if _local.mesh is None else partial(_set_current, _local.mesh)
 
 
 carry_over(_capture_current)

@@ -260,6 +260,41 @@ def draws_of_python(meet: bool) -> list[float]:
     return [*found, random.gauss(0, 1)]
 
 
+def draws_of_torch(meet: bool) -> list[float]:
+    mesh = mesh_of(3)
+    found = []
+    for count in (1, 2, 700, 1):
+        found += torch.empty(count).normal_().tolist() + torch.rand(count).tolist()  # one of a pair is kept
+        found += [torch.empty(1, dtype=dtype).normal_().item() for dtype in (torch.float64, torch.float32)]
+        if meet:
+            mc.barrier("a", mesh=mesh)
+    state = torch.get_rng_state()
+    torch.manual_seed(mesh.rank)
+    found += [*torch.randn(40).tolist(), torch.initial_seed()]
+    if meet:
+        mc.barrier("a", mesh=mesh)
+    torch.set_rng_state(state)
+    if meet:
+        mc.barrier("a", mesh=mesh)
+    return [*found, *torch.randn(3).tolist()]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_torchs_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert twister._torch is not None
+    torch.manual_seed(5)
+    whole = mc.launch(draws_of_torch, ranks=3, args=(False,))
+    if not copied:
+        monkeypatch.setattr(twister, "_torch", None)
+    torch.manual_seed(5)
+    expected = [torch.empty(1).normal_().item(), *torch.rand(2).tolist(), *torch.empty(2).normal_().tolist()]
+    torch.manual_seed(5)
+    found = [torch.empty(1).normal_().item(), *torch.rand(2).tolist()]
+    assert mc.launch(draws_of_torch, ranks=3, args=(True,)) == whole
+    assert [*found, *torch.empty(2).normal_().tolist()] == expected
+    assert len({tuple(each) for each in whole}) == 3
+
+
 @pytest.mark.parametrize("copied", [True, False])
 def test_pythons_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert twister._bytes is not None or sys.implementation.name != "cpython"

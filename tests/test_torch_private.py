@@ -28,7 +28,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
-from meshcomm import _torch, _torch_autograd, _torch_groups
+from meshcomm import _torch, _torch_autograd, _torch_groups, _torch_random
 from meshcomm.runtime.process import reuse
 
 
@@ -559,6 +559,24 @@ def test_watch_backward_without_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_torch_autograd, "_engine", None)
     with _torch.watch_backward(lambda *_: pytest.fail("called")):
         assert torch.autograd._engine_run_backward is own
+
+
+def test_name_generator_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
+    torch.empty(5).normal_(generator=one)
+    mine, others = _torch.generator_cells(one), _torch.generator_cells(other)
+    assert mine is not None
+    assert others is not None
+    others[:] = mine
+    assert other.initial_seed() == 3
+    assert torch.equal(other.get_state(), one.get_state())
+    assert torch.equal(torch.randn(900, generator=other), torch.randn(900, generator=one))
+    for name, value in {"_WORDS": 600, "_BEFORE": 12, "_FARTHEST": 30}.items():  # of a torch that keeps them otherwise
+        with monkeypatch.context() as patch:
+            patch.setattr(_torch_random, name, value)
+            assert _torch.generator_cells(one) is None
+    monkeypatch.setattr(_torch_random, "_CDATA", False)
+    assert _torch.generator_cells(one) is None
 
 
 def test_name_leaves_of_graph() -> None:

@@ -35,7 +35,7 @@ class RandomState:
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         """The states as they are now, or those that start from ``(seed, rank)``."""
         self._seed = None if seed is None else mixed(seed, rank)
-        self._torch: torch.Tensor | None
+        self._own: twister.State | None = None  # torch's on the CPU and Python's; None until it is loaded first
         self._numpy: Any = None
         self._numpy_seed = self._seed  # what numpy's is to be seeded with when somebody loads it
         self._device: Any = None  # the accelerator's, once it is in use
@@ -48,13 +48,11 @@ class RandomState:
             elif RandomState.in_place is not None:
                 self._numpy_seed = RandomState.in_place._numpy_seed
         else:
-            self._torch = None  # until it is loaded first
             numpy_state.when_loaded(_numpy_loaded)
 
     def save(self) -> None:
         """Keep the global states here."""
-        self._torch = torch.default_generator.get_state()
-        self._random = twister.take()
+        self._own = twister.take()
         if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := accelerator.module()) is None:
@@ -67,13 +65,11 @@ class RandomState:
     def load(self) -> None:
         """Make these states the global ones."""
         RandomState.in_place = self
-        if self._torch is None:
+        if self._own is None:
             assert self._seed is not None
-            torch.default_generator.manual_seed(self._seed)
             twister.seed(self._seed)
         else:
-            torch.default_generator.set_state(self._torch)
-            twister.put(self._random)
+            twister.put(self._own)
         if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self.load_numpy(module)
         if accelerator.module() is not None:

@@ -10,8 +10,8 @@ import contextvars
 import os
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,11 +53,14 @@ def claim(module: torch.nn.Module, where: str) -> None:
         rank.world.leaves.claim(module, rank.index, where)
 
 
-_carried: list[Callable[[], Callable[[], None]]] = []
+_Setup = Callable[[], None]
+_carried: list[Callable[[], _Setup | None]] = []
 
 
-def carry_over(capture: Callable[[], Callable[[], None]]) -> None:
-    """Register what ranks take over from the caller: ``capture()`` runs there, what it returns runs in each rank."""
+def carry_over(capture: Callable[[], _Setup | None]) -> None:
+    """Register what ranks take over from the caller: ``capture()`` runs there, what it returns, if anything, runs in
+    each rank.
+    """
     _carried.append(capture)
 
 
@@ -87,7 +90,7 @@ class Rank:
         self.result: Any = None
         self.error: BaseException | None = None
         self.axes: dict[Any, Any] = {}  # of the meshes that this rank uses
-        self.made: Counter[Any] = Counter()  # how many meshes of a kind
+        self.made: dict[Any, int] = {}  # how many meshes of a kind
 
     def save(self) -> None:
         """Keep what torch and others hold per process but is this rank's own."""
@@ -186,10 +189,10 @@ class World:
         """Run ``body`` on every rank and give the results in order of rank; the first error of a rank ends all of
         them.
         """
-        setups = [_caller_modes()] + [capture() for capture in _carried]
+        modes, setups = _caller_modes(), [setup for capture in _carried if (setup := capture()) is not None]
         threads: list[_Thread] = []
         for rank in self.ranks:
-            threads.append(_Thread(rank.index, self._live, rank, body, setups, threads[-1] if threads else None))
+            threads.append(_Thread(rank.index, self._live, rank, body, modes, setups, threads[-1] if threads else None))
         outside, anomaly = RandomState(), _anomaly()
         if not _running.acquire(blocking=False):
             fail(
@@ -214,9 +217,10 @@ class World:
         for rank, thread in zip(self.ranks, threads, strict=True):
             if rank.over:
                 thread.join()
-        failed = next((rank for rank in sorted(self.ranks, key=self._by_failure) if rank.error is not None), None)
-        if failed is not None:
-            raise _named(failed.error, failed, self.size)
+        failed = [rank for rank in self.ranks if rank.error is not None]
+        if failed:
+            first = min(failed, key=self._by_failure)
+            raise _named(first.error, first, self.size)
         return [rank.result for rank in self.ranks]
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
@@ -316,7 +320,7 @@ class World:
         return True
 
     def _hand_over(self, rank: Rank) -> None:
-        after = self._next()
+        after = self._ready.popleft() if self._ready and not self.cancelled else self._next()
         if after is rank:
             return
         rank.save()
@@ -350,7 +354,7 @@ class World:
         return "\n".join(rank.describe() for rank in self.ranks)
 
     def _live(
-        self, rank: Rank, body: Callable[[], Any], setups: list[Callable[[], Any]], before: _Thread | None
+        self, rank: Rank, body: Callable[[], Any], modes: _Modes, setups: Sequence[_Setup], before: _Thread | None
     ) -> None:
         """The life of one rank's thread. It starts the one of the rank before while it is as new as the caller's
         settings made it: what a thread inherits, such as its core and its signal mask, no rank has changed yet.
@@ -369,10 +373,9 @@ class World:
             self.streams.begin()
         rank.load()
         try:
-            with contextlib.ExitStack() as stack:
+            with modes():
                 for setup in setups:
-                    if (context := setup()) is not None:
-                        stack.enter_context(context)
+                    setup()
                 self.check()
                 rank.result = body()
                 self._look()
@@ -436,7 +439,11 @@ def _named(error: BaseException | None, rank: Rank, size: int) -> BaseException:
     return error
 
 
-def _caller_modes() -> Callable[[], contextlib.ExitStack | None]:
+_Modes = Callable[[], contextlib.AbstractContextManager[object]]
+_NOTHING = contextlib.nullcontext()
+
+
+def _caller_modes() -> _Modes:
     """The caller's grad mode, autocast and default device, which torch keeps per thread, for a new thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.get_default_device()
@@ -446,13 +453,13 @@ def _caller_modes() -> Callable[[], contextlib.ExitStack | None]:
 
     plain = not (inference or casts or device.type != "cpu")
 
-    def modes() -> contextlib.ExitStack | None:
+    def modes() -> contextlib.AbstractContextManager[object]:
         # Backward of a device runs on one thread of the process otherwise, where ranks would block each other.
         torch.autograd.set_multithreading_enabled(False)
         if torch.is_grad_enabled() != grad:
             torch.set_grad_enabled(grad)
         if plain:
-            return None
+            return _NOTHING
         stack = contextlib.ExitStack()
         if inference:
             stack.enter_context(torch.inference_mode())

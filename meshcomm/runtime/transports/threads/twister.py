@@ -1,7 +1,8 @@
-"""The state of Python's own random numbers, exchanged at the price of a copy.
+"""The states of Python's random numbers and of torch's on the CPU, exchanged at the price of a copy.
 
 ``random.getstate`` and ``setstate`` make and read a tuple of 625 numbers, which takes ten times as long as the rest of
-a change-over. The generator holds them side by side, so they are copied as bytes, where a trial shows that this is so.
+a change-over, and torch makes a tensor. Both generators hold the numbers side by side, so they are copied as bytes,
+where a trial shows that this is so.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import random
 import sys
 from typing import Any
 
-State = tuple[Any, Any]
-"""The numbers, and the normal number that is kept for the next call of ``gauss``."""
+import torch
+
+from meshcomm._torch import generator_cells
+
+State = tuple[Any, Any, Any]
+"""torch's, Python's numbers, and the normal number that is kept for the next call of ``gauss``."""
 
 _START = object.__basicsize__
 _SIZE = random.Random.__mro__[1].__basicsize__ - _START
@@ -43,24 +48,32 @@ def _copies() -> bool:
 
 _own: random.Random = random.seed.__self__  # type: ignore[attr-defined]
 _bytes = _cells(_own) if _copies() else None
+_torch = generator_cells(torch.default_generator)
 
 
 def seed(number: int) -> None:
-    """As ``random.seed``, if somebody else stands in its place too."""
+    """As ``torch.manual_seed`` for the CPU, and as ``random.seed``, if somebody else stands in its place too."""
+    torch.default_generator.manual_seed(number)
     _own.seed(number)
 
 
 def take() -> State:
-    """The state as it is now."""
+    """The states as they are now."""
+    of_torch = torch.default_generator.get_state() if _torch is None else bytes(_torch)
     if _bytes is None:
-        return random.getstate(), None
-    return bytes(_bytes), _own.gauss_next  # type: ignore[attr-defined]
+        return of_torch, random.getstate(), None
+    return of_torch, bytes(_bytes), _own.gauss_next  # type: ignore[attr-defined]
 
 
 def put(state: State) -> None:
-    """Make this the state."""
-    if _bytes is None:
-        random.setstate(state[0])
+    """Make these the states."""
+    of_torch, numbers, kept = state
+    if _torch is None:
+        torch.default_generator.set_state(of_torch)
     else:
-        _bytes[:] = state[0]
-        _own.gauss_next = state[1]  # type: ignore[attr-defined]
+        _torch[:] = of_torch
+    if _bytes is None:
+        random.setstate(numbers)
+    else:
+        _bytes[:] = numbers
+        _own.gauss_next = kept  # type: ignore[attr-defined]
