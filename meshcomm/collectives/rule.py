@@ -34,7 +34,7 @@ from meshcomm._torch import (
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
-from meshcomm.runtime.call import Call, for_later, told
+from meshcomm.runtime.call import Call, call_of, for_later, told
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.ledger import Entry
@@ -114,7 +114,7 @@ class Rule:
     ) -> Call:
         """What all ranks say of a call with these params."""
         fixed = () if self.ragged is None else shape[: given[self.ragged]] + shape[given[self.ragged] + 1 :]
-        return Call(self.name, given, self.agreed, needs_grad, axis, dtype, shape, fixed, tree, whose)
+        return call_of(self.name, given, self.agreed, needs_grad, axis, dtype, shape, fixed, tree, whose)
 
     def announced(
         self,

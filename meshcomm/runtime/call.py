@@ -193,6 +193,13 @@ class Call(NamedTuple):
 _AXIS, _SEEN = Call._fields.index("axis"), Call._fields.index("moved")
 _compared = itemgetter(*map(Call._fields.index, ("what", "given", "moved", "fixed", "tree")))
 _new: Any = tuple.__new__  # half of what a named tuple's own way costs
+_UNSEEN = (), (), (), ((), ()), None, False
+
+
+def call_of(*said: Any) -> Call:
+    """A :class:`Call` of all that is said of it before a link sees anything, in the order of its fields."""
+    made: Call = _new(Call, said + _UNSEEN)
+    return made
 
 
 class _Told(threading.local):

@@ -98,7 +98,7 @@ class Rank:
         if self.world.streams is not None:
             self.world.streams.leave()
         self.forward_ad = _torch.forward_ad_state()
-        self.anomaly = _anomaly()
+        self.anomaly = _anomaly() if torch.is_anomaly_enabled() else None
 
     def load(self) -> None:
         """Put it back."""

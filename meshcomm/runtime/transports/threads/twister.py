@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshcomm._torch import generator_cells
+from meshcomm._torch_random import generator_cells
 
 State = tuple[Any, Any, Any]
 """torch's, Python's numbers, and the normal number that is kept for the next call of ``gauss``."""
