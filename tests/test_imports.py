@@ -25,7 +25,7 @@ LAYERS = [
     ("meshcomm.errors", "meshcomm.watch", "meshcomm.elsewhere"),
     ("meshcomm.tracebacks",),
     ("meshcomm._versions", "meshcomm._trees"),
-    ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups", "meshcomm._torch_random"),
+    ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups"),
     ("meshcomm.pictures",),
     ("meshcomm.runtime",),
     ("meshcomm.launch",),
@@ -52,14 +52,12 @@ NARROW = {
         "meshcomm._trees",
         "meshcomm._torch_autograd",
         "meshcomm._torch_groups",
-        "meshcomm._torch_random",
         "meshcomm.errors",
     ),
     "meshcomm._torch_autograd": ("meshcomm._versions", "meshcomm.errors"),
     "meshcomm._torch_groups": ("meshcomm._versions", "meshcomm.errors"),
-    "meshcomm._torch_random": ("meshcomm._versions",),
 }
-PRIVATE = ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups", "meshcomm._torch_random")
+PRIVATE = ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups")
 """Where private names of torch stand."""
 
 

@@ -28,7 +28,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
-from meshcomm import _torch, _torch_autograd, _torch_groups, _torch_random
+from meshcomm import _torch, _torch_autograd, _torch_groups
 from meshcomm.runtime.process import reuse
 
 
@@ -573,9 +573,9 @@ def test_name_generator_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.randn(900, generator=other), torch.randn(900, generator=one))
     for name, value in {"_WORDS": 600, "_BEFORE": 12, "_FARTHEST": 30}.items():  # of a torch that keeps them otherwise
         with monkeypatch.context() as patch:
-            patch.setattr(_torch_random, name, value)
+            patch.setattr(_torch_autograd, name, value)
             assert _torch.generator_cells(one) is None
-    monkeypatch.setattr(_torch_random, "_CDATA", False)
+    monkeypatch.setattr(_torch_autograd, "_CDATA", False)
     assert _torch.generator_cells(one) is None
 
 

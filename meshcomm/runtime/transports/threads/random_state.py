@@ -52,7 +52,7 @@ class RandomState:
 
     def save(self) -> None:
         """Keep the global states here."""
-        self._own = twister.take()
+        self._own = twister.take(self._own)
         if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := accelerator.module()) is None:

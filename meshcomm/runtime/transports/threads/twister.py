@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from meshcomm._torch_random import generator_cells
+from meshcomm._torch_autograd import generator_cells
 
-State = tuple[Any, Any, Any]
+State = list[Any]
 """torch's, Python's numbers, and the normal number that is kept for the next call of ``gauss``."""
 
 _START = object.__basicsize__
@@ -57,12 +57,20 @@ def seed(number: int) -> None:
     _own.seed(number)
 
 
-def take() -> State:
-    """The states as they are now."""
-    of_torch = torch.default_generator.get_state() if _torch is None else bytes(_torch)
+def take(into: State | None) -> State:
+    """The states as they are now, in the memory of former ones."""
+    if into is None:
+        into = [None if cells is None else memoryview(bytearray(len(cells))) for cells in (_torch, _bytes, None)]
+    if _torch is None:
+        into[0] = torch.default_generator.get_state()
+    else:
+        into[0][:] = _torch
     if _bytes is None:
-        return of_torch, random.getstate(), None
-    return of_torch, bytes(_bytes), _own.gauss_next  # type: ignore[attr-defined]
+        into[1] = random.getstate()
+    else:
+        into[1][:] = _bytes
+        into[2] = _own.gauss_next  # type: ignore[attr-defined]
+    return into
 
 
 def put(state: State) -> None:
