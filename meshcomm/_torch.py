@@ -375,9 +375,11 @@ def counts_uses() -> bool:
     return _count_of is not None
 
 
-def of_tensor(storage: torch.UntypedStorage) -> bool:
-    """Whether any tensor has this storage: one that was just made, as by ``storage.clone()``, has none."""
-    return _count_of is None or _count_of(storage._cdata) > 1
+def of_tensor(storage: torch.UntypedStorage, besides: int = 0) -> bool:
+    """Whether any tensor has this storage, ``besides`` so many: one that was just made, as by ``storage.clone()``, has
+    none.
+    """
+    return _count_of is None or _count_of(storage._cdata) > 1 + besides
 
 
 # ------------------------------------------------------------------------------------------------------- compiling

@@ -20,6 +20,7 @@ from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.marks import begin_to_hear
+from meshcomm.parallel.fsdp.memory import Memory
 from meshcomm.parallel.fsdp.offload import Copies, pinned
 from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
 from meshcomm.parallel.stand_ins import become
@@ -47,6 +48,8 @@ class Flow:
     flight: list[Sums] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     """Between shards on the CPU and the device."""
+    memory: Memory = field(default_factory=Memory)
+    """Of a pass."""
 
     def advance(self) -> None:
         """Before the next reduction starts, the one before it takes a step: so much memory is under way and no more."""
@@ -69,6 +72,7 @@ class Flow:
         for sums in self.flight:
             sums.marks = found[start : (start := start + len(sums.marks))]
         self.flight.clear()
+        self.memory.clear()
 
     def done_with(self, groups: list[Group]) -> None:
         """Backward has the gradients of these groups' parameters."""
@@ -174,7 +178,7 @@ class Group:
         if _is_told(axis, shard) or axis.size == 1:
             return for_later(True, self._told, _GATHER, shard, axis, (0, None))
         with in_range("all_gather", axis, shard.dtype, shard.shape):
-            return for_later(True, axis.link.gather_flat, shard)
+            return for_later(True, axis.link.gather_flat, shard, self.owner.memory.empty)
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
@@ -200,12 +204,10 @@ class Group:
         if like is None:
             like = torch.empty(0, dtype=policy.param_dtype or self.shard.dtype, device=device)
         wanted = policy.reduce_dtype or like.dtype
-        if wanted == like.dtype:
-            return self.layout.buffer.join(whole, like)
         if torch.is_grad_enabled():
             return self.layout.buffer.join(whole, like).to(wanted)
-        out = torch.empty(self.layout.total, dtype=wanted, device=like.device)
-        return self.layout.buffer.join(whole, like, out)
+        kind = like if wanted == like.dtype else like.new_empty(0, dtype=wanted)
+        return self.layout.buffer.join(whole, like, self.owner.memory.empty(kind, self.layout.total))
 
     def scatter(self, packed: Tensor) -> Any:
         """Start: ``[k]``."""

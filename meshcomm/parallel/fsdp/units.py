@@ -322,6 +322,7 @@ class Sharded(Flow):
             if _torch.backward_pass() == -1:
                 self._shut_opened()
                 self.copies.landed()
+                self.memory.clear()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from meshcomm.runtime.transports.device_post import (
 from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.group_link import GroupLink, Message, both, options_for
 from meshcomm.runtime.transports.post import Parcel, deliver, expect, open_all, route_of
+from meshcomm.runtime.transports.protocol import Empty
 from meshcomm.runtime.transports.underway import Walker, apart
 
 T = TypeVar("T")
@@ -106,12 +107,13 @@ class ProcessLink(GroupLink):
 
     # Where each rank's rows lie one behind the other, as the backend has it.
 
-    def gather_flat(self, x: Tensor) -> Any:
+    def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Any:
         """One call of the backend, if it takes ``x`` as it lies."""
         if not (_torch.gather_method and self._as_it_lies(x, _MOVED)):
             return super().gather_flat(x)
         first, *others = x.shape
-        out, later = x.new_empty(self.size * first, *others), told.later  # as numbers: a tuple takes half as long again
+        first *= self.size  # and numbers: a tuple takes half as long again
+        out, later = x.new_empty(first, *others) if empty is None else empty(x, first), told.later
         return self._direct(self, "all_gather", "", x, -1, out, later, _torch.gather_method, out, x, _GATHERS[later])
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:

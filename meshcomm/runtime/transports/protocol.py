@@ -5,7 +5,7 @@ n = number of ranks in the group. Tensors are dense; results are always new stor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,9 @@ from meshcomm import _torch
 from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then
+
+Empty = Callable[[Tensor, int], Tensor]
+"""Makes a flat tensor like another one, of so many elements, for a result to lie in."""
 
 REDUCE_OPS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor", "exact sum", "exact mean")
 
@@ -138,8 +141,8 @@ class Link(Primitives, Protocol):
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """all_reduce of a tensor that nobody else has: its memory may become the result's."""
 
-    def gather_flat(self, x: Tensor) -> Tensor:
-        """``[k, *s] -> [n * k, *s]``: all_gather, one behind the other."""
+    def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Tensor:
+        """``[k, *s] -> [n * k, *s]``: all_gather, one behind the other. ``empty``: where the result may lie."""
 
     def scatter_flat(self, x: Tensor, op: str) -> Tensor:
         """``[n * k, *s] -> [k, *s]``: reduce_scatter of what lies so."""
@@ -209,7 +212,7 @@ class Defaults:
                 return then(self.all_reduce(mine, op), lambda told: [_read(told)])
             return then(self.all_gather(mine), _read)
 
-    def gather_flat(self: Any, x: Tensor) -> Any:
+    def gather_flat(self: Any, x: Tensor, empty: Empty | None = None) -> Any:
         """As any tensor."""
         return then(self.all_gather(x), lambda rows: rows.flatten(0, 1))
 

@@ -1,0 +1,75 @@
+"""Memory of gathered parameters and of packed gradients, which those that come after them take over.
+
+A unit's buffer is as large as the next one's, and is free when that one's is wanted: memory that was just used is
+still in the processor's cache, and has its pages. It is given again when nothing else has its storage, neither a
+tensor nor a graph nor who has asked for the storage itself, so whoever keeps a weight of forward keeps what it was.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+
+_MOST = 6
+"""Pieces that are known at once: a pass has some ahead, and what goes on holding them is forgotten."""
+
+
+class _Piece:
+    """A storage that was given."""
+
+    __slots__ = ("base", "dtype", "length", "storage")
+
+    def __init__(self, like: Tensor, length: int) -> None:
+        self.base = like.new_empty(length)
+        self.storage = self.base.untyped_storage()
+        self.length, self.dtype = length, self.base.dtype
+
+    def held(self) -> int:
+        """How many references Python has to the storage."""
+        return sys.getrefcount(self.storage)
+
+    def is_free(self) -> bool:
+        """Whether nobody else has it, and it is as it was."""
+        if self.held() > _UNHELD or _torch.of_tensor(self.storage, besides=1):
+            return False
+        storage = self.storage
+        if storage.nbytes() != self.base.nbytes:
+            return False
+        return storage.resizable() and not storage.is_shared()  # as numpy and other processes leave it
+
+
+_UNHELD = _Piece(torch.empty(0), 1).held()
+
+
+class Memory:
+    """What the units of a module leave to each other during a pass."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        self._pieces: list[_Piece] = []
+
+    def empty(self, like: Tensor, length: int) -> Tensor:
+        """A new flat tensor of the dtype of ``like``, on its device. Only the CPU's: others keep such memory
+        themselves.
+        """
+        if not (like.is_cpu and type(like) is Tensor and _torch.counts_uses() and _torch.plain_now()):
+            return like.new_empty(length)
+        if torch.is_inference_mode_enabled():  # a tensor of that mode is of no use outside of it
+            return like.new_empty(length)
+        pieces, dtype = self._pieces, like.dtype
+        for piece in pieces:
+            if piece.length == length and piece.dtype == dtype and piece.is_free():
+                return piece.base.data  # a tensor of its own: nothing of what the last one had is known of it
+        if pieces:  # never more than there would be without this
+            pieces[:] = [piece for piece in pieces[1 - _MOST :] if not piece.is_free()]
+        pieces.append(_Piece(like, length))
+        return pieces[-1].base.data
+
+    def clear(self) -> None:
+        """Forget all of it: who has some has it alone."""
+        self._pieces.clear()
