@@ -164,6 +164,27 @@ class States(nn.Module):
         return x + self.out(y * step * (state @ self.decay.T) * F.silu(gate))
 
 
+class Attending(nn.Module):
+    """Weights that stand in a layer, and are read by the module around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Parameter(torch.randn(3 * D, D) / 4), nn.Linear(D, D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x, (D,), self.norm.weight, self.norm.bias)
+        return F.linear(attended(*F.linear(x, self.qkv).chunk(3, -1)), self.out.weight, self.out.bias)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attending()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
 class Tables(nn.Module):
     """Embeddings that do something with what they look up, and heads that are the same weights."""
 
@@ -256,6 +277,8 @@ def case(name: str, n: int) -> Case:
                             "decay": Cut(0), "out": "row"}, {"conv.groups": n}),
         "tables": (Tables, {"rows": "vocab", "head": Column(gather=True), "wide": Column(gather=True),
                             "other": Row(split=True), "up": "column", "down": "row"}, {}),
+        "attending": (Around, {"inner": Block("enter", "leave"), "*.qkv": Cut(0, 3), "*.out.weight": Cut(1),
+                               "*.out.bias": "once", "*.norm": "summed"}, {}),
         "adapters": (Adapters, ADAPTERS, {}),
         "adapters, entered": (Adapters, DROPPED, {}),
     }[name]  # fmt: skip
@@ -329,7 +352,7 @@ def test_sharded_once_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoints", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("name", ["linear 1", "normed", "mixture", "sloped, entered", "states"])
+@pytest.mark.parametrize("name", ["linear 1", "normed", "mixture", "sloped, entered", "states", "attending"])
 def test_computed_again(name: str, checkpoints: str) -> None:
     mc.launch(trained, ranks=2, args=(name, 2, False, checkpoints))
 

@@ -24,20 +24,28 @@ def _kv(module: nn.Module) -> int:
 
 
 def _llama(module: nn.Module, tp: int, sequence: bool) -> Plan:
-    """Llama and those of its form: norms of queries and keys, gates, experts, sinks."""
+    """Llama and those of its form: norms of queries and keys, gates, experts, sinks, low-rank adaptors."""
     kv = _kv(module)
-    scaled = any(part.forward.__qualname__.startswith("Gemma3TextScaled") for part in module.modules())
+    routers = {"*.mlp.gate": "sequence", "*.router": "sequence"} if sequence else {}
     styles: Styles = {
-        "*embed_tokens": Column(gather=True) if scaled else Vocab(sequence=False),
-        "lm_head": Row(split=True, sequence=False) if scaled else HEAD,
+        "*embed_tokens": Vocab(sequence=False), "*lm_head": HEAD, "*.lora_A": "replicated",
         "*.self_attn.q_proj": "column", "*.self_attn.[kv]_proj": Column(kv_heads=kv), "*.self_attn.o_proj": "row",
         "*.self_attn.[qk]_norm": "summed", "*.self_attn.sinks": Cut(0),
-        "*.mlp.gate_proj": "column", "*.mlp.up_proj": "column", "*.mlp.down_proj": "row",
         "*.experts": Block("enter", "leave", ("hidden_states", "top_k_index", "top_k_weights")),
         "*.experts.gate_up_proj": Cut(1, 2), "*.experts.down_proj": Cut(2),
-        **_along(sequence, "*.self_attn", "*.mlp"), **REST,
+        "*.gate_proj": "column", "*.up_proj": "column", "*.down_proj": "row", **routers,
+        **_along(sequence, "*.self_attn"), **REST,
     }  # fmt: skip
     return styles, {"*.self_attn.num_key_value_groups": max(1, tp // kv)}
+
+
+def _deepseek(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    """Heads are made of what all of them share: attention is a block, and what is whole in it is summed."""
+    styles: Styles = {
+        "*.self_attn": Block(), "*.self_attn.q_b_proj": "column", "*.self_attn.kv_b_proj": "column",
+        "*.q_a_*": "summed", "*.kv_a_*": "summed",
+    }  # fmt: skip
+    return {**styles, **_llama(module, tp, sequence)[0]}, {"*.self_attn.num_heads": tp}
 
 
 def _gpt_oss(module: nn.Module, tp: int, sequence: bool) -> Plan:
@@ -197,19 +205,24 @@ def _whisper(module: nn.Module, tp: int, sequence: bool) -> Plan:
 
 
 def _vit(module: nn.Module, tp: int, sequence: bool) -> Plan:
-    """Also Swin, whose biases of positions have something for each head."""
+    """Also Swin, whose biases of positions have something for each head, and Segformer, which convolves between."""
     styles: Styles = {
         "*.attention.[qkv]_proj": "column", "*.attention.o_proj": "row", "*.fc1": "column", "*.fc2": "row",
-        "*.relative_position_bias_table": Cut(1),
+        "*.relative_position_bias_table": Cut(1), "*.dwconv.dwconv": Cut(0),
         **REST,
     }  # fmt: skip
-    return styles, {}
+    convolves = any(path.endswith(".dwconv.dwconv") for path, _ in module.named_modules())
+    return styles, {"*.dwconv.dwconv.groups": tp} if convolves else {}
+
+
+def _convnext(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    return {"*.pwconv1": "column", "*.pwconv2": "row", **REST}, {}
 
 
 def _clip(module: nn.Module, tp: int, sequence: bool) -> Plan:
     styles: Styles = {
-        "*.token_embedding": "vocab", "*.[qkv]_proj": "column", "*.out_proj": "row", "*.fc1": "column", "*.fc2": "row",
-        "*_projection": Column(gather=True),
+        "*.token_embedding": "vocab", "*.self_attn.[qkv]_proj": "column", "*.self_attn.out_proj": "row",
+        "*.fc1": "column", "*.fc2": "row", "*_projection": Column(gather=True),
         **REST,
     }  # fmt: skip
     return styles, {}
@@ -224,6 +237,10 @@ def _wav2vec2(module: nn.Module, tp: int, sequence: bool) -> Plan:
     return styles, {}
 
 
+def _lstm(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    return {"embedding": "vocab", "head": HEAD, **REST}, {}
+
+
 def _mamba(module: nn.Module, tp: int, sequence: bool) -> Plan:
     """Channels are cut; what steps and states are made of is summed, and used by each rank with its own channels."""
     styles: Styles = {
@@ -235,16 +252,65 @@ def _mamba(module: nn.Module, tp: int, sequence: bool) -> Plan:
     return styles, {"*.conv1d.groups": tp, "*.mixer.intermediate_size": tp}
 
 
+def _mamba2(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    """Groups are cut, and all that belongs to them."""
+    mixer: Any = next(part for path, part in module.named_modules() if path.endswith(".mixer"))
+    inner, states, heads = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size, mixer.num_heads
+    styles: Styles = {
+        "*.embeddings": Vocab(sequence=False), "lm_head": HEAD,
+        "*.in_proj": Column((inner, inner, states, states, heads)), "*.conv1d": Cut(0, (inner, states, states)),
+        "*.mixer.norm": Cut(0), "*.mixer.A_log": Cut(0), "*.mixer.D": Cut(0), "*.mixer.dt_bias": Cut(0),
+        "*.out_proj": "row",
+        **REST,
+    }  # fmt: skip
+    counts = ("intermediate_size", "conv_dim", "num_heads", "n_groups", "conv1d.groups")
+    return styles, {f"*.mixer.{count}": tp for count in counts}
+
+
+def _rwkv(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    """States of the attention are made by the whole model, of a length that its config has: it stays whole."""
+    return {"*.embeddings": "vocab", "head": HEAD, "*.feed_forward.key": "column", "*.feed_forward.value": "row",
+            **REST}, {}  # fmt: skip
+
+
+def _modernbert(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    styles: Styles = {
+        "*.tok_embeddings": Vocab(sequence=False), "decoder": HEAD, "*.Wqkv": Column(3), "*.Wi": Column(2),
+        "*.Wo": "row",
+        **REST,
+    }  # fmt: skip
+    return styles, {}
+
+
+def _phi(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    styles: Styles = {
+        "*embed_tokens": Vocab(sequence=False), "lm_head": HEAD, "*.[qkv]_proj": "column", "*.self_attn.dense": "row",
+        "*.fc1": "column", "*.fc2": "row",
+        **_along(sequence, "*.self_attn", "*.mlp", last="model.final_layernorm"), **REST,
+    }  # fmt: skip
+    return styles, {}
+
+
+def _marian(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    styles, divide = _bart(module, tp, sequence)
+    return {**styles, "*shared": "vocab", "*.embed_tokens": "vocab", "lm_head": HEAD}, divide
+
+
 PLANS: dict[str, Callable[[nn.Module, int, bool], Plan]] = {
-    "Llama": _llama, "Qwen3": _llama, "Gemma": _llama, "Gemma2": _llama, "Gemma3": _llama, "Mistral": _llama,
-    "Mixtral": _llama, "Qwen3-MoE": _llama, "Qwen3Moe": _llama, "gpt-oss": _gpt_oss, "GptOss": _gpt_oss,
-    "Phi-3": _phi3, "Phi3": _phi3, "GPT-2": _gpt2, "GPT-NeoX": _neox, "GPTNeoX": _neox, "Bloom": _bloom, "BLOOM": _bloom,
-    "Falcon": _falcon, "OPT": _opt, "BERT": _bert, "RoBERTa": _bert, "DeBERTa": _bert, "DeBERTa-v2": _bert,
-    "ALBERT": _albert, "T5": _t5, "BART": _bart, "Whisper": _whisper, "ViT": _vit, "Swin": _vit, "CLIP": _clip,
-    "Wav2Vec2": _wav2vec2, "Mamba": _mamba,
+    **dict.fromkeys(("Llama", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Mixtral", "Qwen3Moe", "Llama with LoRA"), _llama),
+    "Phi": _phi, "Phi3": _phi3, "GPT-2": _gpt2, "GPTNeoX": _neox, "Bloom": _bloom, "Falcon": _falcon, "OPT": _opt,
+    "DeepseekV3": _deepseek, "GptOss": _gpt_oss,
+    **dict.fromkeys(("BERT", "Bert", "Roberta", "Deberta", "DebertaV2"), _bert), "Albert": _albert,
+    "ModernBert": _modernbert, "T5": _t5, "Bart": _bart, "Marian": _marian, "Whisper": _whisper,
+    **dict.fromkeys(("ViT", "Swin", "Segformer"), _vit), "ConvNext": _convnext,
+    "CLIP": _clip, "SigLIP": _clip, "Wav2Vec2": _wav2vec2, "Hubert": _wav2vec2,
+    "Mamba": _mamba, "Mamba2": _mamba2, "Rwkv": _rwkv, "LSTM": _lstm,
 }  # fmt: skip
 
-IN_SEQUENCES = (_llama, _gpt_oss, _phi3, _gpt2, _neox, _bloom, _falcon, _opt, _bert)
+NOT_IN_FOUR = ("Swin", "Segformer", "Mamba2")
+"""With two heads in the first stage, or two groups."""
+
+IN_SEQUENCES = (_llama, _gpt_oss, _deepseek, _phi, _phi3, _gpt2, _neox, _bloom, _falcon, _opt, _bert)
 """Of which the sequence is cut too."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from zoo import Model
 from zoo_methods import Method, checkpointed, fsdp, half_frozen, has_checkpoints
-from zoo_plans import IN_SEQUENCES, PLANS, plan_of
+from zoo_plans import IN_SEQUENCES, NOT_IN_FOUR, PLANS, plan_of
 
 from meshcomm import current_mesh, parallel
 
@@ -48,7 +48,13 @@ def has_plan(module: nn.Module, model: Model) -> str:
     return "" if model.name in PLANS else "no plan by hand"
 
 
+def _in_four(module: nn.Module, model: Model) -> str:
+    return has_plan(module, model) or ("two heads or groups for four ranks" if model.name in NOT_IN_FOUR else "")
+
+
 def _has_sequences(module: nn.Module, model: Model) -> str:
+    if model.name == "Llama with LoRA":
+        return "no plan with a cut sequence"
     return has_plan(module, model) or ("" if PLANS[model.name] in IN_SEQUENCES else "no plan with a cut sequence")
 
 
@@ -66,7 +72,7 @@ _reentrant, _other = checkpointed(use_reentrant=True), checkpointed(use_reentran
 
 TENSOR: tuple[Method, ...] = (
     Method("tp", TP, tp, (), fits=has_plan, generate=True),
-    Method("tp of four", TP4, tp, (), fits=has_plan, generate=True),
+    Method("tp of four", TP4, tp, (), fits=_in_four, generate=True),
     Method("tp, sequence", TP, in_sequences, (), fits=_has_sequences, generate=True),
     Method("dp x tp", DP_TP, _then(tp, _dp), ("dp",), fits=has_plan, micro=2, clip=0.1),
     Method("fsdp x tp", FSDP_TP, _then(tp, fsdp), ("fsdp",), fits=has_plan, clip=0.1, generate=True),

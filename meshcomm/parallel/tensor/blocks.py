@@ -10,6 +10,7 @@ runs, so that what is computed again in backward is computed in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ class Boundary:
 
     def __init__(self, path: str, module: nn.Module, how: Block, state: Parallel) -> None:
         self.path, self.how, self.state = path, how, state
+        self.parts = set(module.modules())
         params = inspect.signature(module.forward).parameters
         self.names = tuple(params)
         any_name = any(each.kind is each.VAR_KEYWORD for each in params.values())
@@ -69,7 +71,8 @@ class Boundary:
         kwargs = {name: self._given(name, x) for name, x in kwargs.items()}
         if how.before is not None and not (how.before == "split" and self.state.short):
             self.state.streams.cut()
-        result = method(*args, **kwargs)
+        with self.state.shown(self.parts) if how.before == "enter" else contextlib.nullcontext():
+            result = method(*args, **kwargs)
         return result if how.after is None else self._replaced(result, self._left)
 
     def _given(self, name: str, x: Any) -> Any:

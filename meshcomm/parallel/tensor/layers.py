@@ -39,18 +39,21 @@ def layers_of(state: Parallel, found: Sequence[Named]) -> dict[nn.Module, Layer]
         layer = _layer(list(params.values()), state)
         if layer is not None:
             made[owner] = layer
-    seen: dict[int, tuple[str, Dim | None, bool]] = {}
+    seen: dict[int, tuple[str, Dim | None, bool, bool]] = {}
     for each in found:
         at = made.get(each.owner)
         cut, varied = (None, False) if at is None else (at.cut(each), at.varies(each))
-        before = seen.setdefault(id(each.value), (each.path, cut, varied))
-        if before[1:] != (cut, varied):
+        how = cut, varied, each.style == "once"
+        before = seen.setdefault(id(each.value), (each.path, *how))
+        if before[1:] != how:
             what = f"{before[0]!r} and {each.path!r} are one parameter, cut in two ways."
             fail(WHERE, what, fix="the same style for both")
         if cut is not None:
             state.cuts[each.path] = cut
         if varied:
             state.varied.append((each.owner, each.name))
+            if each.style == "once":
+                state.once.add((each.owner, each.name))
     return made
 
 
@@ -315,7 +318,7 @@ class _OfParameters(Layer):
         table = own["_parameters"]
         names = [name for owner, name in self.state.varied if owner is self.module and table[name] is not None]
         before = [table[name] for name in names]
-        after = [self._used(name, x) for name, x in zip(names, self.state.vary(before), strict=True)]
+        after = self.state.vary(before, [self.styles[name] == "once" for name in names])
         if all(p is q for p, q in zip(before, after, strict=True)):
             return method(*args, **kwargs)
         used = dict(zip(names, after, strict=True))
@@ -324,12 +327,6 @@ class _OfParameters(Layer):
             return method(*args, **kwargs)
         finally:
             own["_parameters"] = table
-
-    def _used(self, name: str, x: Tensor) -> Tensor:
-        """What is added once is zero on all ranks but the first, and so is its gradient."""
-        if self.styles[name] != "once" or self.state.axis.index == 0:
-            return x
-        return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 class _Split(Layer):

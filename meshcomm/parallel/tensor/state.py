@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class Parallel:
         self.module = module
         self.cuts: dict[str, Dim] = {}
         self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank
+        self.once: set[tuple[nn.Module, str]] = set()  # of them, what one rank alone adds
         self.inside: set[nn.Module] = set()  # modules inside of blocks that enter: what they are given has
         self.placed: dict[int, Tensor] | None = None  # what the module sees while it runs
         self.streams = Streams(module, self.mesh, self.name)
@@ -102,32 +105,52 @@ class Parallel:
             return method(*args, **kwargs)
         begun = self.streams.begin(self.module.training)
         try:
-            sites = self._sites()
-            values = {id(site.value): site.value for site in sites}
-            varied = self.vary(list(values.values()))
-            self.placed = {id(x): x for x in varied}
-            with seen_as(sites, dict(zip(values, varied, strict=True))):
+            with self.shown():
                 return method(*args, **kwargs)
         finally:
-            self.placed = self._entered = None
+            self._entered = None
             self.short = False
             if begun:
                 self.streams.end()
 
-    def _sites(self) -> list[Site]:
+    @contextlib.contextmanager
+    def shown(self, among: Container[nn.Module] | None = None) -> Iterator[None]:
+        """Modules, all or these, see varied parameters, also those that others read: unless the whole module runs."""
+        if self.placed is not None:
+            yield
+            return
+        sites = self._sites(among)
+        values = {id(site.value): site.value for site in sites}
+        once = {id(site.value) for site in sites if (site.module, site.name) in self.once}
+        varied = self.vary(list(values.values()), [key in once for key in values])
+        self.placed = {id(x): x for x in varied}
+        try:
+            with seen_as(sites, dict(zip(values, varied, strict=True))):
+                yield
+        finally:
+            self.placed = None
+
+    def _sites(self, among: Container[nn.Module] | None) -> list[Site]:
         """Where the parameters to vary stand; not those of which a rank has a slice: they are varied in their layer."""
         found = []
         for owner, name in self.varied:
             table = vars(owner)["_parameters"]
-            if type(table) in PLAIN_TABLES and table[name] is not None:
+            if type(table) in PLAIN_TABLES and table[name] is not None and (among is None or owner in among):
                 found.append(Site(owner, table, name, table[name]))
         return found
 
-    def vary(self, params: list[Tensor]) -> list[Tensor]:
-        """Parameters as each rank uses them in its own way; those that the module has varied are."""
+    def vary(self, params: list[Tensor], once: Sequence[bool] = ()) -> list[Tensor]:
+        """Parameters as each rank uses them in its own way; those that the module has varied are.
+
+        ``once``: which of them count on one rank alone: on others they are zero, and so are their gradients.
+        """
         placed = self.placed or {}
         rest = [p for p in params if id(p) not in placed]
         done = dict(zip(map(id, rest), pvary(rest, self.name, mesh=self.mesh) if rest else [], strict=True))
+        for p, alone in zip(params, once, strict=True) if True in once else ():
+            if alone and id(p) in done:  # on all ranks, so that the order of backward is the same on all
+                elsewhere = torch.full((), self.axis.index > 0, device=p.device)
+                done[id(p)] = done[id(p)].masked_fill(elsewhere, 0)
         return [done.get(id(p), p) for p in params]
 
     def cuts_sequence(self, said: bool | None = None) -> bool:

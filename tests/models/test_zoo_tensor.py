@@ -1,0 +1,35 @@
+"""A sample of the zoo with tensor parallelism: `make test-models` runs all of it and prints the table."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import zoo_harness
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra `models`"),
+    pytest.mark.filterwarnings("default"),  # what others warn of is not ours
+]
+
+SAMPLE = [
+    ("Llama", "tp of four"),
+    ("GPT-2", "tp, sequence"),
+    ("T5", "dp x tp"),
+    ("ViT", "fsdp x tp"),
+    ("Llama", "replica x fsdp x tp"),
+    ("GPT-2", "fsdp x tp, sequence, checkpoints"),
+]
+
+
+@pytest.mark.parametrize(("model", "method"), SAMPLE, ids=[" ".join(case) for case in SAMPLE])
+def test_parameters_are_those_of_one_rank(model: str, method: str) -> None:
+    assert zoo_harness.in_process(model, method) < zoo_harness.methods()[method].tolerance
+
+
+@pytest.mark.parametrize(("model", "method"), [("GPT-2", "fsdp x tp"), ("Llama", "tp of four"), ("T5", "dp x tp")])
+def test_parameters_are_those_of_one_rank_on_processes(pool4: Any, model: str, method: str) -> None:
+    found = pool4.run(zoo_harness.on_this_rank, model, method)[0]
+    assert zoo_harness.apart(found, model, method) < zoo_harness.methods()[method].tolerance
