@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Context
 from types import FrameType
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ __all__ = [
     "has_sequence_numbers",
     "leaves_of_graph",
     "next_sequence_number",
+    "nodes_of_graph",
     "primal_of",
     "saved_hooks_on_top",
     "sequence_number",
@@ -329,22 +330,22 @@ def watch_backward(watch: Callable[[Sequence[Any], Sequence[Any], bool], object]
 
 def leaves_of_graph(roots: Sequence[Any]) -> Iterator[Tensor]:
     """The leaves that a backward pass from these tensors (or edges of the graph) reaches."""
-    seen: set[Any] = set()
-    waiting: list[Any] = []
-    for root in roots:
-        node = root.grad_fn if isinstance(root, Tensor) else root.node
-        if node is not None:
-            waiting.append(node)
-        elif isinstance(root, Tensor) and root.requires_grad:
-            yield root
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    yield from (root for root in roots if isinstance(root, Tensor) and root.requires_grad and root.grad_fn is None)
+    for node in nodes_of_graph(roots):
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
-        waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def nodes_of_graph(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes that a backward pass from these tensors (or edges of the graph) reaches."""
+    waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 _hooks_on_top: Any = find(

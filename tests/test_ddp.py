@@ -592,21 +592,68 @@ class Checkpointed(Net):
         return self.down(torch.tanh(self.mid(x)))
 
 
-class Reentrant(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.utils.checkpoint.checkpoint(self.inner, self.up(x), use_reentrant=True))
+class Reentrant(nn.Module):
+    """Layers, some of which are computed again in backward; ``how`` says which, and ``deep`` by checkpoints in one."""
 
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.mid(x))
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.parts = nn.ModuleList(nn.Linear(6, 6, dtype=F64) for _ in range(4))
+        self.norm = nn.LayerNorm(6, dtype=F64)
+
+    def part(self, at: int, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.parts[at](x)))
+
+    def again(self, at: int, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.part, at, x, use_reentrant=True)
+
+    def deep(self, x: Tensor) -> Tensor:
+        return self.again(1, self.again(0, x))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "none":
+            return self.part(1, self.part(0, x))
+        if self.how == "all":
+            return self.again(1, self.again(0, x.requires_grad_()))
+        if self.how == "deep":
+            return {"found": torch.utils.checkpoint.checkpoint(self.deep, self.part(2, x), use_reentrant=True)}
+        return [self.part(0, self.again(0, self.part(2, x)))]  # one of them in a checkpoint and outside
 
 
-def reentrant() -> None:
+def summed(found: Any) -> Tensor:
+    return next(iter(found.values() if isinstance(found, dict) else found)).square().sum()
+
+
+def reentrant(how: str, grads: Any) -> None:
+    mesh = mc.make_mesh({"dp": 4})
+    model, alone = seeded(lambda: Reentrant(how)), seeded(lambda: Reentrant(how))
+    data_parallel(model, "dp", grads=grads, mesh=mesh, bucket_mb=0.0001)
+    share = 1 if grads == "sum" else 1 / 4
+    for step, x in enumerate(whole(6)):
+        rows = torch.stack([local(part, mesh) for part in x.chunk(2)])
+        with no_sync(model) if step % 2 else contextlib.nullcontext():
+            summed(model(rows[0].clone())).backward()
+        summed(model(rows[1].clone())).backward()
+        for part in x.chunk(2):
+            for mine in part.chunk(4):
+                (summed(alone(mine.clone())) * share).backward()
+        same(model, alone)
+        if step % 3:  # else more is added to what is there
+            model.zero_grad()
+            alone.zero_grad()
+    assert model.parts[3].weight.grad is None
+
+
+@pytest.mark.parametrize("grads", ["sum", "mean"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("how", ["none", "some", "all", "deep"])
+def test_parts_are_computed_again_by_reentrant_checkpoints(run4: Any, how: str, grads: str) -> None:
+    run4(reentrant, how, grads)
+
+
+def passes_apart() -> None:
+    """Gradients that are there before, or come in a pass of their own, are none of a checkpoint's."""
     mesh = mc.make_mesh({"dp": 2})
-    model = data_parallel(seeded(Reentrant), "dp", grads="sum", mesh=mesh)
-    for _ in range(2):
-        with pytest.raises(mc.MeshError, match="needs use_reentrant=False"):
-            model(whole()[0]).sum().backward()
-    # Gradients that are there before, or come in a pass of their own, are none of its business.
     branches = data_parallel(seeded(Branches), "dp", grads="sum", mesh=mesh)
     x = torch.ones(1, 2, dtype=F64)
     first, second = branches(x, [0, 1]), branches(x, [2])
@@ -615,8 +662,8 @@ def reentrant() -> None:
     branches(x, [3]).sum().backward()
 
 
-def test_a_reentrant_checkpoint_is_refused() -> None:
-    mc.launch(reentrant, ranks=2)
+def test_gradients_of_other_passes_are_not_refused() -> None:
+    mc.launch(passes_apart, ranks=2)
 
 
 def compiled() -> None:

@@ -1311,3 +1311,69 @@ def test_replicas_that_run_other_units_are_told() -> None:
 
     with pytest.raises(mc.CommError, match=r"all_reduce x of unit 'o(ther|ne)' of OneOfTwo"):
         mc.launch(main, ranks=4)
+
+
+# ------------------------------------------------------------------------------------------ parts called by themselves
+
+
+class Stack(nn.Module):
+    """A part around units, with parameters that belong to the whole."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.embed = embed
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class Two(nn.Module):
+    """An encoder and a decoder with one embedding, which a user may call one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, D)
+        self.encoder, self.decoder, self.head = Stack(self.embed), Stack(self.embed), nn.Linear(D, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(ids) + self.decoder(ids.flip(-1)))
+
+    def by_hand(self, ids: Tensor) -> Tensor:
+        """As whoever has the parts calls them."""
+        return self.head(self.encoder(ids) + self.decoder(ids.flip(-1)))
+
+
+def parts_alone(how: str) -> None:
+    mesh = mc.make_mesh({"fsdp": 4})
+    with mc.use_mesh(mesh):
+        torch.manual_seed(1)
+        alone = Two().double()
+        model = fully_shard(copy.deepcopy(alone), "fsdp", grads="mean")
+        mine, own = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, alone))
+        ids = torch.arange(8).view(4, 2) % WORDS
+        for _ in range(3):
+            if how != "trained":
+                with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+                    torch.testing.assert_close(model.encoder(ids), alone.encoder(ids))
+                    torch.testing.assert_close(model.by_hand(ids), alone.by_hand(ids))
+                assert model.embed.weight.dim() == 1
+            call = Two.by_hand if how == "trained" else nn.Module.__call__
+            for each, rows, optimizer in [(model, ids[mesh.rank :][:1], mine), (alone, ids, own)]:
+                call(each, rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(IndexError), torch.no_grad():
+            model.encoder(ids + WORDS)
+        assert model.embed.weight.dim() == 1
+        for name, x in full_state_dict(model).items():
+            torch.testing.assert_close(x, alone.state_dict()[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "trained"])
+def test_parts_around_units_are_called_by_themselves(run4: Callable[..., Any], how: str) -> None:
+    run4(parts_alone, how)

@@ -586,6 +586,11 @@ def test_name_leaves_of_graph() -> None:
     assert {id(each) for each in found} == {id(x), id(y)}
     edge = torch.autograd.graph.get_gradient_edge((x * 2).sum())
     assert [each is x for each in _torch.leaves_of_graph([edge])] == [True]
+    assert [type(each).__name__ for each in _torch.nodes_of_graph([edge])] == [
+        "SumBackward0",
+        "MulBackward0",
+        "AccumulateGrad",
+    ]
 
 
 def test_name_forward_ad_shared() -> None:

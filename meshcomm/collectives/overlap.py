@@ -43,6 +43,8 @@ class How(NamedTuple):
     """Called when a backward pass brings the first gradients: of one leaf in the first pass for a tree, of a bucket
     later. What it gives is called at the end, with each place for which no rank had a gradient.
     """
+    late: Callable[[], bool] | None = None
+    """Whether no sum is to start before a backward pass has brought all gradients."""
     whose: str = ""
     """Of whom the tree is, in the words of all ranks: what others add up is not to be mixed with it."""
 
@@ -152,10 +154,11 @@ class _Sums:
         if now is None:
             now = self._passes[number] = _Pass()
             now.without = None if self.how.around is None else self.how.around()
+            now.late = self.learning or (self.how.late is not None and self.how.late())
         now.take(places, gs)
         if self._mixed:
             now.streams.update((at, stream_of(g)) for at, g in zip(places, gs, strict=True) if g is not None)
-        if self.learning or torch.is_grad_enabled() or torch.is_anomaly_enabled():
+        if now.late or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return
         while len(now.totals) < len(self.buckets) and self.buckets[len(now.totals)][0] in now.seen:
             self._start(now, later=True)
@@ -290,6 +293,7 @@ class _Pass:
         self.totals: list[Any] = []
         self.streams: dict[int, torch.Stream | None] = {}  # on which they came, where another thread may start the sum
         self.without: Callable[[int], object] | None = None
+        self.late = False
         self._read = 0
 
     def take(self, places: list[int], gs: Sequence[Tensor | None]) -> None:

@@ -19,7 +19,7 @@ SAMPLE = [
     ("Llama", "fsdp"),
     ("GPT-2", "dp, accumulated"),
     ("T5", "fsdp, selective checkpoints"),
-    ("BERT", "hsdp, clipped"),
+    ("Bert", "hsdp, clipped"),
     ("ViT", "hsdp"),
 ]
 

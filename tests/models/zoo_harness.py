@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,34 @@ ROWS, STEPS, TOKENS = 8, 3, 4
 
 Found = tuple[dict[str, Tensor], Tensor | None, float]
 """The whole state at the end, tokens of the first row if any are generated, the last loss."""
+
+
+_lock, _inside = threading.Lock(), 0
+_NARROW = {"float32": torch.float32, "float": torch.float32}
+_NARROWING = Tensor.float
+
+
+@contextlib.contextmanager
+def wide() -> Iterator[None]:
+    """Norms, softmaxes and angles that models compute in float32, whatever their parameters are, are float64 inside.
+
+    Sums over rows would otherwise be rounded differently on one rank and on many.
+    """
+    global _inside
+    with _lock:
+        _inside += 1
+        for name in _NARROW:
+            setattr(torch, name, torch.float64)
+        Tensor.float = Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                for name, dtype in _NARROW.items():
+                    setattr(torch, name, dtype)
+                Tensor.float = _NARROWING  # type: ignore[method-assign]
 
 
 def methods() -> dict[str, Method]:
@@ -95,6 +124,7 @@ def generated(module: nn.Module, model: Model, method: Method) -> Tensor | None:
 
 
 @functools.lru_cache(maxsize=64)
+@wide()
 def on_one_rank(name: str, way: str) -> Found:
     """What a single rank comes to."""
     model, method = zoo.named(name), methods()[way]
@@ -108,6 +138,7 @@ def on_one_rank(name: str, way: str) -> Found:
     return {key: x.detach() for key, x in module.state_dict().items()}, generated(module, model, method), loss
 
 
+@wide()
 def on_this_rank(name: str, way: str) -> Found | None:
     """What this rank of many comes to: on the first of them, None on others."""
     model, method = zoo.named(name), methods()[way]

@@ -89,9 +89,9 @@ def data_parallel(
             have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
             yet; embeddings with sparse gradients; a tensor on a device that the mesh cannot move.
 
-    A part of the module under ``torch.utils.checkpoint`` needs ``use_reentrant=False``: the other kind computes
-    again outside of the module's forward, where parameters are themselves, and its gradients would stay local. That is
-    an error in the first backward pass, if a parameter outside of the checkpoints gets its gradient first.
+    Parts of the module may be under ``torch.utils.checkpoint``. With ``use_reentrant=True`` all gradients are reduced
+    when backward ends, none beside it, for that kind computes again outside of the module's forward. It must be
+    switched on before the first forward pass, which is looked at.
 
     Example:
         >>> import torch, meshcomm as mc

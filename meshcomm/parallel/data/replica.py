@@ -25,6 +25,7 @@ from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.data.computed_again import computes_again, follow, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
 
@@ -60,6 +61,9 @@ class Replica:
         self.whose = f"{type(module).__name__}, module {ledger.modules} of the axis"
         self.inside = self.joined = self.collected = self.seen = False
         self.syncs = True
+        self.again: bool | None = None
+        """Parts are computed again in backward; None: nobody has looked."""
+        self.set_aside = -2  # the backward pass for which gradients are
         self.mean: Mean | None = None
         self.passes = [-2, -2]  # the latest backward pass that reduced, and that collected
         self.last: list[int] = []  # the indices that were not done when last heard of
@@ -117,6 +121,8 @@ class Replica:
         varied = self._varied(leaves)
         with self._seen_as(sites, leaves, varied):
             result = method(*args, **kwargs)
+        if self.again is not False and not (func or torch.compiler.is_compiling()):
+            self._follow(leaves, result, collects=False)
         if self.buffers and self.module.training and not func:
             self._send_buffers()
         return result
@@ -137,7 +143,18 @@ class Replica:
         leaves = [] if functorch_active() or dual_level_open() else leaves_of(sites, transformed=False)
         own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
         with self._seen_as(sites, leaves, own):
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
+        if self.again is not False and leaves:
+            self._follow(leaves, result, collects=True)
+        return result
+
+    def _follow(self, leaves: Sequence[Tensor], result: Any, collects: bool) -> None:
+        """Look whether parts will be computed again in backward, the first time, and be there if they are."""
+        tensors = tensors_of(result)
+        if self.again is None and tensors and watch.here.watcher is None:
+            self.again = self.share == 1 and computes_again(tensors)
+        if self.again:
+            follow(self, leaves, tensors, collects)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -200,7 +217,10 @@ class Replica:
 
     def _how(self, leaves: Sequence[Tensor]) -> How:
         look = functools.partial(_watched, self, leaves)
-        return How(self.grads, self.dtype, _Collected(self, leaves), look, self.whose)
+        return How(self.grads, self.dtype, _Collected(self, leaves), look, self._late, self.whose)
+
+    def _late(self) -> bool:
+        return self.again is True
 
     def collect(self) -> None:
         """From now on ``.grad`` is this rank's own part."""
@@ -262,7 +282,7 @@ def _watched(state: Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
                 WHERE,
                 "a parameter has got a gradient of this rank's own while the module's backward pass ran.",
                 got=f"parameter of shape {list(leaves[at].shape)}",
-                fix="torch.utils.checkpoint inside of the module needs use_reentrant=False",
+                fix="checkpoints of torch's with use_reentrant=False, or from before the first forward pass on",
             )
 
     return look

@@ -192,6 +192,9 @@ def fully_shard(
         unit = Unit(owner, name, part, made[name], regather and part is not module)
         owner.units.append(unit)
         _attach(unit, part, methods)
+    for part in _entrances(module, set(chosen.values()), apart):
+        part.register_forward_pre_hook(owner.enter_part, prepend=True)
+        part.register_forward_hook(owner.leave_part, always_call=True)
     for part in module.modules():
         if isinstance(part, nn.RNNBase) and part not in apart:
             follow_recurrent(part)
@@ -485,6 +488,16 @@ class _Entry:
             return method(*args, **kwargs) if self.dtype is None else method(*self._cast(args), **self._cast(kwargs))
         finally:
             self.unit.after()
+
+
+def _entrances(module: nn.Module, units: set[nn.Module], apart: set[nn.Module]) -> Iterator[nn.Module]:
+    """Parts outside of the units that may be called by themselves, such as an encoder: those around units, and what
+    stands beside them.
+    """
+    holders = {part for name, part in module.named_modules() if not units.isdisjoint({*part.modules()} - {part})}
+    for part in {child for holder in holders - units | {module} for child in holder.children()}:
+        if part not in units and part not in apart and _is_called(part) and next(part.parameters(), None) is not None:
+            yield part
 
 
 def _attach(unit: Unit, module: nn.Module, methods: Collection[str]) -> None:

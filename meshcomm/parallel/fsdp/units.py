@@ -300,8 +300,18 @@ class Sharded(Flow):
         """Whether a unit's forward is under way."""
         return self._depth > 0
 
-    def enter(self, unit: Unit) -> None:
-        """A unit's forward begins."""
+    def enter_part(self, *_: Any) -> None:
+        """The forward of a part outside of the units begins, maybe by itself: a hook."""
+        if not torch.compiler.is_compiling():
+            self.enter(None)
+
+    def leave_part(self, *_: Any) -> None:
+        """It has ended: a hook."""
+        if not torch.compiler.is_compiling():
+            self.leave()
+
+    def enter(self, unit: Unit | None) -> None:
+        """The forward of a unit, or of what is none, begins."""
         if unit is self.units[0]:  # nothing can be left of an earlier call
             self._depth = 0
         self._depth += 1
@@ -345,7 +355,7 @@ class Sharded(Flow):
         for group in groups:
             group.reduce_kept([next(found) for _ in group.slots])
 
-    def _begin_pass(self, first: Unit) -> None:
+    def _begin_pass(self, first: Unit | None) -> None:
         self.collects = self.quiet
         for phase, last in enumerate(self._last):
             if last is not None:

@@ -1,0 +1,72 @@
+"""Reentrant checkpoints inside of a data parallel module: they compute parts of it again outside of its methods, where
+parameters are themselves, and a backward pass of their own brings this rank's gradients to ``.grad``.
+
+::
+
+    backward begins     .grad is set aside: from now on it is this rank's own, as under no_sync
+    ...                 parts that are computed again add to it; no sum starts
+    the sums at last    each takes what is in .grad with it; without any, all of .grad is reduced
+    backward ends       what was set aside is added
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+
+if TYPE_CHECKING:
+    from meshcomm.parallel.data.replica import Replica
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """Those of a result of a method with gradients: of a pytree, or among the attributes of its leaves."""
+    found: list[Tensor] = []
+    for leaf in _torch.tree_flatten(result)[0]:
+        inside = [leaf] if isinstance(leaf, Tensor) else _torch.tree_flatten(dict(getattr(leaf, "__dict__", {})))[0]
+        found += [x for x in inside if isinstance(x, Tensor) and x.requires_grad]
+    return found
+
+
+def computes_again(result: Iterable[Tensor]) -> bool:
+    """Whether a reentrant checkpoint has part in it, torch's or one that has its name."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _torch.nodes_of_graph(result))
+
+
+def follow(state: Replica, leaves: Sequence[Tensor], result: Iterable[Tensor], collects: bool) -> None:
+    """Be there when backward comes to the result: set ``.grad`` aside; or, where it ``collects``, say that it does."""
+    for x in result:
+        x.register_hook(functools.partial(_collect if collects else _begin, state, leaves))
+
+
+def _collect(state: Replica, leaves: Sequence[Tensor], _: Tensor) -> None:
+    state.apart(collecting=True)
+    state.collect()
+
+
+def _begin(state: Replica, leaves: Sequence[Tensor], _: Tensor) -> None:
+    number = _torch.backward_pass()
+    if state.set_aside == number:
+        return
+    state.apart(collecting=False)
+    state.set_aside = number
+    before: list[Tensor | None] = [None] * len(leaves)
+    if not state.collected:
+        for at, leaf in enumerate(leaves):
+            before[at], leaf.grad = leaf.grad, None
+        state.collected = True
+    _torch.after_backward(functools.partial(_end, state, leaves, before))
+
+
+def _end(state: Replica, leaves: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:
+    state.set_aside = -2
+    state.reduce_collected()
+    with torch.no_grad():
+        for leaf, old in zip(leaves, before, strict=True):
+            if old is not None:
+                leaf.grad = old if leaf.grad is None else old.add_(leaf.grad)
