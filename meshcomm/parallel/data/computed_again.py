@@ -13,15 +13,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from meshcomm import _torch
 
-if TYPE_CHECKING:
-    from meshcomm.parallel.data.replica import Replica
+
+class Reduces(Protocol):
+    """Who reduces the gradients of a module."""
+
+    collected: bool
+    set_aside: int
+
+    def apart(self, collecting: bool) -> None:
+        """Say which kind of gradients this backward pass has."""
+
+    def collect(self) -> None:
+        """From now on ``.grad`` is this rank's own."""
+
+    def reduce_collected(self) -> None:
+        """Reduce what is in ``.grad``."""
 
 
 def tensors_of(result: Any) -> list[Tensor]:
@@ -38,18 +51,18 @@ def computes_again(result: Iterable[Tensor]) -> bool:
     return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _torch.nodes_of_graph(result))
 
 
-def follow(state: Replica, leaves: Sequence[Tensor], result: Iterable[Tensor], collects: bool) -> None:
+def follow(state: Reduces, leaves: Sequence[Tensor], result: Iterable[Tensor], collects: bool) -> None:
     """Be there when backward comes to the result: set ``.grad`` aside; or, where it ``collects``, say that it does."""
     for x in result:
         x.register_hook(functools.partial(_collect if collects else _begin, state, leaves))
 
 
-def _collect(state: Replica, leaves: Sequence[Tensor], _: Tensor) -> None:
+def _collect(state: Reduces, leaves: Sequence[Tensor], _: Tensor) -> None:
     state.apart(collecting=True)
     state.collect()
 
 
-def _begin(state: Replica, leaves: Sequence[Tensor], _: Tensor) -> None:
+def _begin(state: Reduces, leaves: Sequence[Tensor], _: Tensor) -> None:
     number = _torch.backward_pass()
     if state.set_aside == number:
         return
@@ -63,7 +76,7 @@ def _begin(state: Replica, leaves: Sequence[Tensor], _: Tensor) -> None:
     _torch.after_backward(functools.partial(_end, state, leaves, before))
 
 
-def _end(state: Replica, leaves: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:
+def _end(state: Reduces, leaves: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:
     state.set_aside = -2
     state.reduce_collected()
     with torch.no_grad():
