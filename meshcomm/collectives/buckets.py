@@ -33,6 +33,7 @@ Check = Callable[[Tensor], object]
 _KIND = "__class__", "dtype", "device", "layout", "is_nested"
 _all_but_shape, _all = attrgetter(*_KIND), attrgetter(*_KIND, "shape")
 """On what it depends whether a collective takes a tensor, where its shape does not matter and where it does."""
+_moved_as = attrgetter("dtype", "device")
 
 
 class _OfTorch(NamedTuple):
@@ -51,9 +52,10 @@ def leaves_of(
     dims: Mapping[str, int] | None = None,
     *,
     any_shape: bool = False,
-) -> tuple[list[Tensor], Any, tuple[Any, ...]]:
-    """The leaves of a tree, every one a tensor that ``accept`` lets through; what :func:`rebuild` needs; and what a
-    link is told of them, if it wants to know, with the first call that they are in.
+) -> tuple[list[Tensor], Any, tuple[Any, ...], bool]:
+    """The leaves of a tree, every one a tensor that ``accept`` lets through; what :func:`rebuild` needs; what a link is
+    told of them, if it wants to know, with the first call that they are in; and whether they are known to be of one
+    dtype on one device.
 
     Dicts are taken in order of their keys: two ranks may have filled theirs in different orders. ``ragged``: the dim
     whose length may differ between ranks. ``dims``: those that all ranks must have named alike: what is moved in a
@@ -64,10 +66,14 @@ def leaves_of(
     except RecursionError:
         check.explain(where, "x contains itself, or is nested too deeply.", axis, fix="a list or a dict of tensors")
     each: Iterable[int] = range(len(leaves))
+    alike = False
     if type(form) is tuple and len(leaves) > 1:
         kinds = list(map(_all_but_shape if accept is None or any_shape else _all, leaves))
-        firsts = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
-        each = sorted(firsts.values())
+        found = set(kinds)
+        each = [0]
+        if len(found) > 1:
+            each = sorted(dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True)).values())
+        alike = len({kind[1:3] for kind in found}) == 1
     for at in each:
         try:
             check.tensor(where, leaves[at], axis)
@@ -80,9 +86,9 @@ def leaves_of(
             raise MeshError(f"{error}\n  leaf: x{path}") from None
     link = axis.link
     if not leaves or torch.compiler.is_compiling() or not (link.watched or (link.hears and leaves[0].is_cpu)):
-        return leaves, form, ()
+        return leaves, form, (), alike
     seen = _kept(_forms, form if type(form) is tuple else form.spec, lambda: _Seen(form, len(leaves)))
-    return leaves, form, seen.described(leaves, ragged, dims or {})
+    return leaves, form, seen.described(leaves, ragged, dims or {}), alike
 
 
 def rebuild(leaves: Sequence[Tensor], form: Any) -> Any:
@@ -182,14 +188,19 @@ def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:
         check.explain(where, f"bucket_mb={bucket_mb!r} is not a positive number.", axis, fix="a size in MiB such as 25")
 
 
-def groups_of(where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis) -> list[list[int]]:
-    """Positions of the leaves that go together, at most ``bucket_mb`` MiB unless one leaf alone is larger."""
+def groups_of(
+    where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis, *, alike: bool = False
+) -> list[list[int]]:
+    """Positions of the leaves that go together, at most ``bucket_mb`` MiB unless one leaf alone is larger. ``alike``:
+    they are known to be of one dtype on one device.
+    """
     checked_size(where, bucket_mb, axis)
     limit = bucket_mb * 2**20
-    kinds = [(leaf.dtype, leaf.device) for leaf in leaves]
-    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
-    if sum(sizes) <= limit and len(set(kinds)) == 1:
+    one_kind = alike or len(set(map(_moved_as, leaves))) == 1
+    if one_kind and sum(map(Tensor.numel, leaves)) * leaves[0].element_size() <= limit:
         return [list(range(len(leaves)))]
+    kinds = list(map(_moved_as, leaves))
+    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for at, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
@@ -249,8 +260,10 @@ def slice_shape(form: torch.Size, dim: int, size: int) -> torch.Size:
     return torch.Size((*form[:dim], form[dim] // size, *form[dim + 1 :]))
 
 
-def join_rows(part: Tensor, shape: tuple[int, ...], dim: int, size: int) -> Tensor:
+def join_rows(part: Tensor, shape: torch.Size, dim: int, size: int) -> Tensor:
     """Concatenate along ``dim`` the rows of ``[n, k]``, each of which holds one rank's tensor of this shape."""
+    if shape[:dim].numel() == 1:  # they lie so
+        return part.reshape(*shape[:dim], size * shape[dim], *shape[dim + 1 :])
     return part.reshape(size, *shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -267,13 +280,16 @@ def in_buckets(
     rows: Rows = ELEMENTS,
     saves: bool = False,
     said: tuple[Any, ...] = (),
+    *,
+    alike: bool = False,
 ) -> list[Tensor]:
-    """Apply what works on dim 0 to buckets. ``said``: of the leaves, handed to ``run`` with the first one.
+    """Apply what works on dim 0 to buckets. ``said``: of the leaves, handed to ``run`` with the first one. ``alike``:
+    as in :func:`groups_of`.
 
     ``run`` is told whether the bucket is a copy that nobody else has. It may give a Pending, and the leaves that come
     of it are one then. ``saves``: the derivative needs the values.
     """
-    groups = groups_of(where, leaves, bucket_mb, axis)
+    groups = groups_of(where, leaves, bucket_mb, axis, alike=alike)
     begun: list[Any] = []
     backs: list[Unpack] = []
     for bucket in groups:

@@ -164,8 +164,8 @@ def _carried_tree(
     where, dims = rule.name, dict(zip(rule.op.dims, given, strict=False))
     run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
     packed = None if in_rows is None else in_rows(axis, *given)
-    alike = packed is not None and packed[1] is ELEMENTS
-    leaves, form, said = buckets.leaves_of(where, x, axis, params_of, ragged, dims, any_shape=alike)
+    by_itself = packed is not None and packed[1] is ELEMENTS
+    leaves, form, said, alike = buckets.leaves_of(where, x, axis, params_of, ragged, dims, any_shape=by_itself)
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
     if packed is None:
         done = then_all(
@@ -182,6 +182,7 @@ def _carried_tree(
             rows,
             rule.saves,
             said,
+            alike=alike,
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, form))
     return _handed(where, axis, None, tree, async_op) if async_op else tree

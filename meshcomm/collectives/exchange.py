@@ -50,7 +50,7 @@ def _run_all_to_all(
         if split_dim == concat_dim and lies_first(x, split_dim, axis):
             return as_first(x, split_dim, axis.link.swap_flat)  # type: ignore[no-any-return]
         shape = slice_shape(x.shape, split_dim, axis.size)
-        got = axis.link.swap_flat(cut_rows(x, split_dim, axis.size))
+        got = axis.link.swap_flat(x if split_dim == 0 else cut_rows(x, split_dim, axis.size))
         return then(got, lambda got: join_rows(got, shape, concat_dim, axis.size))
     pieces = x.split(list(send), split_dim)
     shapes = [_piece(x, axis, split_dim, concat_dim, send, recv, source) for source in range(axis.size)]

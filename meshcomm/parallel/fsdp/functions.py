@@ -128,7 +128,7 @@ def shard(
     if replica_axis is not None:
         check.apart(where, ax, replica_axis, "replica_axis")
         check.axis_of(where, replica_axis, mesh)
-    leaves, structure, _ = buckets.leaves_of(where, params, ax)
+    leaves, structure, *_ = buckets.leaves_of(where, params, ax)
     if not leaves:
         fail(where, "there are no parameters.", got=repr(params), fix="a tensor, or a pytree of tensors")
     tree = FlatTree(leaves, structure, axis, replica_axis, ax.mesh)
