@@ -52,7 +52,9 @@ def data_parallel(
     The module is changed in place: its parameters and buffers take the values of index 0, and while one of its
     ``methods`` runs, its parameters are seen through :func:`meshcomm.pvary`. Everything else is as it was: the
     parameters themselves and their names, so that optimisers (made before or after), hooks and ``state_dict`` work as
-    they did, and methods that are not named. What is done with the parameters elsewhere, such as a penalty, is local.
+    they did, and methods that are not named. What is done with the parameters elsewhere is not reduced, which is right
+    for a penalty that is the same on all ranks. After the first backward pass the norms of the gradients are compared,
+    and such as differ between ranks are an error.
 
     Type: parameters and buffers invariant; what goes into the module and what comes out varying.
 
@@ -81,13 +83,15 @@ def data_parallel(
         counts as zero on the others. Under ``torch.no_grad()`` nothing is done, and nothing sent.
 
     Cost: at the start one broadcast of parameters and buffers; per step 2 (n-1)/n times the bytes of the gradients
-        per rank, and a broadcast of the buffers.
+        per rank, and a broadcast of the buffers; after the first backward pass an all_gather of a number per
+        parameter.
 
     Raises:
         MeshError: not a module; no such axis, ``grads``, ``buffers`` or method; a module that is data parallel or
             sharded already; a parameter that ``tensor_parallel`` has cut along ``axis``; parameters or buffers that
             have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
-            yet; embeddings with sparse gradients; a tensor on a device that the mesh cannot move.
+            yet; embeddings with sparse gradients; a tensor on a device that the mesh cannot move. From backward:
+            gradients that differ between ranks, because a parameter was used elsewhere.
 
     Parts of the module may be under ``torch.utils.checkpoint``. With ``use_reentrant=True`` all gradients are reduced
     when backward ends, none beside it, for that kind computes again outside of the module's forward. It must be

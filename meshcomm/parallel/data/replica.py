@@ -27,6 +27,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.data.computed_again import computes_again, follow, tensors_of
 from meshcomm.parallel.data.means import Mean
+from meshcomm.parallel.data.same_gradients import compare
 from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
 
 Grads = Literal["sum", "mean"]
@@ -65,6 +66,7 @@ class Replica:
         """Parts are computed again in backward; None: nobody has looked."""
         self.set_aside = -2  # the backward pass for which gradients are
         self.mean: Mean | None = None
+        self.compared = False  # the gradients of the ranks
         self.passes = [-2, -2]  # the latest backward pass that reduced, and that collected
         self.last: list[int] = []  # the indices that were not done when last heard of
 
@@ -186,8 +188,10 @@ class Replica:
             if g is not None:
                 p.grad = g
 
-    def apart(self, collecting: bool) -> None:
-        """A gradient that is reduced, and one that is not, cannot be told from each other once they are added up."""
+    def apart(self, collecting: bool) -> bool:
+        """A gradient that is reduced, and one that is not, cannot be told from each other once they are added up. True
+        where a backward pass begins.
+        """
         mine = _torch.backward_pass()
         if self.passes[not collecting] == mine:
             fail(
@@ -195,7 +199,18 @@ class Replica:
                 "one backward pass has gradients that were collected under no_sync and others that are reduced.",
                 fix="a backward pass for each, that of no_sync first",
             )
+        begins = self.passes[collecting] != mine
         self.passes[collecting] = mine
+        return begins
+
+    def look_after(self, leaves: Sequence[Tensor]) -> None:
+        """Compare the gradients of the ranks when the first backward pass that leaves any has ended."""
+        if not self.compared and self.axis.size > 1 and not self.joined and not torch.is_grad_enabled():
+            _torch.after_backward(functools.partial(self._compare_gradients, leaves))
+
+    def _compare_gradients(self, leaves: Sequence[Tensor]) -> None:
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        self.compared = compare(WHERE, [names.get(id(leaf), "a parameter") for leaf in leaves], leaves, self.axis)
 
     def _varied(self, leaves: list[Tensor]) -> list[Tensor]:
         if not leaves:
@@ -268,7 +283,8 @@ class Replica:
 
 def _watched(state: Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
     """Finds a gradient that came to a leaf, during a backward pass, on another way than its own."""
-    state.apart(collecting=False)
+    if state.apart(collecting=False):
+        state.look_after(leaves)
 
     def seen() -> list[tuple[Tensor | None, int]]:
         return [(g, 0 if g is None else version_of(g)) for g in (leaf.grad for leaf in leaves)]
