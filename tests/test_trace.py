@@ -575,8 +575,10 @@ def test_one_rank_may_trace_alone(pool4: WorkerPool) -> None:
     """What it sends is the same, on the way that it takes without."""
     none, one, all_of_them = (pool4.run(trained, how) for how in ("none", "one", "all"))
     assert [said for _, said in none] == [[]] * 4
-    # In the first step the order of the gradients is learnt; which parameters were used travels once per step.
-    steps = ["1 all_reduce over dp, 1 broadcast over dp"] + ["1 all_reduce over dp"] * 5
+    # The first step learns the order of the gradients, for models like it too, and compares their norms, of each model.
+    steps = ["1 all_gather over dp, 1 all_reduce over dp, 1 broadcast over dp"] + ["1 all_reduce over dp"] * 2
+    steps += ["1 all_gather over dp, 1 all_reduce over dp"] + ["1 all_reduce over dp"] * 2
+    # Which parameters were used travels once per step.
     steps += ["1 all_gather over dp, 1 all_reduce over dp, 1 reduce_scatter over dp"] * 3
     assert [said for _, said in one] == [[], steps, [], []]
     assert [said for _, said in all_of_them] == [steps] * 4
