@@ -466,7 +466,6 @@ def refused() -> None:
     wrong("kv_heads=3.* cannot be divided", {"0": Column(kv_heads=3)}, nn.Sequential(nn.Linear(2, 6)))
     wrong("are not gathered", {"0": Column(kv_heads=1, gather=True)}, nn.Sequential(nn.Linear(2, 6)))
     wrong("max_norm", {"0": "vocab"}, nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)))
-    wrong("'weight' is on the meta device", {"weight": "column", "bias": "column"}, nn.Linear(2, 2, device="meta"))
     wrong("no attribute that is an int is called", GPT_PLAN, divide=["*.head"])
     wrong("attribute count = 3 is not divisible", {"*": "replicated"}, odd(), divide=["count"])
     wrong("divide='x' is not a list", GPT_PLAN, divide="x")

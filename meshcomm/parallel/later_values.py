@@ -8,16 +8,21 @@ made again by the module that owns them, or by what initialises it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshcomm.errors import fail, names
+from meshcomm.parallel.stand_ins import Around
 
 _WAITS = "_meshcomm_waits"
-"""Of a module: the hook that refuses."""
+"""Of a module: what refuses."""
+_MOVES = ("to", "to_empty", "cpu", "cuda")
+"""Methods that are of no use before."""
 _EMPTY = "_meshcomm_has_no_values"
 """Of a tensor: there is memory for it, and nothing in it."""
 
@@ -43,25 +48,73 @@ def make_room(x: Tensor, device: torch.device) -> None:
 
 
 def wait_for_values(module: nn.Module, where: str) -> None:
-    """Let the module refuse to run before all its parameters have values."""
-    if _WAITS not in vars(module) and any(map(has_no_values, module.parameters())):
-        vars(module)[_WAITS] = module.register_forward_pre_hook(_Refusal(where), prepend=True)
+    """Let the module refuse to run, and to be moved, before its parameters have values."""
+    if not any(map(has_no_values, module.parameters())):
+        return
+    known: _Refusal | None = vars(module).get(_WAITS)
+    refusal = vars(module)[_WAITS] = known or _Refusal(where)
+    if known:
+        known.handle.remove()  # it comes before the hooks of the adaptor that is new
+    refusal.look(module)
+    refusal.handle = module.register_forward_pre_hook(refusal, prepend=True)
+    for name in () if known else _MOVES:
+        setattr(module, name, Around(functools.partial(_move, module, where, name), getattr(module, name)))
+    if not known:
         module.register_load_state_dict_post_hook(_taken)
+
+
+def find_marks(module: nn.Module) -> None:
+    """Copies of tensors have no marks; the module around them knows which had some."""
+    for part in module.modules():
+        refusal: _Refusal | None = vars(part).get(_WAITS)
+        for name in refusal.names if refusal else ():
+            vars(part.get_parameter(name))[_EMPTY] = True
+
+
+def end_waiting(modules: Iterable[nn.Module]) -> None:
+    """Of those of which all has values now."""
+    for part in [*modules]:
+        refusal: _Refusal | None = vars(part).get(_WAITS)
+        if refusal and not refusal.look(part):
+            refusal.handle.remove()
+            for name in (_WAITS, *_MOVES):
+                del vars(part)[name]
 
 
 class _Refusal:
     """A hook of forward."""
 
+    handle: RemovableHandle
+
     def __init__(self, where: str) -> None:
         self.where = where
+        self.names: list[str] = []
+
+    def look(self, module: nn.Module) -> list[str]:
+        """Which parameters have no values."""
+        self.names = [name for name, p in module.named_parameters() if has_no_values(p)]
+        return self.names
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        empty = [name for name, p in module.named_parameters() if has_no_values(p)]
-        if empty:
-            what = f"{type(module).__name__} was made on the meta device, and {len(empty)} of its parameters have no"
-            fix = "parallel.load_full_state_dict(module, state_or_path) before it runs; or fully_shard(..., init=)"
-            fail(self.where, f"{what} values yet.", got=names(empty[:3]), fix=fix)
-        vars(module).pop(_WAITS).remove()
+        find_marks(module)
+        empty = self.look(module)
+        if not empty:
+            end_waiting([module])
+            return
+        what = f"{type(module).__name__} was made on the meta device, and {len(empty)} of its parameters have no"
+        fix = "before it runs parallel.load_full_state_dict(module, state_or_path); or fully_shard(..., init=)"
+        fail(self.where, f"{what} values yet.", got=names(empty[:3]), fix=fix)
+
+
+def _move(module: nn.Module, where: str, name: str, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """In place of ``to`` and its like."""
+    both = (module.named_parameters(), module.named_buffers())
+    empty = [name for each in both for name, x in each if x.is_meta]
+    if empty:
+        fix = "parallel.load_full_state_dict(module, state_or_path), which makes it on the device of the mesh"
+        what = f"{name}() of {type(module).__name__}, of which {len(empty)} tensors are on the meta device: there is"
+        fail(where, f"{what} nothing to move.", got=names(empty[:3]), fix=fix)
+    return own(*args, **kwargs)
 
 
 def _taken(module: nn.Module, keys: Any) -> None:
@@ -69,6 +122,7 @@ def _taken(module: nn.Module, keys: Any) -> None:
     if not keys.missing_keys:
         for x in module.parameters():
             has_values(x)
+        end_waiting(module.modules())
 
 
 # --------------------------------------------------------------------------------------------- buffers in no state_dict

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from meshcomm.errors import fail, names
 from meshcomm.parallel.checkpoint.parts import Named, named, state_names
+from meshcomm.parallel.cut_parameters import known_around
 from meshcomm.parallel.global_places import Spread
-from meshcomm.parallel.later_values import has_no_values, has_values, made_again, make_room
+from meshcomm.parallel.later_values import end_waiting, has_no_values, has_values, made_again, make_room
 from meshcomm.parallel.whole_tensors import COUNTER, Boxes, Whole
 
 
@@ -102,6 +103,7 @@ class Loading:
         self._module.load_state_dict(rest, strict=False)
         for take in (*self._takes, *theirs):
             has_values(take.x)
+        end_waiting({*self._module.modules(), *known_around(self._module)})
 
     def _value(self, given: _Take | str) -> Any:
         """What a ``load_state_dict`` takes."""

@@ -17,7 +17,7 @@ from meshcomm.errors import fail, names, shape_text
 from meshcomm.parallel.cut_parameters import places_of
 from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
-from meshcomm.parallel.later_values import has_no_values
+from meshcomm.parallel.later_values import find_marks, has_no_values
 
 Path = tuple[str | int, ...]
 """Where a value stands in nested dicts and lists; joined by dots it is the name in the file."""
@@ -58,6 +58,7 @@ def named(module: nn.Module, *, later: bool = False) -> Named:
     aliases: dict[str, str] = {}
     params: dict[str, nn.Parameter] = {}
     names_of = state_names(module)
+    find_marks(module)
     for given, p in module.named_parameters(remove_duplicate=False):
         name = names_of(given)
         if nn.parameter.is_lazy(p):

@@ -21,6 +21,7 @@ from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overlap
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import HERE, WHERE, Grads, Replica, replica_of
+from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.stand_ins import Around, refuse_sliced
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
@@ -61,6 +62,7 @@ def data_parallel(
     Args:
         module: the same on every rank but for the values. Frozen parameters, parameters that stand in several places
             or that some ranks or all do not use, and dtypes that differ are fine; so is one that is tensor parallel.
+            What is on the meta device gets memory, and its values by :func:`load_full_state_dict` before it runs.
         axis: a name, or a tuple of names.
         grads: "sum": gradients are summed; reduce the loss once yourself, the library's rule. "mean": they are
             averaged; the loss is local, as DistributedDataParallel has it.
@@ -137,6 +139,7 @@ def data_parallel(
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, HERE, state)
     know(module, ax.mesh, copies=ax.name)
+    wait_for_values(module, WHERE)
     state.mean = mean_of(module, grads, ax.mesh, (ax.name,), mean_over)
     return module
 

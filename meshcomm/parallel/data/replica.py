@@ -28,6 +28,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.data.computed_again import computes_again, follow, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare
+from meshcomm.parallel.later_values import has_no_values, make_room
 from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
 
 Grads = Literal["sum", "mean"]
@@ -78,14 +79,18 @@ class Replica:
     # ------------------------------------------------------------------------------------------------ equal values
 
     def make_equal(self) -> None:
-        """Parameters and buffers take the values of index 0."""
+        """Parameters and buffers take the values of index 0, where they have any."""
         here: dict[str, Tensor] = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         for name, x in here.items():
             if nn.parameter.is_lazy(x):
                 fail(WHERE, f"{name!r} has no shape yet.", fix="run the module once before")
-            check.tensor(WHERE, x, self.axis, repr(name))
+            if not x.is_meta:
+                check.tensor(WHERE, x, self.axis, repr(name))
         self._compare(here)
-        take_from(0, list(here.values()), self.axis, self.bucket_mb)
+        for x in here.values():
+            if x.is_meta and isinstance(x, nn.Parameter):
+                make_room(x, self.mesh.device)
+        take_from(0, [x for x in here.values() if not has_no_values(x)], self.axis, self.bucket_mb)
 
     def _compare(self, here: Mapping[str, Tensor]) -> None:
         lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in here.items()]

@@ -20,7 +20,15 @@ from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.one_rank import scatter
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.cut_parameters import Flat, Part, checked_module, know, refuse_copies, refuse_overlap
+from meshcomm.parallel.cut_parameters import (
+    Flat,
+    Part,
+    checked_module,
+    know,
+    parts_of,
+    refuse_copies,
+    refuse_overlap,
+)
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import Grads
@@ -29,6 +37,7 @@ from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, register, sharded_of
+from meshcomm.parallel.later_values import has_values, make_room, wait_for_values
 from meshcomm.parallel.stand_ins import Around, follow_recurrent
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
@@ -66,8 +75,8 @@ def fully_shard(
         rank 0   shard -> all_gather -> use, let go      all_gather -> gradients -> reduce_scatter -> shard.grad
         rank 1   shard -> all_gather -> use, let go      all_gather -> gradients -> reduce_scatter -> shard.grad
 
-    The module stays what it is: its class, its names in ``state_dict`` and ``named_parameters``, its hooks and, unless
-    it was on the meta device, its Parameter objects, so that optimisers may be made before or after. Each Parameter
+    The module stays what it is: its class, its names in ``state_dict`` and ``named_parameters``, its hooks and its
+    Parameter objects, so that optimisers may be made before or after. Each Parameter
     becomes this rank's slice, flat; inside of forward the module sees the whole parameters. Parameters belong to the
     innermost unit that contains all their users; those of no unit are gathered when ``module`` itself runs, and kept
     until backward has used them.
@@ -100,7 +109,9 @@ def fully_shard(
         ignore: patterns of names of parameters that stay as they are, as parts do that were sharded over another axis
             before.
         init: called with each submodule that has parameters or buffers on the meta device, by default its
-            ``reset_parameters()``. All ranks draw the same random numbers, whatever the mesh.
+            ``reset_parameters()``. All ranks draw the same random numbers, whatever the mesh. Where one has no such
+            method, or ``tensor_parallel`` has cut it already, nothing is initialised: :func:`load_full_state_dict`
+            gives the values before the module runs.
         sync: parameters and buffers become those of index 0. Without it they must be equal on all ranks already.
         methods: names of methods of units (and of ``module``) that gather as forward does.
         mean_over: the axes over whose ranks the loss is a mean, where these are not the ones that gradients are reduced
@@ -127,7 +138,7 @@ def fully_shard(
         MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
             are no lists; a choice that matches nothing; a module that is sharded already, or within one
             that is data parallel; a parameter that ``tensor_parallel`` has cut along the same axis, or that is no plain
-            dense tensor; a submodule on the meta device that cannot be initialised.
+            dense tensor.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -168,8 +179,7 @@ def fully_shard(
     all_matched(where, "whole", kept_whole, chosen)
     known = {name for name in methods if any(hasattr(part, str(name)) for part in chosen.values())}
     all_matched(where, "methods", methods, known)
-    if init is None:
-        _can_be_initialised(where, chosen)
+    later = init is None and _values_come_later(module, chosen)
     device = ax.mesh.device if offload else _device(module, ax)
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
@@ -182,7 +192,7 @@ def fully_shard(
     loads = [0] * ax.size
     for number, (name, part) in enumerate(reversed(chosen.items())):  # the root last: it may share what units use
         real = any(not slot.param.is_meta for slot in plan[name])
-        _materialise(part, chosen, plan[name], policy, init, seed + number)
+        _materialise(part, chosen, plan[name], policy, init, seed + number, later)
         keep = whole if isinstance(whole, bool) else any(fnmatchcase(name, pattern) for pattern in whole)
         said = f"unit {name!r} of {type(module).__name__}" if name else f"{type(module).__name__} itself"
         made[name] = _groups(owner, plan[name], keep, sync and real, loads, said)
@@ -201,6 +211,7 @@ def fully_shard(
     register(module, owner)
     know(module, ax.mesh, {id(slot.param): _part(ax, group, at, slot) for group, at, slot in owner.slots()})
     mark_states(module)
+    wait_for_values(module, where)
     owner.mean = mean_of(module, grads, ax.mesh, tuple(over.name for over in policy.axes), mean_over)
     return module
 
@@ -404,16 +415,20 @@ def _shared_seed(policy: Policy) -> int:
     return seed
 
 
-def _can_be_initialised(where: str, chosen: dict[str, nn.Module]) -> None:
-    for name, unit in chosen.items():
-        for path, part in _parts(unit, set(chosen.values())):
-            if _is_meta(part) and not callable(getattr(part, "reset_parameters", None)):
-                fail(
-                    where,
-                    f"{'.'.join(filter(None, (name, path))) or 'the module'!r} ({type(part).__name__}) is on the meta "
-                    "device and has no reset_parameters().",
-                    fix="pass init=, which is called with it",
-                )
+def _values_come_later(module: nn.Module, chosen: dict[str, nn.Module]) -> bool:
+    """Whether not all that is on the meta device can be initialised: it has no ``reset_parameters``, or is a part of a
+    parameter that is cut already.
+    """
+    cut = parts_of(module)
+    return any(
+        _is_meta(part)
+        and (
+            not callable(getattr(part, "reset_parameters", None))
+            or any(id(p) in cut for p in part.parameters(recurse=False))
+        )
+        for unit in chosen.values()
+        for _, part in _parts(unit, set(chosen.values()))
+    )
 
 
 def _materialise(
@@ -423,24 +438,25 @@ def _materialise(
     policy: Policy,
     init: Callable[[nn.Module], object] | None,
     seed: int,
+    later: bool,
 ) -> None:
-    """Make a unit that is on the meta device real, and initialise it as every rank does."""
+    """Make a unit that is on the meta device real, and initialise it as every rank does; not if values come later."""
     parts = [(path, part) for path, part in _parts(unit, set(chosen.values())) if _is_meta(part)]
     if not parts:
         return
     for slot in slots:
         if slot.param.is_meta:
-            slot.param = nn.Parameter(torch.empty_like(slot.param, device=policy.device), slot.param.requires_grad)
-            for door, site in slot.sites:
-                dict.__setitem__(door, site, slot.param)
-    for _, part in parts:
+            make_room(slot.param, policy.device)
+            if not later:
+                has_values(slot.param)
+    for _, part in () if later else parts:
         for key, buffer in part.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(part, key, torch.empty_like(buffer, device=policy.device))
     devices = [] if policy.device.type == "cpu" else [policy.device]
     with torch.random.fork_rng(devices, device_type=policy.device.type if devices else "cuda"), torch.no_grad():
         torch.manual_seed(seed)
-        for _, part in parts:
+        for _, part in () if later else parts:
             init(part) if init is not None else part.reset_parameters()  # type: ignore[operator]
 
 

@@ -12,6 +12,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
+from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.stand_ins import Around, refuse_sliced
 from meshcomm.parallel.tensor.blocks import Boundary, blocks_of
 from meshcomm.parallel.tensor.layers import Layer, layers_of
@@ -57,7 +58,8 @@ def tensor_parallel(
     reduce it over ``axis``.
 
     Args:
-        module: the same on every rank but for the values.
+        module: the same on every rank but for the values. On the meta device shapes are cut, and
+            :func:`load_full_state_dict` makes the values, of each rank its own, before it runs.
         plan: for patterns of names (``*``, ``?``, ``[ab]``) of parameters, or of modules with all that they have, what
             is done. The first one that fits counts, so that ``"*": "replicated"`` may come last.
 
@@ -96,7 +98,7 @@ def tensor_parallel(
             names; a style that does not fit the kind of layer, or a layer with a forward that does something else; a
             dim or an attribute that the axis does not divide; ``"sequence"`` and ``"split"`` without ``sequence``; a
             parameter that stands in layers of other styles; a module that is tensor parallel or sharded already, or
-            data parallel along ``axis``; parameters on the meta device. In a forward: an argument of a block that needs
+            data parallel along ``axis``. In a forward: an argument of a block that needs
             a gradient and is not said to enter; what is whole after random numbers that differ between ranks.
 
     Example:
@@ -140,6 +142,7 @@ def tensor_parallel(
     know(module, ax.mesh, {id(params[path]): Part(path, WHERE, ax.mesh, ax.name, ax.index, how)
                            for path, how in state.cuts.items()})  # fmt: skip
     mark_states(module)
+    wait_for_values(module, WHERE)
     return module
 
 

@@ -63,14 +63,12 @@ class Parallel:
         """All values from index 0; of each parameter that is cut this rank's part."""
         here = dict(module.named_parameters())
         for name, p in here.items():
-            if p.is_meta:
-                fail(
-                    WHERE,
-                    f"{name!r} is on the meta device.",
-                    fix="initialise it first: each rank keeps its part alone",
-                )
-            check.tensor(WHERE, p, self.axis, repr(name))
+            if not p.is_meta:
+                check.tensor(WHERE, p, self.axis, repr(name))
         for name, p in here.items():  # one by one: never more than one whole parameter more
+            if p.is_meta:
+                self._cut_shape(name, p)
+                continue
             whole = broadcast(p.detach(), self.name, 0, mesh=self.mesh)
             if name in self.cuts:
                 trains, part = p.requires_grad, self.part(name, whole)
@@ -80,8 +78,14 @@ class Parallel:
             else:
                 p.data = whole
             p.grad = None  # of this rank's own pass, and of what p was
-        take_from(0, list(module.buffers()), self.axis)
+        take_from(0, [x for x in module.buffers() if not x.is_meta], self.axis)
         self.streams.make_equal()
+
+    def _cut_shape(self, name: str, p: Tensor) -> None:
+        """Of a parameter on the meta device: values come later."""
+        if name in self.cuts:
+            shape = self.part(name, torch.zeros((), device=self.mesh.device).expand(p.shape)).shape
+            p.data = torch.empty(shape, dtype=p.dtype, device=p.device)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole parameter."""

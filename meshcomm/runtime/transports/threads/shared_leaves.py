@@ -58,6 +58,8 @@ class SharedLeaves:
         if holder != rank:
             self._refuse(where, "a module is shared by ranks", f"{type(module).__name__}, of ranks {holder} and {rank}")
         for name, x in module.named_parameters():
+            if x.is_meta:  # it gets memory of its own, by a swap, which a weak reference stands in the way of
+                continue
             self._use(x, rank, x.requires_grad, f"{name} ", where)
 
     def look(self, rank: int) -> None:

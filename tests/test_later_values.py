@@ -1,0 +1,219 @@
+"""Modules on the meta device: cut first, loaded then; what has no values does not run, and is not saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import meshcomm as mc
+from meshcomm.parallel import (
+    checkpoint,
+    data_parallel,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+    tensor_parallel,
+)
+
+
+class Norm(nn.Module):
+    """Parameters and buffers, one of which is in no state_dict."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.register_buffer("frequencies", torch.arange(float(size)), persistent=False)
+        self.register_buffer("kept", torch.arange(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.frequencies
+
+
+class Net(nn.Module):
+    """As models of transformers are: one weight with two names, and a method that initialises a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))
+        self.norm = Norm(8)
+        self.batch = nn.BatchNorm1d(8)
+        self.table = nn.Embedding(8, 8)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(self.batch(x)))
+
+    def _init_weights(self, part: nn.Module) -> None:
+        if isinstance(part, Norm):
+            part.frequencies.copy_(torch.arange(float(len(part.frequencies))))
+            nn.init.ones_(part.weight)
+
+
+class Silent(Net):
+    """Nothing makes its buffer again."""
+
+    def _init_weights(self, part: nn.Module) -> None:
+        pass
+
+
+def on_meta(kind: type[nn.Module] = Net) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+def state() -> dict[str, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return dict(Net().state_dict())
+
+
+PLAN: dict[str, Any] = {"layers.*.0": "column", "layers.*.2": "row", "*": "replicated"}
+WAYS: dict[str, Any] = {
+    "nothing": lambda net: None,
+    "dp": lambda net: data_parallel(net, "a", grads="sum"),
+    "fsdp": lambda net: fully_shard(net, "a", grads="sum"),
+    "hsdp": lambda net: fully_shard(net, "a", grads="sum", replica_axis="b"),
+    "offload": lambda net: fully_shard(net, "a", grads="sum", offload=True),
+    "whole": lambda net: fully_shard(net, "a", grads="sum", whole=True),
+    "bfloat16": lambda net: fully_shard(net, "a", grads="sum", param_dtype=torch.bfloat16),
+    "tp": lambda net: tensor_parallel(net, PLAN, axis="b"),
+    "dp x tp": lambda net: data_parallel(tensor_parallel(net, PLAN, axis="b"), "a", grads="sum"),
+    "fsdp x tp": lambda net: fully_shard(tensor_parallel(net, PLAN, axis="b"), "a", grads="sum"),
+    "replica x fsdp x tp": lambda net: fully_shard(
+        tensor_parallel(net, PLAN, axis="b"), "a", grads="sum", replica_axis="c"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_cut_then_loaded(way: str, tmp_path: Path) -> None:
+    given = state()
+    alone = Net()
+    alone.load_state_dict(given)
+    alone.eval()
+    x = torch.arange(8).view(8)
+    torch.save(given, tmp_path / "state.pt")
+
+    def main() -> None:
+        mesh = mc.make_mesh({"c": 2, "a": 2, "b": 2})
+        with mc.use_mesh(mesh):
+            net = on_meta()
+            objects = list(map(id, net.parameters()))
+            frozen = net.get_parameter("layers.0.0.bias").requires_grad_(False)
+            WAYS[way](net)
+            if way != "nothing":
+                with pytest.raises(
+                    mc.MeshError, match=r"12 of its parameters have no values yet.*\n.*\n.*load_full_state"
+                ):
+                    net(x)
+                for move in (lambda: net.to("cpu"), lambda: net.to_empty(device="cpu")):
+                    with pytest.raises(
+                        mc.MeshError, match="on the meta device: there is nothing to move.*\n.*\n.*load"
+                    ):
+                        move()
+            with pytest.raises(mc.MeshError, match="has no values yet"):
+                full_state_dict(net)
+            with pytest.raises(mc.MeshError, match="there are no values for 1 tensors[^!]*'norm.weight'"):
+                load_full_state_dict(net, {k: v for k, v in given.items() if k != "norm.weight"}, strict=False)
+            adam = torch.optim.SGD(net.parameters(), lr=1.0)
+            twin = copy.deepcopy(net)
+            if way != "nothing":
+                with pytest.raises(mc.MeshError, match="have no values yet"):
+                    twin(x)
+            for each in (net, twin):
+                load_full_state_dict(each, tmp_path / "state.pt")
+                assert_close(full_state_dict(each), given, rtol=0, atol=0)
+                assert_close(each.norm.frequencies, torch.arange(8.0))
+                if way != "bfloat16":
+                    assert_close(each.eval()(x), alone(x))
+            assert list(map(id, net.parameters())) == objects
+            assert not frozen.requires_grad
+            assert not any(p.is_meta for p in net.parameters())
+            if way != "bfloat16":  # torch has no batch norm of it with buffers of float32
+                net(x).sum().backward()
+                adam.step()
+
+    mc.launch(main, ranks=8)
+
+
+@pytest.mark.parametrize("way", ["dp", "fsdp", "tp"])
+def test_buffers_that_nobody_makes(way: str) -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"a": 2, "b": 2})
+        with mc.use_mesh(mesh):
+            net = on_meta(Silent)
+            WAYS[way](net)
+            with pytest.raises(
+                mc.MeshError, match=r"1 buffers are on the meta[^!]*'norm.frequencies'[^!]*part.frequencies = val"
+            ):
+                load_full_state_dict(net, state())
+            assert net.norm.frequencies.is_meta
+            net.norm.frequencies = torch.zeros(8)
+            load_full_state_dict(net, state())
+            assert_close(full_state_dict(net), state(), rtol=0, atol=0)
+
+    mc.launch(main, ranks=4)
+
+
+def test_part_by_part() -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"fs": 2})
+        net = fully_shard(on_meta(), "fs", grads="sum", mesh=mesh)
+        given = state()
+        for name, part in net.named_children():
+            if name != "head":  # which has its values from the table
+                with pytest.raises(mc.MeshError, match="no values yet"):
+                    net(torch.arange(8))
+            inner = {key.removeprefix(f"{name}."): x for key, x in given.items() if key.startswith(f"{name}.")}
+            if name == "norm":
+                part.frequencies = torch.arange(8.0)
+            load_full_state_dict(part, inner)
+        net(torch.arange(8))
+        assert_close(full_state_dict(net), given, rtol=0, atol=0)
+
+    mc.launch(main, ranks=2)
+
+
+def test_slices_and_checkpoints_are_values(tmp_path: Path) -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"fs": 2})
+        full = Net()
+        full.load_state_dict(state())
+        net = fully_shard(full, "fs", grads="sum", mesh=mesh)
+        folder = checkpoint.save(tmp_path, net)
+        for path in (tmp_path, folder):
+            again = fully_shard(on_meta(), "fs", grads="sum", mesh=mesh)
+            load_full_state_dict(again, path)
+            assert_close(full_state_dict(again), state(), rtol=0, atol=0)
+            assert_close(again(torch.arange(8)), net(torch.arange(8)))
+        other = fully_shard(on_meta(), "fs", grads="sum", mesh=mesh)
+        other.norm.frequencies, other.norm.kept = torch.arange(8.0), torch.arange(8)
+        for name, x in net.batch.named_buffers():
+            setattr(other.batch, name, x.clone())
+        other.load_state_dict(net.state_dict())
+        assert_close(other(torch.arange(8)), net(torch.arange(8)))
+
+    mc.launch(main, ranks=2)
+
+
+def test_what_can_be_initialised_is() -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"fs": 2})
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(4, 4))
+        fully_shard(net, "fs", grads="sum", mesh=mesh)
+        net(torch.ones(1, 4))
+        load_full_state_dict(net, {"0.weight": torch.ones(4, 4), "0.bias": torch.zeros(4)})
+        assert net(torch.ones(1, 4)).tolist() == [[4.0] * 4]
+
+    mc.launch(main, ranks=2)
