@@ -17,8 +17,8 @@ from math import exp, fsum, log
 from typing import Any, NamedTuple
 
 # busbw / algbw, from nccl-tests' doc/PERFORMANCE.md and, for those that it leaves out, its src/*.cu. There shift is
-# called sendrecv. It has no permute, where a rank sends as much as in shift; and no all_gather_invariant and pvary,
-# which move what all_gather and, backward, all_reduce move.
+# called sendrecv. It has no permute, where a rank sends as much as in shift, no send, where every other one does, and
+# no all_gather_invariant and pvary, which move what all_gather and, backward, all_reduce move.
 FACTORS: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -28,6 +28,7 @@ FACTORS: Mapping[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "shift": lambda n: 1.0,
     "permute": lambda n: 1.0,
+    "send": lambda n: 1.0,
     "reduce": lambda n: 1.0,
     "gather": lambda n: (n - 1) / n,
     "scatter": lambda n: (n - 1) / n,

@@ -121,19 +121,29 @@ def expected(p: Problem) -> Tensor | None:
         return p.reduced() if p.is_root else None
     if p.collective in ("all_gather", "all_gather_invariant") or (p.collective == "gather" and p.is_root):
         return torch.cat([p.share(rank) for rank in range(p.ranks)])
-    if p.collective == "gather":
+    if p.collective == "gather" or (p.collective == "send" and not receives(p)):
         return None
     if p.collective == "all_to_all":
         return torch.cat([p.share(rank, p.rank) for rank in range(p.ranks)])
     if p.collective == "scatter":
         return p.share(ROOT, p.rank)
-    source = {"broadcast": ROOT, "shift": (p.rank - 1) % p.ranks, "permute": mirrored(p)}
+    source = {"broadcast": ROOT, "shift": (p.rank - 1) % p.ranks, "permute": mirrored(p), "send": p.rank - 1}
     return p.share(source[p.collective])
 
 
 def mirrored(p: Problem) -> int:
     """Whom this rank exchanges with in the permutation; in the middle, itself."""
     return p.ranks - 1 - p.rank
+
+
+def receives(p: Problem) -> bool:
+    """Whether this rank gets a message, from the one before it, which gets none."""
+    return p.rank % 2 == 1
+
+
+def sends(p: Problem) -> bool:
+    """The others do, where there is one after them."""
+    return p.rank % 2 == 0 and p.rank + 1 < p.ranks
 
 
 def count_wrong(result: Tensor | None, wanted: Tensor | None) -> int:
@@ -160,6 +170,12 @@ def permute(p: Problem, x: Tensor) -> Tensor:
     return mc.permute(x, AXIS, [(rank, p.ranks - 1 - rank) for rank in range(p.ranks)], mesh=p.mesh)
 
 
+def send(p: Problem, x: Tensor) -> Tensor | None:
+    if sends(p):
+        mc.send(x, AXIS, p.rank + 1, mesh=p.mesh)
+    return mc.recv(AXIS, p.rank - 1, shape=x.shape, dtype=x.dtype, mesh=p.mesh) if receives(p) else None
+
+
 def scatter(p: Problem, x: Tensor) -> Tensor:
     """With ``like``, as torch's is told the shape of its result."""
     return mc.scatter(x if p.is_root else None, AXIS, ROOT, like=x[: p.count], mesh=p.mesh)
@@ -174,6 +190,7 @@ OURS: Mapping[str, Collective] = {
     "broadcast": lambda p, x: mc.broadcast(x, AXIS, ROOT, mesh=p.mesh),
     "shift": lambda p, x: mc.shift(x, AXIS, mesh=p.mesh),
     "permute": permute,
+    "send": send,
     "reduce": lambda p, x: mc.reduce(x, AXIS, ROOT, p.op, mesh=p.mesh),
     "gather": lambda p, x: mc.gather(x, AXIS, ROOT, mesh=p.mesh),
     "scatter": scatter,
@@ -196,7 +213,7 @@ def copied(p: Problem, xs: list[Tensor], out: Tensor | None = None) -> Tensor | 
     if p.collective == "reduce_scatter":
         rows = [x.chunk(p.ranks)[p.rank] for x in xs]
         return summed(rows, torch.empty_like(rows[0]) if out is None else out)
-    if p.collective in ("reduce", "gather") and not p.is_root:
+    if (p.collective in ("reduce", "gather") and not p.is_root) or (p.collective == "send" and not receives(p)):
         return None
     if p.collective == "reduce":
         return summed(xs, torch.empty_like(xs[0]) if out is None else out)
@@ -265,6 +282,16 @@ def send_and_receive(x: Tensor, to: int, source: int) -> Tensor:
     return out
 
 
+def dist_send(p: Problem, x: Tensor) -> Tensor | None:
+    if sends(p):
+        dist.send(x, p.rank + 1)
+    if not receives(p):
+        return None
+    out = torch.empty_like(x)
+    dist.recv(out, p.rank - 1)
+    return out
+
+
 def dist_reduce(p: Problem, x: Tensor) -> Tensor | None:
     out = x.clone()
     dist.reduce(out, ROOT, REDUCE_OPS[p.op])
@@ -292,6 +319,7 @@ THEIRS: Mapping[str, tuple[Collective, str]] = {
     "broadcast": (dist_broadcast, "clone + broadcast"),
     "shift": (dist_shift, "empty + batch_isend_irecv"),
     "permute": (dist_permute, "empty + batch_isend_irecv"),
+    "send": (dist_send, "send, empty + recv"),
     "reduce": (dist_reduce, "clone + reduce"),
     "gather": (dist_gather, "empty + gather into its parts"),
     "scatter": (dist_scatter, "empty + scatter of the parts"),

@@ -12,7 +12,7 @@ all n shares together where a collective is cut over the n ranks. algbw is S / t
 
     all_reduce, and the backward of pvary, which is one                                2(n-1)/n
     all_gather, all_gather_invariant, reduce_scatter, all_to_all, gather, scatter      (n-1)/n
-    broadcast, reduce, shift (nccl-tests' sendrecv), permute                           1
+    broadcast, reduce, shift (nccl-tests' sendrecv), permute, send (to recv, in pairs)  1
 
 The floor is what a rank has to copy and sum for the result, done in its own memory: all ranks do so at the same time.
 From 1 MB on it goes to memory that has been touched before: fresh pages would take longer than all else.

@@ -40,7 +40,7 @@ def row_of(collective: str, size: int, ours: float, theirs: float | None) -> Row
     [
         ("all_reduce pvary", 1, 1.5, 1.75),
         ("all_gather all_gather_invariant reduce_scatter all_to_all gather scatter", 0.5, 0.75, 0.875),
-        ("broadcast reduce shift permute", 1, 1, 1),
+        ("broadcast reduce shift permute send", 1, 1, 1),
     ],
 )
 def test_factors_are_nccl_tests(names: str, of_2: float, of_4: float, of_8: float) -> None:
@@ -231,6 +231,7 @@ def test_what_must_come_out() -> None:
             "broadcast": one[0],
             "shift": one[rank - 1],
             "permute": one[2 - rank],
+            "send": one[0] if rank == 1 else None,
             "gather": torch.cat(one) if rank == 0 else None,
         }
         for name, value in wanted.items():
@@ -241,7 +242,9 @@ def test_what_must_come_out() -> None:
         torch.testing.assert_close(calls.expected(problem("all_reduce", rank, "sum")), shares[0])
 
 
-@pytest.mark.parametrize("collective", sorted({*calls.OURS} - {"all_reduce", "pvary", "shift", "permute", "scatter"}))
+@pytest.mark.parametrize(
+    "collective", sorted({*calls.OURS} - {"all_reduce", "pvary", "shift", "permute", "send", "scatter"})
+)
 def test_the_floor_computes_the_result(collective: str) -> None:
     """But for what another rank sums, or sends: there it copies as many bytes."""
     op = "sum" if collective in bandwidth.REDUCING | {"pvary"} else "none"

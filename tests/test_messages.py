@@ -5,6 +5,7 @@ on; for every way on which one rank hands something to another.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
+from meshcomm.runtime.process import lending
 from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
+from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 Run = Callable[..., list[Any]]
 LARGE = SIZE
@@ -218,3 +222,123 @@ def test_an_envelope_says_what_was_written(shape: tuple[int, ...]) -> None:
     assert not found.is_for("one", 4, torch.bfloat16, tuple(x.shape))
     assert not found.is_for("one", 3, torch.float16, tuple(x.shape))
     assert not found.is_for("one", 3, torch.bfloat16, (*x.shape, 1))
+
+
+# ------------------------------------------------------------------------------------- what is lent, where memory is shared
+
+BIG = {
+    "a vector": torch.arange(30_000.0),
+    "not dense": torch.arange(60_000.0).view(200, 300).T,
+    "bfloat16": torch.arange(9_000, dtype=torch.bfloat16).view(9, 10, 100),
+    "complex": torch.complex(torch.arange(4_000.0), -torch.arange(4_000.0)),
+    "conjugate": torch.complex(torch.arange(4_000.0), -torch.arange(4_000.0)).conj(),
+    "bool": torch.arange(9_000) % 3 == 0,
+    "some MiB": torch.arange(2**20, dtype=torch.int64),
+}
+
+
+def there_and_back(name: str, how: str) -> None:
+    """Between two ranks; all that was lent for it is given back."""
+    mesh = pair()
+    if mesh is None:
+        return
+    x, other = BIG[name], 1 - mesh.rank
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "no memory":
+            patch.setattr(lending.room, "lend", no_memory)
+        for later in (False, True):
+            for turn in (0, 1):
+                if mesh.rank == turn:
+                    sent: Any = mc.send(x, "a", other, mesh=mesh, async_op=later)
+                    if later:
+                        sent.wait()
+                    continue
+                got: Any = mc.recv("a", other, shape=x.shape, dtype=x.dtype, mesh=mesh, async_op=later)
+                y = got.wait() if later else got
+                assert torch.equal(y, x)
+                assert y.dtype == x.dtype
+                y.requires_grad_(y.is_floating_point() or y.is_complex())  # it is a tensor as any other,
+                y.detach().zero_()  # and nobody else's
+    goes_on(mesh)
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+
+
+def no_memory(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(12, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("how", ["lent", "no memory"])
+def test_what_is_lent_arrives_and_is_given_back(pool4: Any, how: str) -> None:
+    for name in BIG:
+        pool4.run(there_and_back, name, how)
+
+
+def unlike_and_given_back() -> None:
+    mesh = pair()
+    if mesh is None:
+        return
+    for _ in range(3):
+        if mesh.rank == 0:
+            mc.send(torch.ones(5000), "a", 1, mesh=mesh)
+        else:
+            assert "a message does not fit" in told(
+                lambda: mc.recv("a", 0, shape=(5001,), dtype=torch.float32, mesh=mesh)
+            )
+    goes_on(mesh)
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+
+
+def test_what_was_not_expected_is_given_back(pool4: Any) -> None:
+    pool4.run(unlike_and_given_back)
+
+
+def from_one_that_is_gone() -> str:
+    mesh = pair()
+    text = ""
+    if mesh is None:
+        return text
+    if mesh.rank == 0:
+        mc.send(torch.ones(5000), "a", 1, mesh=mesh)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Mail, "borrow_at", no_memory)
+            text = told(lambda: mc.recv("a", 0, shape=(5000,), dtype=torch.float32, mesh=mesh))
+    goes_on(mesh)
+    for segment, _ in lending.room.wanted():
+        segment.take_back()
+    return text
+
+
+def test_who_has_sent_is_gone(pool4: Any) -> None:
+    text = pool4.run(from_one_that_is_gone)[1]
+    assert "the transport failed: the memory of index 0 cannot be read: Cannot allocate memory" in text
+
+
+def ends_at_once() -> float:
+    """Rank 0 sends and is at its end; rank 1 is slow."""
+    mesh = mc.make_mesh({"a": 2})
+    if mesh.rank == 0:
+        mc.send(torch.full((10_000,), 3.0), "a", 1, mesh=mesh)
+        return 0.0
+    read = OneHostLink.read_lent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OneHostLink, "read_lent", lambda *args: (time.sleep(1.0), read(*args)))
+        return float(mc.recv("a", 0, shape=(10_000,), dtype=torch.float32, mesh=mesh).sum())
+
+
+def test_who_has_sent_waits_at_its_end_until_it_was_read() -> None:
+    assert mc.launch(ends_at_once, 2, runtime="processes") == [0.0, 30_000.0]
+
+
+def to_nobody() -> float:
+    """Nobody receives it: what was lent for it is not waited for at the end."""
+    mesh = mc.make_mesh({"a": 2}, timeout=1.0)
+    if mesh.rank == 0:
+        told(lambda: mc.send(torch.ones(10_000), "a", 1, mesh=mesh))
+        assert not lending.room.wanted()
+    return time.monotonic()
+
+
+def test_what_nobody_receives_keeps_nobody() -> None:
+    begin = max(mc.launch(to_nobody, 2, runtime="processes"))
+    assert time.monotonic() - begin < 15

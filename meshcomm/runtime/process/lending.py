@@ -71,6 +71,11 @@ class Segment:
         self.readers: Sequence[Reader] = ()
         self.number = 0  # of the call that it was lent for last
 
+    @property
+    def where(self) -> tuple[int, int, int, int, int, int]:
+        """For who borrows it: descriptor, serial number, bytes of the memory, whether it is kept, offset, bytes."""
+        return self.fd, self.serial, self.whole, self.kept, self.offset, self.size
+
     def part(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         """The first bytes of what is lent, as elements. Kept until others are asked for: most calls are as the last."""
         known = self._part

@@ -1,13 +1,15 @@
 """What goes with a message between two processes, so that who receives another dtype or shape than it expects is told.
 
 A message begins with an envelope of fixed size, which says what it is and holds it too, if it is small. What is larger
-follows by itself when the envelope has been read: gloo ends a process that gets more than it has room for.
+follows by itself when the envelope has been read: gloo ends a process that gets more than it has room for. Where memory
+is shared, it is lent instead, and the envelope says where it lies.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,10 @@ from meshcomm.errors import CommError, shape_text, text
 
 _HEAD = struct.Struct("<6q24s16q")
 _LENGTHS = 16
+_LEASE = struct.Struct("<6q")
 SIZE = 4096
+LENT = -1
+"""In the place of a tag of what follows: it lies in shared memory."""
 ROOM = SIZE - _HEAD.size
 """Bytes of a message that goes inside."""
 
@@ -33,20 +38,22 @@ class Envelope(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     follows: int
-    """The tag of what follows; 0 if nothing does."""
+    """The tag of what follows; 0 if nothing does, ``LENT`` if it is lent."""
 
     @staticmethod
     def of(name: str, tag: int, x: Tensor, follows: int) -> Envelope:
         """For ``x``, over the axis whose calls are named so."""
         return Envelope(sequence_of(name), tag, str(x.dtype), tuple(x.shape), x.nbytes, follows)
 
-    def write(self, packed: Tensor) -> Tensor:
-        """With what fits inside."""
+    def write(self, packed: Tensor, lease: Sequence[int] = ()) -> Tensor:
+        """With what fits inside, or where it lies."""
         lengths = [*self.shape[:_LENGTHS], *[0] * (_LENGTHS - len(self.shape))]
         head = (self.sequence, self.tag, self.nbytes, self.follows, len(self.shape), _rest(self.shape))
         out = torch.zeros(SIZE, dtype=torch.uint8, device="cpu")
         data = bytearray(_HEAD.pack(*head, self.dtype.removeprefix("torch.").encode(), *lengths))
-        out[: _HEAD.size] = torch.frombuffer(data, dtype=torch.uint8)
+        if lease:
+            data += _LEASE.pack(*lease)
+        out[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
         if not self.follows and packed.numel():
             # One element counts as dense whatever its stride, but a view of another width minds.
             dense = packed.clone(memory_format=torch.contiguous_format)
@@ -77,6 +84,11 @@ def inside(data: Tensor, nbytes: int) -> Tensor:
     return data[_HEAD.size : _HEAD.size + nbytes]
 
 
+def lease_in(data: Tensor) -> tuple[int, ...]:
+    """Where it lies that is lent."""
+    return _LEASE.unpack(inside(data, _LEASE.size).numpy().tobytes())
+
+
 def sequence_of(name: str) -> int:
     """A number for the name of a sequence of calls."""
     return zlib.crc32(name.encode())
@@ -99,5 +111,17 @@ def misfit(
             f"a message does not fit: index {source} sends {sent}{other}, index {index} expects {expected}.",
             got=f"from index {source} to index {index}, tag {found.tag}",
             fix="to each send belongs one receive, of the same shape, dtype and tag, on the other rank",
+        )
+    )
+
+
+def lost(where: str, source: int, index: int, error: OSError) -> CommError:
+    """Who has sent it is gone with it."""
+    return CommError(
+        text(
+            where,
+            f"the transport failed: the memory of index {source} cannot be read: {error.strerror or error}",
+            got=f"a message from index {source} to index {index}",
+            fix="look at the other ranks: the first one that failed or stopped is the cause",
         )
     )

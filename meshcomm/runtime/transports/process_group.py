@@ -355,10 +355,11 @@ class ProcessLink(GroupLink):
 
         def begin() -> tuple[list[Parcel], list[dist.Work], list[Tensor]]:
             parcels = expect(self.base, wants, got)
-            return parcels, *deliver(self.base, self.name, self.numbers, posts, sent)
+            return parcels, *deliver(self.base, self.name, self, self.numbers, posts, sent)
 
         parcels, sending, kept = self._start(where, begin)
         envelopes = [parcel.work for parcel in parcels]
+        inference = torch.is_inference_mode_enabled()  # not that of who opens them
 
         def opened(works: Sequence[dist.Work]) -> list[Tensor]:
             """``works`` end when the others have opened theirs."""
@@ -366,7 +367,10 @@ class ProcessLink(GroupLink):
             def wait(more: Sequence[dist.Work]) -> None:
                 self._wait("exchange", [*more, *works])
 
-            return self._start(where, lambda: open_all(self.base, where, self.name, self.index, parcels, wait))
+            with torch.inference_mode(inference):
+                return self._start(
+                    where, lambda: open_all(self.base, where, self.name, self.index, self, parcels, wait)
+                )
 
         large = any(torch.Size(shape).numel() * dtype.itemsize > ROOM for _, shape, dtype, _, _ in wants)
         if parcels and (large or len(kept) > len(posts)):
@@ -377,6 +381,14 @@ class ProcessLink(GroupLink):
 
             return cast(list[Tensor], apart(steps)) if told.later else steps()
         return then(self._end([*envelopes, *sending], (), keep=kept), opened)
+
+    def lend_to(self, packed: Tensor, dst: int) -> Sequence[int]:
+        """Nothing: the process group moves it."""
+        return ()
+
+    def read_lent(self, lease: Sequence[int], src: int, out: Tensor | None) -> None:
+        """Nobody lends."""
+        raise NotImplementedError
 
     def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """As an accelerator's backend does it: see ``device_post.py``."""

@@ -83,6 +83,9 @@ class Mail:
         """Gives whoever uses it, while somebody does."""
         self.lock = threading.Lock()
         self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
+        self.addressees = [_Addressee(self, i) for i in range(len(self.neighbours))]
+        self.failed = False
+        """Whether a message has not come, so that those after it do not either."""
         self.open: dict[int, Open] = {}
         self.lexicon = lexicon()
         self.known = self.lexicon.known
@@ -138,18 +141,22 @@ class Mail:
 
     def borrow(self, entry: Sequence[int], index: int) -> Segment:
         """What that rank lends, as its entry says. Raises OSError if it is not there."""
-        place = entry[SERIAL], entry[OFFSET]
-        found = self._borrowed.get(place)
+        found = self._borrowed.get((entry[SERIAL], entry[OFFSET]))
         if found is None:
-            neighbour, kept = self.neighbours[index], bool(entry[KEPT])
-            assert neighbour is not None
-            lease = Lease(neighbour.pid, entry[FD], entry[SERIAL], entry[SIZE], entry[OFFSET], entry[LENGTH])
-            found = lending.borrow(lease, keep=kept)
-            if kept:
+            where = entry[FD], entry[SERIAL], entry[SIZE], entry[KEPT], entry[OFFSET], entry[LENGTH]
+            found = self.borrow_at(where, index)
+            if entry[KEPT]:
                 if len(self._borrowed) >= _AT_HAND:
                     self._borrowed.clear()
-                self._borrowed[place] = found
+                self._borrowed[entry[SERIAL], entry[OFFSET]] = found
         return found
+
+    def borrow_at(self, where: Sequence[int], index: int) -> Segment:
+        """What that rank lends there, as ``Segment.where`` has it."""
+        fd, serial, size, kept, offset, length = where
+        neighbour = self.neighbours[index]
+        assert neighbour is not None
+        return lending.borrow(Lease(neighbour.pid, fd, serial, size, offset, length), keep=bool(kept))
 
     def words_at(self, index: int, place: int, digest: int) -> bytes:
         """What a rank of the group has written there under this digest; nothing if it has been written over."""
@@ -183,11 +190,14 @@ class _Reader:
         """What its lender has."""
         return entry_of(self._mail.own, number)
 
+    def who(self) -> str:
+        """For errors."""
+        neighbour = self._mail.neighbours[self._index]
+        return f"index {self._index} (process {0 if neighbour is None else neighbour.pid})"
+
     def told_of(self, number: int) -> str:
         """Who it is, and what it has not read."""
-        neighbour = self._mail.neighbours[self._index]
-        who = f"index {self._index} (process {0 if neighbour is None else neighbour.pid})"
-        mine, theirs = self.own_entry(number), self.entry(number)
+        who, mine, theirs = self.who(), self.own_entry(number), self.entry(number)
         given = "a call" if mine is None else said(mine[CODE], mine[COUNT], mine[ROOT])
         if theirs is None:
             return f"{who} has not made call {number}, {given}"
@@ -197,3 +207,18 @@ class _Reader:
     def _is(self, state: int) -> bool:
         neighbour, box = self._mail.neighbours[self._index], self._mail.box(self._index)
         return (box is not None and box.state() >= state) or (neighbour is not None and neighbour.is_gone())
+
+
+class _Addressee(_Reader):
+    """The same, of a message that was lent: it belongs to no call."""
+
+    def is_gone(self) -> bool:
+        """As a reader, or because it does not hear of messages any more."""
+        return self._mail.failed or super().is_gone()
+
+    def entry(self, number: int) -> None:
+        """None."""
+
+    def told_of(self, number: int) -> str:
+        """Who it is."""
+        return f"{self.who()} of a message"

@@ -19,9 +19,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from meshcomm.errors import CommError
 from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.call import for_later, told
 from meshcomm.runtime.pending import begin_all, queued
+from meshcomm.runtime.process.lending import room
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import CALL, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
@@ -242,6 +244,37 @@ class OneHostLink(ProcessLink):
         super().barrier_within(seconds)
         if "mail" in vars(self):
             compare_given(self.mail)
+
+    # ------------------------------------------------------------------------------------------- messages
+
+    def lend_to(self, packed: Tensor, dst: int) -> Sequence[int]:
+        """A copy; nothing if it is for this rank, or there is no memory to share."""
+        if dst == self.index:
+            return ()
+        try:
+            lent = room.lend(packed.nbytes, (dst,), [self.mail.addressees[dst]], patient=not told.later)
+        except OSError:
+            return ()
+        try:
+            lent.part(packed.nbytes, packed.dtype).copy_(packed)
+        except BaseException:  # Ctrl-C: nobody hears of it
+            lent.take_back()
+            raise
+        return lent.where
+
+    def read_lent(self, lease: Sequence[int], src: int, out: Tensor | None) -> None:
+        """And say that it was read, also if it was not wanted."""
+        segment = self.mail.borrow_at(lease, src)
+        try:
+            if out is not None:
+                out.copy_(segment.part(out.nbytes, out.dtype))
+        finally:
+            segment.returned(self.index)
+
+    def _error(self, what: str, error: RuntimeError) -> CommError:
+        if "mail" in vars(self):
+            self.mail.failed = True
+        return super()._error(what, error)
 
     # ------------------------------------------------------------------------------------------- calls
 
