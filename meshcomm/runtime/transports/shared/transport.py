@@ -253,7 +253,7 @@ class OneHostLink(ProcessLink):
             return ()
         try:
             lent = room.lend(packed.nbytes, (dst,), [self.mail.addressees[dst]], patient=not told.later)
-        except OSError:
+        except (OSError, CommError):  # of the mailboxes
             return ()
         try:
             lent.part(packed.nbytes, packed.dtype).copy_(packed)
