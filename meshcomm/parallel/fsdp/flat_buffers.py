@@ -50,6 +50,8 @@ class Row:
                 self._widths.append(length)
             if at >= 0:
                 self._parts[at] = len(self._widths) - 1
+        self._is_split = self._parts == [*range(len(self._widths))]
+        """Each part is a tensor, in their order."""
         self._zeros: dict[tuple[torch.dtype, torch.device], list[Tensor | None]] = {}
 
     def _free(self, length: int) -> None:
@@ -83,10 +85,10 @@ class Row:
             self._zeros[like.dtype, like.device] = found
         return found
 
-    def split(self, buffer: Tensor) -> list[Tensor]:
+    def split(self, buffer: Tensor) -> Sequence[Tensor]:
         """The tensors, flat, without a copy: an operation whose derivative is one concatenation."""
-        parts = buffer.split_with_sizes(self._widths)
-        return [parts[part] for part in self._parts]
+        parts: tuple[Tensor, ...] = buffer.split_with_sizes(self._widths)
+        return parts if self._is_split else [parts[part] for part in self._parts]
 
 
 class Layout:
@@ -111,6 +113,8 @@ class Layout:
             starts, self.chunk = _starts(rooms, ranks)
         self.entries = [Entry(*each) for each in zip(shapes, sizes, starts, strict=True)]
         self.buffer = Row(list(zip(starts, sizes, strict=True)), ranks * self.chunk)
+        self._shapes = [None if len(shape) == 1 else shape for shape in shapes]
+        """Those that a part of the buffer has not got yet."""
         self._rows: dict[int, Row] = {}
         self.key = f"layout {next(_numbers)}"
         _layouts[self.key] = self
@@ -122,8 +126,8 @@ class Layout:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in ``[n * k]``, without a copy."""
-        parts = zip(self.buffer.split(buffer), self.entries, strict=True)
-        return [x if len(entry.shape) == 1 else x.view(entry.shape) for x, entry in parts]
+        parts = zip(self.buffer.split(buffer), self._shapes, strict=True)
+        return [x if shape is None else x.view(shape) for x, shape in parts]
 
     # ------------------------------------------------------------------------------------------------- the chunks
 
@@ -149,7 +153,7 @@ class Layout:
         free = self.chunk - stored.numel()
         return torch.cat([stored, stored.new_zeros(free)]) if free else stored
 
-    def cut(self, chunk: Tensor, index: int) -> list[Tensor]:
+    def cut(self, chunk: Tensor, index: int) -> Sequence[Tensor]:
         """The parts of the tensors in what rank ``index`` keeps, without a copy; the chunk ``[k]`` will do too."""
         row = self.row(index)
         if not self.whole:

@@ -168,9 +168,9 @@ class Group:
 
     # -------------------------------------------------------------------------------------------- gathering
 
-    def gather(self, counts: Counts) -> Any:
-        """Start: a buffer ``[n * k]``, or a Pending of it."""
-        shard = self.checked()
+    def gather(self, counts: Counts, again: bool = False) -> Any:
+        """Start: a buffer ``[n * k]``, or a Pending of it. ``again``: of the shard that was gathered before."""
+        shard = self.shard if again else self.checked()
         if not self._as_it_is:
             shard = self.owner.copies.there(self.layout.padded(shard), self.owner.policy.device, self._dtype)
         counts.bytes_gathered += self._nbytes
@@ -232,7 +232,7 @@ class Group:
             total = total * mean.share
         return total if total.device == self.shard.device else self.owner.copies.back(total, self.shard.device)
 
-    def pieces(self, total: Tensor, needy: Sequence[int]) -> list[Tensor]:
+    def pieces(self, total: Tensor, needy: Sequence[int]) -> Sequence[Tensor]:
         """The gradients of the parts of the shard."""
         pieces = self.layout.cut(total, self.index)
         return pieces if len(needy) == len(pieces) else [pieces[at] for at in needy]

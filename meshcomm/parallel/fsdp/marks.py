@@ -17,12 +17,15 @@ def begin_to_hear(marks: list[int], over: Sequence[Axis]) -> Callable[[], list[i
     axes = [axis for axis in over if axis.size > 1]
     if not (axes and marks):
         return lambda: marks
-    first = begin_to_agree(_words(marks), axes[0], op="bor")
+    words = _words(marks)
+    first = begin_to_agree(words, axes[0], op="bor")
 
     def hear() -> list[int]:
         [found] = settled(first)
         for axis in axes[1:]:
             [found] = agree(found, axis, op="bor")
+        if list(found) == words:
+            return marks
         bits = "".join([f"{word:0{_BITS}b}"[::-1] for word in found])
         return [*map(int, bits[: len(marks)])]
 

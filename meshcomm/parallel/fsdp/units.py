@@ -76,10 +76,10 @@ class Unit:
         """Changes when a parameter is changed in place."""
         return sum([group.version() for group in self.groups])
 
-    def begin(self) -> list[Any]:
-        """Start to gather."""
+    def begin(self, phase: int) -> list[Any]:
+        """Start to gather: in backward what forward has gathered, whatever was put in the parameters' place since."""
         self.owner.counts.gathers += len(self.groups)
-        return [group.gather(self.owner.counts) for group in self.groups]
+        return [group.gather(self.owner.counts, phase == _BACKWARD) for group in self.groups]
 
     def take(self, phase: int) -> list[Tensor]:
         """The gathered buffers; those of the units that came next the last time are started first."""
@@ -87,14 +87,14 @@ class Unit:
             return []
         owner = self.owner
         owner.note(self, phase)
-        pending = self.begin() if self.pending is None else self.pending
+        pending = self.begin(phase) if self.pending is None else self.pending
         self.pending = None
         following = self.next[phase]
         for _ in range(owner.policy.prefetch):
             if following is None or following is self:
                 break
             if following.pending is None and not following.has_buffers():
-                following.pending = following.begin()
+                following.pending = following.begin(phase)
                 owner.counts.ahead += len(following.groups)
             following = following.next[phase]
         return [settled(each) for each in pending]
