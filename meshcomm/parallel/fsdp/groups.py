@@ -366,7 +366,7 @@ class _Reduction:
             self._value, self._is_brought = self._group.brought(self.total()), True
         return self._value  # type: ignore[no-any-return]
 
-    def pieces(self) -> list[Tensor]:
+    def pieces(self) -> Sequence[Tensor]:
         """The gradients of the parts of the shard."""
         total = self.brought()
         self._group.owner.copies.landed()
