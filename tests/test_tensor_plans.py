@@ -384,6 +384,29 @@ def test_under_the_checker(name: str) -> None:
     mc.launch(checked, ranks=2, args=(name,))
 
 
+def mistaken(fsdp: bool) -> None:
+    """Norms of heads that the plan calls replicated."""
+    mesh = mc.make_mesh({"fsdp": 2, "tp": 2} if fsdp else {"tp": 2})
+    make, plan, _ = case("normed", 2)
+    model = made(make)
+    tensor_parallel(model, {**plan, "norm": "replicated"}, axis="tp", mesh=mesh)
+    if fsdp:
+        fully_shard(model, "fsdp", grads="mean", mesh=mesh)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for lr in (0.0, 0.01):  # a warm-up that begins with nothing
+        opt.param_groups[0]["lr"] = lr
+        model(drawn(0)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    model(drawn(0))
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["tp", "fsdp x tp"])
+def test_what_is_called_replicated_and_is_not(fsdp: bool) -> None:
+    with pytest.raises(mc.MeshError, match=r"'norm.weight': whole, and no more the same on all ranks(.|\n)*'summed'"):
+        mc.launch(mistaken, ranks=4 if fsdp else 2, args=(fsdp,))
+
+
 # ------------------------------------------------------------------------------------------- a sequence that is cut
 
 

@@ -91,15 +91,17 @@ def tensor_parallel(
 
     Cost: at the start one broadcast of the parameters, and of the generators' states; one of 8 bytes when a module that
         draws runs for the first time, or after ``torch.manual_seed``. Per row one all_reduce forwards, per input of
-        columns one backwards; with ``sequence`` an all_gather and a reduce_scatter each.
+        columns one backwards; with ``sequence`` an all_gather and a reduce_scatter each. On the CPU an all_gather of at
+        most 256 numbers per whole parameter after steps 1, 2, 4 and so on.
 
     Raises:
         MeshError: not a module; no such axis; a pattern for which nothing is left; a parameter that no pattern
             names; a style that does not fit the kind of layer, or a layer with a forward that does something else; a
             dim or an attribute that the axis does not divide; ``"sequence"`` and ``"split"`` without ``sequence``; a
             parameter that stands in layers of other styles; a module that is tensor parallel or sharded already, or
-            data parallel along ``axis``. In a forward: an argument of a block that needs
-            a gradient and is not said to enter; what is whole after random numbers that differ between ranks.
+            data parallel along ``axis``. In a forward: an argument of a block that needs a gradient and is not said to
+            enter; what is whole after random numbers that differ between ranks; on the CPU, after steps 1, 2, 4 and so
+            on, parameters that are whole and differ between ranks.
 
     Example:
         >>> import torch, meshcomm as mc

@@ -18,6 +18,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.cut_parameters import Dim, know
 from meshcomm.parallel.stand_ins import PLAIN_TABLES, Site, become, seen_as
+from meshcomm.parallel.tensor.kept_equal import KeptEqual
 from meshcomm.parallel.tensor.plan import WHERE
 from meshcomm.parallel.tensor.streams import Streams
 
@@ -43,6 +44,7 @@ class Parallel:
         self.inside: set[nn.Module] = set()  # modules inside of blocks that enter: what they are given has
         self.placed: dict[int, Tensor] | None = None  # what the module sees while it runs
         self.streams = Streams(module, self.mesh, self.name)
+        self.equal = KeptEqual(WHERE, self.mesh, self.name)
         self.short = False  # this call is on a sequence that is not cut
         self._entered: tuple[Tensor, tuple[int, bool, bool], Tensor] | None = None
 
@@ -107,6 +109,8 @@ class Parallel:
         """Run the module; the gradients of what is varied go together."""
         if self.placed is not None:
             return method(*args, **kwargs)
+        if torch.is_grad_enabled() and self.mesh.device.type == "cpu" and not torch.compiler.is_compiling():
+            self.equal.look(self.module, self.cuts)
         begun = self.streams.begin(self.module.training)
         try:
             with self.shown():
