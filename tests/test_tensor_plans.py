@@ -537,6 +537,42 @@ def test_experts_in_a_cut_sequence() -> None:
     mc.launch(experts_in_sequence, ranks=2)
 
 
+class Crossed(nn.Module):
+    """What is attended to is whole, and learned."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv, self.o = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+
+        def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:
+            return self.o(attended(self.q(hidden), *self.kv(memory).chunk(2, -1)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.memory = self.Inner(), nn.Parameter(torch.randn(2, 3, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, memory=self.memory)
+
+
+def whole_in_sequence() -> None:
+    mesh = mc.make_mesh({"tp": 2})
+    alone, model = made(Crossed), made(Crossed)
+    plan = {"inner": Block(whole=("memory",)), "*.q": "column", "*.kv": Column(2), "*.o": "row", "*": "replicated"}
+    tensor_parallel(model, plan, axis="tp", sequence=True, mesh=mesh)
+    x = drawn(0)
+    y, expected = model(x.chunk(2, 1)[mesh.rank].clone()), alone(x)
+    assert_close(y, expected.chunk(2, 1)[mesh.rank], rtol=1e-9, atol=1e-9)
+    mc.all_reduce(y.square().sum(), "tp", mesh=mesh).backward()
+    expected.square().sum().backward()
+    assert_close(model.get_parameter("memory").grad, alone.get_parameter("memory").grad, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_whole_where_the_sequence_is_cut() -> None:
+    mc.launch(whole_in_sequence, ranks=2)
+
+
 # ------------------------------------------------------------------------------------------------------- the module
 
 

@@ -53,7 +53,7 @@ def _in_four(module: nn.Module, model: Model) -> str:
 
 
 def _has_sequences(module: nn.Module, model: Model) -> str:
-    if model.name == "Llama with LoRA":
+    if model.name in ("Llama with LoRA", "Deberta", "DebertaV2"):
         return "no plan with a cut sequence"
     return has_plan(module, model) or ("" if PLANS[model.name] in IN_SEQUENCES else "no plan with a cut sequence")
 

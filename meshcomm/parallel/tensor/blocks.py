@@ -56,7 +56,9 @@ class Boundary:
         self.names = tuple(params)
         any_name = any(each.kind is each.VAR_KEYWORD for each in params.values())
         self.inputs = how.inputs or self.names[:1]
-        wrong = [name for name in (*how.inputs, *how.own, *how.divided) if name not in params and not any_name]
+        wrong = [
+            name for name in (*how.inputs, *how.whole, *how.own, *how.divided) if name not in params and not any_name
+        ]
         if wrong:
             what = f"block {path!r}: the forward of {type(module).__name__} has no argument {names(wrong)}."
             fail(WHERE, what, got=f"arguments {names(self.names)}", fix="the names of its arguments")
@@ -81,13 +83,18 @@ class Boundary:
         if name in how.divided:
             dim, heads = how.divided[name]
             return _mapped(x, lambda each: self._of_heads(name, each, dim, heads))
+        if name in how.whole and how.before == "enter":
+            return _mapped(x, lambda each: self.state.enter(each, False))
         if name in self.inputs and how.before is not None:
             return _mapped(x, self._entered if how.before == "enter" else self._split)
         if how.before == "enter" and name not in how.own and torch.is_grad_enabled():
             for each in _tensors(x):
                 if each.requires_grad:
                     what = f"block {self.path!r}: its argument {name!r} needs a gradient, and is not said to enter."
-                    fix = f"inputs={(*self.inputs, name)}; or own={(name,)}, if it is this rank's own part already"
+                    fix = (
+                        f"inputs={(*self.inputs, name)}; or whole={(name,)}, where only others are cut along the "
+                        f"sequence; or own={(name,)}, if it is this rank's own part already"
+                    )
                     fail(WHERE, what, fix=fix)
         return x
 

@@ -69,6 +69,8 @@ class Block(NamedTuple):
     gathered."""
     inputs: tuple[str, ...] = ()
     """The names of the arguments of its forward of which this is said; by default the first one."""
+    whole: tuple[str, ...] = ()
+    """The names of arguments that are whole also where the sequence is cut: they enter, and are not gathered."""
     own: tuple[str, ...] = ()
     """The names of arguments that are this rank's own part already: they stay as they are."""
     divided: Mapping[str, tuple[int, int]] = {}
@@ -187,7 +189,8 @@ def _check_switches(how: Column | Row | Vocab, sequence: bool) -> None:
 
 def _check_block(pattern: str, how: Block, sequence: bool) -> None:
     inputs = all(
-        isinstance(given, tuple) and all(isinstance(name, str) for name in given) for given in (how.inputs, how.own)
+        isinstance(given, tuple) and all(isinstance(name, str) for name in given)
+        for given in (how.inputs, how.whole, how.own)
     )
     divided = isinstance(how.divided, Mapping) and all(
         isinstance(each, tuple) and len(each) == 2 and all(check.whole_number(number) for number in each)
@@ -196,7 +199,7 @@ def _check_block(pattern: str, how: Block, sequence: bool) -> None:
     known = how.before in ("enter", "split", None) and how.after in ("leave", "gather", None)
     if not (known and inputs and divided):
         fix = (
-            "before: 'enter', 'split' or None; after: 'leave', 'gather' or None; inputs, own: tuples of names; "
+            "before: 'enter', 'split' or None; after: 'leave', 'gather' or None; inputs, whole, own: tuples of names; "
             "divided: for names (dim, heads)"
         )
         fail(WHERE, f"{pattern!r}: {how} has a value that is none.", fix=fix)
