@@ -62,6 +62,8 @@ def is_seeded(func: Any) -> bool:
 
 def only_reads(func: Any) -> bool:
     """Whether a function is one of torch in C++ that, by all its schemas, writes into nothing but an ``out=``."""
+    if func is torch.Tensor.__getitem__:  # it has no schema
+        return True
     if isinstance(func, types.FunctionType) or not (known := _operations(func)):
         return False
     schemas = [schema for each in known for schema in get_signature_for_torch_op(each, return_schemas=True)[1] or ()]

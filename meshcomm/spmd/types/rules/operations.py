@@ -58,9 +58,9 @@ from meshcomm.watch import here
 
 Args = tuple[Any, ...]
 Named = dict[str, Any]
-_SEVERAL = (list, tuple)
+_SEVERAL = frozenset((list, tuple))
 _WHOLE = (Tensor, Parameter)
-_NUMBERS = (tuple, list, torch.Size)
+_NUMBERS = frozenset((tuple, list, slice, torch.Size))
 
 
 class Operations(Writes):
@@ -71,8 +71,6 @@ class Operations(Writes):
         if watcher is not self:
             kwargs = kwargs or {}
             return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
-        if is_compiling():
-            _untraceable()
         kind = kind_of(func)
         if kind.short and not made.any and (not kwargs or _simple(kwargs.values())):
             flat = (*args[0], *args[1:]) if args and type(args[0]) in _SEVERAL else args
@@ -89,6 +87,8 @@ class Operations(Writes):
                 result = func(*args, **kwargs) if kwargs else func(*args)
                 self._again(args[0], before, whole)
                 return result
+        if is_compiling():  # of what is traced no types are known: it comes here
+            _untraceable()
         kwargs = kwargs or {}
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
@@ -113,12 +113,15 @@ class Operations(Writes):
             return None
         try:
             for x in args:
-                mine = getattr(x, NAME, None)
-                if mine is None and (type(x) in SIMPLE or (type(x) in _NUMBERS and _simple(x))):
+                if type(x) in SIMPLE:
                     continue
+                mine = getattr(x, NAME, None)
+                if type(mine) is not Type:
+                    if mine is None and type(x) in _NUMBERS and _simple((x,)):
+                        continue
+                    return None
                 if (
-                    type(mine) is not Type
-                    or (mine.grid is not grid and mine.grid is not ANYWHERE)
+                    (mine.grid is not grid and mine.grid is not ANYWHERE)
                     or ((at := version_of(x)) and at != getattr(x, NOTED_AT, 0))
                     or (mine.plain and x.requires_grad)
                     or (
@@ -474,10 +477,13 @@ def _same_in_place(kind: Kind, args: Args, whole: Type) -> bool:
 
 
 def _simple(values: Iterable[Any]) -> bool:
-    """Whether all are simple values, or tuples and lists of them, such as shapes."""
-    for value in values:  # noqa: SIM110 -- a generator costs twice as much
-        if type(value) not in SIMPLE and not (type(value) in _NUMBERS and _simple(value)):
-            return False
+    """Whether all are simple values, or tuples, lists and slices of them, such as shapes and places."""
+    for value in values:
+        kind = type(value)
+        if kind not in SIMPLE:
+            parts = (value.start, value.stop, value.step) if kind is slice else value
+            if kind not in _NUMBERS or not _simple(parts):
+                return False
     return True
 
 

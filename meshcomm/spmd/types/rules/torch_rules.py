@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -133,9 +132,7 @@ class Kind:
     """It is pure, or computes: what it does can be seen at once where all types are known."""
 
 
-@lru_cache(4096)
-def kind_of(func: Any) -> Kind:
-    """How to read a function of torch, as a mode is given it."""
+def _kind(func: Any) -> Kind:
     name = str(getattr(func, "__name__", func)).split(".")[0]
     if name == "__get__":
         name = str(getattr(func.__self__, "__name__", name))
@@ -173,6 +170,21 @@ def kind_of(func: Any) -> Kind:
     ordinary = replace(kind, name="", from_data=False, sized=0) == Kind("")
     pure = ordinary and kind.sized != 1 and not kind.from_data and only_reads(func)
     return replace(kind, ordinary=ordinary, pure=pure, short=pure or kind.computes)
+
+
+class _Kinds(dict[Any, Kind]):
+    """Asked at every operation: half of what a cache of functools costs."""
+
+    def __missing__(self, func: Any) -> Kind:
+        if len(self) >= _MOST:
+            self.clear()
+        found = self[func] = _kind(func)
+        return found
+
+
+_MOST = 4096
+kind_of: Callable[[Any], Kind] = _Kinds().__getitem__
+"""How to read a function of torch, as a mode is given it."""
 
 
 _IN_PLACE = words(
