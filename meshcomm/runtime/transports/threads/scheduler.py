@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -204,7 +204,7 @@ class World:
         try:  # at once: who is interrupted before would leave it locked
             if self.limit is not None:
                 self._end = time.monotonic() + self.limit.total_seconds()
-            with _torch.forward_ad_shared(), self._watched():
+            with _torch.forward_ad_shared(), self._watched(), _on_one_core():
                 self._ready.popleft().turn.release()
                 threads[-1].start()  # and each starts the one before it
                 self._await_end()
@@ -362,7 +362,7 @@ class World:
         local.rank = rank
         try:
             if rank is self.ranks[-1]:
-                _share_a_core()
+                _let_others_finish()
             if before is not None:
                 before.start()
             rank.turn.acquire()
@@ -391,15 +391,28 @@ class World:
         (self._ended if after is None else after.turn).release()
 
 
-def _share_a_core() -> None:
+@contextlib.contextmanager
+def _on_one_core() -> Iterator[None]:
     """Keep this thread, and those that it starts, on one core where torch computes with one thread: only one of them
-    runs at a time, and a turn that goes to another core takes twice as long. As of a batch, the one that is woken does
-    not push aside the one that wakes it, which has the interpreter still.
+    runs at a time, and what one has written another one reads. On two cores all of it takes twice as long.
     """
-    if hasattr(os, "sched_setaffinity") and torch.get_num_threads() == 1:
-        cores = os.sched_getaffinity(0)
-        _cores.update(cores)
-        os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() != 1:
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    _cores.update(cores)
+    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _let_others_finish() -> None:
+    """As of a batch, a thread that is woken does not push aside the one that wakes it, which has the interpreter still:
+    this one, and those that it starts.
+    """
+    if hasattr(os, "sched_setscheduler") and torch.get_num_threads() == 1:
         with contextlib.suppress(OSError):  # what the caller has asked for stays
             if os.sched_getscheduler(0) == os.SCHED_OTHER:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
