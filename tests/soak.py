@@ -7,9 +7,9 @@
 
 Two sets of four processes take turns, one of them under guard, where programs with a mistake in them are run too. A round
 is a random program (collectives at once and later, trees, objects, messages, gradients) or a few steps of training, a
-checkpoint, meshes that are made and dropped, large tensors, many calls in a row. Every value is compared with the oracle, or with
-what one process computes alone. Now and then all processes count what they hold; the exit code is 1 if a count grows, a number is
-wrong or a rank fails.
+checkpoint, meshes that are made and dropped, large tensors; or, if asked for, many calls in a row. Every value is
+compared with the oracle, or with what one process computes alone. Now and then all processes count what they hold; the
+exit code is 1 if a count grows, a number is wrong or a rank fails.
 """
 
 from __future__ import annotations
@@ -106,11 +106,13 @@ def one_round(crew: Crew, kind: str, seed: int, folder: str) -> None:
 
 
 def kinds_of(crew: Crew, options: Namespace) -> list[str]:
-    """What this crew does in turn: programs for the most part."""
+    """What this crew does in turn: programs for the most part. Many calls fill for a long time what is kept of calls, and
+    are made only if they are asked for.
+    """
     mistakes = "broken" if crew.name == "guarded" else "program"
-    turn = [kind for kind in ROUNDS for kind in ("program", "program", mistakes, "program", kind)]
+    turn = [kind for kind in ROUNDS if kind != "calls" for kind in ("program", "program", mistakes, "program", kind)]
     only = options.only.split(",") if options.only else turn
-    return [kind for kind in turn if kind in only]
+    return [kind for kind in (*turn, "calls") if kind in only]
 
 
 def soak(options: Namespace, folder: str) -> list[str]:
