@@ -50,6 +50,7 @@ __all__ = [
     "seeds_in_wait",
     "set_own_parameters",
     "set_seeds_in_wait",
+    "tables_of",
     "transformed_in_graph",
     "tree_flatten",
     "tree_leaves_with_path",
@@ -77,6 +78,16 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | No
     if _tables:
         return module._parameters
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def tables_of(module: torch.nn.Module) -> tuple[dict[str, Tensor | None], dict[str, torch.nn.Module | None]]:
+    """The tables in which a module has its own parameters and its children; of a scripted or traced one they lead into
+    its C++ part.
+    """
+    own = vars(module)
+    if "_modules" in own:
+        return own["_parameters"], own["_modules"]
+    return module._parameters, module._modules  # type: ignore[return-value]  # traced
 
 
 def set_own_parameters(module: torch.nn.Module, table: dict[str, torch.nn.Parameter | None]) -> None:

@@ -22,6 +22,7 @@ from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_int
 from meshcomm.collectives import buckets
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
+from meshcomm.collectives.sparse_rows import sum_of_rows
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import calling
@@ -47,6 +48,8 @@ class How(NamedTuple):
     """Whether no sum is to start before a backward pass has brought all gradients."""
     whose: str = ""
     """Of whom the tree is, in the words of all ranks: what others add up is not to be mixed with it."""
+    rows: frozenset[int] = frozenset()
+    """The places of leaves whose gradients are sparse: they are summed at the end, each by itself."""
 
 
 _SUM = How()
@@ -111,7 +114,7 @@ def _vary(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How) -> list[
     token: Tensor = _Wait.apply(sums, *leaves)  # type: ignore[no-untyped-call]
     _torch.set_sequence_number(token.grad_fn, _last.number)
     varied = list(leaves)
-    nodes = [[at] for at in range(len(leaves))] if sums.learning else sums.buckets
+    nodes = [[at] for at in range(len(leaves))] if sums.learning else [*sums.buckets, *([at] for at in how.rows)]
     for node in nodes:
         parts: tuple[Tensor, ...] = _Start.apply(token, sums, node, *[leaves[at].detach() for at in node])  # type: ignore[no-untyped-call]
         _torch.set_sequence_number(parts[0].grad_fn, _AT_ONCE)
@@ -130,12 +133,13 @@ class _Sums:
     def __init__(self, leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How) -> None:
         self.axis, self.how = axis, how
         self.kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        self._key = (bucket_mb, *self.kinds)
+        self._key = (bucket_mb, how.rows, *self.kinds)
         known = axis.link.orders.get(self._key)
         self.learning = known is None
         order = list(range(len(leaves)))[::-1] if known is None else known  # a guess: the last layers are ready first
-        groups = buckets.groups_of("pvary", [leaves[at] for at in order], bucket_mb, axis)
-        self.buckets = [[order[at] for at in group] for group in groups]
+        dense = [at for at in order if at not in how.rows] if how.rows else order
+        groups = buckets.groups_of("pvary", [leaves[at] for at in dense], bucket_mb, axis)
+        self.buckets = [[dense[at] for at in group] for group in groups]
         self._passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
         """Autograd has a thread for each kind of device, and the leaves may be on several."""
@@ -166,15 +170,11 @@ class _Sums:
 
     def _start(self, now: _Pass, later: bool) -> None:
         axis, bucket = self.axis, self.buckets[len(now.totals)]
-        before, dtype = self.how.before, self.how.dtype or self.kinds[bucket[0]][1]
+        dtype = self.how.dtype or self.kinds[bucket[0]][1]
         parts, flags = [], []
         for at in bucket:
             shape, own, device = self.kinds[at]
-            g = now.gradients.pop(at, None)
-            if g is not None and (stream := now.streams.get(at)) is not None:
-                take_over(g, stream)
-            if before is not None and not torch.is_grad_enabled() and (more := before(at)) is not None:
-                g = more if g is None else g + more
+            g = self._own_gradient(now, at)
             flags.append(g is not None)
             parts.append(torch.zeros(shape.numel(), dtype=own, device=device) if g is None else g.reshape(-1))
         device = parts[0].device
@@ -196,6 +196,15 @@ class _Sums:
 
         for_later(later, begin)
 
+    def _own_gradient(self, now: _Pass, at: int) -> Tensor | None:
+        """What this rank has for a leaf, with what it has collected before."""
+        g, before = now.gradients.pop(at, None), self.how.before
+        if g is not None and (stream := now.streams.get(at)) is not None:
+            take_over(g, stream)
+        if before is not None and not torch.is_grad_enabled() and (more := before(at)) is not None:
+            g = more if g is None else g + more
+        return g
+
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """The sums of the needed leaves, in their order."""
         later = not (torch.is_grad_enabled() or torch.is_anomaly_enabled())
@@ -215,6 +224,9 @@ class _Sums:
             for at, part in zip(self.buckets[number], found, strict=True):
                 if at in has:
                     sums[at] = part.view(self.kinds[at][0])
+        for at in sorted(self.how.rows):
+            if needed[at]:
+                sums[at] = self._sum_of_rows(now, at)
         if now.without is not None:
             for at, total in enumerate(sums):
                 if total is None and needed[at]:
@@ -222,6 +234,10 @@ class _Sums:
         if self.learning and self._key not in self.axis.link.orders:
             self._agree([*now.seen, *(at for at in range(len(sums)) if at not in now.seen)])
         return sums
+
+    def _sum_of_rows(self, now: _Pass, at: int) -> Tensor | None:
+        over = self.axis.size if self.how.op == "mean" else 1
+        return sum_of_rows(self._own_gradient(now, at), self.kinds[at], self.axis, over, self.how.dtype)
 
     def _parts(self, bucket: list[int], total: Any) -> Sequence[Tensor]:
         """The sums of the leaves of a bucket, and the flags behind them; nothing if it was not started."""

@@ -21,7 +21,8 @@ PLAIN_TABLES = (dict, OrderedDict)
 
 def refuse_sliced(where: str, module: nn.Module, fix: str) -> None:
     """MeshError for a module whose parameters are slices."""
-    if any(type(vars(part)["_parameters"]) not in PLAIN_TABLES for part in module.modules()):
+    tables = [_torch.tables_of(part)[0] for part in module.modules()]
+    if any(isinstance(table, dict) and type(table) not in PLAIN_TABLES for table in tables):
         fail(where, "the module's parameters are sharded: each rank has slices of them.", fix=fix)
 
 
@@ -61,10 +62,9 @@ def sites_of(module: nn.Module) -> list[Site]:
     found, parts, seen = [], [module], {module}
     while parts:
         part = parts.pop()
-        own = vars(part)
-        table: dict[str, Tensor | None] = own["_parameters"]
+        table, children = _torch.tables_of(part)
         found += [Site(part, table, name, p) for name, p in table.items() if p is not None]
-        for inner in reversed(own["_modules"].values()):
+        for inner in reversed(children.values()):
             if inner is not None and inner not in seen:
                 seen.add(inner)
                 parts.append(inner)
@@ -93,7 +93,7 @@ def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[Non
         yield
     finally:
         for site, x in changed:
-            if site.table.get(site.name) is x:  # and was not replaced meanwhile
+            if site.name in site.table and site.table[site.name] is x:  # and was not replaced meanwhile
                 site.table[site.name] = site.value
         _fill_recurrent(recurrent)
 

@@ -61,7 +61,8 @@ def data_parallel(
 
     Args:
         module: the same on every rank but for the values. Frozen parameters, parameters that stand in several places
-            or that some ranks or all do not use, and dtypes that differ are fine; so is one that is tensor parallel.
+            or that some ranks or all do not use, and dtypes that differ are fine; so is one that is tensor parallel,
+            and so are embeddings with sparse gradients, whose rows go to all ranks when backward ends.
             What is on the meta device gets memory, and its values by :func:`load_full_state_dict` before it runs.
         axis: a name, or a tuple of names.
         grads: "sum": gradients are summed; reduce the loss once yourself, the library's rule. "mean": they are
@@ -92,8 +93,8 @@ def data_parallel(
         MeshError: not a module; no such axis, ``grads``, ``buffers`` or method; a module that is data parallel or
             sharded already; a parameter that ``tensor_parallel`` has cut along ``axis``; parameters or buffers that
             have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
-            yet; embeddings with sparse gradients; a tensor on a device that the mesh cannot move. From backward:
-            gradients that differ between ranks, because a parameter was used elsewhere.
+            yet; a tensor on a device that the mesh cannot move. From backward: gradients that differ between ranks,
+            because a parameter was used elsewhere.
 
     Parts of the module may be under ``torch.utils.checkpoint``. With ``use_reentrant=True`` all gradients are reduced
     when backward ends, none beside it, for that kind computes again outside of the module's forward. It must be
@@ -125,9 +126,6 @@ def data_parallel(
         fail(WHERE, "the module is data parallel already.", fix="name all axes at once: axis=('dp', 'replica')")
     refuse_sliced(WHERE, module, "pass fully_shard(..., replica_axis=)")
     refuse_overlap(WHERE, module, ax)
-    for path, part in module.named_modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            fail(WHERE, f"{path!r} has sparse gradients, which are not reduced.", fix="sparse=False")
     if isinstance(methods, str) or not isinstance(methods, Collection) or not methods:
         fail(WHERE, f"methods={methods!r} is not a list of names.", fix="('forward',)")
     for name in methods:

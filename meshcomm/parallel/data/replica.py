@@ -62,6 +62,9 @@ class Replica:
         ledger.modules += 1
         self.whose = f"{type(module).__name__}, module {ledger.modules} of the axis"
         self.inside = self.joined = self.collected = self.seen = False
+        self.sparse = [
+            part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        ]
         self.syncs = True
         self.again: bool | None = None
         """Parts are computed again in backward; None: nobody has looked."""
@@ -187,7 +190,7 @@ class Replica:
             return
         leaves = leaves_of(sites_of(self.module), transformed=False)
         with torch.no_grad():
-            how = How(self.grads, self.dtype, _Collected(self, leaves), whose=self.whose)
+            how = self._how(leaves)._replace(around=None)
             sums = sums_alone(leaves, self.axis, self.bucket_mb, how, all_do=True)
         for p, g in zip(leaves, sums, strict=True):
             if g is not None:
@@ -237,7 +240,9 @@ class Replica:
 
     def _how(self, leaves: Sequence[Tensor]) -> How:
         look = functools.partial(_watched, self, leaves)
-        return How(self.grads, self.dtype, _Collected(self, leaves), look, self._late, self.whose)
+        ids = {id(_torch.own_parameters(part)["weight"]) for part in self.sparse}
+        rows = frozenset(at for at, leaf in enumerate(leaves) if id(leaf) in ids) if ids else frozenset()
+        return How(self.grads, self.dtype, _Collected(self, leaves), look, self._late, self.whose, rows)
 
     def _late(self) -> bool:
         return self.again is True
