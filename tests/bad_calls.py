@@ -768,7 +768,7 @@ bad("data_parallel", "methods that are a number", lambda h: ddp(methods=3), r"me
 bad("data_parallel", "twice", lambda h: ddp(h.replicated, "b"), r"the module is data parallel already")
 bad("data_parallel", "of a sharded one", lambda h: ddp(h.sharded, "b"), r"the module's parameters are sharded")
 bad("data_parallel", "lazy", lambda h: ddp(nn.LazyLinear(2)), r"'weight' has no shape yet[\s\S]*run the module once before")
-bad("data_parallel", "sparse gradients", lambda h: ddp(nn.Embedding(4, 2, sparse=True)), r"has sparse gradients, which are not reduced")
+bad("data_parallel", "max_norm", lambda h: ddp(nn.Embedding(4, 2, max_norm=1.0)), r"has max_norm: each rank would scale")
 bad("no_sync", "another module", lambda h: parallel.no_sync(linear()).__enter__(), r"Linear is neither data parallel nor sharded")
 bad("reduce_gradients", "another module", lambda h: parallel.reduce_gradients(linear()), r"Linear is neither data parallel nor sharded")
 bad("no_sync", "None", lambda h: parallel.no_sync(None).__enter__(), r"NoneType is neither data parallel nor sharded")

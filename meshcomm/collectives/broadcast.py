@@ -106,4 +106,8 @@ def take_from(src: int, tensors: Sequence[Tensor], axis: Axis, bucket_mb: float 
     whole = [x.detach() for x in tensors]
     if whole and axis.size > 1:
         for x, y in zip(whole, broadcast(whole, axis.name, src, mesh=axis.mesh, bucket_mb=bucket_mb), strict=True):
-            x.data.copy_(y)
+            if 0 in x.stride():  # expanded: what many places share is written once
+                once = tuple(slice(1) if step == 0 else slice(None) for step in x.stride())
+                x.data[once].copy_(y[once])
+            else:
+                x.data.copy_(y)

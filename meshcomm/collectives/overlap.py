@@ -348,7 +348,7 @@ class _Start(Function):
     def forward(ctx: Any, token: Tensor, sums: _Sums, places: list[int], *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.sums, ctx.places = sums, places
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in xs)
+        return tuple(x.detach() for x in xs)  # which may be written in place, as leaves may
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshcomm._torch import own_parameters, watch_total_norms
 from meshcomm.errors import fail
@@ -73,6 +74,8 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
         kept[_COPIES] = mesh, copies
     _known.add(module)
     watch_total_norms(_refuse_norm)
+    if made and not _refusal:
+        _refusal.append(register_optimizer_step_pre_hook(_refuse_step))
 
 
 def cuts_of(owner: nn.Module) -> Mapping[str, Sequence[Part]]:
@@ -155,6 +158,38 @@ def place_of(p: Tensor, parts: Sequence[Part]) -> Place:
         else:
             place.cut(how.dim, how.lengths, part.mesh.size_of(part.axis), part.at)
     return place
+
+
+_refusal: list[Any] = []
+"""The hook of all optimizers, from the first parameter that was cut on."""
+_OF_TENSORS = {
+    kind: fix
+    for name, fix in {
+        "LBFGS": "data_parallel, or an optimizer that treats each number by itself, such as AdamW",
+        "Adafactor": "fully_shard(..., whole=True) and the parameters with numel() > 0; or AdamW",
+        "Muon": "fully_shard(..., whole=True) and the parameters with ndim == 2; or AdamW",
+    }.items()
+    if (kind := getattr(torch.optim, name, None)) is not None
+}
+"""Optimizers of torch's whose step is no function of each number by itself, and what to do instead."""
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Its step needs whole tensors, LBFGS's all of them, and a parameter is a part of one: a hook."""
+    if not isinstance(optimizer, tuple(_OF_TENSORS)) or torch.compiler.is_compiling():
+        return
+    kind = next(each for each in _OF_TENSORS if isinstance(optimizer, each))
+    given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for module in list(_known):
+        for key, parts in parts_of(module).items():
+            part, p = parts[0], given.get(key)
+            if p is None or all(each.mesh.size_of(each.axis) == 1 for each in parts):
+                continue
+            if kind is torch.optim.LBFGS or (p.numel() and tuple(p.shape) != tuple(place_of(p, parts).shape)):
+                what = (
+                    f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would take its step by"
+                )
+                fail(f"torch.optim.{kind.__name__}", f"{what} what it has.", fix=_OF_TENSORS[kind])
 
 
 def _refuse_norm(gradients: list[Tensor]) -> None:

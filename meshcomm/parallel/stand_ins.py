@@ -26,6 +26,18 @@ def refuse_sliced(where: str, module: nn.Module, fix: str) -> None:
         fail(where, "the module's parameters are sharded: each rank has slices of them.", fix=fix)
 
 
+def refuse_renormalised(where: str, module: nn.Module) -> None:
+    """MeshError for embeddings that write to their weights in forward, on each rank to the rows that it has seen."""
+    for path, part in module.named_modules():
+        if (
+            isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+            and part.max_norm is not None
+            and part.weight.requires_grad
+        ):
+            what = f"{path or 'the module'!r} has max_norm: each rank would scale the rows that it has seen."
+            fail(where, what, fix="max_norm=None, and bound the rows after the optimizer's step")
+
+
 def become(p: Tensor, values: Tensor) -> None:
     """Give a leaf other values, also of another shape."""
     if p.shape != values.shape:
@@ -89,6 +101,8 @@ def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[Non
     try:
         for site, x in changed:
             site.table[site.name] = x
+            if vars(site.value):
+                show_attributes(site.value, x)
         _fill_recurrent(recurrent)
         yield
     finally:
@@ -96,6 +110,11 @@ def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[Non
             if site.name in site.table and site.table[site.name] is x:  # and was not replaced meanwhile
                 site.table[site.name] = site.value
         _fill_recurrent(recurrent)
+
+
+def show_attributes(p: Tensor, x: Tensor) -> None:
+    """What a user has set on a parameter is seen on what stands in its place."""
+    vars(x).update({name: value for name, value in vars(p).items() if not name.startswith("_meshcomm")})
 
 
 def _fill_recurrent(modules: Sequence[nn.Module]) -> None:

@@ -22,7 +22,7 @@ from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overla
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import HERE, WHERE, Grads, Replica, replica_of
 from meshcomm.parallel.later_values import wait_for_values
-from meshcomm.parallel.stand_ins import Around, refuse_sliced
+from meshcomm.parallel.stand_ins import Around, refuse_renormalised, refuse_sliced
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
@@ -93,8 +93,8 @@ def data_parallel(
         MeshError: not a module; no such axis, ``grads``, ``buffers`` or method; a module that is data parallel or
             sharded already; a parameter that ``tensor_parallel`` has cut along ``axis``; parameters or buffers that
             have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
-            yet; a tensor on a device that the mesh cannot move. From backward: gradients that differ between ranks,
-            because a parameter was used elsewhere.
+            yet; an embedding with ``max_norm``; a tensor on a device that the mesh cannot move. From backward: gradients
+            that differ between ranks, because a parameter was used elsewhere.
 
     Parts of the module may be under ``torch.utils.checkpoint``. With ``use_reentrant=True`` all gradients are reduced
     when backward ends, none beside it, for that kind computes again outside of the module's forward. It must be
@@ -126,6 +126,7 @@ def data_parallel(
         fail(WHERE, "the module is data parallel already.", fix="name all axes at once: axis=('dp', 'replica')")
     refuse_sliced(WHERE, module, "pass fully_shard(..., replica_axis=)")
     refuse_overlap(WHERE, module, ax)
+    refuse_renormalised(WHERE, module)
     if isinstance(methods, str) or not isinstance(methods, Collection) or not methods:
         fail(WHERE, f"methods={methods!r} is not a list of names.", fix="('forward',)")
     for name in methods:

@@ -38,7 +38,7 @@ from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, register, sharded_of
 from meshcomm.parallel.later_values import has_values, make_room, wait_for_values
-from meshcomm.parallel.stand_ins import Around, follow_recurrent
+from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
@@ -138,7 +138,8 @@ def fully_shard(
         MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
             are no lists; a choice that matches nothing; a module that is sharded already, or within one
             that is data parallel; a parameter that ``tensor_parallel`` has cut along the same axis, or that is no plain
-            dense tensor.
+            dense tensor; an embedding with sparse gradients or ``max_norm``. In forward: a parameter that is written
+            in place.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -174,6 +175,7 @@ def fully_shard(
         fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
     refuse_copies(where, module, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
     claim(module, where)
+    refuse_renormalised(where, module)
     apart = _sharded_parts(module, axis)
     chosen = {name: part for name, part in _chosen(module, units, methods).items() if part not in apart}
     all_matched(where, "whole", kept_whole, chosen)
@@ -277,6 +279,8 @@ def _items(part: nn.Module, methods: Collection[str]) -> set[nn.Module]:
 
 
 def _is_called(part: nn.Module) -> bool:
+    if isinstance(part, torch.jit.ScriptModule):
+        return True
     forward = getattr(part.forward, "__func__", part.forward)
     return forward is not nn.Module.forward
 
@@ -311,6 +315,16 @@ def _sharded_parts(module: nn.Module, axis: AxisName) -> set[nn.Module]:
     return inner
 
 
+def is_plain(param: nn.Parameter) -> bool:
+    """Whether a parameter is numbers alone: dense, and of no class that has another meaning of them, though it may be
+    of one that only has another name.
+    """
+    kind = type(param)
+    own = issubclass(kind, nn.Parameter) and kind.__torch_function__ == nn.Parameter.__torch_function__
+    is_number = kind is nn.Parameter or param.is_floating_point() or param.is_complex()
+    return own and is_number and not nn.parameter.is_lazy(param) and param.layout is torch.strided
+
+
 def _owned(
     module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[str], apart: set[nn.Module]
 ) -> dict[str, list[Slot]]:
@@ -324,6 +338,9 @@ def _owned(
     others = {param for part in apart for param in dict.values(_torch.own_parameters(part)) if param is not None}
 
     def walk(part: nn.Module, path: str, chain: tuple[str, ...]) -> None:
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part not in apart:
+            fail(where, f"{path[:-1] or 'the module'!r} has sparse gradients, and shards have dense ones.",
+                 fix="sparse=False; or data_parallel, which has both")  # fmt: skip
         if part in unit_of:
             chain = (*chain, unit_of[part])
         for name, param in _torch.own_parameters(part).items():
@@ -334,10 +351,13 @@ def _owned(
                 continue
             if part in apart:
                 continue
+            if isinstance(part, torch.jit.ScriptModule):
+                fail(where, f"{path[:-1] or 'the module'!r} is torch.jit's, which keeps parameters where nothing else can "
+                     "stand in their place.", fix=f"ignore=['{path}*'], torch.compile, or data_parallel")  # fmt: skip
             if param in others:
                 fail(where, f"parameter {full!r} is one of a part that was sharded over another axis.",
                      fix="shard all modules that share it in one call")  # fmt: skip
-            if type(param) is not nn.Parameter or param.layout is not torch.strided:
+            if not is_plain(param):
                 fail(where, f"parameter {full!r} is a {type(param).__name__}, not a dense Parameter.",
                      fix=f"exclude it: ignore=[{full!r}]")  # fmt: skip
             if part not in doors:

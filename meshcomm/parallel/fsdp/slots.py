@@ -69,6 +69,15 @@ class Door(dict[str, "nn.Parameter | None"]):
             return self.views[name]
         return super().__getitem__(name)
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        """While the whole parameters are there, what ``functional_call`` puts in the place of one is seen, and the one
+        that it has found is put back.
+        """
+        if name in self.views:
+            self.views[name] = value
+        else:
+            super().__setitem__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:
         """Of what is registered; the units that are copied show their own."""
         copied = memo[id(self)] = Door({})

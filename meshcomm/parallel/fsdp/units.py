@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshcomm import _torch
 from meshcomm.collectives.rule import apply, rule_named
-from meshcomm.errors import fail
+from meshcomm.errors import fail, names
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.gathered_again import Again
@@ -23,6 +23,7 @@ from meshcomm.parallel.fsdp.groups import Flow, Group
 from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_of
 from meshcomm.parallel.fsdp.slots import Door, Slot
+from meshcomm.parallel.stand_ins import show_attributes
 from meshcomm.runtime.pending import Pending, settled
 
 _FORWARD, _BACKWARD = 0, 1
@@ -39,6 +40,10 @@ class Unit:
         self.pending: list[Any] | None = None
         self.use: Use | None = None
         """Of the forward pass that is under way."""
+        self._views: list[list[Tensor]] = []
+        """What stands in the place of the parameters while it is open."""
+        self._made_at: list[tuple[Group, Tensor, int]] = []
+        """Of each group one of them, and its version: a change of any changes it."""
         self.traced: list[list[Tensor]] = []
         """Of the forward passes that are being traced into a graph: what stood in the tables of parameters."""
         self.next: list[Unit | None] = [None, None]
@@ -52,6 +57,12 @@ class Unit:
             for number, group in enumerate(groups)
             for at, slot in enumerate(group.slots)
             for door, name in slot.sites
+        ]
+        self._tagged = [
+            (number, at, slot.param)
+            for number, group in enumerate(groups)
+            for at, slot in enumerate(group.slots)
+            if vars(slot.param)
         ]
         for group in groups:
             for slot in group.slots:
@@ -146,7 +157,8 @@ class Unit:
                 self.owner.mean.look("fully_shard", given)
         self.depth = 1  # of an interrupted forward there may be something left
         self.owner.enter(self)
-        self._open(_BACKWARD if _torch.backward_pass() != -1 else _FORWARD)
+        if not (self.on_demand and self._is_stood_in()):
+            self._open(_BACKWARD if _torch.backward_pass() != -1 else _FORWARD)
 
     def after(self, *_: Any) -> None:
         """Forward has ended, in one way or another: a hook."""
@@ -159,12 +171,24 @@ class Unit:
     def _end_forward(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            if self.is_open and _torch.backward_pass() != -1:  # a checkpoint inside may compute again at once
+            if self.is_open and not self.on_demand and _torch.backward_pass() != -1:  # a checkpoint may go on at once
                 self.on_demand = True
                 self.owner.opened.append(self)
+                self.owner.leave()
             else:
-                self.shut()
-            self.owner.leave()
+                try:
+                    if not self.on_demand:
+                        self.shut()
+                finally:
+                    self.owner.leave()
+
+    def _refuse_writes(self, group: Group) -> NoReturn:
+        what = (
+            f"parameters of {self.name or 'the module'!r} were written in place during forward: what was gathered and"
+        )
+        fix = "write to them outside of forward, each rank to its slices, as optimizers do; or keep them whole: ignore="
+        got = f"one of {names([slot.name for slot in group.slots[:8]])}"
+        fail("fully_shard", f"{what} what each rank keeps are not the same any more.", got=got, fix=fix)
 
     def open_on_demand(self) -> bool:
         """Somebody looks for a parameter outside of this unit's forward; whether forward or backward is under way."""
@@ -200,6 +224,12 @@ class Unit:
             else:
                 views = views_of(self.groups, buffers)
         self._show(views)
+        if not torch.is_inference_mode_enabled():
+            self._made_at = [(group, mine[0], _torch.version_of(mine[0])) for group, mine in zip(self.groups, views)]
+
+    def _is_stood_in(self) -> bool:
+        """Whether ``functional_call`` has put others in the place of the parameters that were gathered for it."""
+        return any(shown.get(name) is not self._views[number][at] for shown, name, number, at in self._sites)
 
     def _connect(self, phase: int, buffers: list[Tensor]) -> list[list[Tensor]]:
         """The views, whose gradients come back to the shards and of which autograd saves the places."""
@@ -239,12 +269,18 @@ class Unit:
     def _show(self, views: list[list[Tensor]]) -> None:
         for shown, name, number, at in self._sites:
             shown[name] = views[number][at]
-        self.is_open = True
+        for number, at, param in self._tagged:
+            show_attributes(param, views[number][at])
+        self._views, self.is_open = views, True
 
     def shut(self) -> None:
         """The module has its shards again."""
         if self.is_open:
+            written = [group for group, x, at in self._made_at if _torch.version_of(x) != at]
+            if self._made_at and self is self.owner.units[0] and self.version() != self._version:
+                written += self.groups
             self.is_open = self.on_demand = False
+            self._views, self._made_at = [], []
             if self.use is not None:
                 self.use.token = None  # a graph that holds itself would never go
             self.use = None
@@ -253,6 +289,8 @@ class Unit:
             held = self._held()
             if held is not None:
                 gathered_again.close(held)
+            if written:
+                self._refuse_writes(written[0])
 
 
 @dataclass(eq=False)
