@@ -22,7 +22,6 @@ from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_int
 from meshcomm.collectives import buckets
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
-from meshcomm.collectives.sparse_rows import sum_of_rows
 from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import calling
@@ -237,7 +236,7 @@ class _Sums:
 
     def _sum_of_rows(self, now: _Pass, at: int) -> Tensor | None:
         over = self.axis.size if self.how.op == "mean" else 1
-        return sum_of_rows(self._own_gradient(now, at), self.kinds[at], self.axis, over, self.how.dtype)
+        return _sum_of_rows(self._own_gradient(now, at), self.kinds[at], self.axis, over, self.how.dtype)
 
     def _parts(self, bucket: list[int], total: Any) -> Sequence[Tensor]:
         """The sums of the leaves of a bucket, and the flags behind them; nothing if it was not started."""
@@ -298,6 +297,38 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.cat([part.to(dtype) for part in parts])
     out = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
     return torch.cat(list(parts), out=out)
+
+
+def _sum_of_rows(
+    g: Tensor | None,
+    kind: tuple[torch.Size, torch.dtype, torch.device],
+    axis: Axis,
+    over: int = 1,
+    travels: torch.dtype | None = None,
+) -> Tensor | None:
+    """The sum of sparse gradients of a leaf, as embeddings have them, divided by ``over``: with each row that any rank
+    has, or dense where one of them is; None where none has a gradient. Each rank receives the rows of the others, in
+    the dtype ``travels``. ``kind``: the leaf's shape, dtype and device.
+    """
+    shape, dtype, device = kind
+    is_dense = g is not None and not g.is_sparse
+    if g is not None:
+        g = (g.to_sparse(1) if is_dense else g).coalesce()
+    counts, dense = zip(*agree([-1 if g is None else len(g.values()), is_dense], axis), strict=True)
+    if max(counts) < 0:
+        return None
+    sizes = tuple(max(count, 0) for count in counts)
+    if g is None:
+        rows, values = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, *shape[1:], device=device)
+    else:
+        rows, values = g.indices()[0], g.values()
+    values = values.to(travels or dtype)
+    if sum(sizes):
+        gather = rule_named("all_gather")
+        rows, values = apply(gather, rows, axis, (0, sizes)), apply(gather, values, axis, (0, sizes))
+    values = (values if over == 1 else values / over).to(dtype)
+    total = torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)
+    return total.to_dense() if any(dense) else total.coalesce()
 
 
 class _Pass:

@@ -186,10 +186,8 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if p is None or all(each.mesh.size_of(each.axis) == 1 for each in parts):
                 continue
             if kind is torch.optim.LBFGS or (p.numel() and tuple(p.shape) != tuple(place_of(p, parts).shape)):
-                what = (
-                    f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would take its step by"
-                )
-                fail(f"torch.optim.{kind.__name__}", f"{what} what it has.", fix=_OF_TENSORS[kind])
+                what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would make its step"
+                fail(f"torch.optim.{kind.__name__}", f"{what} of what it has.", fix=_OF_TENSORS[kind])
 
 
 def _refuse_norm(gradients: list[Tensor]) -> None:

@@ -29,11 +29,8 @@ def refuse_sliced(where: str, module: nn.Module, fix: str) -> None:
 def refuse_renormalised(where: str, module: nn.Module) -> None:
     """MeshError for embeddings that write to their weights in forward, on each rank to the rows that it has seen."""
     for path, part in module.named_modules():
-        if (
-            isinstance(part, (nn.Embedding, nn.EmbeddingBag))
-            and part.max_norm is not None
-            and part.weight.requires_grad
-        ):
+        bounded = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+        if bounded and part.weight.requires_grad:
             what = f"{path or 'the module'!r} has max_norm: each rank would scale the rows that it has seen."
             fail(where, what, fix="max_norm=None, and bound the rows after the optimizer's step")
 
@@ -101,7 +98,7 @@ def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[Non
     try:
         for site, x in changed:
             site.table[site.name] = x
-            if vars(site.value):
+            if not torch.compiler.is_compiling() and vars(site.value):
                 show_attributes(site.value, x)
         _fill_recurrent(recurrent)
         yield

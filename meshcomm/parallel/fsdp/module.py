@@ -352,7 +352,7 @@ def _owned(
             if part in apart:
                 continue
             if isinstance(part, torch.jit.ScriptModule):
-                fail(where, f"{path[:-1] or 'the module'!r} is torch.jit's, which keeps parameters where nothing else can "
+                fail(where, f"{path[:-1] or 'the module'!r} is torch.jit's, which keeps parameters where nothing can "
                      "stand in their place.", fix=f"ignore=['{path}*'], torch.compile, or data_parallel")  # fmt: skip
             if param in others:
                 fail(where, f"parameter {full!r} is one of a part that was sharded over another axis.",

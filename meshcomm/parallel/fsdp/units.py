@@ -183,9 +183,8 @@ class Unit:
                     self.owner.leave()
 
     def _refuse_writes(self, group: Group) -> NoReturn:
-        what = (
-            f"parameters of {self.name or 'the module'!r} were written in place during forward: what was gathered and"
-        )
+        whose = repr(self.name or "the module")
+        what = f"parameters of {whose} were written in place during forward: what was gathered and"
         fix = "write to them outside of forward, each rank to its slices, as optimizers do; or keep them whole: ignore="
         got = f"one of {names([slot.name for slot in group.slots[:8]])}"
         fail("fully_shard", f"{what} what each rank keeps are not the same any more.", got=got, fix=fix)
@@ -225,7 +224,8 @@ class Unit:
                 views = views_of(self.groups, buffers)
         self._show(views)
         if not torch.is_inference_mode_enabled():
-            self._made_at = [(group, mine[0], _torch.version_of(mine[0])) for group, mine in zip(self.groups, views)]
+            firsts = [mine[0] for mine in views]
+            self._made_at = [*zip(self.groups, firsts, map(_torch.version_of, firsts), strict=True)]
 
     def _is_stood_in(self) -> bool:
         """Whether ``functional_call`` has put others in the place of the parameters that were gathered for it."""
