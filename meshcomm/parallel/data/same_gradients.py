@@ -48,8 +48,12 @@ def _differ(where: str, name: str, found: Sequence[float], axis: Axis) -> NoRetu
 
 def _norms(leaves: Sequence[Tensor]) -> list[float]:
     with torch.no_grad():
-        found = [_MISSING if g is None else torch.linalg.vector_norm(g).item() for g in (leaf.grad for leaf in leaves)]
+        found = [_MISSING if g is None else _norm(g) for g in (leaf.grad for leaf in leaves)]
     return [norm if norm == norm else float("inf") for norm in found]
+
+
+def _norm(g: Tensor) -> float:
+    return torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).item()
 
 
 def _bits(norms: Sequence[float]) -> list[int]:
