@@ -93,8 +93,8 @@ def data_parallel(
         MeshError: not a module; no such axis, ``grads``, ``buffers`` or method; a module that is data parallel or
             sharded already; a parameter that ``tensor_parallel`` has cut along ``axis``; parameters or buffers that
             have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
-            yet; an embedding with ``max_norm``; a tensor on a device that the mesh cannot move. From backward: gradients
-            that differ between ranks, because a parameter was used elsewhere.
+            yet; an embedding with ``max_norm``; a tensor on a device that the mesh cannot move. From backward:
+            gradients that differ between ranks, because a parameter was used elsewhere.
 
     Parts of the module may be under ``torch.utils.checkpoint``. With ``use_reentrant=True`` all gradients are reduced
     when backward ends, none beside it, for that kind computes again outside of the module's forward. It must be

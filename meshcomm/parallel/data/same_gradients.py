@@ -53,7 +53,8 @@ def _norms(leaves: Sequence[Tensor]) -> list[float]:
 
 
 def _norm(g: Tensor) -> float:
-    return torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).item()
+    norm: float = torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).item()
+    return norm
 
 
 def _bits(norms: Sequence[float]) -> list[int]:
