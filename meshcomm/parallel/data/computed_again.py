@@ -27,7 +27,7 @@ class Reduces(Protocol):
     collected: bool
     set_aside: int
 
-    def apart(self, collecting: bool) -> None:
+    def apart(self, collecting: bool) -> object:
         """Say which kind of gradients this backward pass has."""
 
     def collect(self) -> None:
