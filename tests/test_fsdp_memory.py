@@ -192,6 +192,25 @@ def steps(how: str, mode: str, grads: str) -> tuple[list[Tensor], int]:
     return found, len(owner_of("test", model).memory._pieces)
 
 
+def test_backward_gathers_what_forward_has_gathered() -> None:
+    """Whatever is put in the parameters' place in between: autograd looks for changes in place alone."""
+
+    def main() -> bool:
+        mesh = mc.make_mesh({"ranks": 2})
+        torch.manual_seed(0)
+        plain = nn.Sequential(*[Keeps("", []) for _ in range(3)])
+        sharded = fully_shard(copy.deepcopy(plain), "ranks", grads="mean", units=[Keeps], mesh=mesh)
+        inputs = [torch.ones(4, 8).requires_grad_() for _ in range(2)]
+        losses = [model(x).square().sum() for model, x in zip((sharded, plain), inputs, strict=True)]
+        for p in sharded.parameters():
+            p.data = p.data.double() + 1
+        for loss in losses:
+            loss.backward()
+        return torch.allclose(*(x.grad for x in inputs if x.grad is not None), atol=1e-6)
+
+    assert mc.launch(main, ranks=2) == [True, True]
+
+
 def _never(self: Memory, like: Tensor, length: int) -> Tensor:
     return like.new_empty(length)
 
