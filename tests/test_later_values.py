@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,70 @@ def test_what_can_be_initialised_is() -> None:
         assert net(torch.ones(1, 4)).tolist() == [[4.0] * 4]
 
     mc.launch(main, ranks=2)
+
+
+class Peak:
+    """Bytes that this process had more, at its fullest, than at first: pages of mapped files that it has read count, too."""
+
+    def __enter__(self) -> Peak:
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._now("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = self._now("VmHWM") - self.before
+
+    def _now(self, what: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+class Tower(nn.Module):
+    """64 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16))
+        self.scale = nn.Parameter(torch.ones(1))  # so that nothing is initialised
+
+
+def load_a_tower(path: str, way: str) -> tuple[int, float]:
+    mesh = mc.make_mesh({"a": 4})
+    with torch.device("meta"):
+        tower = Tower()
+    with Peak() as peak, mc.use_mesh(mesh):
+        if way == "fsdp":
+            fully_shard(tower, "a", grads="sum")
+        else:
+            tensor_parallel(tower, {"layers.*": way, "*": "replicated"}, axis="a")
+        load_full_state_dict(tower, path)
+    return peak.bytes, float(sum(p.double().sum() for p in tower.parameters()))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory in use from /proc")
+@pytest.mark.parametrize("way", ["fsdp", "column", "row"])
+@pytest.mark.parametrize("form", ["safetensors", "shards", "pt"])
+def test_no_rank_holds_the_whole(pool4: Any, form: str, way: str, tmp_path: Path) -> None:
+    """A model of 64 MiB on four ranks: a rank keeps 16 of them."""
+    path = tmp_path / f"model.{form}"
+    state = dict(Tower().state_dict())
+    if form == "pt":
+        torch.save(state, path)
+    else:
+        save = pytest.importorskip("safetensors.torch").save_file
+        if form == "shards":
+            (path := tmp_path).mkdir(exist_ok=True)
+            parts = {f"part-{at}.safetensors": list(state)[at::4] for at in range(4)}
+            for name, inner in parts.items():
+                save({key: state[key] for key in inner}, path / name)
+            table = {key: name for name, inner in parts.items() for key in inner}
+            (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+        else:
+            save(state, path)
+    load = pool4.run(load_a_tower, str(path), way)
+    share = 2**24
+    for peak, _ in load:
+        print(form, way, round(peak / 2**20, 1))
+        # Its share, the pages that it has mapped to read it, and what imports and allocators take.
+        assert peak < (2 * share if way != "row" else 5 * share) + 2**23

@@ -130,3 +130,45 @@ def test_a_model_without_its_head(tmp_path: Path) -> None:
         load_full_state_dict(module, tmp_path, strict=False)
 
     mc.launch(main, ranks=2)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def lora(seed: int) -> Any:
+        torch.manual_seed(0)
+        module = made("Llama")
+        torch.manual_seed(seed)
+        return peft.get_peft_model(module, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+
+    lora(1).save_pretrained(tmp_path / "theirs")
+    expected = peft.get_peft_model_state_dict(lora(1))
+
+    def main() -> None:
+        mesh = mc.make_mesh({"fsdp": 2})
+        module = fully_shard(lora(2), "fsdp", grads="mean", mesh=mesh)
+        with pytest.raises(RuntimeError, match="Missing key.*embed_tokens"):
+            load_full_state_dict(module, tmp_path / "theirs")
+        load_full_state_dict(module, tmp_path / "theirs", strict=False)
+        with pytest.raises(mc.MeshError, match=r"as a slice[^!]*fix: state = full_state_dict\(module, 0\)"):
+            module.save_pretrained(tmp_path / "slices")
+        state = full_state_dict(module, 0)
+        if state is not None:
+            same(peft.get_peft_model_state_dict(module, state_dict=state), expected)
+            module.save_pretrained(tmp_path / "ours", state_dict=state)
+
+    mc.launch(main, ranks=2)
+    torch.manual_seed(0)
+    same(peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(made("Llama"), tmp_path / "ours")), expected)
+
+
+def test_from_pretrained_of_what_is_cut(tmp_path: Path) -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"fsdp": 2})
+        module = fully_shard(made("Llama"), "fsdp", grads="mean", mesh=mesh)
+        with pytest.raises(
+            mc.MeshError, match=r"it would make another module[^!]*load_full_state_dict\(module, folder"
+        ):
+            module.from_pretrained(tmp_path)  # type: ignore[operator]
+
+    mc.launch(main, ranks=2)

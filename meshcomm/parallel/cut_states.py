@@ -20,7 +20,7 @@ from meshcomm.parallel.stand_ins import Around
 
 _SLICES = "meshcomm_slices"
 _MARKED = "_meshcomm_marks_states"
-_LOAD, _WRITE = "load_state_dict", "save_pretrained"
+_LOAD, _WRITE, _READ = "load_state_dict", "save_pretrained", "from_pretrained"
 
 
 class _Cut(NamedTuple):
@@ -44,6 +44,8 @@ def _watch(module: nn.Module) -> None:
     own = getattr(module, _WRITE, None)
     if callable(own):
         setattr(module, _WRITE, Around(functools.partial(_write, module), own))
+    if callable(getattr(module, _READ, None)):
+        setattr(module, _READ, _read)
 
 
 def _cuts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Cut | None]]:
@@ -117,8 +119,15 @@ def _write(module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kw
         x = p if given is None else given.get(name)
         if cut is not None and isinstance(x, Tensor) and tuple(x.shape) != cut.place.shape:
             what = f"{name!r} would be written as a slice ({cut.said}), which no other model can read."
-            fail(_WRITE, what, fix="save_pretrained(folder, state_dict=full_state_dict(module))")
+            fix = "state = full_state_dict(module, 0), and save_pretrained(folder, state_dict=state) on that rank"
+            fail(_WRITE, what, fix=f"{fix}; to go on training: checkpoint.save")
     return own(*args, **kwargs)
+
+
+def _read(*args: Any, **kwargs: Any) -> Any:
+    """In place of a module's ``from_pretrained``, which is its class's and makes another one."""
+    fix = "load_full_state_dict(module, folder); or type(module).from_pretrained for another module"
+    fail(_READ, "it would make another module, which is not spread over any rank.", fix=fix)
 
 
 def _is_state(x: Any) -> bool:

@@ -25,6 +25,11 @@ _MAPPING, _CORE = "transformers.conversion_mapping", "transformers.core_model_lo
 
 def as_named(where: str, module: nn.Module, source: Whole, known: Collection[str]) -> Whole:
     """``source`` with the module's own names, where its library says how; ``known``: those of all ranks."""
+    for adapter in getattr(module, "peft_config", ()):  # its files are without the adapter's name
+        theirs = {name: name.replace(f".{adapter}", "", 1) for name in known if f".{adapter}" in name}
+        found = {name: other for name, other in theirs.items() if name not in source.names and other in source.names}
+        if found:
+            source = Renamed(source, {**{name: name for name in source.names if name not in found.values()}, **found})
     mapping, core = sys.modules.get(_MAPPING), sys.modules.get(_CORE)
     prefix = getattr(module, "base_model_prefix", None)
     if not isinstance(prefix, str) or mapping is None or core is None or {*known} <= {*source.names}:
