@@ -12,6 +12,7 @@ Opening reads names, shapes and dtypes, and finds what is missing or damaged, be
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -37,8 +38,8 @@ _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 """In a folder, the first that is there."""
 COUNTER = "num_batches_tracked"
 """Of batch norm: older files have none, and it is 0 then, as torch has it."""
-_MAPPED = 2**26
-"""Bytes of tensors that were read in part, after which a file is opened anew: what is mapped is let go of."""
+_MAPPED = 2**24
+"""Bytes of tensors that were looked into, after which a file is opened anew: pages that are mapped are let go of."""
 
 
 class Kind(NamedTuple):
@@ -231,9 +232,14 @@ class SafeFile:
             elif box.view.numel():
                 at = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
                 box.view.copy_(found[at])
-            self._read += box.view.nbytes
+            self._read += math.prod(found.get_shape()) * box.view.itemsize
         del found
         if self._read > _MAPPED:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Of the pages that are mapped."""
+        if self._read:
             self._open()
 
     def close(self) -> None:
@@ -261,6 +267,7 @@ class Shards:
             got = f"{len(lacking)} of {len(files)}: {names(lacking[:4])}"
             fail(where, f"files that {index!r} names are not there.", got=got, fix="fetch or write them again")
         self._files = {name: _file(where, os.path.join(folder, name)) for name in files}
+        self._now: Whole | None = None
         there = {name: {*file.names} for name, file in self._files.items()}
         wrong = [name for name, file in self._file_of.items() if name not in there[file]]
         if wrong:
@@ -280,8 +287,12 @@ class Shards:
         return self._of(name).plain(name)
 
     def fill(self, name: str, boxes: Sequence[Box]) -> None:
-        """Copy from its file."""
-        self._of(name).fill(name, boxes)
+        """Copy from its file, and let go of the one before."""
+        file = self._of(name)
+        if file is not self._now and isinstance(self._now, SafeFile):
+            self._now.let_go()
+        self._now = file
+        file.fill(name, boxes)
 
     def close(self) -> None:
         """Close all files."""
