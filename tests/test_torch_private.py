@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import math
+import warnings
 from contextvars import ContextVar
 from datetime import timedelta
 from itertools import product
@@ -893,6 +894,23 @@ def test_name_own_parameters() -> None:
     outer = torch.nn.Sequential(torch.nn.Linear(2, 1))
     assert not _torch.own_parameters(outer)
     assert _torch.own_parameters(outer[0]) == {"weight": outer[0].weight, "bias": outer[0].bias}
+
+
+def test_name_tables_of() -> None:
+    """Of a scripted and of a traced part too, whose forward takes what is put into the table."""
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        modules = plain, torch.jit.script(plain), torch.jit.trace(plain, torch.ones(2))
+    for module in modules:
+        _, children = _torch.tables_of(module)
+        table, _ = _torch.tables_of(children["0"])
+        own, other = table["weight"], 2 * plain[0].weight
+        table["weight"] = other
+        assert module(torch.ones(2)).item() == pytest.approx(other.sum().item())
+        assert table["weight"] is other
+        table["weight"] = own
+        assert children["0"].weight is own is plain[0].weight
 
 
 def test_name_set_own_parameters() -> None:
