@@ -11,6 +11,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +177,18 @@ def moves(x: Tensor, mesh: mc.Mesh) -> list[tuple[Callable[[], Tensor | None], i
     ]
 
 
+@cache
+def ring() -> mc.Mesh:
+    """One for all rounds, as a program has: of each mesh the last calls are kept for a time."""
+    return mc.make_mesh({"x": 4})
+
+
 def calls(seed: int, folder: str) -> None:
     """500 small calls and 5 large ones, of lengths that change from round to round: ``--only calls --rounds 4000`` are
     as many as some programs make in an hour.
     """
-    mesh = mc.make_mesh({"x": 4})
-    for count, numbers in ((500, 64 + 4 * (seed % 50)), (5, MIB // 4 + 4096 * (seed % 8))):
+    mesh = ring()
+    for count, numbers in ((500, 64 + 4 * (seed % 5)), (5, MIB // 4 + 4096 * (seed % 4))):
         each = moves(torch.full((numbers,), float(mesh.rank)), mesh)
         for number in range(count):
             move, expected = each[(seed + number) % len(each)]
