@@ -103,10 +103,6 @@ class Layer:
 
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
         """In place of forward."""
-        return self.run(method, *args, **kwargs)
-
-    def run(self, method: Any, input: Any) -> Any:
-        """The same with what torch's own layers call their input."""
         raise NotImplementedError
 
 
@@ -117,10 +113,10 @@ class _OfKind(Layer):
         super().__init__(module, state)
         self.how, self.kind = style, kind
 
-    def run(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Whatever the input is called."""
-        (input,) = (*args, *kwargs.values())
-        return self.of(method, input)
+    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
+        """On its one input, whatever that is called."""
+        given = (*args, *kwargs.values()) if kwargs else args
+        return self.of(method, given[0]) if len(given) == 1 else method(*args, **kwargs)  # which says what it wants
 
     def of(self, method: Any, input: Tensor) -> Tensor:
         """On an input."""
