@@ -28,17 +28,21 @@ Found = tuple[dict[str, Tensor], Tensor | None, float]
 
 
 _lock, _inside = threading.Lock(), 0
+_SINGLE = torch.float32
 _NARROW = {"float32": torch.float32, "float": torch.float32}
 _NARROWING = Tensor.float
 
 
 @contextlib.contextmanager
-def wide() -> Iterator[None]:
+def wide(method: Method) -> Iterator[None]:
     """Norms, softmaxes and angles that models compute in float32, whatever their parameters are, are float64 inside.
 
     Sums over rows would otherwise be rounded differently on one rank and on many.
     """
     global _inside
+    if method.autocast is not None:
+        yield
+        return
     with _lock:
         _inside += 1
         for name in _NARROW:
@@ -63,7 +67,7 @@ def methods() -> dict[str, Method]:
 def made(model: Model, method: Method) -> nn.Module:
     """A new one in training mode, in float64, equal wherever it is made."""
     torch.manual_seed(3)
-    module = model.make().double().train()
+    module = model.make().to(torch.float64 if method.autocast is None else _SINGLE).train()
     method.prepare(module, model)
     return module
 
@@ -74,9 +78,16 @@ def _rows(batch: Batch, part: int, parts: int) -> Batch:
     return {name: x[part * each : (part + 1) * each] for name, x in batch.items()}
 
 
-def _micro_batches(batch: Batch, method: Method, index: int, count: int) -> list[Batch]:
+Drawn = tuple[int, Batch]
+"""A batch, and the seed of what is drawn at random for it."""
+
+
+def _micro_batches(batch: Batch, method: Method, index: int, count: int) -> list[Drawn]:
     """Those of one rank, each of which is its part of what one rank takes at once."""
-    return [_rows(_rows(batch, at, method.micro), index, count) for at in range(method.micro)]
+    if method.autocast is not None:
+        batch = {name: x.to(_SINGLE) if x.is_floating_point() else x for name, x in batch.items()}
+    parts = [_rows(_rows(batch, at, method.micro), index, count) for at in range(method.micro)]
+    return [(100 * at + index, part) for at, part in enumerate(parts)]
 
 
 @contextlib.contextmanager
@@ -89,16 +100,17 @@ def _autocast(method: Method) -> Iterator[None]:
 
 
 def trained(
-    module: nn.Module, model: Model, method: Method, batches: list[Batch], clip: Callable[[nn.Module, float], Any],
+    module: nn.Module, model: Model, method: Method, batches: list[Drawn], clip: Callable[[nn.Module, float], Any],
     unsynced: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
 ) -> float:  # fmt: skip
     """Train it in place; the last loss."""
     params = [param for param in module.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-2)
     value = math.nan
-    for _ in range(STEPS):
+    for step in range(STEPS):
         optimizer.zero_grad()
-        for at, batch in enumerate(batches):
+        for at, (seed, batch) in enumerate(batches):
+            torch.manual_seed(1000 * step + seed)
             with unsynced(module) if at + 1 < len(batches) else contextlib.nullcontext():
                 with _autocast(method):
                     loss = model.loss(module, batch) / len(batches)
@@ -114,7 +126,12 @@ def generated(module: nn.Module, model: Model, method: Method) -> Tensor | None:
     """Some tokens after a prompt, by a cache."""
     if not (method.generate and model.generates):
         return None
-    prompt = {name: x[:1, :4] for name, x in model.batch(ROWS).items() if name == "input_ids"}
+    batch = model.batch(ROWS)
+    prompt = (
+        {"input_ids": batch["input_ids"][:1, :4]}
+        if "input_ids" in batch
+        else {"input_features": batch["input_features"][:1]}
+    )
     module.eval()
     with torch.no_grad():
         tokens: Tensor = module.generate(  # type: ignore[operator]
@@ -124,24 +141,31 @@ def generated(module: nn.Module, model: Model, method: Method) -> Tensor | None:
 
 
 @functools.lru_cache(maxsize=64)
-@wide()
 def on_one_rank(name: str, way: str) -> Found:
     """What a single rank comes to."""
-    model, method = zoo.named(name), methods()[way]
+    with wide(methods()[way]):
+        return _on_one_rank(zoo.named(name), methods()[way])
+
+
+def _on_one_rank(model: Model, method: Method) -> Found:
     module = made(model, method)
 
     def clip(module: nn.Module, most: float) -> Tensor:
         return nn.utils.clip_grad_norm_(module.parameters(), most)
 
-    batches = _micro_batches(model.batch(ROWS), method, 0, 1)
+    count = math.prod(method.axes[axis] for axis in method.data) if method.apart else 1
+    batches = [drawn for index in range(count) for drawn in _micro_batches(model.batch(ROWS), method, index, count)]
     loss = trained(module, model, method, batches, clip, lambda _: contextlib.nullcontext())
     return {key: x.detach() for key, x in module.state_dict().items()}, generated(module, model, method), loss
 
 
-@wide()
 def on_this_rank(name: str, way: str) -> Found | None:
     """What this rank of many comes to: on the first of them, None on others."""
-    model, method = zoo.named(name), methods()[way]
+    with wide(methods()[way]):
+        return _on_this_rank(zoo.named(name), methods()[way])
+
+
+def _on_this_rank(model: Model, method: Method) -> Found | None:
     mesh = mc.make_mesh(method.axes)
     with mc.use_mesh(mesh):
         module = made(model, method)

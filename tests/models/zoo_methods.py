@@ -40,7 +40,10 @@ class Method:
     micro: int = 1
     """Micro-batches of a step, all but the last without synchronisation."""
     clip: float = 0.0
+    apart: bool = False
+    """One rank takes the rows of each of many by themselves: where random numbers or rounding depend on who has which."""
     autocast: torch.dtype | None = None
+    """Then parameters are of float32."""
     generate: bool = False
     """Tokens after training as one rank's, with a cache."""
     tolerance: float = 1e-8
@@ -98,6 +101,31 @@ def half_frozen(module: nn.Module, model: Model) -> None:
         param.requires_grad_(not (name.startswith(tuple(model.frozen)) if model.frozen else number < len(params) // 2))
 
 
+def with_dropout(module: nn.Module, model: Model) -> None:
+    """A tenth of whatever can be dropped."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.1
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.1)
+
+
+def no_batch_norm(module: nn.Module, model: Model) -> str:
+    """Statistics over all rows do not go with rows by themselves."""
+    norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+    return "has norms of the batch" if norms else ""
+
+
+def fine_units(module: nn.Module, model: Model) -> None:
+    """Sharded, the parts of each block by themselves."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    parts = [part for each in lists for block in each for part in block.children()]
+    known = (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.Conv2d)
+    chosen = [part for part in parts if isinstance(part, known) or any(isinstance(x, known) for x in part.children())]
+    fsdp(module, model, units=[part for part in chosen if not isinstance(part, nn.ModuleList | nn.ModuleDict)])
+
+
 DP, FSDP, HSDP = {"dp": 2}, {"fsdp": 4}, {"dp": 2, "fsdp": 2}
 _reentrant, _other = checkpointed(use_reentrant=True), checkpointed(use_reentrant=False)
 _selective = checkpointed(use_reentrant=False, context_fn=_selected)
@@ -116,4 +144,11 @@ METHODS: tuple[Method, ...] = (
     Method("hsdp, clipped", HSDP, hsdp, ("dp", "fsdp"), clip=0.1),
     Method("dp, half frozen", DP, dp, ("dp",), half_frozen),
     Method("fsdp, half frozen", FSDP, fsdp, ("fsdp",), half_frozen),
+    Method("fsdp, units by hand", FSDP, fine_units, ("fsdp",)),
+    Method("dp, dropout", DP, dp, ("dp",), with_dropout, no_batch_norm, apart=True),
+    Method("fsdp, dropout", FSDP, fsdp, ("fsdp",), with_dropout, no_batch_norm, apart=True),
+    Method("dp, autocast", DP, dp, ("dp",), fits=no_batch_norm, apart=True, autocast=torch.bfloat16, tolerance=1e-4),
+    Method(
+        "fsdp, autocast", FSDP, fsdp, ("fsdp",), fits=no_batch_norm, apart=True, autocast=torch.bfloat16, tolerance=1e-4
+    ),
 )
