@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -607,6 +608,10 @@ class Reentrant(nn.Module):
     def again(self, at: int, x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(self.part, at, x, use_reentrant=True)
 
+    def mixed(self, x: Tensor, table: Tensor) -> Tensor:
+        """A parameter that comes in from outside, as an argument that no checkpoint takes out of its graph."""
+        return self.part(0, x) @ table
+
     def deep(self, x: Tensor) -> Tensor:
         return self.again(1, self.again(0, x))
 
@@ -615,6 +620,11 @@ class Reentrant(nn.Module):
             return self.part(1, self.part(0, x))
         if self.how == "all":
             return self.again(1, self.again(0, x.requires_grad_()))
+        if self.how == "given":
+            mixed = functools.partial(self.mixed, table=self.parts[2].weight)
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(mixed, self.norm(x), use_reentrant=True)
+            return self.part(1, x)
         if self.how == "deep":
             return {"found": torch.utils.checkpoint.checkpoint(self.deep, self.part(2, x), use_reentrant=True)}
         return [self.part(0, self.again(0, self.part(2, x)))]  # one of them in a checkpoint and outside
@@ -646,7 +656,7 @@ def reentrant(how: str, grads: Any) -> None:
 
 @pytest.mark.parametrize("grads", ["sum", "mean"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("how", ["none", "some", "all", "deep"])
+@pytest.mark.parametrize("how", ["none", "some", "all", "given", "deep"])
 def test_parts_are_computed_again_by_reentrant_checkpoints(run4: Any, how: str, grads: str) -> None:
     run4(reentrant, how, grads)
 

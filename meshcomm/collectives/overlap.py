@@ -45,6 +45,8 @@ class How(NamedTuple):
     """
     late: Callable[[], bool] | None = None
     """Whether no sum is to start before a backward pass has brought all gradients."""
+    inside: Callable[[], bool] | None = None
+    """Whether the backward pass that runs is one inside of another, which is to sum what this one brings."""
     whose: str = ""
     """Of whom the tree is, in the words of all ranks: what others add up is not to be mixed with it."""
     rows: frozenset[int] = frozenset()
@@ -208,6 +210,8 @@ class _Sums:
         """The sums of the needed leaves, in their order."""
         later = not (torch.is_grad_enabled() or torch.is_anomaly_enabled())
         now = self._passes.pop(_torch.backward_pass(), None) or _Pass()
+        if self.how.inside is not None and self.how.inside():
+            return [now.gradients.get(at) for at in range(len(self.kinds))]
         while len(now.totals) < len(self.buckets):
             if any(needed[at] for at in self.buckets[len(now.totals)]):
                 self._start(now, later)

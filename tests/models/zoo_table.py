@@ -2,7 +2,8 @@
 
     python tests/models/zoo_table.py                                   # all: make test-models
     python tests/models/zoo_table.py --model T5 --method fsdp          # those with these words in their names
-    python tests/models/zoo_table.py --write                           # and into the page of the docs
+    python tests/models/zoo_table.py --write                           # and into docs/zoo.md, beside what is there of others
+    python tests/models/zoo_table.py --add FILE                        # what an earlier run has printed, with nothing run
 
 It ends with status 1 if a case is further away than its method allows, or fails.
 """
@@ -26,6 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import zoo
 import zoo_harness
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
+MARK = "<!-- from here on tests/models/zoo_table.py writes -->"
+COLUMNS = 7
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", action="append", default=[], help="a part of the name; may be given several times")
     parser.add_argument("--method", action="append", default=[], help="the same of methods")
     parser.add_argument("--exact", action="store_true", help="names as a whole")
+    parser.add_argument("--write", action="store_true", help="into docs/zoo.md")
+    parser.add_argument("--add", action="append", default=[], help="a file with tables, to be written with nothing run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="models at a time")
     return parser.parse_args()
 
@@ -79,19 +86,48 @@ def chosen(names: Sequence[str], parts: Sequence[str], exact: bool) -> list[str]
     return [name for name in names if not parts or any(fits(name, part) for part in parts)]
 
 
-def table(models: Sequence[str], ways: Sequence[str], cells: dict[tuple[str, str], Cell]) -> list[str]:
-    """As Markdown: a row per model, a column per method."""
-    lines = ["| | " + " | ".join(ways) + " |", "|---" * (len(ways) + 1) + "|"]
-    for model in models:
-        found = [cells[model, way] for way in ways]
-        said = ["" if cell.said.startswith("(") else cell.said if cell.ok else "**fails**" for cell in found]
-        lines.append(f"| {model} | " + " | ".join(said) + " |")
+def shown(cell: Cell) -> str:
+    """In a table."""
+    return "-" if cell.said.startswith("(") else cell.said if cell.ok else "**fails**"
+
+
+def tables(found: dict[tuple[str, str], str]) -> list[str]:
+    """As Markdown: a row per model, a column per method, a few methods each."""
+    models = [model.name for model in zoo.ZOO if any(name == model.name for name, _ in found)]
+    ways = [way for way in zoo_harness.methods() if any(other == way for _, other in found)]
+    lines = []
+    for start in range(0, len(ways), COLUMNS):
+        some = ways[start : start + COLUMNS]
+        lines += ["", "| | " + " | ".join(some) + " |", "|---" * (len(some) + 1) + "|"]
+        lines += [f"| {model} | " + " | ".join(found.get((model, way), "") for way in some) + " |" for model in models]
     return lines
+
+
+def read(text: str) -> dict[tuple[str, str], str]:
+    """The cells of all tables in a text."""
+    found, ways = {}, list[str]()
+    for line in text.splitlines():
+        name, *values = [each.strip() for each in line.strip("|").split("|")] if line.startswith("|") else [""]
+        if not name:
+            ways = values
+        elif len(values) == len(ways):
+            found |= {(name, way): value for way, value in zip(ways, values, strict=True) if value}
+    return found
+
+
+def write(new: dict[tuple[str, str], str]) -> None:
+    """Into the page, where what stands there of other cases stays."""
+    page = PAGE.read_text()
+    head, _, rest = page.partition(MARK)
+    PAGE.write_text(head + MARK + "\n" + "\n".join(tables(read(rest) | new)) + "\n")
 
 
 def main() -> int:
     """Run them and print the table."""
     asked = options()
+    if asked.add:
+        write({key: value for path in asked.add for key, value in read(Path(path).read_text()).items()})
+        return 0
     models = chosen([model.name for model in zoo.ZOO], asked.model, asked.exact)
     ways = chosen(list(zoo_harness.methods()), asked.method, asked.exact)
     begin = time.perf_counter()
@@ -106,7 +142,10 @@ def main() -> int:
             for cell in found:
                 if not cell.ok:
                     print(f"    {cell.method}: {cell.said}", file=sys.stderr)
-    print(*table(models, ways, cells), sep="\n")
+    said = {key: shown(cell) for key, cell in cells.items()}
+    print(*tables(said), sep="\n")
+    if asked.write:
+        write(said)
     failed = sum(not cell.ok for cell in cells.values())
     asked_of = sum(not cell.said.startswith("(") for cell in cells.values())
     print(f"\n{asked_of - failed} of {asked_of} cases as one rank, in {time.perf_counter() - begin:.0f} s")

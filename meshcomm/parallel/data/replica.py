@@ -242,10 +242,13 @@ class Replica:
         look = functools.partial(_watched, self, leaves)
         ids = {id(_torch.own_parameters(part)["weight"]) for part in self.sparse}
         rows = frozenset(at for at, leaf in enumerate(leaves) if id(leaf) in ids) if ids else frozenset()
-        return How(self.grads, self.dtype, _Collected(self, leaves), look, self._late, self.whose, rows)
+        return How(self.grads, self.dtype, _Collected(self, leaves), look, self._late, self._inside, self.whose, rows)
 
     def _late(self) -> bool:
         return self.again is True
+
+    def _inside(self) -> bool:
+        return self.set_aside not in (-2, _torch.backward_pass())
 
     def collect(self) -> None:
         """From now on ``.grad`` is this rank's own part."""
