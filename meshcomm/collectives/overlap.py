@@ -158,7 +158,8 @@ class _Sums:
         now = self._passes.get(number)
         if now is None:
             now = self._passes[number] = _Pass()
-            now.without = None if self.how.around is None else self.how.around()
+            inside = self.how.inside is not None and self.how.inside()
+            now.without = None if inside or self.how.around is None else self.how.around()
             now.late = self.learning or (self.how.late is not None and self.how.late())
         now.take(places, gs)
         if self._mixed:

@@ -27,8 +27,11 @@ class Reduces(Protocol):
     collected: bool
     set_aside: int
 
-    def apart(self, collecting: bool) -> object:
-        """Say which kind of gradients this backward pass has."""
+    def apart(self, collecting: bool) -> bool:
+        """Say which kind of gradients this backward pass has; whether it begins."""
+
+    def look_after(self, leaves: Sequence[Tensor]) -> None:
+        """Compare the gradients of the ranks when it has ended."""
 
     def collect(self) -> None:
         """From now on ``.grad`` is this rank's own."""
@@ -66,7 +69,7 @@ def _begin(state: Reduces, leaves: Sequence[Tensor], _: Tensor) -> None:
     number = _torch.backward_pass()
     if state.set_aside == number:
         return
-    state.apart(collecting=False)
+    begins = state.apart(collecting=False)
     state.set_aside = number
     before: list[Tensor | None] = [None] * len(leaves)
     if not state.collected:
@@ -74,6 +77,8 @@ def _begin(state: Reduces, leaves: Sequence[Tensor], _: Tensor) -> None:
             before[at], leaf.grad = leaf.grad, None
         state.collected = True
     _torch.after_backward(functools.partial(_end, state, leaves, before))
+    if begins:
+        state.look_after(leaves)  # when all are reduced
 
 
 def _end(state: Reduces, leaves: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:
