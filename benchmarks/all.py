@@ -41,6 +41,7 @@ PROGRAMS = {
         "docs/benchmarks.md, how fast bytes move",
     ),
     "train_step": Program(MARKDOWN, "docs/benchmarks.md, training steps"),
+    "models": Program(MARKDOWN, "docs/benchmarks.md, real models"),
     "guard": Program(MARKDOWN, "docs/guard.md, what it costs"),
     "checker": Program(),
     "tracing": Program(),
