@@ -8,6 +8,7 @@ where a trial shows that this is so.
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import sys
 from typing import Any
@@ -47,8 +48,12 @@ def _copies() -> bool:
 
 
 _own: random.Random = random.seed.__self__  # type: ignore[attr-defined]
-_bytes = _cells(_own) if _copies() else None
-_torch = generator_cells(torch.default_generator)
+
+
+@functools.cache
+def _memory() -> tuple[memoryview | None, memoryview | None]:
+    """Of torch's generator and of Python's, as far as a trial shows that it may be copied: a millisecond, once."""
+    return generator_cells(torch.default_generator), _cells(_own) if _copies() else None
 
 
 def seed(number: int) -> None:
@@ -59,29 +64,30 @@ def seed(number: int) -> None:
 
 def take(into: State | None) -> State:
     """The states as they are now, in the memory of former ones."""
+    of_torch, of_python = _memory()
     if into is None:
-        into = [None if cells is None else memoryview(bytearray(len(cells))) for cells in (_torch, _bytes, None)]
-    if _torch is None:
+        into = [None if cells is None else memoryview(bytearray(len(cells))) for cells in (of_torch, of_python, None)]
+    if of_torch is None:
         into[0] = torch.default_generator.get_state()
     else:
-        into[0][:] = _torch
-    if _bytes is None:
+        into[0][:] = of_torch
+    if of_python is None:
         into[1] = random.getstate()
     else:
-        into[1][:] = _bytes
+        into[1][:] = of_python
         into[2] = _own.gauss_next  # type: ignore[attr-defined]
     return into
 
 
 def put(state: State) -> None:
     """Make these the states."""
-    of_torch, numbers, kept = state
-    if _torch is None:
-        torch.default_generator.set_state(of_torch)
+    of_torch, of_python = _memory()
+    if of_torch is None:
+        torch.default_generator.set_state(state[0])
     else:
-        _torch[:] = of_torch
-    if _bytes is None:
-        random.setstate(numbers)
+        of_torch[:] = state[0]
+    if of_python is None:
+        random.setstate(state[1])
     else:
-        _bytes[:] = numbers
-        _own.gauss_next = kept  # type: ignore[attr-defined]
+        of_python[:] = state[1]
+        _own.gauss_next = state[2]  # type: ignore[attr-defined]
