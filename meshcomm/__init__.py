@@ -40,6 +40,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.tracing.budget import comm_budget
     from meshcomm.tracing.event import TraceEvent
     from meshcomm.tracing.traces import Trace, trace
+    from meshcomm.training.batches import MeshBatchSampler
     from meshcomm.training.equal import assert_invariant, assert_varying, varying_axes
     from meshcomm.training.main_only import main_only
     from meshcomm.training.metrics import Metrics
@@ -63,6 +64,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CommError",
     "Mesh",
+    "MeshBatchSampler",
     "MeshError",
     "Metrics",
     "Plan",
@@ -173,6 +175,7 @@ _LATER = {
         "meshcomm.tracing.traces": "Trace trace",
         "meshcomm.training.equal": "assert_invariant assert_varying varying_axes",
         "meshcomm.training.main_only": "main_only",
+        "meshcomm.training.batches": "MeshBatchSampler",
         "meshcomm.training.metrics": "Metrics",
         "meshcomm.training.process": (
             "backend device get_dist_info is_distributed is_main local_rank local_world_size node_rank rank world_size"

@@ -569,6 +569,16 @@ bad("all_reduce_params", "a module", lambda h: mc.all_reduce_params(linear(), "a
 bad("all_reduce_params", "None among them", lambda h: mc.all_reduce_params([x(2), None], "a"), r"not a tensor but NoneType[\s\S]*leaf: x\[1\]")
 bad("all_reduce_params", "no such op", lambda h: mc.all_reduce_params([x(2)], "a", "average"), r"no reduce op 'average'")
 bad("all_reduce_params", "the mean of integers", lambda h: mc.all_reduce_params([x(2).long()], "a", "mean"), r"'mean' is not defined for torch.int64")
+bad("MeshBatchSampler", "no rows", lambda h: mc.MeshBatchSampler(0, 4, "a"), r"size=0 is no number of rows")
+bad("MeshBatchSampler", "a batch of text", lambda h: mc.MeshBatchSampler(8, "4", "a"), r"batch='4' is no number of rows")
+bad("MeshBatchSampler", "a seed of floats", lambda h: mc.MeshBatchSampler(8, 4, "a", seed=1.5), r"seed=1.5 is not an int")
+bad("MeshBatchSampler", "no such end", lambda h: mc.MeshBatchSampler(8, 4, "a", last="dorp"), r"last='dorp' is none of(.|\n)*did you mean 'drop'")
+bad("MeshBatchSampler", "fewer rows than ranks", lambda h: mc.MeshBatchSampler(8, 1, "a"), r"batches of 1 of 8 rows, for \d ranks")
+bad("MeshBatchSampler", "no such axis", lambda h: mc.MeshBatchSampler(8, 4, "z"), r"no axis 'z'")
+bad(
+    "MeshBatchSampler.follow", "other seeds", lambda h: next((s := mc.MeshBatchSampler(8, 4, "a", seed=h.mesh.coordinate["a"])).follow(s)),
+    r"MeshBatchSampler: seed differs between ranks", told=True,
+)  # fmt: skip
 bad("Metrics", "no names", lambda h: mc.Metrics({}), r"no metrics are named")
 bad("Metrics", "a list", lambda h: mc.Metrics(["loss"]), r"no metrics are named")
 bad("Metrics", "no such kind", lambda h: mc.Metrics({"loss": "average"}), r"metric 'loss' is of no kind 'average'[\s\S]*one of 'mean'")

@@ -90,6 +90,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "weighted_mean": lambda: weighted_mean({"x": X}, 2, "one"),
     "all_reduce_params": reduced_in_place,
     "Metrics": metrics,
+    "MeshBatchSampler.follow": lambda: list((s := mc.MeshBatchSampler(3, 2, "one", shuffle=False)).follow(s)),
     "assert_invariant": lambda: assert_invariant({"x": X}, "one"),
     "main_only": lambda: main_only(axis="one", broadcast=True)(lambda: 3)(),
     "sync_seed": lambda: type(importlib.import_module("meshcomm.collectives.agree").sync_seed("one")),

@@ -198,6 +198,7 @@ ORACLES: dict[str, Oracle] = {
     'mc.reshard(same, "a b -> (dp a) b")': CUT, 'mc.layout_of(("dp", None), "a b")': lambda xs, i: "(dp a) b",
     'mc.layout_from(mc.placements("(tp a) b"), "a b")': lambda xs, i: "(tp a) b", 'mc.placements("(tp a) b")': lambda xs, i: (Replicate(), Shard(0)),
     'mc.einsum("(tp a) b -> a", x)': lambda xs, i: torch.cat(xs).sum(1), 'mc.einsum("(dp a) b, b c -> (dp a) c", x, x.T)': lambda xs, i: xs[i] @ xs[i].T,
+    'list(mc.MeshBatchSampler(4, 2, "dp", shuffle=False))': lambda xs, i: [[i], [i + 2]],
     'same[me :: mc.axis_size("dp")]': lambda xs, i: like_tensor(0)[i::2],
     'mc.shard_map(torch.sin, mesh=mesh, in_specs="(dp a) b", out_specs="(dp a) b", check_vma=False)(same)': lambda xs, i: like_tensor(0).sin(),
     'mc.parallel.column_linear(same, weight, axis="tp")': lambda xs, i: like_tensor(0) @ WEIGHT.T,
