@@ -85,6 +85,26 @@ class Normed(nn.Module):
         return x + self.o((y * self.sinks.sigmoid()[:, None]).flatten(2))
 
 
+class OverHeads(nn.Module):
+    """A norm over all heads at once, and one with a mean, of fewer heads."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.norm_q, self.norm_k = self.Norm(), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.o(attended(self.norm_q(self.q(x)), self.norm_k(self.k(x)), self.v(x)))
+
+
 class Experts(nn.Module):
     """All experts in one parameter, with biases."""
 
@@ -244,6 +264,7 @@ EXPERTS = {
     "experts": Block("enter", "leave", ("x", "choice", "weights")), "experts.up": Cut(1, 2),
     "experts.up_bias": Cut(-1, (D, D)), "experts.down": Cut(2), "experts.down_bias": "once", "*": "replicated",
 }  # fmt: skip
+OVER_HEADS = {"norm_*": Block("join", "part"), "[qkv]": "column", "o": "row", "*": "replicated"}
 Case = tuple[Callable[[], nn.Module], Mapping[str, Any], Mapping[str, int]]
 
 
@@ -279,6 +300,7 @@ def case(name: str, n: int) -> Case:
                             "other": Row(split=True), "up": "column", "down": "row"}, {}),
         "attending": (Around, {"inner": Block("enter", "leave"), "*.qkv": Cut(0, 3), "*.out.weight": Cut(1),
                                "*.out.bias": "once", "*.norm": "summed"}, {}),
+        "over heads": (OverHeads, OVER_HEADS, {}),
         "adapters": (Adapters, ADAPTERS, {}),
         "adapters, entered": (Adapters, DROPPED, {}),
     }[name]  # fmt: skip
@@ -334,6 +356,7 @@ OTHERS = [
     "sloped, entered",
     "states",
     "tables",
+    "over heads",
     "adapters",
     "adapters, entered",
 ]
@@ -346,13 +369,15 @@ def test_training_is_that_of_one_rank(name: str, n: int) -> None:
     mc.launch(trained, ranks=n, args=(name, n))
 
 
-@pytest.mark.parametrize("name", ["conv1d 1", "normed", "mixture", "states", "tables"])
+@pytest.mark.parametrize("name", ["conv1d 1", "normed", "mixture", "states", "tables", "over heads"])
 def test_sharded_once_more(name: str) -> None:
     mc.launch(trained, ranks=4, args=(name, 2, True))
 
 
 @pytest.mark.parametrize("checkpoints", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("name", ["linear 1", "normed", "mixture", "sloped, entered", "states", "attending"])
+@pytest.mark.parametrize(
+    "name", ["linear 1", "normed", "mixture", "sloped, entered", "states", "attending", "over heads"]
+)
 def test_computed_again(name: str, checkpoints: str) -> None:
     mc.launch(trained, ranks=2, args=(name, 2, False, checkpoints))
 
@@ -650,6 +675,15 @@ def refused() -> None:
     wrong("but 'experts.down' has 3 dims", Mixture(), {**EXPERTS, "experts.down": Cut(3)})
     wrong("dim 0 of 'experts.down' of length 3 is not divisible", Mixture(), {**EXPERTS, "experts.down": Cut(0)})
     wrong("kv_heads=3.* cannot be divided", Fused(linear, 2), rest(qkv=Column((D, 2 * K, 2 * K), 3)))
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            norms, sums = OverHeads(), nn.ModuleDict({"a": nn.PReLU(D)})
+        for name in ("norm_q", "norm_k"):
+            text = (
+                rf"'{name}.weight' is cut(.|\n)*computes each feature from all(.|\n)*'{name}': Block\('join', 'part'\)"
+            )
+            wrong(text, norms, {name: Cut(0), "*": "replicated"})
+        tensor_parallel(sums, {"a": Cut(0)}, axis="tp", mesh=mesh)
     wrong("nothing is left for 'nobody'", Mixture(), {**EXPERTS, "nobody": Block()})
     wrong("no attribute that is an int is called 'config.head'", Fused(linear, 2), rest(), divide=["config.head"])
     wrong("config.heads = 4 is not divisible by 3", Fused(linear, 2), rest(), divide={"config.heads": 3})

@@ -71,7 +71,9 @@ class Boundary:
         how = self.how
         args = [self._given(self.names[at] if at < len(self.names) else "", x) for at, x in enumerate(args)]
         kwargs = {name: self._given(name, x) for name, x in kwargs.items()}
-        if how.before is not None and not (how.before == "split" and self.state.short):
+        if how.before == "join":
+            self.state.streams.whole()
+        elif how.before is not None and not (how.before == "split" and self.state.short):
             self.state.streams.cut()
         with self.state.shown(self.parts) if how.before == "enter" else contextlib.nullcontext():
             result = method(*args, **kwargs)
@@ -86,7 +88,8 @@ class Boundary:
         if name in how.whole and how.before == "enter":
             return _mapped(x, lambda each: self.state.enter(each, False))
         if name in self.inputs and how.before is not None:
-            return _mapped(x, self._entered if how.before == "enter" else self._split)
+            by = {"enter": self._entered, "split": self._split, "join": self._joined}
+            return _mapped(x, by[how.before])
         if how.before == "enter" and name not in how.own and torch.is_grad_enabled():
             for each in _tensors(x):
                 if each.requires_grad:
@@ -117,6 +120,9 @@ class Boundary:
             fail(WHERE, f"{what} (size {state.axis.size}) divides.", fix=fix)
         return shard(x, state.name, x.ndim - 2, mesh=state.mesh)
 
+    def _joined(self, x: Tensor) -> Tensor:
+        return all_gather_invariant(x, self.state.name, -1, mesh=self.state.mesh)
+
     def _of_heads(self, name: str, x: Tensor, dim: int, heads: int) -> Tensor:
         if not -x.ndim <= dim < x.ndim or x.shape[dim] % heads:
             what = f"block {self.path!r}: {name!r} of shape {list(x.shape)} has not {heads} heads along dim {dim}."
@@ -130,6 +136,9 @@ class Boundary:
         sequence = state.cuts_sequence()
         if self.how.after == "leave":
             return state.leave(y, sequence)
+        if self.how.after == "part":
+            state.streams.cut()
+            return shard(y, state.name, -1, mesh=state.mesh)
         if not sequence:
             return y
         state.streams.whole()

@@ -83,6 +83,31 @@ def does_as_known(module: nn.Module, kind: Kind, *, rows: bool) -> bool:
         return False
 
 
+@torch.no_grad()
+def mixes_features(module: nn.Module, length: int, parts: int) -> bool:
+    """Whether it has one number for each of so many features, and computes a part of them from others too, as a norm
+    does: it is asked on a few numbers. What wants other inputs is not known to."""
+    own = vars(module)
+    table: dict[str, Tensor | None] = own["_parameters"]
+    given = [p for p in table.values() if p is not None]
+    if parts == 1 or own["_buffers"] or own["_modules"] or not given or any(p.shape != (length,) for p in given):
+        return False
+    device = torch.device("cpu") if given[0].is_meta else given[0].device
+    x = torch.linspace(-1, 1, 2 * length, device=device).sin().to(given[0].dtype).view(1, 2, length)
+    here = length // parts
+    other = torch.cat([2 * x[..., :here], x[..., here:]], -1)
+    own["_parameters"] = {name: p if p is None else torch.ones(length, dtype=p.dtype, device=device)
+                          for name, p in table.items()}  # fmt: skip
+    try:
+        before, after = (module.forward(each) for each in (x, other))
+    except Exception:  # whatever it wants, it is not one input
+        return False
+    finally:
+        own["_parameters"] = table
+    known = isinstance(before, Tensor) and before.shape == x.shape
+    return known and not _close(before[..., here:], after[..., here:])
+
+
 def _close(x: Tensor, y: Tensor) -> bool:
     most = 1e-10 if x.dtype == torch.float64 else 1e-4 if x.dtype == torch.float32 else 3e-2
     return x.shape == y.shape and torch.allclose(x.double(), y.double(), rtol=most, atol=most * float(y.abs().amax()))

@@ -13,7 +13,7 @@ from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
 from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import Dim
 from meshcomm.parallel.tensor.functions import heads_of, own_rows, vocab_embedding
-from meshcomm.parallel.tensor.kinds import Kind, does_as_known, is_as_known, kind_of
+from meshcomm.parallel.tensor.kinds import Kind, does_as_known, is_as_known, kind_of, mixes_features
 from meshcomm.parallel.tensor.plan import (
     OF_PARAMETERS,
     WHERE,
@@ -302,7 +302,13 @@ class _OfParameters(Layer):
         if not -p.value.ndim <= how.dim < p.value.ndim:
             fail(WHERE, f"{how}, but {p.path!r} has {p.value.ndim} dims.", fix="a dim that there is")
         dim = how.dim % p.value.ndim
-        return Dim(dim, lengths_of(p.path, p.value.shape[dim], how.parts, self.state.axis, dim))
+        lengths = lengths_of(p.path, p.value.shape[dim], how.parts, self.state.axis, dim)
+        if p.value.ndim == 1 and mixes_features(p.owner, len(p.value), self.state.axis.size):
+            what = f"{p.path!r} is cut, but {type(p.owner).__name__} computes each feature from all of them."
+            around = p.path.rpartition(".")[0]
+            fix = f"'replicated', and {around!r}: Block('join', 'part'), which gives it all features"
+            fail(WHERE, what, fix=fix)
+        return Dim(dim, lengths)
 
     def varies(self, p: Named) -> bool:
         return p.style in ("sequence", "summed", "once")

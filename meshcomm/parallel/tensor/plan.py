@@ -60,13 +60,14 @@ class Cut(NamedTuple):
 class Block(NamedTuple):
     """What is done where a module begins and ends, whatever is inside; its pattern names modules, not parameters."""
 
-    before: Literal["enter", "split"] | None = "enter"
+    before: Literal["enter", "split", "join"] | None = "enter"
     """``"enter"``: its inputs are used by each rank with its own part of the weights; where the sequence is cut they
     are gathered first. Columns inside of it enter no more. ``"split"``: its inputs are whole, and each rank takes its
-    part of the sequence."""
-    after: Literal["leave", "gather"] | None = None
+    part of the sequence. ``"join"``: its inputs are what a column gave, and are gathered along the last dim, such as
+    those of a norm over all heads."""
+    after: Literal["leave", "gather", "part"] | None = None
     """``"leave"``: its result is this rank's part of a sum. ``"gather"``: its result is cut along the sequence, and
-    gathered."""
+    gathered. ``"part"``: its result is whole, and each rank goes on with its part of the last dim."""
     inputs: tuple[str, ...] = ()
     """The names of the arguments of its forward of which this is said; by default the first one."""
     whole: tuple[str, ...] = ()
@@ -196,11 +197,11 @@ def _check_block(pattern: str, how: Block, sequence: bool) -> None:
         isinstance(each, tuple) and len(each) == 2 and all(check.whole_number(number) for number in each)
         for each in how.divided.values()
     )
-    known = how.before in ("enter", "split", None) and how.after in ("leave", "gather", None)
+    known = how.before in ("enter", "split", "join", None) and how.after in ("leave", "gather", "part", None)
     if not (known and inputs and divided):
         fix = (
-            "before: 'enter', 'split' or None; after: 'leave', 'gather' or None; inputs, whole, own: tuples of names; "
-            "divided: for names (dim, heads)"
+            "before: 'enter', 'split', 'join' or None; after: 'leave', 'gather', 'part' or None; inputs, whole, own: "
+            "tuples of names; divided: for names (dim, heads)"
         )
         fail(WHERE, f"{pattern!r}: {how} has a value that is none.", fix=fix)
     if (how.before == "split" or how.after == "gather") and not sequence:
