@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/finetune.py               # the same program, a process per rank
     python examples/finetune.py --model FOLDER                     # begins with the Llama that save_pretrained wrote
 
-Run again, it goes on from its last checkpoint, with any --ranks and --tp.
+Run again, it goes on from its last checkpoint, with other --ranks and --tp; tp divides the heads of keys, 4 here.
 
 The text is Python's own documentation, a byte a token, so there is nothing to download. Half of the steps run on a mesh
 of fsdp=2 x tp=2 and end with a checkpoint; the other half twice: on that mesh, and on one of fsdp=4 alone that loads
@@ -69,7 +69,10 @@ def model_of(args: Namespace) -> Any:
 
 def parallel(args: Namespace) -> tuple[Any, torch.optim.AdamW]:
     """The same model, spread over the current mesh, and its optimizer."""
-    model = tensor_parallel(model_of(args).train(), PLAN, axis="tp")
+    model, ranks = model_of(args).train(), mc.axis_size("tp")
+    if model.config.num_key_value_heads % ranks:
+        sys.exit(f"tp={ranks} does not divide the {model.config.num_key_value_heads} heads of keys and values")
+    tensor_parallel(model, PLAN, axis="tp")
     fully_shard(model, "fsdp", grads="mean", units=["model.layers.*"])
     return model, torch.optim.AdamW(model.parameters(), lr=args.lr)
 
@@ -150,7 +153,12 @@ def parse(given: list[str] | None = None) -> Namespace:
         ("width", 64, "of the small model"), ("layers", 2, "of the small model"), ("sample", 200, "bytes to write"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}: %(default)s")
-    return parser.parse_args(given)
+    found = parser.parse_args(given)
+    if found.model and not found.model.is_dir():
+        parser.error(f"--model: there is no folder {str(found.model)!r}")
+    if found.steps < 2 or min(found.context, found.sample) < 1:
+        parser.error("--steps is at least 2, half of them on each mesh; --context and --sample are at least 1")
+    return found
 
 
 if __name__ == "__main__":

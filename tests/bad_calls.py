@@ -848,7 +848,7 @@ CLIP: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 for cause, args, kwargs, said in CLIP:
     bad("clip_grad_norm", cause, lambda h, args=args, kwargs=kwargs: parallel.clip_grad_norm(h.sharded, *args, **kwargs), said)
 bad("load_full_state_dict", "another module", lambda h: parallel.load_full_state_dict([], {}), r"module is not a torch.nn.Module but list")
-bad("load_full_state_dict", "no mapping", lambda h: parallel.load_full_state_dict(h.sharded, None), r"state is no mapping but NoneType", told=True)
+bad("load_full_state_dict", "no mapping", lambda h: parallel.load_full_state_dict(h.sharded, None), r"state is neither a mapping nor a path", told=True)
 bad("load_full_state_dict", "another shape", lambda h: parallel.load_full_state_dict(h.sharded, {"weight": x(2)}), r"'weight' has shape \(2,\), the parameter \(4, 4\)", told=True)
 bad("load_full_state_dict", "a list for a tensor", lambda h: parallel.load_full_state_dict(h.sharded, {"weight": [1.0]}), r"'weight' is no tensor but list", told=True)
 bad("fsdp.shard", "no parameters", lambda h: fsdp.shard({}, "a"), r"there are no parameters")

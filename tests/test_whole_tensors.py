@@ -209,6 +209,25 @@ def less(folder: Path) -> Path:
     return safe(folder, {name: x for name, x in whole().state_dict().items() if "layers" not in name})
 
 
+def wrapped(folder: Path) -> Path:
+    torch.save({"model": whole().state_dict(), "step": 3}, folder / "x.pt")
+    return folder / "x.pt"
+
+
+def twice(folder: Path) -> Path:
+    state = whole().state_dict()
+    return safe(folder, {**state, "_orig_mod.steps": torch.ones(())})
+
+
+def pointer(folder: Path) -> Path:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n")
+    return folder
+
+
+def hub(folder: Path) -> Path:
+    return Path("somebody/a-model")
+
+
 WRONG: dict[Callable[[Path], Path], str] = {
     corrupt: r"file '.*weights.safetensors' cannot be read.*fix: write or copy it again",
     no_header: r"file '.*model.safetensors' cannot be read",
@@ -224,6 +243,10 @@ WRONG: dict[Callable[[Path], Path], str] = {
     other_shape: r"'steps' has shape \(2,\), the buffer \(\); 'layers.0.bias' has shape \(9,\), the parameter \(8,\)",
     prefixed: r"Missing key.*fix: names begin with 'module.' there.*ModuleDict\({'module': module}\)",
     deeper: r"Missing key.*fix: names begin with 'base.model.' there: {name.removeprefix\('base.model.'\): x for",
+    wrapped: r"Unexpected key\(s\): 'model', 'step'.*fix: the state_dict stands under 'model' there: state\['model'\]",
+    twice: r"'steps' and '_orig_mod.steps' are one name|'_orig_mod.steps' and 'steps' are one name",
+    pointer: r"cannot be read.*fix: .*git lfs pull",
+    hub: r"there is no file or folder 'somebody/a-model'.*huggingface_hub.snapshot_download",
     less: r"Missing key\(s\): 'layers.0.weight'.*and 0 more|Missing key\(s\): 'layers.0.weight'",
 }
 
@@ -256,6 +279,59 @@ def test_one_rank_cannot_read(tmp_path: Path) -> None:
 
     with pytest.raises(mc.MeshError, match="there is no file or folder"):
         mc.launch(main, ranks=2)
+
+
+OTHERS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], type[Exception], str]] = {
+    "less": (lambda state: {"weight": state["weight"]}, RuntimeError, r"Missing key\(s\): 'bias'"),
+    "more": (lambda state: {**state, "x": torch.ones(1)}, RuntimeError, r"Unexpected key\(s\): 'x'"),
+    "shape": (lambda state: {**state, "bias": torch.ones(5)}, mc.MeshError, r"index 1: 'bias' has shape \(5,\)"),
+    "dtype": (lambda state: {**state, "bias": state["bias"].cfloat()}, mc.MeshError, "index 1: 'bias' is .*complex64"),
+    "none": (lambda state: None, mc.MeshError, "index 1: state is neither a mapping nor a path, but NoneType"),
+    "path": (lambda state: "nowhere", mc.MeshError, "index 1: there is no file or folder 'nowhere'"),
+}
+
+
+def another(name: str) -> str:
+    make, kind, said = OTHERS[name]
+    mesh = mc.make_mesh({"fs": 2, "rep": 2})
+    net = fully_shard(nn.Linear(4, 4), "fs", grads="sum", replica_axis="rep", mesh=mesh)
+    state = dict(nn.Linear(4, 4).state_dict())
+    before = {name: x.clone() for name, x in net.state_dict().items()}
+    with pytest.raises(kind) as caught:
+        load_full_state_dict(net, make(state) if mesh.rank == 1 else state, mesh=mesh)
+    assert re.search(said, str(caught.value)), caught.value
+    assert_close(dict(net.state_dict()), before, rtol=0, atol=0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_rank_is_given_something_else(name: str) -> None:
+    """All ranks say the same, and nothing has changed."""
+    assert len({*mc.launch(another, ranks=4, args=(name,))}) == 1
+
+
+def test_one_process_is_given_something_else(pool4: Any) -> None:
+    for name in ("less", "path"):
+        assert len({*pool4.run(another, name)}) == 1
+
+
+def test_what_did_not_fit_is_told(tmp_path: Path) -> None:
+    """With strict=False, as of load_state_dict; the same on all ranks."""
+    given = {"weight": torch.ones(4, 4), "_orig_mod.x": torch.ones(1), "y": 3}
+
+    def main() -> Any:
+        mesh = mc.make_mesh({"fs": 2})
+        net = fully_shard(nn.Linear(4, 4), "fs", grads="sum", mesh=mesh)
+        found = load_full_state_dict(net, given, strict=False)
+        assert full_state_dict(net)["weight"].eq(1).all()
+        nothing = load_full_state_dict(net, nn.Linear(4, 4).state_dict())
+        assert nothing == ([], [])
+        return found
+
+    theirs = nn.Linear(4, 4).load_state_dict({"weight": torch.ones(4, 4), "x": 1, "y": 3}, strict=False)
+    for found in mc.launch(main, ranks=2):
+        assert found.missing_keys == theirs.missing_keys == ["bias"]
+        assert found.unexpected_keys == theirs.unexpected_keys == ["x", "y"]
 
 
 def test_prefix_by_a_container(tmp_path: Path) -> None:

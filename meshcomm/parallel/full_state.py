@@ -21,7 +21,7 @@ from meshcomm.parallel.checkpoint.parts import Entries, Path, collect, dotted, n
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.global_places import part_of
-from meshcomm.parallel.names_in_files import as_named, refuse_names
+from meshcomm.parallel.names_in_files import Unfit, as_named, refuse_names, unfit, union
 from meshcomm.parallel.taken_parts import Loading
 from meshcomm.parallel.whole_tensors import opened
 from meshcomm.runtime.ops import Op
@@ -143,7 +143,7 @@ def load_full_state_dict(
     *,
     strict: bool = True,
     mesh: Mesh | None = None,
-) -> None:
+) -> Unfit:
     """Take this rank's parts of whole tensors, each copied to where it belongs.
 
     Names, shapes and dtypes are compared first, on all ranks, and nothing is changed where they do not fit. Then each
@@ -171,6 +171,9 @@ def load_full_state_dict(
         strict: whether names that one side lacks are an error. It is that of all ranks: names that another one has, as
             another stage of a pipeline, are not unexpected. A parameter with several names needs one of them.
         mesh: by default the largest of the current mesh and those of the adaptors; all ranks if there is none.
+
+    Returns: names that one side lacks, as of ``load_state_dict``, and the same on all ranks: ``missing_keys``, which
+    keep the values that they had, and ``unexpected_keys``. Both are empty where ``strict`` is True.
 
     Backward: none.
 
@@ -209,10 +212,12 @@ def load_full_state_dict(
         every = {name: group for of_rank in team.everyone(groups) for name, group in of_rank.items()}
         source = team.all(lambda: as_named(where, module, source, every))
         loading = team.all(lambda: Loading(where, module, source, groups, axis.mesh.device))
+        found = union(team.everyone(unfit(module, source, every)))
         if strict:
-            refuse_names(where, module, source, every)
+            refuse_names(where, module, source, found)
         team.all(loading.check)
         team.all(loading.fill)
+    return found
 
 
 def _groups(module: nn.Module) -> dict[str, list[str]]:

@@ -8,17 +8,19 @@ are joined or cut. Its own functions do it here; a tensor that is made of severa
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import described, fail, names
+from meshcomm.parallel.checkpoint.parts import without_wrappers
 from meshcomm.parallel.global_places import Box, part_of
-from meshcomm.parallel.whole_tensors import COUNTER, Kind, Renamed, Whole, whole_of
+from meshcomm.parallel.whole_tensors import COUNTER, Given, Kind, Renamed, Whole, whole_of
 
 _MAPPING, _CORE = "transformers.conversion_mapping", "transformers.core_model_loading"
 
@@ -123,19 +125,49 @@ class Converted(Renamed):
 # ----------------------------------------------------------------------------------------------------- what is missing
 
 
-def refuse_names(where: str, module: nn.Module, source: Whole, groups: Mapping[str, Sequence[str]]) -> None:
-    """RuntimeError, as of ``load_state_dict``, for names that one side lacks; ``groups``: of all ranks."""
+class Unfit(NamedTuple):
+    """Names that one side lacks, as torch's ``load_state_dict`` tells them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def unfit(module: nn.Module, source: Whole, groups: Mapping[str, Sequence[str]]) -> Unfit:
+    """Names in the module alone, and in the source alone; ``groups``: of all ranks."""
     there, known = {*source.names}, {*groups}
     for each in groups.values():
         known.update(each)
     missing = [name for name, others in groups.items() if not there & {name, *others}
                and not name.endswith(COUNTER) and not _any(_ignored(module, "missing"), name)]  # fmt: skip
     odd = [name for name in source.names if name not in known and not _any(_ignored(module, "unexpected"), name)]
+    return Unfit(missing, odd)
+
+
+def union(every: Sequence[Unfit]) -> Unfit:
+    """What any rank lacks, or has too much."""
+    missing, odd = zip(*every, strict=True)
+    return Unfit(list(dict.fromkeys(itertools.chain(*missing))), list(dict.fromkeys(itertools.chain(*odd))))
+
+
+def refuse_names(where: str, module: nn.Module, source: Whole, found: Unfit) -> None:
+    """RuntimeError, as of ``load_state_dict``."""
+    missing, odd = found
     if missing or odd:
         said = [f"Missing key(s): {_few(missing)}."] if missing else []
         said += [f"Unexpected key(s): {_few(odd)}."] if odd else []
-        fix = _renamed(missing, odd) or "the state_dict of this module on one rank; or strict=False"
+        fix = _deeper(missing, odd, source) or _renamed(missing, odd)
+        fix = fix or "the state_dict of this module on one rank; or strict=False"
         fail(where, f"the names are not those of {type(module).__name__}. {' '.join(said)}", fix=fix, kind=RuntimeError)
+
+
+def _deeper(missing: Sequence[str], odd: Sequence[str], source: Whole) -> str:
+    """What to do, if all that is missing is in a mapping that stands in the one that was given."""
+    for name in odd if missing and isinstance(source, Given) else ():
+        inner = source.plain(name)
+        inside = [each for each in inner if isinstance(each, str)] if isinstance(inner, Mapping) else []
+        if {*missing} <= {*map(without_wrappers, inside)}:
+            return f"the state_dict stands under {name!r} there: state[{name!r}]; of a file, torch.load(path)[{name!r}]"
+    return ""
 
 
 def _few(found: Sequence[str], most: int = 8) -> str:

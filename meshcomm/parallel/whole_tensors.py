@@ -81,7 +81,12 @@ def whole_of(source: Whole, name: str) -> Tensor:
 def opened(where: str, given: Any) -> Whole:
     """What ``load_full_state_dict`` was given, under names without traces of wrappers."""
     source = _source(where, given)
-    clean = {without_wrappers(name): name for name in source.names if isinstance(name, str)}
+    clean: dict[str, str] = {}
+    for name in (name for name in source.names if isinstance(name, str)):
+        first = clean.setdefault(without_wrappers(name), name)
+        if first != name:
+            source.close()
+            fail(where, f"{first!r} and {name!r} are one name without the wrappers' parts.", fix="one of them")
     return Renamed(source, clean) if any(name != theirs for name, theirs in clean.items()) else source
 
 
@@ -91,12 +96,15 @@ def _source(where: str, given: Any) -> Whole:
         if os.path.isdir(path):
             return _folder(where, path)
         if not os.path.isfile(path):
-            fix = "a file of whole tensors (.safetensors, torch.save), a folder of them, or one of checkpoint.save"
+            fix = (
+                "a file of whole tensors (.safetensors, torch.save), a folder of them, or one of checkpoint.save; "
+                "of a model of the hub, huggingface_hub.snapshot_download(name)"
+            )
             fail(where, f"there is no file or folder {path!r}.", fix=fix)
         return _file(where, path)
     if not isinstance(given, Mapping):
         fix = "the whole state_dict on every rank; what is on one rank alone goes through mc.broadcast_object"
-        fail(where, f"state is no mapping but {type(given).__name__}.", fix=fix)
+        fail(where, f"state is neither a mapping nor a path, but {type(given).__name__}.", fix=fix)
     return Given(where, given)
 
 
@@ -210,7 +218,7 @@ class SafeFile:
         try:
             self._file: Any = safetensors.safe_open(self._path, framework="pt", device="cpu")
         except Exception as error:
-            fix = "write or copy it again: its header does not fit what is in it"
+            fix = "write or copy it again, whole; git lfs pull, where its pointer stands there"
             fail(self._where, f"file {self._path!r} cannot be read.", got=described(error), fix=fix)
 
     def kind(self, name: str) -> Kind:
