@@ -1204,7 +1204,9 @@ def test_other_dtypes_and_loads_afterwards() -> None:
             load_full_state_dict(net, {"embed.weight": torch.ones(3)})
         with pytest.raises(RuntimeError, match="Missing key"):
             load_full_state_dict(net, {})
-        with pytest.raises(mc.MeshError, match=r"state is neither a mapping nor a path, but NoneType[^!]*\n  fix: .*broadcast_object"):
+        with pytest.raises(
+            mc.MeshError, match=r"state is neither a mapping nor a path, but NoneType[^!]*\n  fix: .*broadcast_object"
+        ):
             load_full_state_dict(net, None)  # type: ignore[arg-type]
 
     mc.launch(main, ranks=2)
