@@ -33,7 +33,6 @@ Check = Callable[[Tensor], object]
 _KIND = "__class__", "dtype", "device", "layout", "is_nested"
 _all_but_shape, _all = attrgetter(*_KIND), attrgetter(*_KIND, "shape")
 """On what it depends whether a collective takes a tensor, where its shape does not matter and where it does."""
-_moved_as = attrgetter("dtype", "device")
 
 
 class _OfTorch(NamedTuple):
@@ -196,10 +195,10 @@ def groups_of(
     """
     checked_size(where, bucket_mb, axis)
     limit = bucket_mb * 2**20
-    one_kind = alike or len(set(map(_moved_as, leaves))) == 1
+    one_kind = alike or len({(leaf.dtype, leaf.device) for leaf in leaves}) == 1  # dynamo knows no attrgetter in a set
     if one_kind and sum(map(Tensor.numel, leaves)) * leaves[0].element_size() <= limit:
         return [list(range(len(leaves)))]
-    kinds = list(map(_moved_as, leaves))
+    kinds = [(leaf.dtype, leaf.device) for leaf in leaves]
     sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}

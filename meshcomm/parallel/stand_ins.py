@@ -53,6 +53,19 @@ class Site(NamedTuple):
     name: str
     value: Tensor
 
+    def registered(self) -> object:
+        """What is there now; of a sharded module the slice, whatever it shows."""
+        if isinstance(self.table, dict):
+            return dict.get(self.table, self.name)
+        return self.table[self.name] if self.name in self.table else None  # noqa: SIM401  # scripted ones have no get
+
+    def put(self, x: Tensor) -> None:
+        """Have it there."""
+        if isinstance(self.table, dict):
+            dict.__setitem__(self.table, self.name, x)
+        else:
+            self.table[self.name] = x
+
 
 class Around:
     """``call(method, args, kwargs)`` in place of a method; it is copied with its module."""
@@ -97,15 +110,15 @@ def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[Non
     recurrent = list({site.module: None for site, _ in changed if isinstance(site.module, nn.RNNBase)})
     try:
         for site, x in changed:
-            site.table[site.name] = x
+            site.put(x)
             if not torch.compiler.is_compiling() and vars(site.value):
                 show_attributes(site.value, x)
         _fill_recurrent(recurrent)
         yield
     finally:
         for site, x in changed:
-            if site.name in site.table and site.table[site.name] is x:  # and was not replaced meanwhile
-                site.table[site.name] = site.value
+            if site.registered() is x:  # and was not replaced meanwhile
+                site.put(site.value)
         _fill_recurrent(recurrent)
 
 

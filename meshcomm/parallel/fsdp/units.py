@@ -273,8 +273,10 @@ class Unit:
             show_attributes(param, views[number][at])
         self._views, self.is_open = views, True
 
-    def shut(self) -> None:
-        """The module has its shards again."""
+    def shut(self, *, interrupted: bool = False) -> None:
+        """The module has its shards again; of what was written to it in a forward that was ``interrupted`` nothing
+        stays.
+        """
         if self.is_open:
             written = [group for group, x, at in self._made_at if _torch.version_of(x) != at]
             if self._made_at and self is self.owner.units[0] and self.version() != self._version:
@@ -289,7 +291,7 @@ class Unit:
             held = self._held()
             if held is not None:
                 gathered_again.close(held)
-            if written:
+            if written and not interrupted:
                 self._refuse_writes(written[0])
 
 
@@ -402,7 +404,7 @@ class Sharded(Flow):
         for unit in self.units:
             if unit.pending is not None:
                 unit.drop()
-            unit.shut()  # an interrupted call may have left it open
+            unit.shut(interrupted=True)  # what an interrupted call may have left open
             unit.depth = int(unit is first)
             unit.forget()
         self.flight.clear()
