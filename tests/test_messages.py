@@ -342,3 +342,37 @@ def to_nobody() -> float:
 def test_what_nobody_receives_keeps_nobody() -> None:
     begin = max(mc.launch(to_nobody, 2, runtime="processes"))
     assert time.monotonic() - begin < 15
+
+
+def to_one_another() -> float:
+    """Neither receives: at their ends both know that nobody will."""
+    mesh = mc.make_mesh({"a": 2}, timeout=60.0)
+    works = [mc.send(torch.ones(10_000), "a", 1 - mesh.rank, tag, mesh=mesh, async_op=True) for tag in range(3)]
+    assert len(works) == 3
+    return time.monotonic()
+
+
+def test_who_is_at_its_end_receives_nothing() -> None:
+    begin = max(mc.launch(to_one_another, 2, runtime="processes"))
+    assert time.monotonic() - begin < 30
+
+
+def many_at_once() -> int:
+    """Those that are more than may be lent go another way, and all arrive."""
+    mesh, count = mc.make_mesh({"a": 2}), 12
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lending, "_MOST_LARGE", 4)
+        if mesh.rank == 0:
+            works = [mc.send(torch.full((20_000,), i), "a", 1, i % 2, mesh=mesh, async_op=True) for i in range(count)]
+            mc.barrier("a", mesh=mesh)
+            for work in works:
+                work.wait()
+            return len(lending.room._segments)
+        mc.barrier("a", mesh=mesh)
+        for i in range(count):
+            assert mc.recv("a", 0, shape=(20_000,), dtype=torch.int64, tag=i % 2, mesh=mesh).unique().tolist() == [i]
+        return 0
+
+
+def test_many_messages_under_way_keep_few_descriptors() -> None:
+    assert mc.launch(many_at_once, 2, runtime="processes")[0] <= 4

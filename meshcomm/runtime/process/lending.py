@@ -13,6 +13,7 @@ would clear a byte of the next call that the segment is lent for, perhaps of a t
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -36,6 +37,8 @@ _SLOT, _SLOTS, _MOST_SLOTS = 2**16, 64, 2**12
 """Bytes of a small segment, how many of them lie in one memory, and the most of them."""
 _FIRST = 4
 """How many of them are looked at first: what was lent last is mapped and near on all sides."""
+_MOST_LARGE = 256
+"""Of larger ones, each of which has a descriptor, if whoever lends has another way."""
 _KEEP = 2**28
 """Bytes that a process keeps to lend them again."""
 _MUCH, _LITTLE = 2**27, 0.1
@@ -121,11 +124,13 @@ class Room:
         self._small: list[Segment] = []
         self._next = 0
 
-    def lend(self, nbytes: int, places: Iterable[int], readers: Sequence[Reader], *, patient: bool) -> Segment:
+    def lend(
+        self, nbytes: int, places: Iterable[int], readers: Sequence[Reader], *, patient: bool, must: bool = True
+    ) -> Segment:
         """Memory for so many bytes, until it was returned from each of these places.
 
         Who is ``patient``, and has lent much to others that are slower, gives them a little time; not for ever, for
-        they may be waiting for something else.
+        they may be waiting for something else. Who need not have it gets an OSError where there are many already.
         """
         need, lent = PAGE + nbytes, None
         try:
@@ -135,6 +140,8 @@ class Room:
                     self._drop_used()
                     found = self._wait_for(need) if patient else None
                 if found is None:
+                    if not must and len(self._segments) >= _MOST_LARGE:
+                        raise OSError(errno.EMFILE, "as much is lent as shall be")
                     found = self._another(PAGE + max(_SLOT, 1 << (nbytes - 1).bit_length()))
                 lent = found
                 for place in places:

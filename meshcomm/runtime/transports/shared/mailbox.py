@@ -213,8 +213,8 @@ class _Addressee(_Reader):
     """The same, of a message that was lent: it belongs to no call."""
 
     def is_gone(self) -> bool:
-        """As a reader, or because it does not hear of messages any more."""
-        return self._mail.failed or super().is_gone()
+        """As a reader; or it does not hear of messages any more, as at its end: it receives none then."""
+        return self._mail.failed or self.is_leaving()
 
     def entry(self, number: int) -> None:
         """None."""

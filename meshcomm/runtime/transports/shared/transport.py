@@ -248,11 +248,12 @@ class OneHostLink(ProcessLink):
     # ------------------------------------------------------------------------------------------- messages
 
     def lend_to(self, packed: Tensor, dst: int) -> Sequence[int]:
-        """A copy; nothing if it is for this rank, or there is no memory to share."""
+        """A copy; nothing if it is for this rank, or there is no memory to share, or much is under way."""
         if dst == self.index:
             return ()
         try:
-            lent = room.lend(packed.nbytes, (dst,), [self.mail.addressees[dst]], patient=not told.later)
+            readers = [self.mail.addressees[dst]]
+            lent = room.lend(packed.nbytes, (dst,), readers, patient=not told.later, must=False)
         except (OSError, CommError):  # of the mailboxes
             return ()
         try:
