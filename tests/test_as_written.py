@@ -179,7 +179,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 WAYS = [(name, way) for name, case in CASES.items() for way in case.ways]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Sparse invariant checks")
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_as_on_one_rank(name: str, way: str) -> None:
     expected = alone(name)

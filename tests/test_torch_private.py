@@ -900,7 +900,7 @@ def test_name_tables_of() -> None:
     """Of a scripted and of a traced part too, whose forward takes what is put into the table."""
     plain = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # a DeprecationWarning, and since torch 2.15 a FutureWarning
         modules = plain, torch.jit.script(plain), torch.jit.trace(plain, torch.ones(2))
     for module in modules:
         _, children = _torch.tables_of(module)
