@@ -410,11 +410,12 @@ def test_under_the_checker(name: str) -> None:
 
 
 def mistaken(fsdp: bool) -> None:
-    """Norms of heads that the plan calls replicated."""
+    """Norms of heads that the plan calls replicated, after a parameter that has no gradient and never moves."""
     mesh = mc.make_mesh({"fsdp": 2, "tp": 2} if fsdp else {"tp": 2})
     make, plan, _ = case("normed", 2)
     model = made(make)
-    tensor_parallel(model, {**plan, "norm": "replicated"}, axis="tp", mesh=mesh)
+    model.idle = nn.Parameter(torch.ones(3))
+    tensor_parallel(model, {**plan, "norm": "replicated", "idle": "replicated"}, axis="tp", mesh=mesh)
     if fsdp:
         fully_shard(model, "fsdp", grads="mean", mesh=mesh)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -28,16 +28,16 @@ class KeptEqual:
     def __init__(self, where: str, mesh: Mesh, name: AxisName) -> None:
         self.where, self.mesh, self.name = where, mesh, name
         self._before: dict[str, Tensor] = {}
-        self._first: tuple[Tensor, int] | None = None
+        self._watched: list[tuple[Tensor, int]] = []  # all, until one moves: some have no gradient
         self._steps = 0
 
     def look(self, module: nn.Module, cut: Collection[str]) -> None:
         """Before a forward: whether an optimiser has stepped, and after steps 1, 2, 4, 8 and so on what has moved."""
-        if self._first is not None:
-            p, version = self._first
-            if _torch.version_of(p) == version:
+        if self._watched:
+            moved = next((p for p, version in self._watched if _torch.version_of(p) != version), None)
+            if moved is None:
                 return
-            self._first = p, _torch.version_of(p)
+            self._watched = [(moved, _torch.version_of(moved))]
             self._steps += 1
             if self._steps & (self._steps - 1):
                 return
@@ -46,9 +46,8 @@ class KeptEqual:
 
     def _compare(self, module: nn.Module, cut: Collection[str]) -> None:
         whole = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in cut and p.numel()}
-        if self._first is None and whole:
-            first = next(iter(whole.values()))
-            self._first = first, _torch.version_of(first)
+        if not self._watched:
+            self._watched = [(p, _torch.version_of(p)) for p in whole.values()]
         before, self._before = self._before, {name: _some(p) for name, p in whole.items()}
         moved = [name for name, x in self._before.items() if name in before and before[name].shape == x.shape]
         if not moved:
