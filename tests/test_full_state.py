@@ -15,6 +15,7 @@ import meshcomm as mc
 from meshcomm.parallel import (
     Column,
     checkpoint,
+    clip_grad_norm,
     data_parallel,
     full_state_dict,
     fully_shard,
@@ -109,6 +110,33 @@ def test_stages_and_back(way: Callable[[Net], None], tmp_path: Path) -> None:
         assert (one_has is None) == (rank != 3)
         assert_close(second, dict(whole(2).state_dict()), rtol=0, atol=0)
         assert_close(first, dict(whole(1).state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", [plain, sharded])
+def test_stages_that_are_declared(way: Callable[[Net], None], tmp_path: Path) -> None:
+    """Stages that ``mark_varying`` declares have one norm, and their states are one state."""
+    alone = whole()
+    for p in alone.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+
+    def main() -> Any:
+        mesh = mc.make_mesh(MESH)
+        with mc.use_mesh(mesh):
+            net = in_stages(way, mesh)
+            mc.mark_varying(net, "pp")
+            for p in net.parameters():
+                p.grad = torch.full_like(p, 2.0)
+            found = clip_grad_norm(net, 1.0)
+            load_full_state_dict(net, whole(1).state_dict())
+            saved = checkpoint.save(tmp_path, net)
+            again = in_stages(way, mesh)
+            load_full_state_dict(again, saved)
+            return found, full_state_dict(again)
+
+    for found, state in mc.launch(main, ranks=8):
+        assert_close(found, norm)
+        assert_close(state, dict(whole(1).state_dict()), rtol=0, atol=0)
 
 
 def trained(net: nn.Module) -> torch.optim.Optimizer:

@@ -91,8 +91,9 @@ def tensor_parallel(
 
     Cost: at the start one broadcast of the parameters, and of the generators' states; one of 8 bytes when a module that
         draws runs for the first time, or after ``torch.manual_seed``. Per row one all_reduce forwards, per input of
-        columns one backwards; with ``sequence`` an all_gather and a reduce_scatter each. On the CPU an all_gather of at
-        most 256 numbers per whole parameter after steps 1, 2, 4 and so on.
+        columns one backwards; with ``sequence`` an all_gather and a reduce_scatter each. A table in rows counts as a
+        row, a block that enters as a column, one that leaves as a row; :class:`Column` and :class:`Row` say what is
+        more. On the CPU an all_gather of at most 256 numbers per whole parameter after steps 1, 2, 4 and so on.
 
     Raises:
         MeshError: not a module; no such axis; a pattern for which nothing is left; a parameter that no pattern

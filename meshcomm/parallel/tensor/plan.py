@@ -23,9 +23,12 @@ class Column(NamedTuple):
     """Several matrices in one, each of which is cut: how many equal ones, or their lengths; 3 for q, k and v."""
     kv_heads: int | None = None
     """The heads of keys or values, which may be fewer than ranks: then ranks share them, and each has the weight. Of
-    several parts it is the first one that has all heads, and the others these."""
+    several parts it is the first one that has all heads, and the others these. The gradients of what is shared are
+    summed over the axis."""
     gather: bool = False
-    """Whether the outputs are gathered again, so that code that follows sees all of them."""
+    """Whether the outputs are gathered again, so that code that follows sees all of them: by an all_gather_invariant,
+    which sends nothing in backward; inside of a block that enters by an all_gather, whose backward is a
+    reduce_scatter."""
     sequence: bool | None = None
     """Whether what goes in is cut along the sequence; by default as the whole module has it."""
 
@@ -34,10 +37,11 @@ class Row(NamedTuple):
     """A layer of whose inputs each rank has a part, if there is more to say than ``"row"``."""
 
     split: bool = False
-    """Whether what goes in is whole, so that each rank takes its part of it first."""
+    """Whether what goes in is whole, so that each rank takes its part of it first. In backward its gradient is
+    gathered."""
     enter: bool = False
     """Whether the sum is used by each rank with its own part of other weights, as that of a column is not; its gradient
-    is summed then."""
+    is summed then, by one all_reduce more."""
     sequence: bool | None = None
     """Whether each rank keeps a part of the sequence; by default as the whole module has it."""
 
