@@ -96,6 +96,21 @@ def test_transforms(which: int) -> None:
     assert_close(vmap(grad(mine))(batch), torch.stack([grad(other)(one) for one in batch]))
 
 
+def test_targets_of_a_batch() -> None:
+    x, table = drawn(3, 6, WIDTH, seed=2), drawn(WORDS, WIDTH, seed=1)
+    ids = torch.arange(18).view(3, 6) % WORDS
+    ids[1, :4] = -100
+
+    def of(f: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        return vmap(grad(f), (0, None, 0))(x, table, ids)
+
+    found = of(lambda x, w, y: linear_cross_entropy(x, w, y, rows=4, reduction="sum"))
+    assert_close(found, of(lambda x, w, y: F.cross_entropy(F.linear(x, w), y, reduction="sum")))
+    ids[2, 3] = WORDS
+    with pytest.raises(mc.MeshError, match=f"id {WORDS} is not in a vocabulary of {WORDS}"):
+        of(lambda x, w, y: linear_cross_entropy(x, w, y))
+
+
 def test_tied_weights_and_shapes() -> None:
     table = drawn(WORDS, WIDTH, seed=1).requires_grad_()
     ids = torch.arange(6).view(2, 3)

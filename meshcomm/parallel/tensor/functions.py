@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshcomm._torch import functorch_active, unwrapped
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
@@ -318,7 +319,8 @@ def own_rows(
         wrong(where, "ids are not integers.", axis, ids, "cast with x.long()")
     total = count * (1 if axis is None else axis.size)
     if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
-        known = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
+        known = _values(ids)
+        known = known if ignored is None else known.masked_fill(known == ignored, 0)
         low, high = (int(bound) for bound in known.aminmax())
         if low < 0 or high >= total:
             outside = low if low < 0 else high
@@ -327,6 +329,12 @@ def own_rows(
     rows = ids if axis is None else ids - axis.index_tensor.to(ids.device) * count
     mine = (rows >= 0) & (rows < count)
     return rows.masked_fill(~mine, 0), mine
+
+
+def _values(x: Tensor) -> Tensor:
+    """Those of all batches, under vmap."""
+    inner = unwrapped(x) if functorch_active() else None
+    return x if inner is None else _values(inner)
 
 
 def wrong(where: str, what: str, axis: Axis | None, x: Tensor, fix: str) -> NoReturn:
