@@ -127,7 +127,10 @@ def test_a_model_without_its_head(tmp_path: Path) -> None:
         module = fully_shard(made("Llama").model, "fsdp", grads="mean", mesh=mesh)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=r"Unexpected key\(s\): 'lm_head.weight'"):
             load_full_state_dict(module, tmp_path)
-        load_full_state_dict(module, tmp_path, strict=False)
+        assert load_full_state_dict(module, tmp_path, strict=False) == ([], ["lm_head.weight"])
+        inside = {"state_dict": made("Llama").state_dict(), "epoch": 1}
+        with pytest.raises(RuntimeError, match=r"stands under 'state_dict' there: state\['state_dict'\]"):
+            load_full_state_dict(fully_shard(made("Llama"), "fsdp", grads="mean", mesh=mesh), inside)
 
     mc.launch(main, ranks=2)
 

@@ -206,15 +206,15 @@ def load_full_state_dict(
     axis = all_ranks(where, module, mesh)
     team = Team(where, axis)
     with contextlib.ExitStack() as files:
-        source = team.all(lambda: opened(where, state_or_path))
-        files.callback(source.close)
+        given = team.all(lambda: opened(where, state_or_path))
+        files.callback(given.close)
         groups = team.all(lambda: _groups(module))
         every = {name: group for of_rank in team.everyone(groups) for name, group in of_rank.items()}
-        source = team.all(lambda: as_named(where, module, source, every))
+        source = team.all(lambda: as_named(where, module, given, every))
         loading = team.all(lambda: Loading(where, module, source, groups, axis.mesh.device))
         found = union(team.everyone(unfit(module, source, every)))
         if strict:
-            refuse_names(where, module, source, found)
+            refuse_names(where, module, given, found)
         team.all(loading.check)
         team.all(loading.fill)
     return found

@@ -149,21 +149,21 @@ def union(every: Sequence[Unfit]) -> Unfit:
     return Unfit(list(dict.fromkeys(itertools.chain(*missing))), list(dict.fromkeys(itertools.chain(*odd))))
 
 
-def refuse_names(where: str, module: nn.Module, source: Whole, found: Unfit) -> None:
-    """RuntimeError, as of ``load_state_dict``."""
+def refuse_names(where: str, module: nn.Module, given: Whole, found: Unfit) -> None:
+    """RuntimeError, as of ``load_state_dict``; ``given``: under its own names."""
     missing, odd = found
     if missing or odd:
         said = [f"Missing key(s): {_few(missing)}."] if missing else []
         said += [f"Unexpected key(s): {_few(odd)}."] if odd else []
-        fix = _deeper(missing, odd, source) or _renamed(missing, odd)
+        fix = _deeper(missing, odd, given) or _renamed(missing, odd)
         fix = fix or "the state_dict of this module on one rank; or strict=False"
         fail(where, f"the names are not those of {type(module).__name__}. {' '.join(said)}", fix=fix, kind=RuntimeError)
 
 
-def _deeper(missing: Sequence[str], odd: Sequence[str], source: Whole) -> str:
+def _deeper(missing: Sequence[str], odd: Sequence[str], given: Whole) -> str:
     """What to do, if all that is missing is in a mapping that stands in the one that was given."""
-    for name in odd if missing and isinstance(source, Given) else ():
-        inner = source.plain(name)
+    for name in given.names if missing and odd and isinstance(given, Given) else ():
+        inner = given.plain(name)
         inside = [each for each in inner if isinstance(each, str)] if isinstance(inner, Mapping) else []
         if {*missing} <= {*map(without_wrappers, inside)}:
             return f"the state_dict stands under {name!r} there: state[{name!r}]; of a file, torch.load(path)[{name!r}]"
