@@ -632,6 +632,25 @@ def test_what_is_counted_in_an_object_that_others_have() -> None:
     mc.launch(divided, ranks=2)
 
 
+def evaluated() -> None:
+    """Torch's own layers read weights past the forward of their parts where gradients are off."""
+    mesh = mc.make_mesh({"tp": 2})
+    for activation in ("relu", "gelu"):
+        for layers in (1, 2):
+            layer = made(lambda: nn.TransformerEncoderLayer(D, H, 2 * D, 0.0, activation, batch_first=True))
+            alone = nn.TransformerEncoder(layer, layers).eval()
+            model = copy.deepcopy(alone)
+            tensor_parallel(model, {"*.linear1": "column", "*.linear2": "row", "*": "replicated"}, axis="tp", mesh=mesh)
+            for train in (False, True):
+                with torch.set_grad_enabled(train):
+                    x = mc.broadcast(drawn(0), "tp", mesh=mesh)
+                    assert_close(model(x), alone(x), rtol=1e-9, atol=1e-9)
+
+
+def test_layers_of_torch_in_evaluation() -> None:
+    mc.launch(evaluated, ranks=2)
+
+
 class Odd(nn.Module):
     """A forward of its own in layers that look like others."""
 

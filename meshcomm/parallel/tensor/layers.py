@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,14 @@ def layers_of(state: Parallel, found: Sequence[Named]) -> dict[nn.Module, Layer]
             if each.style == "once":
                 state.once.add((each.owner, each.name))
     return made
+
+
+def past_forward(module: nn.Module, changed: Container[nn.Module]) -> Iterator[tuple[nn.Module, str, int]]:
+    """The attributes by which layers of torch, in evaluation, read weights past the forward of their parts; off where a
+    part has a forward of ours: whose, which, and what it is then."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer) and any(inner in changed for inner in part.modules()):
+            yield part, "activation_relu_or_gelu", 0
 
 
 def _layer(params: Sequence[Named], state: Parallel) -> Layer | None:

@@ -15,7 +15,7 @@ from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.stand_ins import Around, refuse_sliced
 from meshcomm.parallel.tensor.blocks import Boundary, blocks_of
-from meshcomm.parallel.tensor.layers import Layer, layers_of
+from meshcomm.parallel.tensor.layers import Layer, layers_of, past_forward
 from meshcomm.parallel.tensor.plan import WHERE, Block, Style, divided, read
 from meshcomm.parallel.tensor.state import HERE, Parallel, known_of
 from meshcomm.runtime.ops import Op
@@ -133,6 +133,7 @@ def tensor_parallel(
     layers = layers_of(state, known.params)
     attributes = list(divided(module, divide, ax))
     attributes += [each for layer in layers.values() for each in layer.counts()]
+    attributes += past_forward(module, {*layers, *blocks})
     state.make_parts(module)
     for part, name, value in attributes:
         setattr(part, name, value)
