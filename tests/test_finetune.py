@@ -75,3 +75,26 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit, match=r"needs transformers: pip install 'meshcomm\[models\]'"):
         run(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--steps", "1"], "--steps is at least 2"),
+        (["--context", "0"], "--context and --sample are at least 1"),
+        (["--model", "no-such-folder"], "there is no folder 'no-such-folder'"),
+    ],
+)
+def test_wrong_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], said: str
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path, *flags)
+    assert said in capsys.readouterr().err
+
+
+def test_heads_that_are_not_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit, match="tp=8 does not divide the 4 heads"):
+        run(monkeypatch, tmp_path, "--ranks", "8", "--tp", "8")
