@@ -704,6 +704,14 @@ def refused() -> None:
             )
             wrong(text, norms, {name: Cut(0), "*": "replicated"})
         tensor_parallel(sums, {"a": Cut(0)}, axis="tp", mesh=mesh)
+    heads = nn.ModuleDict({"a": nn.MultiheadAttention(D, H), "b": nn.Linear(D, D)})
+    for pattern, style in (
+        ("a.in_proj_weight", Cut(0, 3)),
+        ("*.out_proj", "row"),
+        ("*.out_proj", "column"),
+        ("a", "column"),
+    ):
+        wrong("torch's MultiheadAttention is whole", heads, {pattern: style, "*": "replicated"})
     wrong("nothing is left for 'nobody'", Mixture(), {**EXPERTS, "nobody": Block()})
     wrong("no attribute that is an int is called 'config.head'", Fused(linear, 2), rest(), divide=["config.head"])
     wrong("config.heads = 4 is not divisible by 3", Fused(linear, 2), rest(), divide={"config.heads": 3})

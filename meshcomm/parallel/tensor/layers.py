@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ def layers_of(state: Parallel, found: Sequence[Named]) -> dict[nn.Module, Layer]
     for each in found:
         owned.setdefault(each.owner, {}).setdefault(each.name, each)
     made: dict[nn.Module, Layer] = {}
+    _refuse_cut_attention(state.module, owned)
     for owner, params in owned.items():
         layer = _layer(list(params.values()), state)
         if layer is not None:
@@ -55,6 +56,18 @@ def layers_of(state: Parallel, found: Sequence[Named]) -> dict[nn.Module, Layer]
             if each.style == "once":
                 state.once.add((each.owner, each.name))
     return made
+
+
+def _refuse_cut_attention(module: nn.Module, owned: Mapping[nn.Module, Mapping[str, Named]]) -> None:
+    """Torch's own compares its sizes with those of what it is given, and reads the weights of its last layer."""
+    for whole in module.modules():
+        if isinstance(whole, nn.MultiheadAttention):
+            for part in whole.modules():
+                for each in owned.get(part, {}).values():
+                    if not isinstance(each.style, str):
+                        what = f"{each.path!r} is {each.style}, but torch's MultiheadAttention is whole or not at all."
+                        fix = "'replicated'; or attention of Linear layers, whose q, k and v are columns"
+                        fail(WHERE, what, fix=fix)
 
 
 def past_forward(module: nn.Module, changed: Container[nn.Module]) -> Iterator[tuple[nn.Module, str, int]]:
