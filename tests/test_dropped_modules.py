@@ -75,6 +75,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": lambda: fully_shard(Recurrent(), "a", grads="mean"),
     "tensor parallel": parallel,
     "tensor parallel, sharded": lambda: fully_shard(parallel(), "b", grads="mean"),
+    "tensor parallel, data parallel": lambda: data_parallel(parallel(), "b", grads="sum"),
     "data parallel": lambda: data_parallel(Net(), "a", grads="mean"),
     "all of them": lambda: data_parallel(convert_batch_norm(parallel(), "b"), "b", grads="sum"),
 }

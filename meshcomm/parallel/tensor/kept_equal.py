@@ -47,7 +47,8 @@ class KeptEqual:
     def _compare(self, module: nn.Module, cut: Collection[str]) -> None:
         whole = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in cut and p.numel()}
         if not self._watched:
-            self._watched = [(p, _torch.version_of(p)) for p in whole.values()]
+            # Without their graph, which has the module: inside of a data parallel one they are results of a node.
+            self._watched = [(p.detach(), _torch.version_of(p)) for p in whole.values()]
         before, self._before = self._before, {name: _some(p) for name, p in whole.items()}
         moved = [name for name, x in self._before.items() if name in before and before[name].shape == x.shape]
         if not moved:
