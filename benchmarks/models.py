@@ -17,12 +17,10 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
@@ -36,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm as mc
-from benchmarks.common import options_of, print_markdown, print_table, run
+from benchmarks.common import options_of, print_markdown, print_table, run, steps_in_turns
 from benchmarks.tracked import Tracked
 from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
 
@@ -165,17 +163,8 @@ def on_gloo(width: int, layers: int, rows: int, tokens: int, repeats: int) -> di
                           for who in (PLAIN, OURS, TORCHS[kind])}  # fmt: skip
                 peaks = {who: peak_of(make) for who, make in makers.items()}
                 steps = {who: make() for who, make in makers.items()}
-                taken: dict[str, list[float]] = {who: [] for who in steps}
-                for number in range(repeats + 2):
-                    for who, step in steps.items():
-                        dist.barrier()
-                        start = time.perf_counter()
-                        step()
-                        took = torch.tensor(time.perf_counter() - start)
-                        dist.all_reduce(took, dist.ReduceOp.MAX)
-                        if number >= 2:
-                            taken[who].append(took.item())
-                each = {who: {"seconds": median(times), "peak": peaks[who]} for who, times in taken.items()}
+                seconds = steps_in_turns(steps, repeats)
+                each = {who: {"seconds": seconds[who], "peak": peaks[who]} for who in steps}
                 found.setdefault(name, {})[kind] = each
     return found
 

@@ -47,6 +47,7 @@ from benchmarks.common import (
     print_machine,
     print_markdown,
     print_table,
+    steps_in_turns,
     write,
 )
 from benchmarks.tracked import Tracked
@@ -268,18 +269,8 @@ def on_gloo(sizes: Mapping[str, Size], repeats: int) -> dict[str, dict[str, floa
         for kind, size in sizes.items():
             makers = {who: make for (what, who), make in MAKERS.items() if what == kind}
             seed = 0 if kind == TP else mesh.rank
-            steps = {who: step_of(make, size, seed) for who, make in makers.items()}
-            taken: dict[str, list[float]] = {who: [] for who in steps}
-            for number in range(repeats + 2):
-                for who, (step, _) in steps.items():
-                    dist.barrier()
-                    start = time.perf_counter()
-                    step()
-                    took = torch.tensor(time.perf_counter() - start)
-                    dist.all_reduce(took, dist.ReduceOp.MAX)
-                    if number >= 2:
-                        taken[who].append(took.item())
-            found[kind] = {who: median(each) for who, each in taken.items()}
+            kept = {who: step_of(make, size, seed) for who, make in makers.items()}
+            found[kind] = steps_in_turns({who: step for who, (step, _) in kept.items()}, repeats)
     return found
 
 

@@ -943,6 +943,96 @@ def test_init_of_ones_own() -> None:
     assert mc.launch(main, ranks=2) == [[7.0] * 3] * 2
 
 
+class Sharing(nn.Module):
+    """Blocks that share weights, and nothing around them has parameters."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)) for _ in range(4))
+        first = self.blocks[0][0]
+        if kind == "frozen":
+            first.weight.requires_grad_(False)
+        if kind == "bias":
+            self.blocks[2][0].bias = first.bias
+        elif kind == "unit":
+            self.blocks[0][2].weight = first.weight
+        elif kind == "module":
+            self.blocks[3][0] = first
+        else:
+            for number in (1, 2, 3) if kind == "three" else (3,):
+                self.blocks[number][0].weight = first.weight
+        if kind == "around":
+            self.head = nn.Linear(6, 6, bias=False)
+            self.head.weight = first.weight
+        if kind == "buffers":
+            self.norm = nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            for block in part if isinstance(part, nn.ModuleList) else (part,):
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["two", "three", "unit", "module", "bias", "frozen", "around", "buffers"])
+@pytest.mark.parametrize("how", ["reset", "init", "loaded", "partly"])
+def test_weights_shared_by_units_on_the_meta_device(kind: str, how: str) -> None:
+    """Equal on any mesh, of the distribution that initialises them, and a step as the whole model makes it."""
+    torch.manual_seed(8)
+    real = Sharing(kind)
+    wanted = real.state_dict()
+
+    def init(part: nn.Module) -> None:
+        for x in part.parameters(recurse=False):
+            nn.init.uniform_(x, 2, 3)
+        if isinstance(part, nn.BatchNorm1d):
+            part.reset_parameters()
+
+    def main() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        mesh = mc.make_mesh({"fsdp": -1})
+        with torch.device("meta"):
+            net = Sharing(kind)
+        if how == "partly":
+            net.blocks[2][2] = copy.deepcopy(real.blocks[2][2])
+        fully_shard(net, "fsdp", grads="sum", mesh=mesh, init=init if how == "init" else None)
+        assert not any(x.is_meta for x in (*net.parameters(), *net.buffers()))
+        if how == "loaded":
+            load_full_state_dict(net, wanted)
+        before = full_state_dict(net)
+        net.train(False)
+        net(torch.linspace(-1, 1, 12).view(2, 6)).square().sum().backward()
+        grown = {name: x.grad for name, x in net.named_parameters() if x.grad is not None}
+        assert len(grown) == len([*net.parameters()]) - (kind == "frozen")
+        with torch.no_grad():
+            for x in net.parameters():
+                if x.grad is not None:
+                    x -= 0.01 * x.grad / mesh.size
+        return before, full_state_dict(net)
+
+    found = []
+    for ranks in (1, 2, 3):
+        torch.manual_seed(9)
+        found += mc.launch(main, ranks=ranks)
+    before, _ = found[0]
+    for each, after in found:
+        alone = Sharing(kind)
+        alone.load_state_dict(each)
+        alone.train(False)
+        alone(torch.linspace(-1, 1, 12).view(2, 6)).square().sum().backward()
+        for name, x in alone.named_parameters():
+            torch.testing.assert_close(after[name], x - 0.01 * x.grad if x.grad is not None else x)
+        for name, x in each.items():
+            assert torch.equal(x, before[name])
+            if "weight" in name or "bias" in name:
+                kept = how == "partly" and name.startswith("blocks.2.2.")
+                low, high = (2, 3) if how == "init" else (-(6**-0.5), 6**-0.5)
+                assert low <= x.min() <= x.max() <= high
+                assert x.unique().numel() == x.numel()
+                assert torch.equal(x, wanted[name]) or not kept
+            if how == "loaded":
+                assert torch.equal(x, wanted[name])
+
+
 # ------------------------------------------------------------------------------------------- checkpoints, transforms
 
 

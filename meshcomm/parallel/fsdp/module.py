@@ -25,19 +25,19 @@ from meshcomm.parallel.cut_parameters import (
     Part,
     checked_module,
     know,
-    parts_of,
     refuse_copies,
     refuse_overlap,
 )
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import Grads
+from meshcomm.parallel.fsdp import from_meta
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, register, sharded_of
-from meshcomm.parallel.later_values import has_values, make_room, wait_for_values
+from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
@@ -181,30 +181,35 @@ def fully_shard(
     all_matched(where, "whole", kept_whole, chosen)
     known = {name for name in methods if any(hasattr(part, str(name)) for part in chosen.values())}
     all_matched(where, "methods", methods, known)
-    later = init is None and _values_come_later(module, chosen)
+    empty = from_meta.parts_on_meta(module)
+    if init is None and not from_meta.values_come_later(module, empty):
+        init = from_meta.reset
     device = ax.mesh.device if offload else _device(module, ax)
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
     plan = _owned(module, chosen, ignore, apart)
-    own = {id(slot.param) for slots in plan.values() for slot in slots}
+    params = [slot.param for slots in plan.values() for slot in slots]
+    own = {*map(id, params)}
     for over in policy.axes:
         refuse_overlap(where, module, over, own)
-    seed = _shared_seed(policy) if any(slot.param.is_meta for slots in plan.values() for slot in slots) else 0
+    real = {name: any(not slot.param.is_meta for slot in slots) for name, slots in plan.items()}
+    seed = _shared_seed(policy) if init is not None and any(param.is_meta for param in params) else 0
     made: dict[str, list[Group]] = {}
     loads = [0] * ax.size
+    units_of = {*chosen.values()}
     for number, (name, part) in enumerate(reversed(chosen.items())):  # the root last: it may share what units use
-        real = any(not slot.param.is_meta for slot in plan[name])
-        _materialise(part, chosen, plan[name], policy, init, seed + number, later)
+        inside = [each for each in from_meta.parts_of_unit(part, units_of) if each in empty]
+        from_meta.fill(inside, params, policy.device, init, seed + number)
         keep = whole if isinstance(whole, bool) else any(fnmatchcase(name, pattern) for pattern in whole)
         said = f"unit {name!r} of {type(module).__name__}" if name else f"{type(module).__name__} itself"
-        made[name] = _groups(owner, plan[name], keep, sync and real, loads, said)
+        made[name] = _groups(owner, plan[name], keep, sync and real[name], loads, said)
     if sync:
         _share_buffers(module, policy)
     for name, part in chosen.items():
         unit = Unit(owner, name, part, made[name], regather and part is not module)
         owner.units.append(unit)
         _attach(unit, part, methods)
-    for part in _entrances(module, set(chosen.values()), apart):
+    for part in _entrances(module, units_of, apart):
         part.register_forward_pre_hook(owner.enter_part, prepend=True)
         part.register_forward_hook(owner.leave_part, always_call=True)
     for part in module.modules():
@@ -419,9 +424,6 @@ def _share_buffers(module: nn.Module, policy: Policy) -> None:
         take_from(0, buffers, axis)
 
 
-# ---------------------------------------------------------------------------------------------- out of nothing
-
-
 def _part(axis: Axis, group: Group, at: int, slot: Slot) -> Part:
     """What this rank keeps of a parameter, for who asks how it is cut."""
     how = Flat(group.layout.entries[at].shape, *group.layout.range_of(at, group.index))
@@ -433,69 +435,6 @@ def _shared_seed(policy: Policy) -> int:
     for axis in policy.axes:
         [[seed]] = agree([seed], axis, 0)
     return seed
-
-
-def _values_come_later(module: nn.Module, chosen: dict[str, nn.Module]) -> bool:
-    """Whether not all that is on the meta device can be initialised: it has no ``reset_parameters``, or is a part of a
-    parameter that is cut already.
-    """
-    cut = parts_of(module)
-    return any(
-        _is_meta(part)
-        and (
-            not callable(getattr(part, "reset_parameters", None))
-            or any(id(p) in cut for p in part.parameters(recurse=False))
-        )
-        for unit in chosen.values()
-        for _, part in _parts(unit, set(chosen.values()))
-    )
-
-
-def _materialise(
-    unit: nn.Module,
-    chosen: dict[str, nn.Module],
-    slots: list[Slot],
-    policy: Policy,
-    init: Callable[[nn.Module], object] | None,
-    seed: int,
-    later: bool,
-) -> None:
-    """Make a unit that is on the meta device real, and initialise it as every rank does; not if values come later."""
-    parts = [(path, part) for path, part in _parts(unit, set(chosen.values())) if _is_meta(part)]
-    if not parts:
-        return
-    for slot in slots:
-        if slot.param.is_meta:
-            make_room(slot.param, policy.device)
-            if not later:
-                has_values(slot.param)
-    for _, part in () if later else parts:
-        for key, buffer in part.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(part, key, torch.empty_like(buffer, device=policy.device))
-    devices = [] if policy.device.type == "cpu" else [policy.device]
-    with torch.random.fork_rng(devices, device_type=policy.device.type if devices else "cuda"), torch.no_grad():
-        torch.manual_seed(seed)
-        for _, part in () if later else parts:
-            init(part) if init is not None else part.reset_parameters()  # type: ignore[operator]
-
-
-def _parts(unit: nn.Module, others: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The unit and what is below it in no other unit."""
-    seen = {unit}
-    todo = [("", unit)]
-    while todo:
-        path, part = todo.pop()
-        yield path, part
-        for name, child in reversed(list(part.named_children())):
-            if child not in others and child not in seen:
-                seen.add(child)
-                todo.append((f"{path}.{name}" if path else name, child))
-
-
-def _is_meta(part: nn.Module) -> bool:
-    own = [*_torch.own_parameters(part).values(), *(buffer for _, buffer in part.named_buffers(recurse=False))]
-    return any(x is not None and x.is_meta for x in own)
 
 
 # -------------------------------------------------------------------------------------------------- the hooks
