@@ -21,7 +21,9 @@ with _LaterCollection():  # what is imported here may be what makes one fall due
 
 if typing.TYPE_CHECKING:
     from meshcomm import parallel as parallel
-    from meshcomm.collectives.exchange import all_to_all, permute, shift
+    from meshcomm.collectives.exchange.all_to_all import all_to_all
+    from meshcomm.collectives.exchange.permute import permute, shift
+    from meshcomm.collectives.exchange.ragged import all_to_all_ragged
     from meshcomm.collectives.messages import exchange, recv, send, tie
     from meshcomm.collectives.one_rank import barrier, gather, reduce, scatter
     from meshcomm.collectives.scan import scan
@@ -78,6 +80,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_params",
     "all_to_all",
+    "all_to_all_ragged",
     "argmax",
     "argmin",
     "assert_invariant",
@@ -154,7 +157,9 @@ __all__ = [
 _LATER = {
     name: module
     for module, names in {
-        "meshcomm.collectives.exchange": "all_to_all permute shift",
+        "meshcomm.collectives.exchange.all_to_all": "all_to_all",
+        "meshcomm.collectives.exchange.permute": "permute shift",
+        "meshcomm.collectives.exchange.ragged": "all_to_all_ragged",
         "meshcomm.collectives.messages": "exchange recv send tie",
         "meshcomm.collectives.one_rank": "barrier gather reduce scatter",
         "meshcomm.collectives.scan": "scan",

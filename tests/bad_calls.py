@@ -147,6 +147,7 @@ AXIS: dict[str, Callable[[Any], Any]] = {
     "shard": lambda axis: mc.shard(x(4), axis),
     "reduce_scatter": lambda axis: mc.reduce_scatter(x(4), axis),
     "all_to_all": lambda axis: mc.all_to_all(x(4, 4), axis, 0, 1),
+    "all_to_all_ragged": lambda axis: mc.all_to_all_ragged(x(4), torch.tensor([2, 2]), axis),
     "permute": lambda axis: mc.permute(x(4), axis, [(0, 1)]),
     "shift": lambda axis: mc.shift(x(4), axis),
     "scan": lambda axis: mc.scan(x(4), axis),
@@ -547,6 +548,15 @@ bad("send_object", "dst beyond the axis", lambda h: mc.send_object(1, "a", 2), r
 bad("send_object", "a negative tag", lambda h: mc.send_object(1, "a", h.other, tag=-1), r"tag=-1 is not a tag")
 bad("recv_object", "a src that is no int", lambda h: mc.recv_object("a", "0"), r"src='0' is not an index")
 bad("argmax", "complex numbers", lambda h: mc.argmax(x(4).cfloat(), "a"), r"complex numbers have no order")
+bad("all_to_all_ragged", "counts of another length", lambda h: mc.all_to_all_ragged(x(4), torch.tensor([4]), "a"), r"counts is i64\[1\][\s\S]*integers \[2\] or \[2, e\]")
+bad("all_to_all_ragged", "counts of floats", lambda h: mc.all_to_all_ragged(x(4), torch.tensor([2.0, 2.0]), "a"), r"counts is f32\[2\]")
+bad("all_to_all_ragged", "a list of counts", lambda h: mc.all_to_all_ragged(x(4), [2, 2], "a"), r"counts is not a tensor but list")
+bad("all_to_all_ragged", "counts that do not sum", lambda h: mc.all_to_all_ragged(x(4), torch.tensor([2, 1]), "a"), r"counts add up to 3, and there are 4 rows")
+bad("all_to_all_ragged", "a negative count", lambda h: mc.all_to_all_ragged(x(4), torch.tensor([5, -1]), "a"), r"counts has -1 among its entries")
+bad("all_to_all_ragged", "leaves of other lengths", lambda h: mc.all_to_all_ragged((x(4), x(3)), torch.tensor([2, 2]), "a"), r"counts add up to 4, and there are 3 rows")
+bad("all_to_all_ragged", "too many for one", lambda h: mc.all_to_all_ragged(x(4), torch.tensor([1, 3]), "a", most=2), r"3 rows go to index 1, more than most=2")
+bad("all_to_all_ragged", "a negative most", lambda h: mc.all_to_all_ragged(x(4), torch.tensor([2, 2]), "a", most=-1), r"most=-1 is not a number of rows")
+bad("all_to_all_ragged", "no rows", lambda h: mc.all_to_all_ragged(x(), torch.tensor([1, 0]), "a"), r"x has no rows")
 bad("argmin", "a list", lambda h: mc.argmin([x(4)], "a"), r"x is not a tensor but list")
 bad("collect_results", "too few results", lambda h: mc.collect_results([], 4, "a", order="stride"), r"has 0 results, but 2 of the 4 samples", told=True)
 bad("collect_results", "an order that is none", lambda h: mc.collect_results([1], 2, "a", order="rank"), r"order='rank' is no order", told=True)
@@ -1126,7 +1136,7 @@ def outcomes(folder: str) -> Mapping[int, Outcome]:
 # ------------------------------------------------------------------------------------------------------ wrong on one
 
 WAITS = (
-    "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "permute", "shift", "broadcast", "reduce",
+    "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "all_to_all_ragged", "permute", "shift", "broadcast", "reduce",
     "gather", "barrier", "sync_seed", "main_only", "weighted_mean", "all_reduce_params", "Metrics.reduce", "data_parallel",
     "fully_shard", "tensor_parallel", "sync_batch_norm", "leave", "row_linear", "vocab_embedding", "vocab_cross_entropy",
     "linear_cross_entropy",

@@ -54,6 +54,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "shard": lambda: [mc.shard(X, "one"), mc.shard(X, "one", 1, sizes=[3])],
     "reduce_scatter": lambda: [mc.reduce_scatter(X, "one", 1), mc.reduce_scatter(X, "one", 1, "product")],
     "all_to_all": lambda: [mc.all_to_all(X, "one", 0, 1), mc.all_to_all(X, "one", 0, 0, [2], [2])],
+    "all_to_all_ragged": lambda: [
+        mc.all_to_all_ragged(X, torch.tensor([2]), "one"),
+        mc.all_to_all_ragged(X, torch.tensor([[2, 0]]), "one", most=3),
+    ],
     "permute": lambda: [mc.permute(X, "one", [(0, 0)]), mc.permute(X, "one", [])],
     "tie": lambda: mc.tie(X, X),
     "scan": lambda: [mc.scan(X, "one"), mc.scan(X, "one", exclusive=True)],

@@ -31,6 +31,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "shard": lambda axis, **kw: mc.shard(x(), axis, **kw),
     "reduce_scatter": lambda axis, **kw: mc.reduce_scatter(x(), axis, **kw),
     "all_to_all": lambda axis, **kw: mc.all_to_all(x(), axis, 0, 1, **kw),
+    "all_to_all_ragged": lambda axis, **kw: mc.all_to_all_ragged(x(), torch.tensor([2, 2]), axis, **kw),
     "permute": lambda axis, **kw: mc.permute(x(), axis, [(0, 1)], **kw),
     "shift": lambda axis, **kw: mc.shift(x(), axis, **kw),
     "scan": lambda axis, **kw: mc.scan(x(), axis, **kw),
@@ -48,8 +49,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "barrier": lambda axis, **kw: mc.barrier(axis, **kw),
 }
 TAKES_A_TREE = (
-    "pvary", "all_reduce", "all_gather", "all_gather_invariant", "shard", "reduce_scatter", "all_to_all", "permute", "shift",
-    "scan", "broadcast",
+    "pvary", "all_reduce", "all_gather", "all_gather_invariant", "shard", "reduce_scatter", "all_to_all",
+    "all_to_all_ragged", "permute", "shift", "scan", "broadcast",
 )  # fmt: skip
 EXTRA: dict[str, tuple[Any, ...]] = {"all_to_all": (0, 0), "permute": ([],), "send": (1,)}
 TENSOR_FIRST = (*TAKES_A_TREE, "reduce", "gather", "send", "argmax", "argmin")
@@ -60,7 +61,7 @@ def test_the_table_knows_every_function_over_an_axis() -> None:
     functions = {name for name in mc.__all__ if getattr(mc, name).__module__.startswith("meshcomm.collectives.")}
     functions -= {"fork_rng", "sync_seed", "tie"}
     assert set(CALLS) == functions
-    assert len(functions) == 22
+    assert len(functions) == 23
 
 
 # ------------------------------------------------------------------------------------------------- nothing is sent
@@ -168,12 +169,17 @@ NO_TENSORS: dict[str, tuple[Any, str]] = {
 }
 
 
+def called(name: str, value: Any, mesh: mc.Mesh) -> Any:
+    if name == "all_to_all_ragged":
+        return mc.all_to_all_ragged(value, torch.tensor([2, 2]), "b", mesh=mesh)
+    return getattr(mc, name)(value, "b", *EXTRA.get(name, ()), mesh=mesh)
+
+
 def not_tensors(kind: str) -> None:
     value, pattern = NO_TENSORS[kind]
     names = TENSOR_FIRST if kind in ("a number", "None") else TAKES_A_TREE
     for name in names:
-        extra = EXTRA.get(name, ())
-        call = lambda mesh, name=name, extra=extra: getattr(mc, name)(value, "b", *extra, mesh=mesh)  # noqa: E731
+        call = lambda mesh, name=name: called(name, value, mesh)  # noqa: E731
         fix = "fix: pass a tensor"
         expect(call, [f"^meshcomm.{name}: {pattern}", WHERE, AT, fix])
 
@@ -186,8 +192,7 @@ def test_what_is_no_tensor(run4: Callable[..., list[Any]], kind: str) -> None:
 def tree_without_tree() -> None:
     """Functions of one tensor refuse a tree of them."""
     for name in ("reduce", "gather", "send"):
-        extra = EXTRA.get(name, ())
-        call = lambda mesh, name=name, extra=extra: getattr(mc, name)([x()], "b", *extra, mesh=mesh)  # noqa: E731
+        call = lambda mesh, name=name: called(name, [x()], mesh)  # noqa: E731
         expect(call, [f"^meshcomm.{name}: x is not a tensor but list"])
 
 
@@ -197,10 +202,9 @@ def test_functions_of_one_tensor_refuse_a_tree(run4: Callable[..., list[Any]]) -
 
 def odd_tensors() -> None:
     for name in TENSOR_FIRST:
-        extra = EXTRA.get(name, ())
 
-        def call(mesh: mc.Mesh, value: Any, name: str = name, extra: tuple[Any, ...] = extra) -> Any:
-            return getattr(mc, name)(value, "b", *extra, mesh=mesh)
+        def call(mesh: mc.Mesh, value: Any, name: str = name) -> Any:
+            return called(name, value, mesh)
 
         meta, sparse = torch.ones(4, 4, device="meta"), torch.eye(4).to_sparse()
         expect(

@@ -194,7 +194,7 @@ ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel"
 # What imports when it is first asked for, and what: DTensor takes a second and more.
 LATE = {
     "meshcomm": {
-        "meshcomm.elsewhere", "meshcomm.collectives.exchange", "meshcomm.collectives.one_rank", "meshcomm.collectives.messages", "meshcomm.collectives.scan", "meshcomm.training.equal", "meshcomm.training.main_only", "meshcomm.training.metrics", "meshcomm.training.batches", "meshcomm.objects.objects", "meshcomm.objects.letters",
+        "meshcomm.elsewhere", "meshcomm.collectives.exchange.all_to_all", "meshcomm.collectives.exchange.permute", "meshcomm.collectives.exchange.ragged", "meshcomm.collectives.one_rank", "meshcomm.collectives.messages", "meshcomm.collectives.scan", "meshcomm.training.equal", "meshcomm.training.main_only", "meshcomm.training.metrics", "meshcomm.training.batches", "meshcomm.objects.objects", "meshcomm.objects.letters",
         "meshcomm.training.process", "meshcomm.training.reductions", "meshcomm.objects.results",
         "meshcomm.training.split_rows",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",

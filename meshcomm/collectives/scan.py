@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from meshcomm.collectives import check
 from meshcomm.collectives.check import Reduced, Scanned
 from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried
-from meshcomm.collectives.exchange import shifted
+from meshcomm.collectives.exchange.permute import shifted
 from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshcomm import _torch, watch
 from meshcomm.collectives import check
-from meshcomm.collectives.exchange import shift
+from meshcomm.collectives.exchange.permute import shift
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail, names

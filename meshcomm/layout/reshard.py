@@ -13,7 +13,8 @@ from torch import Tensor
 
 from meshcomm import _torch, watch
 from meshcomm.collectives import check
-from meshcomm.collectives.exchange import all_to_all, permute
+from meshcomm.collectives.exchange.all_to_all import all_to_all
+from meshcomm.collectives.exchange.permute import permute
 from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.plan import plan_of, sides_of

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives.broadcast import broadcast
-from meshcomm.collectives.exchange import all_to_all, shift
+from meshcomm.collectives.exchange.all_to_all import all_to_all
+from meshcomm.collectives.exchange.permute import shift
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.one_rank import barrier
 from meshcomm.collectives.reduce import all_reduce, reduce_scatter

@@ -25,10 +25,11 @@ from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.rules.operands import (
     along_of,
     differentiated,
+    gather,
     text_of,
 )
 from meshcomm.spmd.types.sizes.ragged import collected, differing, fresh, note_ragged, ragged_of
-from meshcomm.spmd.types.sizes.varying_numbers import made, plain
+from meshcomm.spmd.types.sizes.varying_numbers import Varying, made, plain
 from meshcomm.spmd.types.vma import (
     INVARIANT,
     Origin,
@@ -55,10 +56,14 @@ class Collectives(Core):
         self, fn: Any, x: Any, axis: AxisName, args: tuple[Any, ...], mesh: Mesh | None, kwargs: dict[str, Any]
     ) -> Any:
         op = ops[fn.__name__]
+        numbers: list[Varying] = []
         if made.any:
+            gather((args, kwargs), Varying, numbers)
             args, kwargs = plain(args), plain(kwargs)
         axes = self._axes_of(op.name, axis, mesh)
         named = op.arguments(args, kwargs) if args else kwargs
+        if numbers:
+            x = self._told(op, x, join([number.kind for number in numbers], op.name), axes)
         if isinstance(x, Tensor):
             kind, x = self._taken(op, x, axes, named)
             kinds, leaves = [kind], [x]
@@ -70,6 +75,21 @@ class Collectives(Core):
                     kinds.append(kind)
                 x = tree_unflatten(leaves, form)
         return self._given(op, fn(x, axis, *args, mesh=mesh, **kwargs), kinds, axes, leaves, named)
+
+    def _told(self, op: Op, x: Any, sizes: Type, axes: frozenset[str]) -> Any:
+        """What is cut where numbers say varies along their axes as well, beside those of the collective."""
+        leaves, form = tree_flatten(x)
+        for i, leaf in enumerate(leaves):
+            kind = self.type_of(leaf) if isinstance(leaf, Tensor) else None
+            missing = frozenset() if kind is None else sizes.axes - kind.axes - axes
+            if kind is None or not missing:
+                continue
+            if torch.is_grad_enabled() and differentiated(leaf):
+                leaves[i] = self.vary(leaf, missing, op.name)
+            else:
+                leaves[i] = leaf.view_as(leaf)
+                self._note(leaves[i], join([kind, sizes], op.name), (leaf,))
+        return tree_unflatten(leaves, form)
 
     def made(self, fn: Any, axis: AxisName, mesh: Mesh | None, /, *args: Any, **kwargs: Any) -> Any:
         """Call a collective that takes no tensor."""

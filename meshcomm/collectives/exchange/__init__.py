@@ -1,0 +1,1 @@
+"""Every rank sends and every rank receives."""
