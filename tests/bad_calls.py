@@ -845,6 +845,10 @@ bad("fully_shard", "twice", lambda h: sharded(h.sharded, "b"), r"'the module' is
 bad("fully_shard", "lazy", lambda h: sharded(nn.LazyLinear(2)), r"parameter '(weight|bias)' is a UninitializedParameter")
 bad("counts", "another module", lambda h: parallel.counts(linear()), r"this Linear is not sharded")
 bad("pieces", "not a module", lambda h: parallel.pieces({}), r"this dict is not sharded")
+bad("shard_optimizer", "no optimizer", lambda h: parallel.shard_optimizer(linear(), "a"), r"not a torch.optim.Optimizer but Linear")
+bad("shard_optimizer", "no such axis", lambda h: parallel.shard_optimizer(torch.optim.SGD(linear().parameters()), "c"), r"no axis 'c'")
+bad("shard_optimizer", "an unknown cut", lambda h: parallel.shard_optimizer(torch.optim.SGD(linear().parameters()), "a", cut="rows"), r"cut='rows'")
+bad("shard_optimizer", "LBFGS", lambda h: parallel.shard_optimizer(torch.optim.LBFGS(linear().parameters()), "a"), r"LBFGS has one state")
 bad("clip_grad_norm", "no module", lambda h: parallel.clip_grad_norm([x(2)], 1.0), r"module is not a torch.nn.Module but list")
 bad("clip_grad_norm", "a mesh that is none", lambda h: parallel.clip_grad_norm(linear(), 1.0, mesh="b"), r"mesh= is a str")
 CLIP: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [

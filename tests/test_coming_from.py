@@ -337,6 +337,9 @@ TOGETHER: dict[str, Callable[[list[Any], list[dict[str, Any]]], bool]] = {
     "mc.parallel.load_full_state_dict(sharded, state)": lambda found, names: (
         not any(each.missing_keys for each in found)
     ),
+    'mc.parallel.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "dp")': lambda found, names: all(
+        isinstance(each, torch.optim.SGD) for each in found
+    ),
     "mc.parallel.clip_grad_norm(sharded, 1.0)": lambda found, names: [norm.item() for norm in found] == [0.0] * 4,
     "mc.parallel.checkpoint.save(tmpdir, sharded)": lambda found, names: (
         len(set(found)) == 1 and Path(found[0]).exists()

@@ -205,7 +205,7 @@ LATE = {
         f"meshcomm.parallel.{name}"
         for name in (
             "batch_norm", "clip", "data.ddp", "data.micro_batches", "fsdp.module", "fsdp.state", "full_state",
-            "tensor.attention", "tensor.chunked_loss", "tensor.functions", "tensor.losses", "tensor.module", "tensor.norms", "tensor.plan",
+            "optimizers.sharded",            "tensor.attention", "tensor.chunked_loss", "tensor.functions", "tensor.losses", "tensor.module", "tensor.norms", "tensor.plan",
         )
     },
     "meshcomm.spmd.shard_map.dtensors": {"meshcomm.layout.dtensor"},

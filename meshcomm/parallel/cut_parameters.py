@@ -7,7 +7,7 @@ no adaptor, and an adaptor of no other one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +119,12 @@ def parts_of(module: nn.Module) -> dict[int, list[Part]]:
     return found
 
 
+def parts_among(params: Iterable[Tensor]) -> dict[int, list[Part]]:
+    """By the id of each of these that is cut, of whatever module, what was made of it."""
+    wanted = {id(p) for p in params}
+    return {key: parts for module in list(_known) for key, parts in parts_of(module).items() if key in wanted}
+
+
 def refuse_copies(where: str, module: nn.Module, fix: str, axis: Axis | None = None) -> None:
     """MeshError for a module that is part of one whose parameters are taken to be the same along ``axis``, or any."""
     for each in known_around(module):
@@ -148,13 +154,17 @@ def places_of(module: nn.Module) -> dict[int, Place]:
     return {key: place_of(p, parts[key]) for key, p in params.items() if key in parts}
 
 
-def place_of(p: Tensor, parts: Sequence[Part]) -> Place:
-    """Where what is left of a parameter lies; ``parts``: all that was made of it, slices first."""
-    place = Place(p.shape)
+def place_of(p: Tensor, parts: Sequence[Part], elements: tuple[int, int] | None = None) -> Place:
+    """Where what is left of a parameter lies, or these elements of that.
+
+    ``parts``: all that was made of it, slices first.
+    """
+    place = Place(p.shape) if elements is None else Place(p.shape, *elements, cut=True)
     for part in parts:
         how = part.how
         if isinstance(how, Flat):
-            place = Place(how.shape, how.start, how.stop, cut=True)
+            first, last = (0, how.stop - how.start) if elements is None else elements
+            place = Place(how.shape, how.start + first, how.start + last, cut=True)
         else:
             place.cut(how.dim, how.lengths, part.mesh.size_of(part.axis), part.at)
     return place

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshcomm.errors import fail, names, shape_text
-from meshcomm.parallel.cut_parameters import places_of
+from meshcomm.parallel.cut_parameters import Part, parts_of, place_of, places_of
 from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
 from meshcomm.parallel.later_values import find_marks, has_no_values
+from meshcomm.parallel.optimizers.shares import shares_of
 
 Path = tuple[str | int, ...]
 """Where a value stands in nested dicts and lists; joined by dots it is the name in the file."""
@@ -46,10 +47,19 @@ class Named(NamedTuple):
     """By id."""
     params: dict[str, nn.Parameter]
     """By every name."""
+    parts: dict[int, list[Part]]
+    """By id, of what is cut."""
 
     def place(self, p: Tensor) -> Place:
         """Where what is here of a parameter lies, cut or not."""
         return self.places.get(id(p)) or Place(p.shape)
+
+    def place_of_state(self, optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Place, tuple[int, ...]]:
+        """The same of what an optimiser keeps here for each of its numbers, and in which shape."""
+        shares = shares_of(optimizer)
+        if shares is None or shares.is_whole(p):
+            return self.place(p), tuple(p.shape)
+        return place_of(p, self.parts.get(id(p), ()), shares.range_of(p)), shares.shape_of(p)
 
 
 def named(module: nn.Module, *, later: bool = False) -> Named:
@@ -70,7 +80,7 @@ def named(module: nn.Module, *, later: bool = False) -> Named:
         elif name not in params:
             aliases[name] = first[id(p)]
         params[name] = p
-    return Named(first, aliases, places_of(module), params)
+    return Named(first, aliases, places_of(module), params, parts_of(module))
 
 
 def state_names(module: nn.Module) -> Callable[[str], str]:
@@ -137,10 +147,10 @@ def _collect_optimizer(found: Entries, here: Named, optimizer: torch.optim.Optim
         for key, value in group.items():
             _put(found, ("optim", "param_groups", number, key), theirs if key == "params" else value)
         for name, p in zip(theirs, group["params"], strict=True):
-            place = here.place(p)
+            place, shape = here.place_of_state(optimizer, p)
             for tail, value in _leaves(optimizer.state.get(p, {})):
                 path = ("optim", "state", name, *tail)
-                if isinstance(value, Tensor) and value.shape == p.shape:
+                if isinstance(value, Tensor) and value.shape == shape:
                     found.tensors[path] = place.of(value)
                     continue
                 if isinstance(value, Tensor) and value.ndim and place.is_cut:

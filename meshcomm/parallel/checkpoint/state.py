@@ -14,6 +14,7 @@ from meshcomm.errors import fail, names, shape_text
 from meshcomm.parallel.checkpoint.parts import Named, Path, dotted, named, optimizer_names, state_names
 from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.global_places import Place, Spread
+from meshcomm.parallel.optimizers.shares import is_kept
 from meshcomm.runtime.process import accelerator
 
 EXTRA = "_extra_state"
@@ -154,9 +155,10 @@ class Restoring:
             settings = self._settings(here, groups, group, together[number])
             self._commits.append(lambda group=group, settings=settings: _set(group, settings))  # type: ignore[misc]
             for name, p in zip(ours, group["params"], strict=True):
-                place = here.place(p)
+                place, shape = here.place_of_state(optimizer, p)
                 like = [(tail, key, tail not in scalars) for tail, key in states.pop(name, [])]
-                leaves = [self._state(*each, p, place, settings, wrong) for each in like]
+                kept = is_kept(optimizer, p)
+                leaves = [self._state(*each, p, (place, shape), settings, wrong) for each in like if kept]
                 self._commits.append(lambda p=p, leaves=leaves: _set_state(optimizer, p, leaves))  # type: ignore[misc]
         self._refuse("optimiser", [], list(states), wrong)
 
@@ -198,16 +200,18 @@ class Restoring:
         return found
 
     def _state(
-        self, tail: Path, key: str, may_be_cut: bool, p: Tensor, place: Place, settings: Mapping[str, Any],
-        wrong: list[str],
+        self, tail: Path, key: str, may_be_cut: bool, p: Tensor, at: tuple[Place, tuple[int, ...]],
+        settings: Mapping[str, Any], wrong: list[str],
     ) -> Leaf:  # fmt: skip
+        place, shape = at
         stored = self.reader.tensor(key)
         if stored is None:
             return Leaf(tail, self.reader.plain(key))
         stored = self.reader.backed(key)
         size, dtype = stored.size, stored.properties.dtype
         if size == place.shape and may_be_cut:
-            room = torch.zeros_like(p.detach(), dtype=dtype)
+            like = p.detach()
+            room = torch.zeros_like(like, dtype=dtype) if like.shape == shape else like.new_zeros(shape, dtype=dtype)
             self._tensor(key, place.of(room), wrong)
             return Leaf(tail, room)
         if size and place.is_cut:
