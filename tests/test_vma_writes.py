@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from vma_twins import F64, LINE, Program, check, data, of_ranks, zeros
 
 import meshcomm as mc
-from meshcomm.spmd.types.rules.operations import Operations
+from meshcomm.spmd.types.rules import at_once
+from meshcomm.spmd.types.rules.torch_rules import kind_of
+from meshcomm.spmd.types.vma import marked
 
 # ------------------------------------------------------------------------------- a whole overwrite of a view or a base
 
@@ -433,6 +437,15 @@ SHORT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add, out": lambda x, y: torch.add(x, x, out=y),
     "overload, out": lambda x, y: torch.ops.aten.max.dim_max(x[None], 0, max=y, max_values=torch.ones(4).long()),
     "cat": lambda x, y: torch.cat([x, y], dim=0),
+    "stack, of three": lambda x, y: torch.stack([x, y, x + y]),
+    "index": lambda x, y: x[1],
+    "index, slices": lambda x, y: x[None, 1:3][..., ::1],
+    "parts": lambda x, y: x.split(2),
+    "mT": lambda x, y: x.view(2, 2).mT,
+    "real": lambda x, y: x.real,
+    "as it is": lambda x, y: x.contiguous(),
+    "addcmul": lambda x, y: torch.addcmul(x, y, x, value=2),
+    "through a view": lambda x, y: (x[:2], x.mul_(y), x[:2].mul_(y[:2]), x[1:])[::2],
     "max": lambda x, y: x.max(dim=0),
     "add_": lambda x, y: x.add_(y, alpha=2),
     "addcmul_": lambda x, y: x.addcmul_(y, y, value=0.5),
@@ -481,6 +494,51 @@ def test_the_short_way_notes_what_the_long_one_does(how: str, grad: bool, monkey
             return {(one, other): of_pair(one, other) for one in KINDS for other in KINDS}
 
     short = mc.launch(main, ranks=2)
-    monkeypatch.setattr(Operations, "_known_at_once", lambda self, kind, args: None)
+    monkeypatch.setattr(at_once, "kind_of", lambda func: replace(kind_of(func), way=0))
     for mine, long in zip(short, mc.launch(main, ranks=2), strict=True):
         assert mine == long
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("runs", [lambda x: x * torch.ones(3), lambda x: x.add_(torch.ones(3)), lambda x: x.view(5)])
+def test_an_operation_that_fails_has_run_once(runs: Callable[[Tensor], Tensor]) -> None:
+    """Its error is torch's, and no reason to try it another way."""
+
+    def main() -> None:
+        x = mc.mark_varying(torch.ones(4), "dp")
+        counted = Counted()
+        with counted, mc.use_mesh(mc.make_mesh({"dp": 2})), mc.check_vma(), pytest.raises(RuntimeError):
+            runs(x)
+        assert counted.failed == 1
+
+    mc.launch(main, ranks=2)
+
+
+class Counted(TorchDispatchMode):
+    """How many operations have failed."""
+
+    failed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:
+            self.failed += 1
+            raise
+
+
+def test_what_meets_something_wider_varies_since_its_own_line() -> None:
+    """Of two lines with the same operation of the same types, time and again, each is the origin of its own result."""
+
+    def main() -> None:
+        x, w = mc.mark_varying(torch.ones(4), "dp"), mc.mark_varying(torch.ones(4), ())
+        with mc.use_mesh(mc.make_mesh({"dp": 2})), mc.check_vma():
+            for _ in range(3):
+                one = x * w
+                other = x * w
+                lines = [
+                    [int(str(origin).rsplit(":", 1)[1]) for origin in marked(y).since.values()] for y in (one, other)
+                ]
+                assert lines[1] == [lines[0][0] + 1]
+
+    mc.launch(main, ranks=2)

@@ -54,13 +54,14 @@ def call_site() -> CallSite:
 
 def site_of(frame: FrameType) -> CallSite:
     """The same, of a thread that is in this frame."""
-    known = _known  # as `_outside` does it, without its call
+    known = _known  # as `outermost` does it, without its call
     while known[file := frame.f_code.co_filename] and (outer := frame.f_back) is not None:
         frame = outer
     return tuple.__new__(CallSite, (file, frame.f_lineno))  # half of what its own way costs
 
 
-def _outside(frame: FrameType) -> FrameType:
+def outermost(frame: FrameType) -> FrameType:
+    """The innermost frame from this one on that is the user's: that of :func:`call_site`."""
     while _known[frame.f_code.co_filename] and (outer := frame.f_back) is not None:
         frame = outer
     return frame
@@ -74,7 +75,7 @@ def call_spot(depth: int) -> Spot:
     """:func:`call_site`, if nobody may ever ask: :func:`site_at` says the line. ``depth``: how many frames out from
     here are surely not the user's.
     """
-    frame = _outside(sys._getframe(depth))
+    frame = outermost(sys._getframe(depth))
     return frame.f_code, frame.f_lasti
 
 

@@ -218,16 +218,16 @@ def note(x: Tensor, kind: Type, known: Container[int] = (), of: Iterable[Any] = 
         pass
     base = x._base
     if base is not None and not (
-        getattr(base, NAME, None) is kind and (not kind.axes or getattr(base, _HELD, None) is kind)
+        getattr(base, NAME, None) is kind and (not kind.axes or getattr(base, HELD, None) is kind)
     ):
-        _note_base(base, kind, known, of)
+        note_base(base, kind, known, of)
     if functorch_active():
         for inner in inside(x):
             setattr(inner, NAME, kind.seen(inner.requires_grad))
             stamp(inner)
 
 
-def _note_base(base: Tensor, kind: Type, known: Container[int], of: Iterable[Any]) -> None:
+def note_base(base: Tensor, kind: Type, known: Container[int], of: Iterable[Any]) -> None:
     """Note that a view of ``base`` has this type."""
     _hold(base, kind)
     found = marked(base)
@@ -240,7 +240,8 @@ def _note_base(base: Tensor, kind: Type, known: Container[int], of: Iterable[Any
         setattr(base, _SPLIT, True)
 
 
-_HELD = "_meshcomm_held"
+HELD = "_meshcomm_held"
+"""The attribute of a tensor with the widest type of a view of it."""
 
 
 def _hold(base: Tensor, kind: Type) -> None:
@@ -248,14 +249,14 @@ def _hold(base: Tensor, kind: Type) -> None:
     if kind.axes:
         before = held(base)
         if before is None or not kind.axes <= before.axes:
-            setattr(base, _HELD, kind if before is None else Type(kind.since | before.since, grid=kind.grid))
+            setattr(base, HELD, kind if before is None else Type(kind.since | before.since, grid=kind.grid))
 
 
 def held(x: Tensor) -> Type | None:
     """The widest type that was noted on a view that has its memory and its graph in common with ``x``, if any varies:
     it stays on that view when the whole is overwritten with what is invariant.
     """
-    found = getattr(x if x._base is None else x._base, _HELD, None)
+    found = getattr(x if x._base is None else x._base, HELD, None)
     return found if type(found) is Type else None
 
 
@@ -386,10 +387,11 @@ def also_written(x: Tensor, kind: Type, grid: Grid) -> Type | Origin:
 
 # ------------------------------------------------------------------------------------- leaves under other names
 
-_LEAF = "_meshcomm_leaf"
+LEAF = "_meshcomm_leaf"
+"""The attribute of a storage with the leaf whose memory it is, weakly."""
 
 
-_shared = Ever()
+shared_leaves = Ever()
 """Of a leaf that has another name."""
 
 
@@ -397,13 +399,13 @@ def shared(x: Tensor) -> None:
     """Note that the memory of ``x`` can be written under another name: ``x.data``, ``x.detach()``."""
     storage = storage_of(x)
     if storage is not None:
-        _shared.any = True
-        setattr(storage, _LEAF, weakref.ref(x))
+        shared_leaves.any = True
+        setattr(storage, LEAF, weakref.ref(x))
 
 
 def sharing_with(x: Tensor) -> Tensor:
     """The tensor for which that was noted; ``x`` if there is none."""
-    found = getattr(storage_of(x), _LEAF, None) if _shared.any else None
+    found = getattr(storage_of(x), LEAF, None) if shared_leaves.any else None
     other = found() if isinstance(found, weakref.ref) else None
     return other if isinstance(other, Tensor) else x
 
@@ -413,9 +415,9 @@ def swap_notes(run: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) ->
     of whose it is.
     """
     owners = [(storage_of(each), other) for each, other in ((x, y), (y, x)) if sharing_with(each) is each]
-    noted = [(storage, other) for storage, other in owners if getattr(storage, _LEAF, None) is not None]
+    noted = [(storage, other) for storage, other in owners if getattr(storage, LEAF, None) is not None]
     for storage, _ in noted:
-        setattr(storage, _LEAF, None)
+        setattr(storage, LEAF, None)
     run(x, y)
     for storage, other in noted:
-        setattr(storage, _LEAF, weakref.ref(other))
+        setattr(storage, LEAF, weakref.ref(other))

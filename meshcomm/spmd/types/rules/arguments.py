@@ -66,12 +66,21 @@ def only_reads(func: Any) -> bool:
         return True
     if isinstance(func, types.FunctionType) or not (known := _operations(func)):
         return False
-    schemas = [schema for each in known for schema in get_signature_for_torch_op(each, return_schemas=True)[1] or ()]
-    return bool(schemas) and not any(
+    return bool(schemas := _schemas(known)) and not any(
         arg.alias_info is not None and arg.alias_info.is_write and not arg.kwarg_only
         for schema in schemas
         for arg in schema.arguments
     )
+
+
+def takes_rows(func: Any) -> bool:
+    """Whether the first argument of a function of torch in C++ may be a list of tensors."""
+    first = [schema.arguments[0].type for schema in _schemas(_operations(func)) if schema.arguments]
+    return any(str(each) == "List[Tensor]" for each in first)
+
+
+def _schemas(operations: Sequence[Any]) -> list[Any]:
+    return [schema for each in operations for schema in get_signature_for_torch_op(each, return_schemas=True)[1] or ()]
 
 
 def _operations(func: Any) -> list[Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 
 from meshcomm._torch import (
     at_trace_time,
@@ -20,8 +19,8 @@ from meshcomm.runtime.callsite import asked_in, call_site
 from meshcomm.spmd.types.core import WHERE
 from meshcomm.spmd.types.foreign_memory import lend
 from meshcomm.spmd.types.grids import ANYWHERE
+from meshcomm.spmd.types.rules.at_once import Args, AtOnce, Named
 from meshcomm.spmd.types.rules.operands import (
-    SIMPLE,
     along_of,
     differentiated,
     gather,
@@ -34,59 +33,29 @@ from meshcomm.spmd.types.rules.operands import (
     version,
     versions_of,
 )
-from meshcomm.spmd.types.rules.torch_rules import Kind, kind_of
-from meshcomm.spmd.types.rules.writes import Writes, is_new
+from meshcomm.spmd.types.rules.torch_rules import Kind
+from meshcomm.spmd.types.rules.writes import is_new
 from meshcomm.spmd.types.seen_changes import NOTED_AT, saw
 from meshcomm.spmd.types.sizes.ragged import untouched
 from meshcomm.spmd.types.sizes.size_rules import may_size
-from meshcomm.spmd.types.sizes.varying_numbers import made, plain
+from meshcomm.spmd.types.sizes.varying_numbers import made
 from meshcomm.spmd.types.vma import (
     INVARIANT,
     NAME,
-    WRITTEN,
     Origin,
     Type,
     alike,
     join,
-    no_wider,
     note,
-    sharing_with,
-    wider,
     writes,
 )
-from meshcomm.watch import here
-
-Args = tuple[Any, ...]
-Named = dict[str, Any]
-_SEVERAL = frozenset((list, tuple))
-_WHOLE = (Tensor, Parameter)
-_NUMBERS = frozenset((tuple, list, slice, torch.Size))
 
 
-class Operations(Writes):
+class Operations(AtOnce):
     """Sees every operation: what varies where any operand does, unless the rules say otherwise."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        watcher: object = here.watcher
-        if watcher is not self:
-            kwargs = kwargs or {}
-            return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
-        kind = kind_of(func)
-        if kind.short and not made.any and (not kwargs or _simple(kwargs.values())):
-            flat = (*args[0], *args[1:]) if args and type(args[0]) in _SEVERAL else args
-            whole = self._known_at_once(kind, flat)
-            if whole is not None and kind.pure:
-                result = func(*args, **kwargs) if kwargs else func(*args)
-                if type(result) is Tensor and getattr(result, NAME, None) is None:
-                    note(result, whole, self._known, flat)
-                else:
-                    self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
-                return result
-            if whole is not None and _same_in_place(kind, args, whole):
-                before = version_of(args[0])
-                result = func(*args, **kwargs) if kwargs else func(*args)
-                self._again(args[0], before, whole)
-                return result
+    def _operation(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
+        """The long way: whatever the operation is, and whatever its operands are."""
         if is_compiling():  # of what is traced no types are known: it comes here
             _untraceable()
         kwargs = kwargs or {}
@@ -103,41 +72,6 @@ class Operations(Writes):
         if kind.sized and len(operands) >= kind.sized and may_size(kind.name, args):
             return self._sized(kind, func, args, kwargs)
         return self._ordinary(kind, func, args, kwargs, operands)
-
-    def _known_at_once(self, kind: Kind, args: Args) -> Type | None:
-        """What is asked most often, in short: the type of what a pure function gives, where the types of all operands
-        are known for this mesh and as of now, and no pvary is due.
-        """
-        grid, whole, slow = self.grid, None, writes.any
-        if slow and functorch_active():
-            return None
-        try:
-            for x in args:
-                if type(x) in SIMPLE:
-                    continue
-                mine = getattr(x, NAME, None)
-                if type(mine) is not Type:
-                    if mine is None and type(x) in _NUMBERS and _simple((x,)):
-                        continue
-                    return None
-                if (
-                    (mine.grid is not grid and mine.grid is not ANYWHERE)
-                    or ((at := version_of(x)) and at != getattr(x, NOTED_AT, 0))
-                    or (mine.plain and x.requires_grad)
-                    or (
-                        slow
-                        and (written := getattr(x.untyped_storage(), WRITTEN, None)) is not None
-                        and not no_wider(written, mine, grid)
-                    )
-                ):
-                    return None
-                if whole is None:
-                    whole = mine
-                elif kind.sized or (mine.sort is not whole.sort and (whole := wider(whole, mine)) is None):
-                    return None
-        except (RuntimeError, ValueError):  # an inference tensor does not count its changes; some have no storage
-            return None
-        return whole
 
     def _typed(self, kind: Kind, func: Any, args: Args, kwargs: Named, also: Sequence[Tensor] | None = None) -> Any:
         """Call it, and note the types of what it gives.
@@ -454,37 +388,6 @@ class Operations(Writes):
                 "rank shall drop its own",
             )
         return random
-
-
-def _same_in_place(kind: Kind, args: Args, whole: Type) -> bool:
-    """Whether what is computed in place leaves the type of the first argument as it is, and no graph has to do with
-    it.
-    """
-    x = args[0]
-    if type(x) not in _WHOLE or x._base is not None or getattr(x, NAME).sort is not whole.sort:
-        return False
-    if kind.overwrites:
-        source = getattr(args[1], NAME, None) if len(args) > 1 else None
-        if (source or INVARIANT).sort is not whole.sort:  # a number is the same everywhere
-            return False
-    for y in args:
-        if type(y) not in _WHOLE:
-            if type(y) not in SIMPLE:
-                return False
-        elif y.requires_grad and (torch.is_grad_enabled() or not y.is_leaf):
-            return False
-    return sharing_with(x) is x and not functorch_active()
-
-
-def _simple(values: Iterable[Any]) -> bool:
-    """Whether all are simple values, or tuples, lists and slices of them, such as shapes and places."""
-    for value in values:
-        kind = type(value)
-        if kind not in SIMPLE:
-            parts = (value.start, value.stop, value.step) if kind is slice else value
-            if kind not in _NUMBERS or not _simple(parts):
-                return False
-    return True
 
 
 @at_trace_time

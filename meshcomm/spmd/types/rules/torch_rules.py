@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded, only_reads
+from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded, only_reads, takes_rows
 from meshcomm.spmd.types.sizes.size_rules import SIZED, words
 
 HOST = words(
@@ -51,6 +51,9 @@ SETTLES = words(
 
 PLAIN = words("shape dtype device ndim layout requires_grad is_leaf is_cpu is_cuda grad_fn nbytes itemsize names")
 """Attributes that are no tensors."""
+
+VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag"])
+"""Attributes that are views."""
 
 HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook"])
 """Take a function that is called with a gradient."""
@@ -126,17 +129,20 @@ class Kind:
     """From how many tensors on what it gives may have sizes that depend on data; 0: never by itself."""
     ordinary: bool = False
     """None of these."""
-    pure: bool = False
-    """And by its schemas it writes into nothing but an ``out=``, and one tensor alone gives no sizes."""
-    short: bool = False
-    """It is pure, or computes: what it does can be seen at once where all types are known."""
+    way: int = 0
+    """How to see at once what it does, where all types are known: one of those below, or 0."""
+
+
+READS, READS_ROWS, COMPUTES = 1, 2, 3
+"""Ordinary, and by its schemas it writes into nothing but an ``out=``, and one tensor alone gives no sizes; the same,
+where the first argument may be a list of tensors; computes in place."""
 
 
 def _kind(func: Any) -> Kind:
     name = str(getattr(func, "__name__", func)).split(".")[0]
     if name == "__get__":
         name = str(getattr(func.__self__, "__name__", name))
-        return Kind(name, getter=True, asks=name in PLAIN)
+        return Kind(name, getter=True, asks=name in PLAIN, way=READS if name in VIEWS else 0)
     if name == "__set__":
         return Kind(str(getattr(func.__self__, "__name__", name)), setter=True)
     if func is Tensor.backward:
@@ -168,8 +174,10 @@ def _kind(func: Any) -> Kind:
         sized=SIZED.get(name, 0),
     )
     ordinary = replace(kind, name="", from_data=False, sized=0) == Kind("")
-    pure = ordinary and kind.sized != 1 and not kind.from_data and only_reads(func)
-    return replace(kind, ordinary=ordinary, pure=pure, short=pure or kind.computes)
+    way = COMPUTES if kind.computes else 0
+    if ordinary and kind.sized != 1 and not kind.from_data and only_reads(func):
+        way = READS_ROWS if takes_rows(func) else READS
+    return replace(kind, ordinary=ordinary, way=way)
 
 
 class _Kinds(dict[Any, Kind]):

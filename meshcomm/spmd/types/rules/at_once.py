@@ -1,0 +1,303 @@
+"""What the checker of varying types sees at once: operations on tensors whose types are all known, of which nothing is
+refused and nothing new is to be found out. That is nearly all of them, so each microsecond counts here.
+
+::
+
+    x * y      all of one sort, or joined so before ──► the operation ──► its type is noted on what it gives
+    x * w      w is to be varied, and was before    ──► the operation on what was made then ──► the same
+    x.add_(y)  of the type that x has               ──► the operation ──► the change of x is noted as seen
+    else                                            ──► the long way, which does the same for these, at length
+
+An operation that is seen at once costs some look-ups in dicts: what a function does is kept by the function
+(``torch_rules``), what types make together by these types and, where it says where it happened, by the instruction.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from meshcomm._torch import functorch_active, unwrap_if_dead, version_of
+from meshcomm.mesh import Mesh
+from meshcomm.runtime.callsite import is_ours, outermost
+from meshcomm.spmd.types.foreign_memory import any_lent
+from meshcomm.spmd.types.grids import ANYWHERE
+from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
+from meshcomm.spmd.types.rules.torch_rules import COMPUTES, READS_ROWS, Kind, kind_of
+from meshcomm.spmd.types.rules.writes import Writes
+from meshcomm.spmd.types.seen_changes import NOTED_AT, SEEN, saw
+from meshcomm.spmd.types.sizes.varying_numbers import made, plain
+from meshcomm.spmd.types.vma import (
+    HELD,
+    LEAF,
+    NAME,
+    WRITTEN,
+    Type,
+    join,
+    no_wider,
+    note,
+    note_base,
+    shared_leaves,
+    writes,
+)
+from meshcomm.watch import here
+
+Args = tuple[Any, ...]
+Named = dict[str, Any]
+_SEVERAL = frozenset((list, tuple))
+_NUMBERS = frozenset((tuple, list, slice, torch.Size))
+_MOST = 1024
+"""Joins that are remembered: of as many types, and of one pair at as many places."""
+
+
+class AtOnce(Writes):
+    """Sees every operation, most of them at once; the others go the long way."""
+
+    def __init__(self, mesh: Mesh, *, insert: bool) -> None:
+        super().__init__(mesh, insert=insert)
+        self._joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        watcher: object = here.watcher
+        if watcher is not self:
+            kwargs = kwargs or {}
+            return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
+        kind = kind_of(func)
+        way = kind.way
+        if not way or made.any or (kwargs and not simple(kwargs.values())):
+            return self._operation(kind, func, args, kwargs)
+        if way is COMPUTES:
+            return self._in_place(kind, func, args, kwargs)
+        # From here on all in one: a call of Python is what two of these look-ups cost.
+        flat = (*args[0], *args[1:]) if way is READS_ROWS and args and type(args[0]) in _SEVERAL else args
+        grid, slow = self.grid, writes.any
+        whole: Any = None
+        second: Any = None
+        more = known = False
+        try:
+            for x in flat:
+                if type(x) is int:
+                    continue
+                mine = getattr(x, NAME, None)
+                if mine is None:
+                    one = type(x)
+                    if one in SIMPLE or (
+                        (type(x.start) in SIMPLE and type(x.stop) in SIMPLE and type(x.step) in SIMPLE)
+                        if one is slice
+                        else one in _NUMBERS and simple(x)
+                    ):
+                        continue
+                    break
+                if (
+                    (mine.grid is not grid and mine.grid is not ANYWHERE)
+                    # What comes to be in a graph after its type was noted was changed in place for that.
+                    or ((at := version_of(x)) and (at != getattr(x, NOTED_AT, 0) or (mine.plain and x.requires_grad)))
+                    or (
+                        slow
+                        and (written := getattr(x.untyped_storage(), WRITTEN, None)) is not None
+                        and not no_wider(written, mine, grid)
+                    )
+                ):
+                    break
+                if whole is None:
+                    whole = mine
+                elif kind.sized:
+                    break
+                elif second is None:
+                    second = mine
+                else:
+                    more = True
+                    if mine.sort is not whole.sort:
+                        second = mine
+            else:
+                known = True
+        except (RuntimeError, ValueError, AttributeError):
+            pass  # an inference tensor does not count its changes; some have no storage; a note that was saved is none
+        transformed = functorch_active()
+        if not known or whole is None or (slow and transformed):
+            return self._operation(kind, func, args, kwargs)
+        if second is None or second.sort is whole.sort:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        else:
+            types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None]) if more else (whole, second)
+            if transformed or (joined := self._evened_at_once(kind.name, types, args, flat)) is None:
+                return self._operation(kind, func, args, kwargs)
+            whole, given = joined
+            if given is args:
+                result = func(*args, **kwargs) if kwargs else func(*args)
+            else:
+                result = self._run(func, given, kwargs or {}, kind.name, True)
+        if type(result) is Tensor and not transformed and getattr(result, NAME, None) is None:  # as note does it
+            setattr(result, NAME, whole if whole.plain != result.requires_grad else whole.seen(whole.plain))
+            base = result._base
+            if base is not None and second is None and getattr(base, NAME, None) is whole:
+                # A view of the operand, or of what that is a view of: they count together.
+                if at:
+                    setattr(result, NOTED_AT, at)
+                if whole.axes and getattr(base, HELD, None) is not whole:  # type: ignore[union-attr]
+                    note_base(base, whole, self._known, flat)  # type: ignore[arg-type]
+                return result
+            try:
+                if at := version_of(result):
+                    setattr(result, NOTED_AT, at)
+            except RuntimeError:
+                pass
+            if base is not None:
+                note_base(base, whole, self._known, flat)
+            return result
+        for part in result if type(result) is tuple else (result,):
+            if type(part) is not Tensor or getattr(part, NAME, None) is not None:
+                if result is not args[0]:
+                    self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
+                break
+            note(part, whole, self._known, flat)
+        return result
+
+    def _operation(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
+        """The long way."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------ of several types
+
+    def _evened_at_once(self, name: str, types: tuple[Type, ...], args: Args, flat: Args) -> tuple[Type, Args] | None:
+        """The type of what is made of operands of several types, all known as of now, and the arguments, with what is
+        to be varied varied; None if that was not done before.
+        """
+        joined: Any = self._joined.get(types)
+        if type(joined) is Type:
+            whole = joined
+        else:
+            frame = sys._getframe(2)
+            if is_ours(frame.f_code.co_filename):
+                frame = outermost(frame)
+            place = id(frame.f_code), frame.f_lasti, name
+            found = None if joined is None else joined.get(place)
+            whole = self._join(types, name, place, frame) if found is None else found[1]
+        count, given = len(whole.axes), args
+        if not count:
+            return whole, args
+        for i, x in enumerate(flat):
+            mine = getattr(x, NAME, None)
+            if mine is not None and len(mine.axes) != count and x.requires_grad and torch.is_grad_enabled():
+                y = self._varied_before(x, whole.axes - mine.axes) if flat is args else None
+                if y is None:
+                    return None
+                given = (*given[:i], y, *given[i + 1 :])
+        return whole, given
+
+    def _join(self, types: tuple[Type, ...], name: str, place: tuple[int, int, str], frame: FrameType) -> Type:
+        """The join of these types, remembered. Where it is one of theirs, that is all there is to it; otherwise it says
+        where they have met, and holds for this instruction.
+        """
+        whole = join(types, name)
+        if len(self._joined) >= _MOST:
+            self._joined.clear()
+        for each in types:
+            if whole is each:
+                self._joined[types] = whole
+                return whole
+        if whole.grid is None:
+            whole.placed_on(self.grid)
+        places = self._joined.setdefault(types, {})
+        assert isinstance(places, dict)
+        if len(places) >= _MOST:
+            places.clear()
+        places[place] = frame.f_code, whole
+        return whole
+
+    def _varied_before(self, x: Tensor, axes: frozenset[str]) -> Tensor | None:
+        """The pvary of ``x`` that :func:`vary` would give, if it was made before."""
+        entry = self._always.get(id(x))
+        if entry is None:
+            entry = self._lately.get(id(x))
+            if entry is None:
+                return None
+            self._lately.move_to_end(id(x))
+        if not self.insert or entry.x is not x or entry.version != version_of(x) or entry.node is not x.grad_fn:
+            return None
+        y = entry.by.get(axes)
+        return y if y is not None and unwrap_if_dead(y) is y and same_place(x, y) else None
+
+    # ------------------------------------------------------------------------------------------------------- in place
+
+    def _in_place(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
+        """What is computed in place of operands that are all of the type of the first argument: that is left as it is
+        where no graph has to do with it, and the change is noted as seen.
+        """
+        grid = self.grid
+        x: Any = args[0] if args else None
+        mine: Any = getattr(x, NAME, None)
+        even, known = not kind.overwrites, False
+        try:
+            if (
+                type(mine) is Type
+                and (not (before := version_of(x)) or before == getattr(x, NOTED_AT, 0))
+                and (mine.grid is grid or mine.grid is ANYWHERE)
+                and not (x.requires_grad and (mine.plain or torch.is_grad_enabled() or not x.is_leaf))
+                and (type(x) is Tensor or type(x) is Parameter)
+                and x._base is None
+            ):
+                for y in args:
+                    if y is x:
+                        continue
+                    other = getattr(y, NAME, None)
+                    if other is None:
+                        if type(y) in SIMPLE:
+                            continue
+                        break
+                    if (
+                        other.sort is not mine.sort
+                        or ((at := version_of(y)) and at != getattr(y, NOTED_AT, 0))
+                        or (other.grid is not grid and other.grid is not ANYWHERE)
+                        or (y.requires_grad and (other.plain or torch.is_grad_enabled() or not y.is_leaf))
+                        or (type(y) is not Tensor and type(y) is not Parameter)
+                        or (
+                            writes.any
+                            and (written := getattr(y.untyped_storage(), WRITTEN, None)) is not None
+                            and not no_wider(written, mine, grid)
+                        )
+                    ):
+                        break
+                    even = True
+                else:
+                    storage = x.untyped_storage()
+                    known = even or not mine.axes  # or it is overwritten with what is the same everywhere
+        except (RuntimeError, ValueError, AttributeError):
+            pass  # as above
+        if (
+            not known
+            or (
+                (written := getattr(storage, WRITTEN, None)) is not None
+                and not (type(written) is Type and written.grid is grid and written.axes == mine.axes)
+            )
+            or functorch_active()
+            or (shared_leaves.any and (leaf := getattr(storage, LEAF, None)) is not None and leaf() is not x)
+        ):
+            return self._operation(kind, func, args, kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        after, seen = version_of(x), getattr(storage, SEEN, None)
+        if seen is not None and (last := seen[-1])[1] == before:  # as saw does it
+            last[1] = after
+            setattr(x, NOTED_AT, after)
+        else:
+            saw(x, before, after)
+        if mine.axes and (written is None or any_lent()):
+            self._spread(x, mine)
+        return result
+
+
+def simple(values: Iterable[Any]) -> bool:
+    """Whether all are simple values, or tuples, lists and slices of them, such as shapes and places."""
+    for value in values:
+        kind = type(value)
+        if kind not in SIMPLE:
+            parts = (value.start, value.stop, value.step) if kind is slice else value
+            if kind not in _NUMBERS or not simple(parts):
+                return False
+    return True
