@@ -16,6 +16,7 @@ from meshcomm._torch import without_modes
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.layout.notation import Layout
 from meshcomm.spmd.types.core import WHERE
+from meshcomm.spmd.types.rules.at_once import AtOnce
 from meshcomm.spmd.types.rules.attributes import Attributes
 from meshcomm.spmd.types.rules.collectives import Collectives
 from meshcomm.spmd.types.rules.functions import Functions, watch_all
@@ -28,7 +29,7 @@ from meshcomm.spmd.types.sizes.varying_numbers import Varying
 from meshcomm.watch import here
 
 
-class Checker(Functions, Attributes, Sizes, Collectives):
+class Checker(Functions, Attributes, Sizes, Collectives, AtOnce):
     """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""
 
     def __enter__(self) -> Self:

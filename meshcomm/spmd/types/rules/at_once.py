@@ -49,7 +49,6 @@ from meshcomm.spmd.types.vma import (
 from meshcomm.watch import here
 
 Args = tuple[Any, ...]
-Named = dict[str, Any]
 _SEVERAL = frozenset((list, tuple))
 _NUMBERS = frozenset((tuple, list, slice, torch.Size))
 _MOST = 1024

@@ -19,7 +19,6 @@ from meshcomm.runtime.callsite import asked_in, call_site
 from meshcomm.spmd.types.core import WHERE
 from meshcomm.spmd.types.foreign_memory import lend
 from meshcomm.spmd.types.grids import ANYWHERE
-from meshcomm.spmd.types.rules.at_once import Args, AtOnce, Named
 from meshcomm.spmd.types.rules.operands import (
     along_of,
     differentiated,
@@ -34,7 +33,7 @@ from meshcomm.spmd.types.rules.operands import (
     versions_of,
 )
 from meshcomm.spmd.types.rules.torch_rules import Kind
-from meshcomm.spmd.types.rules.writes import is_new
+from meshcomm.spmd.types.rules.writes import Writes, is_new
 from meshcomm.spmd.types.seen_changes import NOTED_AT, saw
 from meshcomm.spmd.types.sizes.ragged import untouched
 from meshcomm.spmd.types.sizes.size_rules import may_size
@@ -50,8 +49,11 @@ from meshcomm.spmd.types.vma import (
     writes,
 )
 
+Args = tuple[Any, ...]
+Named = dict[str, Any]
 
-class Operations(AtOnce):
+
+class Operations(Writes):
     """Sees every operation: what varies where any operand does, unless the rules say otherwise."""
 
     def _operation(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
