@@ -42,6 +42,8 @@ class Model:
     """For ``tensor_parallel``; empty: "auto"."""
     frozen: Sequence[str] = ()
     """Beginnings of names of parameters for the methods that freeze a part; none: the first half of all."""
+    repeats: bool = False
+    """A layer runs several times."""
 
 
 def _of(name: str) -> Any:
@@ -206,8 +208,8 @@ def _mixture(name: str, **settings: Any) -> Model:
     return _decoder(name, "mixture decoder", **{**_GROUPED, "experts_implementation": "eager", **settings})
 
 
-def _fills_in(name: str, **settings: Any) -> Model:
-    return Model(name, built(f"{name}ForMaskedLM", f"{name}Config", **settings), _pairs, "encoder")
+def _fills_in(name: str, repeats: bool = False, **settings: Any) -> Model:
+    return Model(name, built(f"{name}ForMaskedLM", f"{name}Config", **settings), _pairs, "encoder", repeats=repeats)
 
 
 def _two(name: str, head: str, **settings: Any) -> Model:
@@ -237,6 +239,7 @@ ZOO: tuple[Model, ...] = (
     _decoder("Bloom", vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=4, hidden_dropout=0.0,
              attention_dropout=0.0, **_ENDS),
     _decoder("Falcon", **_SMALL, hidden_dropout=0.0, attention_dropout=0.0),
+    _decoder("Olmo2", **_GROUPED | {"num_key_value_heads": 4}),
     _mixture("Mixtral", num_local_experts=4),
     _mixture("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     _mixture("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
@@ -247,7 +250,7 @@ ZOO: tuple[Model, ...] = (
     _fills_in("Roberta", **{**_WIDE, "pad_token_id": 1}, **_STILL),
     _fills_in("Deberta", **_WIDE, **_STILL, relative_attention=True, pos_att_type=["p2c", "c2p"], type_vocab_size=0),
     _fills_in("DebertaV2", **_WIDE, **_STILL, relative_attention=True, pos_att_type=["p2c", "c2p"], type_vocab_size=0),
-    _fills_in("Albert", **_WIDE, **_STILL, embedding_size=16),
+    _fills_in("Albert", repeats=True, **_WIDE, **_STILL, embedding_size=16),
     _fills_in("ModernBert", **_WIDE, cls_token_id=1, sep_token_id=2),
     _two("T5", "T5ForConditionalGeneration", vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2,
          num_heads=4, dropout_rate=0.0, decoder_start_token_id=0),

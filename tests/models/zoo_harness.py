@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ def wide(method: Method) -> Iterator[None]:
     Sums over rows would otherwise be rounded differently on one rank and on many.
     """
     global _inside
-    if method.autocast is not None:
+    if method.narrow:
         yield
         return
     with _lock:
@@ -67,7 +69,7 @@ def methods() -> dict[str, Method]:
 def made(model: Model, method: Method) -> nn.Module:
     """A new one in training mode, in float64, equal wherever it is made."""
     torch.manual_seed(3)
-    module = model.make().to(torch.float64 if method.autocast is None else _SINGLE).train()
+    module = model.make().to(_SINGLE if method.narrow else torch.float64).train()
     method.prepare(module, model)
     return module
 
@@ -84,25 +86,106 @@ Drawn = tuple[int, Batch]
 
 def _micro_batches(batch: Batch, method: Method, index: int, count: int) -> list[Drawn]:
     """Those of one rank, each of which is its part of what one rank takes at once."""
-    if method.autocast is not None:
+    if method.narrow:
         batch = {name: x.to(_SINGLE) if x.is_floating_point() else x for name, x in batch.items()}
     parts = [_rows(_rows(batch, at, method.micro), index, count) for at in range(method.micro)]
     return [(100 * at + index, part) for at, part in enumerate(parts)]
 
 
 @contextlib.contextmanager
-def _autocast(method: Method) -> Iterator[None]:
-    if method.autocast is None:
+def _around(method: Method, step: int, at: int) -> Iterator[None]:
+    """What a forward runs in; without autocast's cache, which adds up the gradients of what is used twice in bfloat16."""
+    with contextlib.ExitStack() as inside:
+        if method.autocast is not None:
+            inside.enter_context(torch.autocast("cpu", method.autocast, cache_enabled=False))
+        if method.drawn:
+            inside.enter_context(mc.rng(method.drawn, seed=(step, at)))
         yield
-    else:
-        with torch.autocast("cpu", method.autocast):
-            yield
 
 
-def trained(
-    module: nn.Module, model: Model, method: Method, batches: list[Drawn], clip: Callable[[nn.Module, float], Any],
-    unsynced: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
-) -> float:  # fmt: skip
+Loss = Callable[[nn.Module], Tensor]
+
+
+def _loss(model: Model, method: Method, batch: Batch, step: int, at: int, parts: int, module: nn.Module) -> Tensor:
+    """Of a batch that is one of so many parts."""
+    with _around(method, step, at):
+        return model.loss(module, batch) / parts
+
+
+def _backward(module: nn.Module, loss: Loss) -> float:
+    found = loss(module)
+    found.backward()
+    return found.item()
+
+
+def _backward_narrowed(dtype: torch.dtype, module: nn.Module, loss: Loss) -> float:
+    """On one rank what ``param_dtype`` does on many: a copy in that dtype, whose gradients are added up in the
+    parameters' own."""
+    narrow = copy.deepcopy(module)
+    for param in narrow.parameters():
+        param.data, param.grad = param.data.to(dtype), None
+    value = _backward(narrow, loss)
+    for param, found in zip(module.parameters(), narrow.parameters(), strict=True):
+        if found.grad is not None:
+            param.grad = found.grad.to(param.dtype) + (0 if param.grad is None else param.grad)
+    for own, changed in zip(module.buffers(), narrow.buffers(), strict=True):
+        own.copy_(changed)
+    return value
+
+
+class Ranks:
+    """How those of a mesh train: what the steps of many and of one are made of."""
+
+    def unsynced(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Around a micro-batch after which others come."""
+        return parallel.no_sync(module)
+
+    def backward(self, module: nn.Module, loss: Loss) -> float:
+        """Of a micro-batch."""
+        return _backward(module, loss)
+
+    def ready(self, module: nn.Module) -> None:
+        """All micro-batches are done."""
+
+    def clip(self, module: nn.Module, most: float) -> Any:
+        """By the norm of the whole model."""
+        return parallel.clip_grad_norm(module, most)
+
+
+class Alone(Ranks):
+    """One rank, which takes the rows of many one after the other where that makes a difference."""
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.found: list[list[Tensor | None]] = []
+
+    def unsynced(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def backward(self, module: nn.Module, loss: Loss) -> float:
+        dtype = self.method.param_dtype
+        value = _backward(module, loss) if dtype is None else _backward_narrowed(dtype, module, loss)
+        if self.method.apart:
+            self.found.append([param.grad for param in module.parameters()])
+            for param in module.parameters():
+                param.grad = None
+        return value
+
+    def ready(self, module: nn.Module) -> None:
+        """Gradients are added up as ranks do it, in pairs and in pairs of pairs: in float32 the order is seen."""
+        while len(self.found) > 1:
+            pairs = zip(self.found[::2], self.found[1::2], strict=True)
+            self.found = [
+                [x if y is None else y if x is None else x + y for x, y in zip(*pair, strict=True)] for pair in pairs
+            ]
+        for param, grad in zip(module.parameters(), self.found.pop() if self.found else (), strict=False):
+            param.grad = grad
+
+    def clip(self, module: nn.Module, most: float) -> Any:
+        return nn.utils.clip_grad_norm_(module.parameters(), most)
+
+
+def trained(module: nn.Module, model: Model, method: Method, batches: list[Drawn], who: Ranks) -> float:
     """Train it in place; the last loss."""
     params = [param for param in module.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-2)
@@ -111,13 +194,11 @@ def trained(
         optimizer.zero_grad()
         for at, (seed, batch) in enumerate(batches):
             torch.manual_seed(1000 * step + seed)
-            with unsynced(module) if at + 1 < len(batches) else contextlib.nullcontext():
-                with _autocast(method):
-                    loss = model.loss(module, batch) / len(batches)
-                loss.backward()
-            value = loss.item()
+            with who.unsynced(module) if at + 1 < len(batches) else contextlib.nullcontext():
+                value = who.backward(module, functools.partial(_loss, model, method, batch, step, at, len(batches)))
+        who.ready(module)
         if method.clip:
-            clip(module, method.clip)
+            who.clip(module, method.clip)
         optimizer.step()
     return value
 
@@ -140,23 +221,23 @@ def generated(module: nn.Module, model: Model, method: Method) -> Tensor | None:
     return tokens
 
 
-@functools.lru_cache(maxsize=64)
 def on_one_rank(name: str, way: str) -> Found:
-    """What a single rank comes to."""
-    with wide(methods()[way]):
-        return _on_one_rank(zoo.named(name), methods()[way])
+    """What a single rank comes to: kept, for methods that differ in their meshes alone."""
+    method = methods()[way]
+    parts = math.prod(method.axes[axis] for axis in method.data) if method.apart else 1
+    alike = replace(method, name="", axes={}, apply=zoo_methods.nothing, data=(), fits=zoo_methods.always,
+                    generate=not method.narrow, tolerance=0.0)  # fmt: skip
+    return _on_one_rank(name, alike, parts)
 
 
-def _on_one_rank(model: Model, method: Method) -> Found:
-    module = made(model, method)
-
-    def clip(module: nn.Module, most: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(module.parameters(), most)
-
-    count = math.prod(method.axes[axis] for axis in method.data) if method.apart else 1
-    batches = [drawn for index in range(count) for drawn in _micro_batches(model.batch(ROWS), method, index, count)]
-    loss = trained(module, model, method, batches, clip, lambda _: contextlib.nullcontext())
-    return {key: x.detach() for key, x in module.state_dict().items()}, generated(module, model, method), loss
+@functools.lru_cache(maxsize=64)
+def _on_one_rank(name: str, method: Method, parts: int) -> Found:
+    model = zoo.named(name)
+    with wide(method), mc.use_mesh(mc.make_mesh(dict.fromkeys(zoo_methods.AXES, 1))):
+        module = made(model, method)
+        batches = [drawn for index in range(parts) for drawn in _micro_batches(model.batch(ROWS), method, index, parts)]
+        loss = trained(module, model, method, batches, Alone(method))
+        return {key: x.detach() for key, x in module.state_dict().items()}, generated(module, model, method), loss
 
 
 def on_this_rank(name: str, way: str) -> Found | None:
@@ -174,7 +255,7 @@ def _on_this_rank(model: Model, method: Method) -> Found | None:
         for axis in method.data:
             index, count = index * mesh.shape[axis] + mesh.coordinate[axis], (count or 1) * mesh.shape[axis]
         batches = _micro_batches(model.batch(ROWS), method, index, count or 1)
-        loss = trained(module, model, method, batches, parallel.clip_grad_norm, parallel.no_sync)
+        loss = trained(module, model, method, batches, Ranks())
         state = parallel.full_state_dict(module, dst=0)
         tokens = generated(module, model, method)
     return None if state is None else (state, tokens, loss)
@@ -183,7 +264,14 @@ def _on_this_rank(model: Model, method: Method) -> Found | None:
 def why_not(name: str, way: str) -> str:
     """Why this method cannot be asked of this model; empty: it can."""
     model, method = zoo.named(name), methods()[way]
-    return method.fits(model.make(), model)
+    reason = method.fits(model.make(), model)
+    if reason:
+        return reason
+    try:
+        on_one_rank(name, way)
+    except Exception as error:  # what the model itself cannot do is not asked of it
+        return f"on one rank {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    return ""
 
 
 def apart(found: Found | None, name: str, way: str) -> float:

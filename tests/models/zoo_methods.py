@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from zoo import Model
 from meshcomm import parallel
 
 
-def _nothing(module: nn.Module, model: Model) -> None:
+def nothing(module: nn.Module, model: Model) -> None:
     """Leave it as it is."""
 
 
-def _always(module: nn.Module, model: Model) -> str:
+def always(module: nn.Module, model: Model) -> str:
+    """It can be asked of any."""
     return ""
 
 
@@ -27,15 +28,15 @@ class Method:
     """A way of training, on ranks and on one rank alone."""
 
     name: str
-    axes: dict[str, int]
+    axes: Mapping[str, int] = field(hash=False)
     """The mesh, eight ranks at most."""
     apply: Callable[[nn.Module, Model], Any]
     """Make it parallel, on every rank, under ``use_mesh``."""
     data: Sequence[str]
     """The axes over which rows are spread, as they follow each other in the mesh."""
-    prepare: Callable[[nn.Module, Model], Any] = _nothing
+    prepare: Callable[[nn.Module, Model], Any] = nothing
     """Before that, and of the one rank too."""
-    fits: Callable[[nn.Module, Model], str] = _always
+    fits: Callable[[nn.Module, Model], str] = always
     """Why it cannot be asked of this one; empty: it can."""
     micro: int = 1
     """Micro-batches of a step, all but the last without synchronisation."""
@@ -43,7 +44,11 @@ class Method:
     apart: bool = False
     """One rank takes the rows of each of many by themselves: where random numbers or rounding depend on who has which."""
     autocast: torch.dtype | None = None
-    """Then parameters are of float32."""
+    """The forward runs under it."""
+    param_dtype: torch.dtype | None = None
+    """What parameters are gathered and used in."""
+    drawn: str = ""
+    """A layout under which random numbers are drawn; empty: as torch draws them."""
     generate: bool = False
     """Tokens after training as one rank's, with a cache."""
     tolerance: float = 1e-8
@@ -55,6 +60,11 @@ class Method:
         for size in self.axes.values():
             ranks *= size
         return ranks
+
+    @property
+    def narrow(self) -> bool:
+        """Parameters are of float32, and not of float64."""
+        return self.autocast is not None or self.param_dtype is not None
 
 
 def dp(module: nn.Module, model: Model) -> None:
@@ -111,10 +121,27 @@ def with_dropout(module: nn.Module, model: Model) -> None:
                 setattr(part, name, 0.1)
 
 
+def with_any_dropout(module: nn.Module, model: Model) -> None:
+    """The same, with attention that does not draw inside of one operation of torch."""
+    if hasattr(module, "set_attn_implementation"):
+        module.set_attn_implementation("eager")  # type: ignore[operator]
+    with_dropout(module, model)
+
+
+def no_drawing_inside(module: nn.Module, model: Model) -> str:
+    """What draws inside of one operation of torch is refused under ``mc.rng``."""
+    return "torch draws inside of it" if any(isinstance(part, nn.RNNBase) for part in module.modules()) else ""
+
+
 def no_batch_norm(module: nn.Module, model: Model) -> str:
     """Statistics over all rows do not go with rows by themselves."""
     norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
     return "has norms of the batch" if norms else ""
+
+
+def adds_up_as_one(module: nn.Module, model: Model) -> str:
+    """Of a layer that runs several times one rank would add up the gradients in bfloat16, and units do it in float32."""
+    return no_batch_norm(module, model) or ("one rank adds up in bfloat16" if model.repeats else "")
 
 
 def fine_units(module: nn.Module, model: Model) -> None:
@@ -126,6 +153,12 @@ def fine_units(module: nn.Module, model: Model) -> None:
     fsdp(module, model, units=[part for part in chosen if not isinstance(part, nn.ModuleList | nn.ModuleDict)])
 
 
+def half(module: nn.Module, model: Model) -> None:
+    """Sharded, gathered and used in bfloat16."""
+    fsdp(module, model, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+AXES = ("dp", "fsdp", "tp")
 DP, FSDP, HSDP = {"dp": 2}, {"fsdp": 4}, {"dp": 2, "fsdp": 2}
 _reentrant, _other = checkpointed(use_reentrant=True), checkpointed(use_reentrant=False)
 _selective = checkpointed(use_reentrant=False, context_fn=_selected)
@@ -147,8 +180,12 @@ METHODS: tuple[Method, ...] = (
     Method("fsdp, units by hand", FSDP, fine_units, ("fsdp",)),
     Method("dp, dropout", DP, dp, ("dp",), with_dropout, no_batch_norm, apart=True),
     Method("fsdp, dropout", FSDP, fsdp, ("fsdp",), with_dropout, no_batch_norm, apart=True),
-    Method("dp, autocast", DP, dp, ("dp",), fits=no_batch_norm, apart=True, autocast=torch.bfloat16, tolerance=1e-4),
-    Method(
-        "fsdp, autocast", FSDP, fsdp, ("fsdp",), fits=no_batch_norm, apart=True, autocast=torch.bfloat16, tolerance=1e-4
-    ),
-)
+    Method("dp, dropout by mc.rng", DP, dp, ("dp",), with_any_dropout, no_drawing_inside, drawn="(dp b) ..."),
+    Method("fsdp, dropout by mc.rng", FSDP, fsdp, ("fsdp",), with_any_dropout, no_drawing_inside,
+           drawn="(fsdp b) ..."),
+    Method("hsdp, dropout by mc.rng", HSDP, hsdp, ("dp", "fsdp"), with_any_dropout, no_drawing_inside,
+           drawn="(dp fsdp b) ..."),
+    Method("dp, autocast", DP, dp, ("dp",), fits=no_batch_norm, apart=True, autocast=torch.bfloat16),
+    Method("fsdp, autocast", FSDP, fsdp, ("fsdp",), fits=no_batch_norm, apart=True, autocast=torch.bfloat16),
+    Method("fsdp, param_dtype", FSDP, half, ("fsdp",), fits=adds_up_as_one, apart=True, param_dtype=torch.bfloat16),
+)  # fmt: skip

@@ -39,6 +39,13 @@ def _llama(module: nn.Module, tp: int, sequence: bool) -> Plan:
     return styles, {"*.self_attn.num_key_value_groups": max(1, tp // kv)}
 
 
+def _olmo(module: nn.Module, tp: int, sequence: bool) -> Plan:
+    """Norms of queries and keys over all heads at once."""
+    styles, divide = _llama(module, tp, sequence)
+    norms: Styles = {"*.self_attn.[qk]_norm": Block("join", "part"), "*.self_attn.[qk]_norm.*": "replicated"}
+    return {**norms, **{pattern: style for pattern, style in styles.items() if pattern not in norms}}, divide
+
+
 def _deepseek(module: nn.Module, tp: int, sequence: bool) -> Plan:
     """Heads are made of what all of them share: attention is a block, and what is whole in it is summed."""
     styles: Styles = {
@@ -299,7 +306,7 @@ def _marian(module: nn.Module, tp: int, sequence: bool) -> Plan:
 PLANS: dict[str, Callable[[nn.Module, int, bool], Plan]] = {
     **dict.fromkeys(("Llama", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Mixtral", "Qwen3Moe", "Llama with LoRA"), _llama),
     "Phi": _phi, "Phi3": _phi3, "GPT-2": _gpt2, "GPTNeoX": _neox, "Bloom": _bloom, "Falcon": _falcon, "OPT": _opt,
-    "DeepseekV3": _deepseek, "GptOss": _gpt_oss,
+    **dict.fromkeys(("Olmo2", "Olmoe"), _olmo), "DeepseekV3": _deepseek, "GptOss": _gpt_oss,
     **dict.fromkeys(("BERT", "Bert", "Roberta", "Deberta", "DebertaV2"), _bert), "Albert": _albert,
     "ModernBert": _modernbert, "T5": _t5, "Bart": _bart, "Marian": _marian, "Whisper": _whisper,
     **dict.fromkeys(("ViT", "Swin", "Segformer"), _vit), "ConvNext": _convnext,
@@ -310,7 +317,7 @@ PLANS: dict[str, Callable[[nn.Module, int, bool], Plan]] = {
 NOT_IN_FOUR = ("Swin", "Segformer", "Mamba2")
 """With two heads in the first stage, or two groups."""
 
-IN_SEQUENCES = (_llama, _gpt_oss, _deepseek, _phi, _phi3, _gpt2, _neox, _bloom, _falcon, _opt, _bert)
+IN_SEQUENCES = (_llama, _olmo, _gpt_oss, _deepseek, _phi, _phi3, _gpt2, _neox, _bloom, _falcon, _opt, _bert)
 """Of which the sequence is cut too."""
 
 

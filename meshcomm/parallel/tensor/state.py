@@ -20,6 +20,7 @@ from meshcomm.parallel.cut_parameters import Dim, know
 from meshcomm.parallel.stand_ins import PLAIN_TABLES, Site, become, seen_as
 from meshcomm.parallel.tensor.kept_equal import KeptEqual
 from meshcomm.parallel.tensor.plan import WHERE
+from meshcomm.parallel.tensor.shapes_in_forward import explain
 from meshcomm.parallel.tensor.streams import Streams
 
 HERE = "_meshcomm_tensor_parallel"
@@ -115,6 +116,9 @@ class Parallel:
         try:
             with self.shown():
                 return method(*args, **kwargs)
+        except RuntimeError as error:
+            explain(WHERE, self.module, self.axis, self.cuts, error)
+            raise
         finally:
             self._entered = None
             self.short = False
