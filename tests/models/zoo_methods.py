@@ -129,8 +129,12 @@ def with_any_dropout(module: nn.Module, model: Model) -> None:
 
 
 def no_drawing_inside(module: nn.Module, model: Model) -> str:
-    """What draws inside of one operation of torch is refused under ``mc.rng``."""
-    return "torch draws inside of it" if any(isinstance(part, nn.RNNBase) for part in module.modules()) else ""
+    """What draws inside of one operation of torch is refused under ``mc.rng``; what has no rows wants a layout of its own."""
+    if any(isinstance(part, nn.RNNBase) for part in module.modules()):
+        return "torch draws inside of it"
+    return (
+        "drops positions, which have no rows" if any(hasattr(part, "pos_dropout") for part in module.modules()) else ""
+    )
 
 
 def no_batch_norm(module: nn.Module, model: Model) -> str:

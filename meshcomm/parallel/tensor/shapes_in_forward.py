@@ -45,7 +45,7 @@ def explain(where: str, module: nn.Module, axis: Axis, cuts: Mapping[str, object
 
 def _parts(trace: TracebackType | None) -> Iterator[nn.Module]:
     """Modules in whose methods it went wrong, or that were given to a function in which it did; the innermost first."""
-    found = []
+    found: list[nn.Module] = []
     while trace is not None:
         names = trace.tb_frame.f_locals
         found += [names[name] for name in ("module", "self") if isinstance(names.get(name), nn.Module)]
