@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.later_values import wait_for_values
@@ -27,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 @Op("tensor_parallel", "what goes in and comes out is invariant", composed=True)
 def tensor_parallel(
     module: M,
-    plan: Mapping[str, str | Style | Block],
+    plan: Mapping[str, str | Style | Block] | Literal["auto"],
     *,
     axis: AxisName,
     sequence: bool = False,
@@ -127,6 +128,10 @@ def tensor_parallel(
     refuse_sliced(WHERE, module, "call tensor_parallel before fully_shard")
     refuse_copies(WHERE, module, "tensor parallelism over another axis than data_parallel's", ax)
     refuse_overlap(WHERE, module, ax)
+    if isinstance(plan, str) and plan == "auto":
+        plan = _found(module, ax, sequence)
+    if not divide:
+        divide = getattr(plan, "divide", divide)
     state = Parallel(module, ax, sequence)
     known = read(module, plan, sequence)
     blocks = blocks_of(state, known.blocks)
@@ -148,6 +153,17 @@ def tensor_parallel(
     mark_states(module)
     wait_for_values(module, WHERE)
     return module
+
+
+def _found(module: nn.Module, axis: Axis, sequence: bool) -> Mapping[str, Any]:
+    """A plan that is looked for; printed by the first rank of the mesh."""
+    if sequence:
+        fail(WHERE, "plan='auto' and sequence=True.", fix="sequence=False, or a plan by hand, as docs/models.md has them")
+    auto: Any = importlib.import_module("meshcomm.parallel.tensor.auto.auto_plan")  # which needs this module for its proof
+    plan: Mapping[str, Any] = auto.auto_plan(module, axis.name, mesh=axis.mesh)
+    if not any(axis.mesh.own_coordinate().values()):
+        print(f"tensor_parallel(..., axis={axis.name!r}):\n{plan}")
+    return plan
 
 
 @Op("whole_parameters", "-> I", composed=True)

@@ -1,0 +1,145 @@
+"""Something that a model can be given, where nobody says what: a few tokens, a few rows, a small picture."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm.errors import fail
+
+BATCH, LENGTH = 3, 7
+"""Numbers that heads and widths seldom have."""
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def examples_of(module: nn.Module, said: Any, where: str) -> Iterator[Given]:
+    """What is tried in turn: what the user says, or what the signature of forward and the first layers let one think."""
+    if said is not None:
+        if isinstance(said, Tensor):
+            yield (said,), {}
+        elif isinstance(said, Mapping) and all(isinstance(name, str) for name in said):
+            yield (), dict(said)
+        elif isinstance(said, tuple):
+            yield said, {}
+        else:
+            fail(where, f"example is of type {type(said).__name__}.", fix="a tensor, a tuple of arguments, or a dict")
+        return
+    params = inspect.signature(module.forward).parameters
+    if "config" in vars(module) or any(name in params for name in _MADE):
+        yield from _by_names(module, params)
+    yield from _by_layers(module, params)
+
+
+def _ids(module: nn.Module) -> Tensor:
+    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    most = max(tables, default=2)
+    low = 3 if most > 8 else 0
+    return torch.randint(low, max(low + 1, min(most, 200)), (BATCH, LENGTH), generator=_draws())
+
+
+def _draws() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(7)
+
+
+def _config(module: nn.Module, *names: str) -> Any:
+    """A number that a configuration has, its own or that of a tower."""
+    config = getattr(module, "config", None)
+    towers = [config, *(getattr(config, f"{each}_config", None) for each in ("vision", "text", "audio", "encoder"))]
+    for each in towers:
+        for name in names:
+            value = getattr(each, name, None)
+            if value is not None:
+                return value
+    return None
+
+
+def _picture(module: nn.Module) -> Tensor:
+    size = _config(module, "image_size") or 32
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    first = next((part for part in module.modules() if isinstance(part, nn.Conv2d)), None)
+    channels = _config(module, "num_channels") or (first.in_channels * first.groups if first is not None else 3)
+    return torch.randn(BATCH, channels, height, width, generator=_draws())
+
+
+def _spectrum(module: nn.Module) -> Tensor:
+    positions = _config(module, "max_source_positions")
+    length = 2 * positions if isinstance(positions, int) else 64
+    return torch.randn(BATCH, _config(module, "num_mel_bins", "input_feat_per_channel") or 80, length, generator=_draws())
+
+
+def _sound(module: nn.Module) -> Tensor:
+    return torch.randn(BATCH, 800, generator=_draws())
+
+
+_MADE = {
+    "input_ids": _ids,
+    "decoder_input_ids": _ids,
+    "pixel_values": _picture,
+    "input_values": _sound,
+    "input_features": _spectrum,
+}
+
+
+def _by_names(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Iterator[Given]:
+    """As models of transformers call their arguments."""
+    main = getattr(module, "main_input_name", None)
+    both = bool(_config(module, "is_encoder_decoder"))
+    rest: dict[str, Any] = {"use_cache": False} if "use_cache" in params else {}
+    towers = getattr(getattr(module, "config", None), "vision_config", None) is not None
+    first = [name for name in _MADE if name == main] or [name for name in _MADE if name in params][:1]
+    chosen = [*first, *(["decoder_input_ids"] if both and "decoder_input_ids" in params else [])]
+    if towers:
+        chosen += [name for name in ("input_ids", "pixel_values") if name in params and name not in chosen]
+    for names in ([chosen] if chosen else []) + ([first] if first != chosen else []):
+        yield (), {**{name: _MADE[name](module) for name in names}, **rest}
+
+
+def _by_layers(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Iterator[Given]:
+    """What the first layers take, once per argument that is wanted."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    wanted = sum(p.kind in kinds and p.default is p.empty for p in params.values())
+    varied = any(p.kind is p.VAR_POSITIONAL for p in params.values())
+    for x in _first_inputs(module):
+        for count in dict.fromkeys((max(wanted, 1), *((2,) if varied else ()))):
+            yield (x,) * count, {}
+
+
+def _first_inputs(module: nn.Module) -> Iterator[Tensor]:
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            yield _ids(module)
+            break
+        convolved = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+        dims = next((n for kind, n in convolved.items() if isinstance(part, kind)), 0)
+        if dims:
+            made: Any = part
+            channels = made.in_channels
+            for size in (32, 64, 224, 16, 8):
+                yield torch.randn(BATCH, channels, *(size,) * dims, generator=_draws())
+            break
+        width = _width(part)
+        if width:
+            yield torch.randn(BATCH, LENGTH, width, generator=_draws())
+            yield torch.randn(BATCH, width, generator=_draws())
+            break
+
+
+def _width(part: nn.Module) -> int:
+    """Of what a layer takes along the last dim; 0: it is no layer that is known."""
+    if isinstance(part, nn.Linear):
+        return part.in_features
+    if isinstance(part, nn.MultiheadAttention):
+        return part.embed_dim
+    if isinstance(part, nn.RNNBase):
+        return part.input_size
+    if isinstance(part, nn.LayerNorm):
+        return part.normalized_shape[-1]
+    weight = vars(part)["_parameters"].get("weight")
+    if isinstance(part, nn.Module) and type(part).__name__ == "Conv1D" and weight is not None:
+        return int(weight.shape[0])
+    return 0

@@ -1,0 +1,222 @@
+"""What was found on the small copy, said of the whole model: in patterns of names, and in a table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from meshcomm.parallel.tensor.auto.found_plan import Line, TensorPlan
+from meshcomm.parallel.tensor.auto.regions import Candidate
+from meshcomm.parallel.tensor.auto.small_copy import SmallCopy
+from meshcomm.parallel.tensor.kinds import kind_of
+from meshcomm.parallel.tensor.plan import Block, Column, Cut, Row, Style, Vocab
+
+
+def general(path: str) -> str:
+    """With a star for each number."""
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
+
+
+def _named(pattern: str, path: str) -> bool:
+    while path:
+        if fnmatchcase(path, pattern):
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
+def plan_for(
+    module: nn.Module, small: SmallCopy, found: tuple[dict[str, Any], dict[str, int]], picked: list[Candidate],
+    notes: Mapping[str, str], n: int,
+) -> TensorPlan:  # fmt: skip
+    """The plan of the whole model."""
+    styles, divide = found
+    params = [path for path, _ in module.named_parameters(remove_duplicate=False)]
+    modules = [path for path, _ in module.named_modules(remove_duplicate=False)]
+    of_params = {path: styles[small.place_of(path)] for path in params}
+    of_modules = {path: styles[place] for path in modules
+                  if isinstance(styles.get(place := small.place_of(path)), Block)}  # fmt: skip
+    plan: dict[str, Style | Block] = dict(_blocks(of_modules, modules))
+    plan |= _params(module, of_params)
+    over: dict[str, int] = {}
+    for path in modules:
+        place = small.place_of(path)
+        for name, by in divide.items():
+            around, _, attribute = name.rpartition(".")
+            inner = around.removesuffix(".config") if around.endswith(".config") or around == "config" else around
+            if inner == place and by > 1:
+                over[".".join(filter(None, (path, name[len(inner):].lstrip("."))))] = by
+    return TensorPlan(plan, divide=_divided(over, modules, module), lines=_lines(module, small, plan, of_params,
+                                                                                of_modules, picked, notes, n))  # fmt: skip
+
+
+def _blocks(exact: Mapping[str, Block], modules: list[str]) -> Iterator[tuple[str, Block]]:
+    groups: dict[str, list[str]] = {}
+    for path in exact:
+        groups.setdefault(general(path), []).append(path)
+    for pattern, paths in groups.items():
+        same = all(exact.get(path) == exact[paths[0]] for path in modules if fnmatchcase(path, pattern))
+        yield from [(pattern, exact[paths[0]])] if same else [(path, exact[path]) for path in paths]
+
+
+def _divided(exact: dict[str, int], modules: list[str], module: nn.Module) -> dict[str, int]:
+    groups: dict[str, list[str]] = {}
+    for path in exact:
+        groups.setdefault(general(path), []).append(path)
+    made: dict[str, int] = {}
+    for pattern, paths in groups.items():
+        name = pattern.rpartition(".")[2]
+        every = [f"{path}.{name}".lstrip(".") for path, part in module.named_modules() if name in vars(part)]
+        fits = [path for path in every if fnmatchcase(path, pattern)]
+        same = len({exact[path] for path in paths}) == 1 and set(fits) <= set(paths)
+        made |= {pattern: exact[paths[0]]} if same else {path: exact[path] for path in paths}
+    return made
+
+
+def _layer(module: nn.Module, path: str, of_params: Mapping[str, Any]) -> str:
+    """The layer that a parameter belongs to, if all of it has one style; else the parameter."""
+    around, _, _ = path.rpartition(".")
+    inside = [each for each in of_params if each.rpartition(".")[0] == around]
+    whole = around and not any(each.startswith(f"{around}.") and each not in inside for each in of_params)
+    return around if whole and all(of_params[each] == of_params[path] for each in inside) else path
+
+
+def _params(module: nn.Module, of_params: Mapping[str, Style]) -> dict[str, Style]:
+    """Patterns for all that is not replicated, and a star at the end; where one would name too much, exact names."""
+    groups: dict[str, dict[str, None]] = {}
+    for path, style in of_params.items():
+        if style != "replicated":
+            layer = _layer(module, path, of_params)
+            groups.setdefault(general(layer), {})[layer] = None
+    first: dict[str, Style] = {}
+    later: dict[str, Style] = {}
+    for pattern, layers in groups.items():
+        covered = {path: style for path, style in of_params.items() if _named(pattern, path)}
+        if len(set(map(repr, covered.values()))) == 1:
+            later[pattern] = next(iter(covered.values()))
+        else:
+            for layer in layers:
+                first[layer] = next(style for path, style in of_params.items() if _named(layer, path))
+    plan = {**first, **later}
+    if any(style == "replicated" for style in of_params.values()):
+        plan["*"] = "replicated"
+    return plan
+
+
+# -------------------------------------------------------------------------------------------------------- the table
+
+
+def style_text(style: Any) -> str:
+    """A style with what differs from the defaults."""
+    if isinstance(style, (Column, Row, Vocab, Cut, Block)):
+        default = {key: value for key, value in type(style)._field_defaults.items()}
+        said = [f"{key}={value!r}" for key, value in style._asdict().items()
+                if key not in default or value != default[key]]  # fmt: skip
+        return f"{type(style).__name__}({', '.join(said)})"
+    return str(style)
+
+
+def _lines(
+    module: nn.Module, small: SmallCopy, plan: Mapping[str, Any], of_params: Mapping[str, Any],
+    of_modules: Mapping[str, Block], picked: list[Candidate], notes: Mapping[str, str], n: int,
+) -> Iterator[Line]:  # fmt: skip
+    """One for each pattern, and one for each thing that stays whole and was asked about."""
+    entering = set().union(*(each.entering for each in picked)) if picked else set()
+    params = dict(module.named_parameters(remove_duplicate=False))
+    bytes_of = max((p.element_size() for p in params.values() if p.is_floating_point()), default=4)
+    once, all_ = (n - 1) / n * bytes_of, 2 * (n - 1) / n * bytes_of
+    left = dict.fromkeys(params)
+    for pattern, style in plan.items():
+        if isinstance(style, Block):
+            paths = [path for path in of_modules if fnmatchcase(path, pattern)]
+            what, sent = _sent_of_block(style, module.get_submodule(paths[0]), module, paths[0], once, all_)
+            yield Line(pattern, len(paths), style_text(style), "", what, sent * len(paths), "")
+            continue
+        mine = [path for path in left if _named(pattern, path)]
+        for path in mine:
+            del left[path]
+        if pattern == "*":
+            numbers = sum(params[path].numel() for path in mine)
+            yield Line(pattern, len({path.rpartition(".")[0] for path in mine}), "replicated", "",
+                       "", 0.0, f"{numbers} numbers on every rank")  # fmt: skip
+            continue
+        layers = {path.rpartition(".")[0]: path for path in sorted(mine, key=lambda path: not path.endswith(".weight"))}
+        layers = {}
+        for path in mine:
+            layers.setdefault(path.rpartition(".")[0], path)
+            if path.endswith("weight"):
+                layers[path.rpartition(".")[0]] = path
+        path = next(iter(layers.values()))
+        made = [_sent(style, module.get_submodule(place), small.place_of(place) in entering, once, all_)
+                for place in layers]  # fmt: skip
+        yield Line(pattern, len(layers), style_text(style), _cut(style, module, path, params[path]), made[0][0],
+                   sum(sent for _, sent in made), "")  # fmt: skip
+    for name, note in notes.items():
+        yield Line(general(name), 1, "whole", "", "", 0.0, note or "")
+
+
+def _cut(style: Any, module: nn.Module, path: str, p: Any) -> str:
+    kind = kind_of(module.get_submodule(path.rpartition(".")[0]))
+    dim = None
+    if isinstance(style, Cut):
+        dim = style.dim
+    elif kind is not None and (style in ("column",) or isinstance(style, Column)):
+        dim = kind.dim_of(path.rpartition(".")[2])
+        if isinstance(style, Column) and style.kv_heads is not None and not isinstance(style.parts, tuple):
+            return f"dim {dim} of {p.shape[dim]} as used, weight whole"
+    elif kind is not None and (style == "row" or isinstance(style, Row)):
+        dim = kind.inputs
+    elif style == "vocab" or isinstance(style, Vocab):
+        dim = 0
+    return "" if dim is None else f"dim {dim} of {p.shape[dim]}"
+
+
+def _sent(style: Any, part: nn.Module, enters: bool, once: float, all_: float) -> tuple[str, float]:
+    kind = kind_of(part)
+    if kind is None:
+        return "", 0.0
+    weight: Any = part.weight
+    out = weight.shape[kind.outputs]
+    inner = weight.shape[kind.inputs] if kind.inputs is not None else 0
+    if style == "column" or isinstance(style, Column):
+        back = all_ * inner if enters else 0.0
+        said = ["input's gradient summed"] if enters and inner else []
+        if isinstance(style, Column) and style.gather:
+            return ", ".join(["outputs gathered", *said]), once * out + back
+        return ", ".join(said), back
+    if style == "row" or isinstance(style, Row):
+        if isinstance(style, Row) and style.split:
+            return "sum of outputs, input's gradient gathered", all_ * out + once * inner
+        return "sum of outputs", all_ * out
+    if style == "vocab" or isinstance(style, Vocab):
+        return "sum of rows", all_ * out
+    return "", 0.0
+
+
+def _sent_of_block(
+    how: Block, part: nn.Module, module: nn.Module, path: str, once: float, all_: float
+) -> tuple[str, float]:  # fmt: skip
+    width: Callable[[], int] = lambda: max(  # noqa: E731
+        (p.shape[-1] for p in itertools.islice(part.parameters(), 8)), default=0
+    )
+    if how.before == "join":
+        return "features gathered, and their gradient", 2 * once * width()
+    first = next((each for each in part.modules() if kind_of(each) is not None), None)
+    kind = None if first is None else kind_of(first)
+    weight: Any = None if first is None else first.weight
+    inner = int(weight.shape[kind.inputs or 0]) if kind is not None else min(
+        (p.shape[-1] for p in part.parameters() if p.ndim == 3), default=0)  # fmt: skip
+    said, sent = [], 0.0
+    if how.before == "enter":
+        said.append("input's gradient summed")
+        sent += all_ * inner
+    if how.after == "leave":
+        said.append("sum of outputs")
+        sent += all_ * inner
+    if how.divided:
+        said.append(f"{', '.join(how.divided)} divided")
+    return ", ".join(said), sent
