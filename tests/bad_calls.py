@@ -181,6 +181,7 @@ AXIS: dict[str, Callable[[Any], Any]] = {
     "data_parallel": lambda axis: parallel.data_parallel(linear(), axis, grads="sum"),
     "fully_shard": lambda axis: parallel.fully_shard(linear(), axis, grads="sum"),
     "tensor_parallel": lambda axis: parallel.tensor_parallel(two_layers(), {"*": "column"}, axis=axis),
+    "auto_plan": lambda axis: parallel.auto_plan(two_layers(), axis),
     "convert_batch_norm": lambda axis: parallel.convert_batch_norm(nn.BatchNorm1d(2), axis),
     "sync_batch_norm": lambda axis: parallel.sync_batch_norm(x(4, 2), axis),
     "SyncBatchNorm": lambda axis: parallel.SyncBatchNorm(2, axis),
@@ -877,6 +878,14 @@ bad("fsdp.apply", "no shards", lambda h: fsdp.apply(len, [], h.tree), r"expected
 
 # ---------------------------------------------------------------------------------------------------- tensor parallel
 
+bad("auto_plan", "not a module", lambda h: parallel.auto_plan([linear()], "a"), r"module is not a torch.nn.Module but list")
+bad("auto_plan", "no such axis", lambda h: parallel.auto_plan(two_layers(), "z"), r"'z'")
+bad("auto_plan", "unsure of text", lambda h: parallel.auto_plan(two_layers(), "a", unsure="maybe"), r"unsure='maybe'")
+bad("auto_plan", "an example of a number", lambda h: parallel.auto_plan(two_layers(), "a", example=3), r"example is of type int")
+bad("auto_plan", "an example that does not fit", lambda h: parallel.auto_plan(two_layers(), "a", example=x(2, 3)), r"it fails on example")
+bad("auto_plan", "nothing to cut", lambda h: parallel.auto_plan(nn.Conv2d(3, 4, 3), "a"), r"nothing in the module can be cut")
+bad("auto_plan", "lazy", lambda h: parallel.auto_plan(nn.LazyLinear(4), "a"), r"'weight' has no shape yet")
+
 
 def cut(plan: Any, module: Any = None, **kwargs: Any) -> Any:
     return parallel.tensor_parallel(two_layers() if module is None else module, plan, **({"axis": "a"} | kwargs))
@@ -1143,7 +1152,7 @@ WAITS = (
     "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "all_to_all_ragged", "permute", "shift", "broadcast", "reduce",
     "gather", "barrier", "sync_seed", "main_only", "weighted_mean", "all_reduce_params", "Metrics.reduce", "data_parallel",
     "fully_shard", "tensor_parallel", "sync_batch_norm", "leave", "row_linear", "vocab_embedding", "vocab_cross_entropy",
-    "linear_cross_entropy",
+    "linear_cross_entropy", "auto_plan",
     "parallel_attention",
 )  # fmt: skip
 """Functions in which ranks wait for each other; ``AXIS`` has a right call of each."""

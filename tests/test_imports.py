@@ -205,9 +205,11 @@ LATE = {
         f"meshcomm.parallel.{name}"
         for name in (
             "batch_norm", "clip", "data.ddp", "data.micro_batches", "fsdp.module", "fsdp.state", "full_state",
-            "optimizers.sharded",            "tensor.attention", "tensor.chunked_loss", "tensor.functions", "tensor.losses", "tensor.module", "tensor.norms", "tensor.plan",
+            "optimizers.sharded",
+            "tensor.attention", "tensor.auto.auto_plan", "tensor.auto.found_plan", "tensor.chunked_loss", "tensor.functions", "tensor.losses", "tensor.module", "tensor.norms", "tensor.plan",
         )
     },
+    "meshcomm.parallel.tensor.module": {"meshcomm.parallel.tensor.auto.auto_plan"},
     "meshcomm.spmd.shard_map.dtensors": {"meshcomm.layout.dtensor"},
     "meshcomm.runtime.groups": {"meshcomm.runtime.hooks.guard.setup"},
     "meshcomm.launch": {"meshcomm.runtime.start.workers"},

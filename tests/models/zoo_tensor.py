@@ -21,6 +21,23 @@ def tp(module: nn.Module, model: Model) -> None:
     parallel.tensor_parallel(module, styles, axis="tp", divide=divide)
 
 
+def auto(module: nn.Module, model: Model) -> None:
+    """By a plan that is found."""
+    parallel.tensor_parallel(module, "auto", axis="tp")
+
+
+NOT_FOUND = {
+    "ResNet": "nothing but convolutions", "U-Net": "nothing but convolutions",
+    "Mamba": "weights that kernels read", "Mamba2": "weights that kernels read",
+}  # fmt: skip
+"""What auto_plan refuses, and why."""
+
+
+def has_auto(module: nn.Module, model: Model) -> str:
+    """Whether one is found."""
+    return NOT_FOUND.get(model.name, "")
+
+
 def in_sequences(module: nn.Module, model: Model) -> None:
     """With activations between the blocks cut along the sequence."""
     styles, divide = plan_of(model.name, module, current_mesh().shape["tp"], sequence=True)  # type: ignore[union-attr]
@@ -74,6 +91,9 @@ TENSOR: tuple[Method, ...] = (
     Method("tp", TP, tp, (), fits=has_plan, generate=True),
     Method("tp of four", TP4, tp, (), fits=_in_four, generate=True),
     Method("tp, sequence", TP, in_sequences, (), fits=_has_sequences, generate=True),
+    Method("tp, auto", TP, auto, (), fits=has_auto, generate=True),
+    Method("tp of four, auto", TP4, auto, (), fits=has_auto, generate=True),
+    Method("fsdp x tp, auto", FSDP_TP, _then(auto, fsdp), ("fsdp",), fits=has_auto, clip=0.1, generate=True),
     Method("dp x tp", DP_TP, _then(tp, _dp), ("dp",), fits=has_plan, micro=2, clip=0.1),
     Method("fsdp x tp", FSDP_TP, _then(tp, fsdp), ("fsdp",), fits=has_plan, clip=0.1, generate=True),
     Method("replica x fsdp x tp", REPLICA_FSDP_TP, _then(tp, _hsdp), ("dp", "fsdp"), fits=has_plan, clip=0.1),

@@ -16,7 +16,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.cut_parameters import checked_module
-from meshcomm.parallel.tensor.auto.example_inputs import Given, examples_of
+from meshcomm.parallel.tensor.auto.example_inputs import examples_of
 from meshcomm.parallel.tensor.auto.flow import OPAQUE, Flow, Leaf, flow_of
 from meshcomm.parallel.tensor.auto.found_plan import TensorPlan
 from meshcomm.parallel.tensor.auto.patterns import plan_for
@@ -101,9 +101,8 @@ def auto_plan(
     lazy = next((name for name, p in module.named_parameters() if nn.parameter.is_lazy(p)), None)
     if lazy is not None:
         fail(WHERE, f"{lazy!r} has no shape yet.", fix="run the module once before")
-    small, given, flow = _seen(module, here, example)
+    small, flow, proof = _seen(module, axis, here, example)
     regions, odd = _regions(small.module, flow, n)
-    proof = Proof(small.module, given, axis, here)
     chosen, why = _chosen(regions, proof, small.module)
     unknown = {**odd, **{each.name: f"{why[each.key]}" for each in regions if each.key in why and "experts" in each.key}}
     if unknown and unsure == "refuse":
@@ -128,7 +127,7 @@ def _mesh_of(axis: AxisName, mesh: Mesh | None) -> tuple[Mesh, int]:
     return here, here.size_of(axis, WHERE)
 
 
-def _seen(module: nn.Module, mesh: Mesh, example: Any) -> tuple[SmallCopy, Given, Flow]:
+def _seen(module: nn.Module, axis: AxisName, mesh: Mesh, example: Any) -> tuple[SmallCopy, Flow, Proof]:
     """A small copy, what it can be given, and what flows in it; of the whole depth if need be."""
     device = mesh.device
     problems: list[str] = []
@@ -144,12 +143,12 @@ def _seen(module: nn.Module, mesh: Mesh, example: Any) -> tuple[SmallCopy, Given
             given = placed(each, device, dtype)
             try:
                 flow = flow_of(small.module, given)
+                found = floats_of(flow.result)
+                if any(x.requires_grad for x in found) and all(bool(x.isfinite().all()) for x in found):
+                    return small, flow, Proof(small.module, given, axis, mesh)
             except Exception as error:  # whatever it wants is another input
                 problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 continue
-            found = floats_of(flow.result)
-            if any(x.requires_grad for x in found) and all(bool(x.isfinite().all()) for x in found):
-                return small, given, flow
             problems.append("its results are no finite numbers that need a gradient")
     what = "the module cannot be run on what was thought of to look at it." if example is None else "it fails on example."
     fail(WHERE, what, got="; ".join(dict.fromkeys(problems[-4:])), fix="example=: what it is called with, few and short")
@@ -171,7 +170,7 @@ def _regions(module: nn.Module, flow: Flow, n: int) -> tuple[list[Region], dict[
         if leaf in taken or not _large(leaf, flow):
             continue
         if leaf.linear and leaf.outputs:
-            found.append(single_of(leaf, n))
+            found += [single_of(leaf, n)] if _large(leaf, flow, 2) else []
         elif leaf.kind is None and not isinstance(leaf.module, (*OPAQUE, *_CONVOLUTIONS)):
             experts = experts_of(leaf, flow, n)
             if experts is not None:
@@ -184,13 +183,13 @@ def _regions(module: nn.Module, flow: Flow, n: int) -> tuple[list[Region], dict[
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def _large(leaf: Leaf, flow: Flow) -> bool:
-    """Whether it is worth it: a quarter of the largest layer."""
+def _large(leaf: Leaf, flow: Flow, part: int = 4) -> bool:
+    """Whether it is worth it: such a part of the largest layer."""
 
     def size(each: Leaf) -> int:
         return sum(p.numel() for p in each.module.parameters())
 
-    return 4 * size(leaf) >= max(size(each) for each in flow.leaves if each.linear or each is leaf)
+    return part * size(leaf) >= max(size(each) for each in flow.leaves if each.linear or each is leaf)
 
 
 def _chosen(regions: list[Region], proof: Proof, module: nn.Module) -> tuple[dict[Any, int], dict[Any, str]]:

@@ -13,6 +13,8 @@ from meshcomm.collectives import check
 Divide = dict[str, int]
 """By the path of an attribute, by what it is divided."""
 
+_OTHERS = ("window", "max", "length", "position", "layer", "stride", "rank", "bucket", "pad", "kernel", "chunk", "idx")
+"""Words in the names of numbers that count neither heads nor features."""
 _INNER = ("all_head_size", "inner_dim", "split_size", "attention_dim", "q_dim", "inner_size", "total_head_dim")
 """Widths of all heads, as they are often called; others may be those of the stream."""
 
@@ -49,7 +51,7 @@ def _numbers(path: str, part: nn.Module) -> Iterator[tuple[str, str, int]]:
 
 
 def divisions(path: str, part: nn.Module, heads: int, kv_heads: int, width: int, n: int) -> list[Divide]:
-    """What may be divided, the likeliest first.
+    """What may be divided, the likeliest first; as many for each layer of a kind, and some of them alike.
 
     Args:
         path: of the module in which attention is computed.
@@ -65,6 +67,8 @@ def divisions(path: str, part: nn.Module, heads: int, kv_heads: int, width: int,
     outer: Divide = {}
     for place, name, value in _numbers(path, part):
         by = n
+        if any(word in name for word in _OTHERS):
+            continue
         if "group" in name:
             if value == heads // kv_heads and shared > 1:
                 surely[place] = shared
@@ -77,10 +81,8 @@ def divisions(path: str, part: nn.Module, heads: int, kv_heads: int, width: int,
             by = min(n, kv_heads)
         if by == 1 or value % by:
             continue
-        if value == heads or (value == kv_heads and "head" in name):
-            if "dim" not in name and "size" not in name:
-                surely[place] = by
+        if value in (heads, kv_heads) and "head" in name and "dim" not in name and "size" not in name:
+            surely[place] = by
         else:
             (inner if name in _INNER else outer)[place] = by
-    options = [{**surely, **inner}, {**surely, **inner, **outer}, surely, {**surely, **outer}, {}]
-    return [each for at, each in enumerate(options) if each not in options[:at]]
+    return [{**surely, **inner}, {**surely, **inner, **outer}, surely, {**surely, **outer}, {}]

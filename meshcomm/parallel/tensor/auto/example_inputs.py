@@ -58,8 +58,9 @@ def _config(module: nn.Module, *names: str) -> Any:
     return None
 
 
-def _picture(module: nn.Module) -> Tensor:
+def _picture(module: nn.Module, most: int = 1 << 30) -> Tensor:
     size = _config(module, "image_size") or 32
+    size = min(size, most) if isinstance(size, int) else size
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     first = next((part for part in module.modules() if isinstance(part, nn.Conv2d)), None)
     channels = _config(module, "num_channels") or (first.in_channels * first.groups if first is not None else 3)
@@ -96,7 +97,11 @@ def _by_names(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Ite
     if towers:
         chosen += [name for name in ("input_ids", "pixel_values") if name in params and name not in chosen]
     for names in ([chosen] if chosen else []) + ([first] if first != chosen else []):
-        yield (), {**{name: _MADE[name](module) for name in names}, **rest}
+        given = {name: _MADE[name](module) for name in names}
+        if "pixel_values" in given and given["pixel_values"].shape[-1] > 32:
+            yield (), {**given, "pixel_values": _picture(module, 32)}  # what only convolves takes any size
+        yield (), given
+        yield (), {**given, **rest}
 
 
 def _by_layers(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Iterator[Given]:

@@ -96,7 +96,10 @@ class _Softmaxes(TorchFunctionMode):
 
 def flow_of(module: nn.Module, example: Given) -> Flow:
     """Run it once."""
-    leaves = {part: Leaf(path, part) for path, part in module.named_modules() if _is_leaf(part)}
+    inner = {each for part in module.modules() if isinstance(part, OPAQUE) for each in part.modules() if each is not part}
+    leaves = {
+        part: Leaf(path, part) for path, part in module.named_modules() if _is_leaf(part) and part not in inner
+    }
     stack: list[str] = []
     given: dict[str, dict[str, Any]] = {}
     handles = []
@@ -118,8 +121,7 @@ def flow_of(module: nn.Module, example: Given) -> Flow:
             if part in leaves:
                 leaves[part].outputs += _nodes(result)
                 leaves[part].shapes += [x.shape for x in tensors(result)]
-                for node in _nodes(result):
-                    owner.setdefault(node, leaves[part])
+                _own(leaves[part], _nodes(result), set(_nodes((args, kwargs))), owner)
 
         return hook
 
@@ -169,6 +171,16 @@ def tensors(x: Any) -> Iterator[Tensor]:
 
 def _nodes(x: Any) -> list[Any]:
     return [each.grad_fn for each in tensors(x) if each.grad_fn is not None]
+
+
+def _own(leaf: Leaf, left: list[Any], inputs: set[Any], owner: dict[Any, Leaf]) -> None:
+    """All nodes from what it gives back to what it was given are its: what is written in place later hides the last."""
+    while left:
+        node = left.pop()
+        if node is None or node in inputs or node in owner or hasattr(node, "variable"):
+            continue
+        owner[node] = leaf
+        left += [following for following, _ in node.next_functions]
 
 
 def _look_back(

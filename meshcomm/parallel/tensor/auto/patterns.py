@@ -29,6 +29,10 @@ def _named(pattern: str, path: str) -> bool:
     return False
 
 
+def _within(path: str, around: str) -> bool:
+    return not around or path == around or path.startswith(f"{around}.")
+
+
 def plan_for(
     module: nn.Module, small: SmallCopy, found: tuple[dict[str, Any], dict[str, int]], picked: list[Candidate],
     notes: Mapping[str, str], n: int,
@@ -144,14 +148,14 @@ def _lines(
             yield Line(pattern, len({path.rpartition(".")[0] for path in mine}), "replicated", "",
                        "", 0.0, f"{numbers} numbers on every rank")  # fmt: skip
             continue
-        layers = {path.rpartition(".")[0]: path for path in sorted(mine, key=lambda path: not path.endswith(".weight"))}
-        layers = {}
+        layers: dict[str, str] = {}
         for path in mine:
             layers.setdefault(path.rpartition(".")[0], path)
             if path.endswith("weight"):
                 layers[path.rpartition(".")[0]] = path
         path = next(iter(layers.values()))
-        made = [_sent(style, module.get_submodule(place), small.place_of(place) in entering, once, all_)
+        made = [_sent(style, module.get_submodule(place), small.place_of(place) in entering and not any(
+                      how.before == "enter" and _within(place, around) for around, how in of_modules.items()), once, all_)
                 for place in layers]  # fmt: skip
         yield Line(pattern, len(layers), style_text(style), _cut(style, module, path, params[path]), made[0][0],
                    sum(sent for _, sent in made), "")  # fmt: skip

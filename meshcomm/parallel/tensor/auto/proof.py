@@ -36,15 +36,21 @@ class Proof:
         self.module, self.example, self.axis, self.mesh = module, example, axis, mesh
         self.size = mesh.size_of(axis)
         self.apart = mesh.in_process and current_rank() is None  # nobody else is there: ranks are started for it
-        self.tried = 0
+        self.tried: dict[str, str] = {}
         if not self.apart:
             take_from(0, list(module.buffers()), mesh.axis(axis))
         with _same_draws():
             self.outputs, self.grads = _run(copy.deepcopy(module), example)
+            self.written = _written(copy.deepcopy(module), example)
 
     def why_wrong(self, styles: Mapping[str, Any], divide: Mapping[str, int]) -> str:
         """Empty: it is right."""
-        self.tried += 1
+        key = repr((styles, sorted(divide.items())))
+        if key not in self.tried:
+            self.tried[key] = self._why_wrong(styles, divide)
+        return self.tried[key]
+
+    def _why_wrong(self, styles: Mapping[str, Any], divide: Mapping[str, int]) -> str:
         if self.apart:
             with _same_draws():
                 found = World(self.size, None).run(lambda: self._try("auto", make_mesh({"auto": self.size}), styles, divide))
@@ -60,8 +66,13 @@ class Proof:
         try:
             tensor_parallel(module, styles, axis=axis, divide=divide, mesh=mesh)
             outputs, grads = _run(module, self.example)
+            written = _written(module, self.example)
         except (MeshError, RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if [x.shape for x in written] != [x.shape for x in self.written] or not all(
+            _close(x, y, 0.0) for x, y in zip(written, self.written, strict=True)
+        ):
+            return "its results are others with a cache"
         return self._apart(module, outputs, grads)
 
     def _apart(self, module: nn.Module, outputs: list[Tensor], grads: dict[str, Tensor]) -> str:
@@ -107,6 +118,14 @@ def _run(module: nn.Module, example: Given) -> tuple[list[Tensor], dict[str, Ten
     zeros: Callable[[Tensor], Tensor] = torch.zeros_like
     grads = {name: zeros(p) if p.grad is None else p.grad for name, p in module.named_parameters() if p.requires_grad}
     return [x.detach() for x in outputs], grads
+
+
+def _written(module: nn.Module, example: Given) -> list[Tensor]:
+    """Of one that cannot keep a cache with gradients: the results without them, with the cache that it keeps then."""
+    if "use_cache" not in example[1]:
+        return []
+    with torch.no_grad():
+        return floats_of(module(*example[0], **{**example[1], "use_cache": True}))
 
 
 @contextlib.contextmanager

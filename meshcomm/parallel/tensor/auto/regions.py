@@ -21,7 +21,7 @@ from meshcomm.parallel.tensor.auto.example_inputs import BATCH
 from meshcomm.parallel.tensor.auto.flow import Flow, Leaf, tensors
 from meshcomm.parallel.tensor.plan import Block, Column, Cut, Row, Style
 
-_MOST = 16
+_MOST = 24
 """Candidates of a region."""
 
 
@@ -87,7 +87,7 @@ def _through(leaf: Leaf) -> tuple[dict[Leaf, None], dict[Leaf, Leaf]]:
 def _pair(row: Leaf, order: list[Leaf], taken: set[Leaf]) -> Pair | None:
     sources, norms = _through(row)
     heads = next(iter(row.heads)) if len(row.heads) == 1 else None
-    tables = [each for each in sources if each.table and heads is not None and each.length(outputs=True) == heads]
+    tables = [each for each in sources if heads is not None and _per_head(each, heads)]
     if not sources or any(not each.linear and each not in tables for each in sources):
         return None
     linear = [each for each in sources if each.linear]
@@ -101,6 +101,13 @@ def _pair(row: Leaf, order: list[Leaf], taken: set[Leaf]) -> Pair | None:
     if any(not set(norm.users) <= {*rows} for norm in norms):
         return None
     return Pair(columns, rows, norms, shared, tables, heads)
+
+
+def _per_head(leaf: Leaf, heads: int) -> bool:
+    """Whether all that it has is something for each head."""
+    if leaf.table:
+        return leaf.length(outputs=True) == heads
+    return leaf.kind is None and all(p.ndim > 1 and heads in p.shape for p in leaf.module.parameters())
 
 
 def common(paths: Sequence[str]) -> str:
@@ -150,15 +157,19 @@ def _cuts(pair: Pair, flow: Flow, module: nn.Module, n: int, around: str) -> Ite
     counts: list[Divide] = [{}]
     if heads is not None:
         counts = divisions(host, module.get_submodule(host), heads, kv, width, n)
-    blocks = _blocks(pair, flow, module, host, around)
-    for chosen in itertools.product(*options):
+    for chosen, divides in itertools.product(itertools.product(*options), (True, False)):
+        blocks = _blocks(pair, flow, module, host, around, divides)
         styles: dict[str, Style] = {c.path: style for c, (style, _) in zip(pair.columns, chosen, strict=True)}
-        if blocks is not None and around in blocks and blocks[around].before == "enter":
+        if around in blocks and blocks[around].before == "enter":
             inside = f"{around}." if around else ""
             styles |= {path: "summed" for path, _ in module.named_parameters()
                        if path.startswith(inside) and not any(path.startswith(f"{leaf.path}.") for leaf in
                                                              [*pair.columns, *pair.rows])}  # fmt: skip
-        styles |= {r.path: "row" for r in pair.rows} | {t.path: "column" for t in pair.tables}
+        styles |= {r.path: "row" for r in pair.rows}
+        for table in pair.tables:
+            dims = {name: p.shape.index(heads) for name, p in table.module.named_parameters() if heads in p.shape}
+            each: dict[str, Style] = {f"{table.path}.{name}": Cut(dim) for name, dim in dims.items()}
+            styles |= {table.path: "column"} if table.table else each
         joined: dict[str, Block] = {}
         for norm, column in pair.norms.items():
             whole = max(p.numel() for p in norm.module.parameters()) == column.length(outputs=True)
@@ -167,7 +178,7 @@ def _cuts(pair: Pair, flow: Flow, module: nn.Module, n: int, around: str) -> Ite
                 joined |= {norm.path: Block("join", "part")} if whole else {}
         styles |= _direct(pair, module, heads, width)
         for divide in counts:
-            yield Candidate(styles, {**(blocks or {}), **joined}, divide, "cut")
+            yield Candidate(styles, {**blocks, **joined}, divide, "cut")
 
 
 def _columns(c: Leaf, among: int, width: int, heads: int | None, n: int) -> Iterator[tuple[Style, int]]:
@@ -221,7 +232,7 @@ def _needs_grad(x: Any) -> bool:
     return any(each.requires_grad for each in tensors(x))
 
 
-def _blocks(pair: Pair, flow: Flow, module: nn.Module, host: str, around: str) -> dict[str, Block] | None:
+def _blocks(pair: Pair, flow: Flow, module: nn.Module, host: str, around: str, divides: bool) -> dict[str, Block]:
     """What is done where attention begins: what comes for each head is divided; what all heads share enters."""
     found: dict[str, Block] = {}
     if pair.heads is None:
@@ -229,7 +240,7 @@ def _blocks(pair: Pair, flow: Flow, module: nn.Module, host: str, around: str) -
     divided: dict[str, tuple[int, int]] = {}
     attention = module.get_submodule(host)
     for name, x in _names(attention, flow.given.get(host, {})):
-        if isinstance(x, Tensor) and x.ndim >= 3 and not x.requires_grad and pair.heads > 1:
+        if divides and isinstance(x, Tensor) and x.ndim >= 3 and not x.requires_grad and pair.heads > 1:
             at = next((at for at, size in enumerate(x.shape[:-1]) if size in (pair.heads, BATCH * pair.heads)), None)
             if at is not None:
                 divided[name] = (at, pair.heads)
@@ -331,8 +342,11 @@ def past_forward(leaf: Leaf, flow: Flow, module: nn.Module) -> bool:
     if any(id(p) in flow.read for p in leaf.module.parameters()):
         return True
     path, _, name = leaf.path.rpartition(".")
+    around = module.get_submodule(path)
+    if isinstance(around, nn.TransformerEncoderLayer):  # which tensor_parallel keeps from it
+        return False
     try:
-        text = inspect.getsource(type(module.get_submodule(path)))
+        text = inspect.getsource(type(around))
     except (OSError, TypeError):
         return False
     methods = [part for part in text.split("    def ")[1:] if not part.startswith(_NOT_READING)]
