@@ -879,7 +879,6 @@ bad("fsdp.apply", "no shards", lambda h: fsdp.apply(len, [], h.tree), r"expected
 # ---------------------------------------------------------------------------------------------------- tensor parallel
 
 bad("auto_plan", "not a module", lambda h: parallel.auto_plan([linear()], "a"), r"module is not a torch.nn.Module but list")
-bad("auto_plan", "no such axis", lambda h: parallel.auto_plan(two_layers(), "z"), r"'z'")
 bad("auto_plan", "unsure of text", lambda h: parallel.auto_plan(two_layers(), "a", unsure="maybe"), r"unsure='maybe'")
 bad("auto_plan", "an example of a number", lambda h: parallel.auto_plan(two_layers(), "a", example=3), r"example is of type int")
 bad("auto_plan", "an example that does not fit", lambda h: parallel.auto_plan(two_layers(), "a", example=x(2, 3)), r"it fails on example")

@@ -20,8 +20,8 @@ from meshcomm.parallel import (
     Row,
     TensorPlan,
     auto_plan,
-    fully_shard,
     full_state_dict,
+    fully_shard,
     tensor_parallel,
     whole_parameters,
 )
@@ -114,7 +114,12 @@ class Latent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.down, self.up, self.o = nn.Linear(D, D + H), nn.Linear(D, 8 + 1), nn.Linear(8, 2 * D), nn.Linear(D, D)
+        self.q, self.down, self.up, self.o = (
+            nn.Linear(D, D + H),
+            nn.Linear(D, 8 + 1),
+            nn.Linear(8, 2 * D),
+            nn.Linear(D, D),
+        )
         self.norm = nn.RMSNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,7 +187,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A table, layers, and a head that may be the table."""
 
-    def __init__(self, attention: Callable[[], nn.Module], forward: Callable[[], nn.Module], tied: bool = False) -> None:
+    def __init__(
+        self, attention: Callable[[], nn.Module], forward: Callable[[], nn.Module], tied: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(8, D)
         self.layers = nn.ModuleList(Layer(attention(), forward()) for _ in range(3))
@@ -272,7 +279,15 @@ def on_this_rank(name: str, ranks: int) -> tuple[TensorPlan, dict[str, Tensor]]:
     return plan, whole_parameters(module)
 
 
-IN_FOUR = ("plain", "few heads", "norms of heads", "norms over heads", "fused, few heads", "tables and sinks", "experts")
+IN_FOUR = (
+    "plain",
+    "few heads",
+    "norms of heads",
+    "norms over heads",
+    "fused, few heads",
+    "tables and sinks",
+    "experts",
+)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in MODELS), *((name, 4) for name in IN_FOUR)])
@@ -315,7 +330,8 @@ def test_under_fully_shard_and_by_its_name(capsys: pytest.CaptureFixture[str]) -
         assert_close(found[key], p, rtol=0, atol=1e-8)
     said = capsys.readouterr().out
     assert said.count("tensor_parallel(..., axis='tp'):") == 1  # by one rank
-    assert "layers.*.attention.o" in said and "a rank sends per token and step" in said
+    assert "layers.*.attention.o" in said
+    assert "a rank sends per token and step" in said
 
 
 def test_the_model_stays_as_it_is() -> None:
@@ -323,7 +339,8 @@ def test_the_model_stays_as_it_is() -> None:
     before, state = {name: p.clone() for name, p in module.named_parameters()}, torch.get_rng_state()
     auto_plan(module, "tp", mesh=mc.make_mesh({"tp": 2}))
     assert torch.equal(state, torch.get_rng_state())
-    assert module.training and all(p.grad is None for p in module.parameters())
+    assert module.training
+    assert all(p.grad is None for p in module.parameters())
     assert len(module.layers) == 3  # type: ignore[arg-type]
     for name, p in module.named_parameters():
         assert torch.equal(p, before[name])
@@ -377,7 +394,8 @@ def test_what_is_not_understood_is_refused_by_name() -> None:
     module = Decoder(Attention, Odd)
     said = refused(module)
     assert "not sure of 'layers.0.feed_forward', 'layers.1.feed_forward'" in said
-    assert "a Odd, which is no layer that is known" in said and "unsure='whole'" in said
+    assert "a Odd, which is no layer that is known" in said
+    assert "unsure='whole'" in said
     plan = auto_plan(module, "tp", mesh=mc.make_mesh({"tp": 2}), unsure="whole")
     assert plan["layers.*.attention.o"] == "row"
     assert any(line.style == "whole" and line.pattern == "layers.*.feed_forward" for line in plan.lines)

@@ -210,6 +210,7 @@ LATE = {
         )
     },
     "meshcomm.parallel.tensor.module": {"meshcomm.parallel.tensor.auto.auto_plan"},
+    "meshcomm.parallel.tensor.auto.proof": {"meshcomm.parallel.tensor.module"},
     "meshcomm.spmd.shard_map.dtensors": {"meshcomm.layout.dtensor"},
     "meshcomm.runtime.groups": {"meshcomm.runtime.hooks.guard.setup"},
     "meshcomm.launch": {"meshcomm.runtime.start.workers"},

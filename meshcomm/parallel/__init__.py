@@ -24,9 +24,9 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.full_state import full_state_dict as full_state_dict
     from meshcomm.parallel.full_state import load_full_state_dict as load_full_state_dict
     from meshcomm.parallel.optimizers.sharded import shard_optimizer as shard_optimizer
+    from meshcomm.parallel.tensor.attention import parallel_attention as parallel_attention
     from meshcomm.parallel.tensor.auto.auto_plan import auto_plan as auto_plan
     from meshcomm.parallel.tensor.auto.found_plan import TensorPlan as TensorPlan
-    from meshcomm.parallel.tensor.attention import parallel_attention as parallel_attention
     from meshcomm.parallel.tensor.chunked_loss import linear_cross_entropy as linear_cross_entropy
     from meshcomm.parallel.tensor.functions import column_linear as column_linear
     from meshcomm.parallel.tensor.functions import enter as enter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -158,11 +159,11 @@ def tensor_parallel(
 def _found(module: nn.Module, axis: Axis, sequence: bool) -> Mapping[str, Any]:
     """A plan that is looked for; printed by the first rank of the mesh."""
     if sequence:
-        fail(WHERE, "plan='auto' and sequence=True.", fix="sequence=False, or a plan by hand, as docs/models.md has them")
-    auto: Any = importlib.import_module("meshcomm.parallel.tensor.auto.auto_plan")  # which needs this module for its proof
+        fail(WHERE, "plan='auto' and sequence=True.", fix="sequence=False, or a plan by hand, as docs/models.md has it")
+    auto: Any = importlib.import_module("meshcomm.parallel.tensor.auto.auto_plan")  # whose proof needs this module
     plan: Mapping[str, Any] = auto.auto_plan(module, axis.name, mesh=axis.mesh)
     if not any(axis.mesh.own_coordinate().values()):
-        print(f"tensor_parallel(..., axis={axis.name!r}):\n{plan}")
+        sys.stdout.write(f"tensor_parallel(..., axis={axis.name!r}):\n{plan}\n")
     return plan
 
 

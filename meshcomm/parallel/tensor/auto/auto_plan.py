@@ -1,7 +1,7 @@
 """auto_plan: a plan of tensor parallelism for a model that nobody has written one for.
 
-    model -> small copy -> what flows where -> regions, each with candidates -> a proof of all together
-                                                                             -> else one region after another
+model -> small copy -> what flows where -> regions, each with candidates -> a proof of all together
+                                                                         -> else one region after another
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def auto_plan(
 
     ::
 
-        plan = auto_plan(model, "tp");  print(plan);  tensor_parallel(model, plan, axis="tp")
+        plan = auto_plan(model, "tp")
+        print(plan)
+        tensor_parallel(model, plan, axis="tp")
 
     A small copy of the module, in which two of each kind of layers stay and numbers are random, runs once: from the
     graph that autograd makes follows which layers take what other layers give. Attention is told by its softmax and
@@ -104,7 +106,10 @@ def auto_plan(
     small, flow, proof = _seen(module, axis, here, example)
     regions, odd = _regions(small.module, flow, n)
     chosen, why = _chosen(regions, proof, small.module)
-    unknown = {**odd, **{each.name: f"{why[each.key]}" for each in regions if each.key in why and "experts" in each.key}}
+    unknown = {
+        **odd,
+        **{each.name: f"{why[each.key]}" for each in regions if each.key in why and "experts" in each.key},
+    }
     if unknown and unsure == "refuse":
         some = list(unknown)[:6]
         fail(
@@ -150,8 +155,12 @@ def _seen(module: nn.Module, axis: AxisName, mesh: Mesh, example: Any) -> tuple[
                 problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 continue
             problems.append("its results are no finite numbers that need a gradient")
-    what = "the module cannot be run on what was thought of to look at it." if example is None else "it fails on example."
-    fail(WHERE, what, got="; ".join(dict.fromkeys(problems[-4:])), fix="example=: what it is called with, few and short")
+    what = (
+        "the module cannot be run on what was thought of to look at it." if example is None else "it fails on example."
+    )
+    fail(
+        WHERE, what, got="; ".join(dict.fromkeys(problems[-4:])), fix="example=: what it is called with, few and short"
+    )
 
 
 def _regions(module: nn.Module, flow: Flow, n: int) -> tuple[list[Region], dict[str, str]]:
@@ -196,7 +205,9 @@ def _chosen(regions: list[Region], proof: Proof, module: nn.Module) -> tuple[dic
     """For each kind of region the first candidate that is right, together with all others; and why none is."""
     kinds = {each.key: len(each.candidates) for each in regions if each.candidates}
     for each in regions:  # of one kind, and not alike
-        kinds[each.key] = min(kinds.get(each.key, 0), len(each.candidates)) if each.candidates else kinds.get(each.key, 0)
+        kinds[each.key] = (
+            min(kinds.get(each.key, 0), len(each.candidates)) if each.candidates else kinds.get(each.key, 0)
+        )
     kinds = {key: count for key, count in kinds.items() if count}
     why: dict[Any, str] = {}
 
@@ -230,7 +241,7 @@ def assembled(picked: list[Candidate], module: nn.Module) -> tuple[dict[str, Any
         divide |= each.divide
         blocks |= each.blocks
     params = dict(module.named_parameters(remove_duplicate=False))
-    of_params = {path: style for path, style in _spread(styles, params)}
+    of_params = dict(_spread(styles, params))
     cut = {id(params[path]): (path, style) for path, style in of_params.items() if style != "replicated"}
     for path, p in params.items():
         if path not in of_params:
@@ -253,6 +264,6 @@ def _elsewhere(module: nn.Module, path: str, first: str, style: Any) -> Any:
     here, there = (module.get_submodule(each.rpartition(".")[0]) for each in (path, first))
     if type(here) is type(there) or here is there:
         return style
-    if path.count(".") and style in ("column", "vocab") or isinstance(style, tuple) and not isinstance(style, Cut):
+    if (path.count(".") and style in ("column", "vocab")) or (isinstance(style, tuple) and not isinstance(style, Cut)):
         return Cut(0)
     return style

@@ -18,7 +18,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def examples_of(module: nn.Module, said: Any, where: str) -> Iterator[Given]:
-    """What is tried in turn: what the user says, or what the signature of forward and the first layers let one think."""
+    """What is tried in turn: what the user says, or what the signature of forward and the first layers suggest."""
     if said is not None:
         if isinstance(said, Tensor):
             yield (said,), {}
@@ -70,7 +70,8 @@ def _picture(module: nn.Module, most: int = 1 << 30) -> Tensor:
 def _spectrum(module: nn.Module) -> Tensor:
     positions = _config(module, "max_source_positions")
     length = 2 * positions if isinstance(positions, int) else 64
-    return torch.randn(BATCH, _config(module, "num_mel_bins", "input_feat_per_channel") or 80, length, generator=_draws())
+    bins = _config(module, "num_mel_bins", "input_feat_per_channel") or 80
+    return torch.randn(BATCH, bins, length, generator=_draws())
 
 
 def _sound(module: nn.Module) -> Tensor:
@@ -137,13 +138,13 @@ def _first_inputs(module: nn.Module) -> Iterator[Tensor]:
 def _width(part: nn.Module) -> int:
     """Of what a layer takes along the last dim; 0: it is no layer that is known."""
     if isinstance(part, nn.Linear):
-        return part.in_features
+        return int(part.in_features)
     if isinstance(part, nn.MultiheadAttention):
-        return part.embed_dim
+        return int(part.embed_dim)
     if isinstance(part, nn.RNNBase):
-        return part.input_size
+        return int(part.input_size)
     if isinstance(part, nn.LayerNorm):
-        return part.normalized_shape[-1]
+        return int(part.normalized_shape[-1])
     weight = vars(part)["_parameters"].get("weight")
     if isinstance(part, nn.Module) and type(part).__name__ == "Conv1D" and weight is not None:
         return int(weight.shape[0])

@@ -1,7 +1,7 @@
 """What flows where in a model, seen once while it runs: which layers take what other layers give.
 
     q_proj --.
-    k_proj ---+--> softmax --> o_proj         o_proj takes what q_proj, k_proj and v_proj give, past a softmax of h heads
+    k_proj ---+--> softmax --> o_proj      o_proj takes what q_proj, k_proj and v_proj give, past a softmax of h heads
     v_proj --'
 
 Read off the graph that autograd makes, from the input of a layer back to the outputs of others.
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -77,6 +76,9 @@ class Flow(NamedTuple):
     """The ids of parameters of leaves that somebody has read past their forward."""
 
 
+_SOFTMAXES = ("softmax", "_softmax", "scaled_dot_product_attention")
+
+
 class _Softmaxes(TorchFunctionMode):
     """Notes the nodes of the graph at which softmaxes were computed, with the shape of their scores."""
 
@@ -88,18 +90,17 @@ class _Softmaxes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if isinstance(made, Tensor) and made.grad_fn is not None and made.ndim >= 4:
-            if name in ("softmax", "_softmax") or func is F.scaled_dot_product_attention:
-                self.found[made.grad_fn] = (made.shape[-3], self._stack[-1] if self._stack else "")
+        if name in _SOFTMAXES and isinstance(made, Tensor) and made.grad_fn is not None and made.ndim >= 4:
+            self.found[made.grad_fn] = (made.shape[-3], self._stack[-1] if self._stack else "")
         return made
 
 
 def flow_of(module: nn.Module, example: Given) -> Flow:
     """Run it once."""
-    inner = {each for part in module.modules() if isinstance(part, OPAQUE) for each in part.modules() if each is not part}
-    leaves = {
-        part: Leaf(path, part) for path, part in module.named_modules() if _is_leaf(part) and part not in inner
+    inner = {
+        each for part in module.modules() if isinstance(part, OPAQUE) for each in part.modules() if each is not part
     }
+    leaves = {part: Leaf(path, part) for path, part in module.named_modules() if _is_leaf(part) and part not in inner}
     stack: list[str] = []
     given: dict[str, dict[str, Any]] = {}
     handles = []
@@ -153,7 +154,7 @@ def flow_of(module: nn.Module, example: Given) -> Flow:
 def _is_leaf(part: nn.Module) -> bool:
     if isinstance(part, OPAQUE):
         return True
-    has = any(p is not None for p in part._parameters.values())
+    has = any(p is not None for p in vars(part)["_parameters"].values())
     return has and not any(True for child in part.children() for _ in child.parameters())
 
 

@@ -13,7 +13,7 @@ class Line(NamedTuple):
 
     pattern: str
     """Of their names."""
-    count: int
+    layers: int
     """How many layers there are, or modules."""
     style: str
     cut: str
@@ -44,7 +44,11 @@ class TensorPlan(dict[str, Style | Block]):
     """
 
     def __init__(
-        self, styles: Mapping[str, Style | Block], *, divide: Mapping[str, int] | None = None, lines: Sequence[Line] = ()
+        self,
+        styles: Mapping[str, Style | Block],
+        *,
+        divide: Mapping[str, int] | None = None,
+        lines: Sequence[Line] = (),
     ) -> None:
         super().__init__(styles)
         self.divide = dict(divide or {})
@@ -53,7 +57,7 @@ class TensorPlan(dict[str, Style | Block]):
     def __str__(self) -> str:
         heads = ("pattern", "layers", "style", "cut", "gathered or summed", "B/token", "")
         rows = [
-            (x.pattern, str(x.count), x.style, x.cut, x.gathered, f"{x.bytes:.0f}" if x.bytes else "", x.note)
+            (x.pattern, str(x.layers), x.style, x.cut, x.gathered, f"{x.bytes:.0f}" if x.bytes else "", x.note)
             for x in self.lines
         ]
         if self.divide:

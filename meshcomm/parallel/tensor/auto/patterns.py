@@ -16,9 +16,14 @@ from meshcomm.parallel.tensor.kinds import kind_of
 from meshcomm.parallel.tensor.plan import Block, Column, Cut, Row, Style, Vocab
 
 
-def general(path: str) -> str:
-    """With a star for each number."""
-    return ".".join("*" if name.isdigit() else name for name in path.split("."))
+def general(path: str, most: int = 99) -> str:
+    """With a star for each number, or the first ones."""
+    found = []
+    for name in path.split("."):
+        starred = name.isdigit() and most > 0
+        most -= starred
+        found.append("*" if starred else name)
+    return ".".join(found)
 
 
 def _named(pattern: str, path: str) -> bool:
@@ -50,12 +55,12 @@ def plan_for(
     for path in modules:
         place = small.place_of(path)
         for name, by in divide.items():
-            around, _, attribute = name.rpartition(".")
+            around, _, _ = name.rpartition(".")
             inner = around.removesuffix(".config") if around.endswith(".config") or around == "config" else around
             if inner == place and by > 1:
-                over[".".join(filter(None, (path, name[len(inner):].lstrip("."))))] = by
-    return TensorPlan(plan, divide=_divided(over, modules, module), lines=_lines(module, small, plan, of_params,
-                                                                                of_modules, picked, notes, n))  # fmt: skip
+                over[".".join(filter(None, (path, name[len(inner) :].lstrip("."))))] = by
+    lines = tuple(_lines(module, small, plan, of_params, of_modules, picked, notes, n))
+    return TensorPlan(plan, divide=_divided(over, modules, module), lines=lines)
 
 
 def _blocks(exact: Mapping[str, Block], modules: list[str]) -> Iterator[tuple[str, Block]]:
@@ -91,21 +96,18 @@ def _layer(module: nn.Module, path: str, of_params: Mapping[str, Any]) -> str:
 
 def _params(module: nn.Module, of_params: Mapping[str, Style]) -> dict[str, Style]:
     """Patterns for all that is not replicated, and a star at the end; where one would name too much, exact names."""
-    groups: dict[str, dict[str, None]] = {}
-    for path, style in of_params.items():
-        if style != "replicated":
-            layer = _layer(module, path, of_params)
-            groups.setdefault(general(layer), {})[layer] = None
-    first: dict[str, Style] = {}
-    later: dict[str, Style] = {}
-    for pattern, layers in groups.items():
-        covered = {path: style for path, style in of_params.items() if _named(pattern, path)}
-        if len(set(map(repr, covered.values()))) == 1:
-            later[pattern] = next(iter(covered.values()))
-        else:
-            for layer in layers:
-                first[layer] = next(style for path, style in of_params.items() if _named(layer, path))
-    plan = {**first, **later}
+    left = dict.fromkeys(_layer(module, path, of_params) for path, style in of_params.items() if style != "replicated")
+    plan: dict[str, Style] = {}
+    for most in (99, 2, 1, 0):
+        groups: dict[str, list[str]] = {}
+        for layer in left:
+            groups.setdefault(general(layer, most), []).append(layer)
+        for pattern, layers in groups.items():
+            covered = {path: style for path, style in of_params.items() if _named(pattern, path)}
+            if not most or len(set(map(repr, covered.values()))) == 1:
+                plan[pattern] = next(iter(covered.values()))
+                for layer in layers:
+                    del left[layer]
     if any(style == "replicated" for style in of_params.values()):
         plan["*"] = "replicated"
     return plan
@@ -117,9 +119,11 @@ def _params(module: nn.Module, of_params: Mapping[str, Style]) -> dict[str, Styl
 def style_text(style: Any) -> str:
     """A style with what differs from the defaults."""
     if isinstance(style, (Column, Row, Vocab, Cut, Block)):
-        default = {key: value for key, value in type(style)._field_defaults.items()}
-        said = [f"{key}={value!r}" for key, value in style._asdict().items()
-                if key not in default or value != default[key]]  # fmt: skip
+        base = Cut(style.dim) if isinstance(style, Cut) else type(style)()
+        plain = base._asdict()
+        said = [
+            f"{key}={value!r}" for key, value in style._asdict().items() if key == "dim" or value != plain[key]
+        ]  # fmt: skip
         return f"{type(style).__name__}({', '.join(said)})"
     return str(style)
 
@@ -154,9 +158,12 @@ def _lines(
             if path.endswith("weight"):
                 layers[path.rpartition(".")[0]] = path
         path = next(iter(layers.values()))
-        made = [_sent(style, module.get_submodule(place), small.place_of(place) in entering and not any(
-                      how.before == "enter" and _within(place, around) for around, how in of_modules.items()), once, all_)
-                for place in layers]  # fmt: skip
+        blocks = [around for around, how in of_modules.items() if how.before == "enter"]
+        made = [
+            _sent(style, module.get_submodule(place), once, all_, small.place_of(place) in entering
+                  and not any(_within(place, around) for around in blocks))
+            for place in layers
+        ]  # fmt: skip
         yield Line(pattern, len(layers), style_text(style), _cut(style, module, path, params[path]), made[0][0],
                    sum(sent for _, sent in made), "")  # fmt: skip
     for name, note in notes.items():
@@ -179,7 +186,7 @@ def _cut(style: Any, module: nn.Module, path: str, p: Any) -> str:
     return "" if dim is None else f"dim {dim} of {p.shape[dim]}"
 
 
-def _sent(style: Any, part: nn.Module, enters: bool, once: float, all_: float) -> tuple[str, float]:
+def _sent(style: Any, part: nn.Module, once: float, all_: float, enters: bool) -> tuple[str, float]:
     kind = kind_of(part)
     if kind is None:
         return "", 0.0

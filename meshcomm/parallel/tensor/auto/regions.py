@@ -1,9 +1,9 @@
 """What can be cut in a model: columns with the rows that take what they give, tables, experts; and how, in turn.
 
-    a region          candidates, each to be proved
-    q, k, v -> o      "column", "row"; a fused matrix in three, by lengths, or by heads; with the numbers that it reads
-    gate, up -> down  the same; or in two
-    any of them       Column(gather=True), Row(split=True): what is between them is whole on all ranks
+a region          candidates, each to be proved
+q, k, v -> o      "column", "row"; a fused matrix in three, by lengths, or by heads; with the numbers that it reads
+gate, up -> down  the same; or in two
+any of them       Column(gather=True), Row(split=True): what is between them is whole on all ranks
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def region_of(pair: Pair, flow: Flow, module: nn.Module, n: int) -> Region:
     """What can be done with it."""
     leaves = [*pair.columns, *pair.rows]
     around = common([leaf.path for leaf in [*leaves, *pair.shared]])
-    inner = tuple(leaf.path[len(around):] for leaf in leaves)
+    inner = tuple(leaf.path[len(around) :] for leaf in leaves)
     key = (type(module.get_submodule(around)), inner, tuple(leaf.length(outputs=True) for leaf in leaves), pair.heads)
     name = ", ".join(leaf.path for leaf in leaves)
     candidates = list(itertools.islice(_cuts(pair, flow, module, n, around), _MOST))
@@ -282,8 +282,10 @@ def tables_of(flow: Flow, module: nn.Module, n: int) -> tuple[Region | None, set
     tables = [leaf for leaf in tables if leaf.length(outputs=False) in (said, most)]
     rows = {leaf.length(outputs=False) for leaf in tables}
     tied = {id(p) for leaf in tables for p in leaf.module.parameters()}
-    heads = [leaf for leaf in flow.leaves if leaf.linear and (
-        id(leaf.module.weight) in tied or (leaf.length(outputs=True) in rows and set(leaf.users) == {None}))]  # fmt: skip
+    heads = [
+        leaf for leaf in flow.leaves if leaf.linear
+        and (id(leaf.module.weight) in tied or (leaf.length(outputs=True) in rows and set(leaf.users) == {None}))
+    ]  # fmt: skip
     candidates = []
     if all(count % n == 0 for count in rows):
         styles: dict[str, Style] = {leaf.path: "vocab" for leaf in tables}
@@ -304,8 +306,8 @@ def single_of(leaf: Leaf, n: int) -> Region:
     styles: dict[str, Style] = {leaf.path: Column(gather=True)}
     fits = leaf.length(outputs=True) % n == 0
     key = (type(leaf.module), leaf.path.rpartition(".")[2], tuple(leaf.module.weight.shape))  # type: ignore[arg-type]
-    return Region(key, leaf.path, [Candidate(styles, {}, {}, "gathered after", frozenset(_entering([leaf])))] if fits else [],
-                  "" if fits else f"the axis of {n} divides it not")  # fmt: skip
+    candidates = [Candidate(styles, {}, {}, "gathered after", frozenset(_entering([leaf])))]
+    return Region(key, leaf.path, candidates if fits else [], "" if fits else f"the axis of {n} divides it not")
 
 
 def experts_of(leaf: Leaf, flow: Flow, n: int) -> Region | None:

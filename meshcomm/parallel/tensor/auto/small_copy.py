@@ -1,7 +1,7 @@
 """A small copy of a model, on which a plan can be tried: of layers that are alike two stay, with random numbers.
 
-    layers 0 1 2 3 4 5 ... 31  ->  layers 0 1        what is found for layers.0 and layers.1 holds of all
-    of two kinds A A B B B ... ->  A A B B
+layers 0 1 2 3 4 5 ... 31  ->  layers 0 1        what is found for layers.0 and layers.1 holds of all
+of two kinds A A B B B ... ->  A A B B
 """
 
 from __future__ import annotations
@@ -99,16 +99,16 @@ def _fill(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     draws = torch.Generator("cpu").manual_seed(11)
     done: dict[int, nn.Parameter] = {}
     for part in module.modules():
-        for name, p in list(part._parameters.items()):
+        for name, p in list(vars(part)["_parameters"].items()):
             if p is None:
                 continue
             if id(p) not in done:
                 done[id(p)] = p if not p.is_floating_point() else _drawn(name, p, draws, device, dtype)
                 done[id(done[id(p)])] = done[id(p)]
-            part._parameters[name] = done[id(p)]
-        for name, x in list(part._buffers.items()):
+            vars(part)["_parameters"][name] = done[id(p)]
+        for name, x in list(vars(part)["_buffers"].items()):
             if x is not None:
-                part._buffers[name] = _buffer(x, draws, device, dtype)
+                vars(part)["_buffers"][name] = _buffer(x, draws, device, dtype)
 
 
 def _drawn(name: str, p: Tensor, draws: torch.Generator, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
