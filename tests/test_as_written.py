@@ -323,38 +323,3 @@ def test_max_norm_of_copies_is_refused() -> None:
         mc.launch(refused, ranks=2, args=(
             lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), torch.tensor([1]),
             lambda m: data_parallel(m, "x", grads="sum")))  # fmt: skip
-
-
-def step_of(kind: str, how: Callable[[nn.Module], nn.Module]) -> bool:
-    with mc.use_mesh(mc.make_mesh({"x": 2})):
-        module = how(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
-        params = [p for p in module.parameters() if p.numel() and (kind != "Muon" or p.ndim == 2)]
-        optimizer = getattr(torch.optim, kind)(params)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = module(torch.ones(2, 4)).sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        return True
-
-
-def columns(module: nn.Module) -> nn.Module:
-    return tensor_parallel(module, {"0": "column", "2": "row"}, axis="x")
-
-
-@pytest.mark.parametrize("kind", [name for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)])
-def test_optimizers_of_whole_tensors(kind: str) -> None:
-    """Their steps from a part of a tensor would be other ones, without a word."""
-    ways: list[Callable[[nn.Module], nn.Module]] = [columns]
-    if kind != "Muon":  # which refuses what is no matrix by itself
-        ways.append(lambda m: fully_shard(m, "x", grads="mean"))
-    for way in ways:
-        with pytest.raises(mc.MeshError, match=rf"torch.optim.{kind}: '[\w.]+' is cut along axis 'x'[\s\S]*fix: "):
-            mc.launch(step_of, ranks=2, args=(kind, way))
-    whole: Callable[[nn.Module], nn.Module] = lambda m: fully_shard(m, "x", grads="mean", whole=True)  # noqa: E731
-    assert mc.launch(step_of, ranks=2, args=(kind, lambda m: data_parallel(m, "x", grads="mean"))) == [True, True]
-    if kind != "LBFGS":
-        assert mc.launch(step_of, ranks=2, args=(kind, whole)) == [True, True]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshcomm._torch import own_parameters, watch_total_norms
 from meshcomm.errors import fail
@@ -33,6 +32,8 @@ class Flat(NamedTuple):
     shape: torch.Size
     start: int
     stop: int
+    ranges: tuple[tuple[int, int], ...] = ()
+    """The same of each index of the axis."""
 
 
 class Part(NamedTuple):
@@ -74,8 +75,6 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
         kept[_COPIES] = mesh, copies
     _known.add(module)
     watch_total_norms(_refuse_norm)
-    if made and not _refusal:
-        _refusal.append(register_optimizer_step_pre_hook(_refuse_step))
 
 
 def cuts_of(owner: nn.Module) -> Mapping[str, Sequence[Part]]:
@@ -125,6 +124,13 @@ def parts_among(params: Iterable[Tensor]) -> dict[int, list[Part]]:
     return {key: parts for module in list(_known) for key, parts in parts_of(module).items() if key in wanted}
 
 
+def meshes_among(params: Iterable[Tensor]) -> list[Mesh]:
+    """Over which the modules are spread that have any of these."""
+    wanted = {id(p) for p in params}
+    spread = [module for module in list(_known) if any(id(p) in wanted for p in module.parameters())]
+    return [mesh for module in spread for mesh in vars(module).get(_MESHES, ())]
+
+
 def refuse_copies(where: str, module: nn.Module, fix: str, axis: Axis | None = None) -> None:
     """MeshError for a module that is part of one whose parameters are taken to be the same along ``axis``, or any."""
     for each in known_around(module):
@@ -168,36 +174,6 @@ def place_of(p: Tensor, parts: Sequence[Part], elements: tuple[int, int] | None 
         else:
             place.cut(how.dim, how.lengths, part.mesh.size_of(part.axis), part.at)
     return place
-
-
-_refusal: list[Any] = []
-"""The hook of all optimizers, from the first parameter that was cut on."""
-_OF_TENSORS = {
-    kind: fix
-    for name, fix in {
-        "LBFGS": "data_parallel, or an optimizer that treats each number by itself, such as AdamW",
-        "Adafactor": "fully_shard(..., whole=True) and the parameters with numel() > 0; or AdamW",
-        "Muon": "fully_shard(..., whole=True) and the parameters with ndim == 2; or AdamW",
-    }.items()
-    if (kind := getattr(torch.optim, name, None)) is not None
-}
-"""Optimizers of torch's whose step is no function of each number by itself, and what to do instead."""
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Its step needs whole tensors, LBFGS's all of them, and a parameter is a part of one: a hook."""
-    if not isinstance(optimizer, tuple(_OF_TENSORS)) or torch.compiler.is_compiling():
-        return
-    kind = next(each for each in _OF_TENSORS if isinstance(optimizer, each))
-    given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    for module in list(_known):
-        for key, parts in parts_of(module).items():
-            part, p = parts[0], given.get(key)
-            if p is None or all(each.mesh.size_of(each.axis) == 1 for each in parts):
-                continue
-            if kind is torch.optim.LBFGS or (p.numel() and tuple(p.shape) != tuple(place_of(p, parts).shape)):
-                what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would make its step"
-                fail(f"torch.optim.{kind.__name__}", f"{what} of what it has.", fix=_OF_TENSORS[kind])
 
 
 def _refuse_norm(gradients: list[Tensor]) -> None:

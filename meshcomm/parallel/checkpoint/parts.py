@@ -18,7 +18,7 @@ from meshcomm.parallel.cut_parameters import Part, parts_of, place_of, places_of
 from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
 from meshcomm.parallel.later_values import find_marks, has_no_values
-from meshcomm.parallel.optimizers.shares import shares_of
+from meshcomm.parallel.optimizers.shares import WHOLE_STATES, shares_of
 
 Path = tuple[str | int, ...]
 """Where a value stands in nested dicts and lists; joined by dots it is the name in the file."""
@@ -150,10 +150,10 @@ def _collect_optimizer(found: Entries, here: Named, optimizer: torch.optim.Optim
             place, shape = here.place_of_state(optimizer, p)
             for tail, value in _leaves(optimizer.state.get(p, {})):
                 path = ("optim", "state", name, *tail)
-                if isinstance(value, Tensor) and value.shape == shape:
+                if isinstance(value, Tensor) and value.shape == shape and tail[-1] not in WHOLE_STATES:
                     found.tensors[path] = place.of(value)
                     continue
-                if isinstance(value, Tensor) and value.ndim and place.is_cut:
+                if isinstance(value, Tensor) and value.ndim and place.is_cut and tail[-1] not in WHOLE_STATES:
                     got = f"{shape_text(value.dtype, value.shape)}, the parameter here {tuple(p.shape)}"
                     fail("checkpoint", f"nothing is known of how {dotted(path)!r} is cut.", got=got,
                          fix="keep it out of the optimiser's state, or the parameter whole")  # fmt: skip

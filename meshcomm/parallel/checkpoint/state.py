@@ -14,7 +14,7 @@ from meshcomm.errors import fail, names, shape_text
 from meshcomm.parallel.checkpoint.parts import Named, Path, dotted, named, optimizer_names, state_names
 from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.global_places import Place, Spread
-from meshcomm.parallel.optimizers.shares import is_kept
+from meshcomm.parallel.optimizers.shares import WHOLE_STATES, is_kept
 from meshcomm.runtime.process import accelerator
 
 EXTRA = "_extra_state"
@@ -209,12 +209,13 @@ class Restoring:
             return Leaf(tail, self.reader.plain(key))
         stored = self.reader.backed(key)
         size, dtype = stored.size, stored.properties.dtype
-        if size == place.shape and may_be_cut:
+        of_whole = tail[-1] in WHOLE_STATES
+        if size == place.shape and may_be_cut and not of_whole:
             like = p.detach()
             room = torch.zeros_like(like, dtype=dtype) if like.shape == shape else like.new_zeros(shape, dtype=dtype)
             self._tensor(key, place.of(room), wrong)
             return Leaf(tail, room)
-        if size and place.is_cut:
+        if size and place.is_cut and not of_whole:
             wrong.append(f"{key!r} {shape_text(dtype, size)} is not shaped like its parameter {list(place.shape)}")
         on_device = tail[-1] != "step" or settings.get("capturable") or settings.get("fused")  # where torch has it
         room = torch.empty(size, dtype=dtype, device=p.device if on_device else "cpu")

@@ -22,6 +22,7 @@ from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overla
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import HERE, WHERE, Grads, Replica, replica_of
 from meshcomm.parallel.later_values import wait_for_values
+from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, refuse_renormalised, refuse_sliced
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
@@ -138,6 +139,7 @@ def data_parallel(
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, HERE, state)
     know(module, ax.mesh, copies=ax.name)
+    watch_steps()
     wait_for_values(module, WHERE)
     state.mean = mean_of(module, grads, ax.mesh, (ax.name,), mean_over)
     return module

@@ -38,6 +38,7 @@ from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, register, sharded_of
 from meshcomm.parallel.later_values import wait_for_values
+from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
@@ -218,6 +219,7 @@ def fully_shard(
     register(module, owner)
     know(module, ax.mesh, {id(slot.param): _part(ax, group, at, slot) for group, at, slot in owner.slots()})
     mark_states(module)
+    watch_steps()
     wait_for_values(module, where)
     owner.mean = mean_of(module, grads, ax.mesh, tuple(over.name for over in policy.axes), mean_over)
     return module
@@ -426,7 +428,8 @@ def _share_buffers(module: nn.Module, policy: Policy) -> None:
 
 def _part(axis: Axis, group: Group, at: int, slot: Slot) -> Part:
     """What this rank keeps of a parameter, for who asks how it is cut."""
-    how = Flat(group.layout.entries[at].shape, *group.layout.range_of(at, group.index))
+    ranges = tuple(group.layout.range_of(at, index) for index in range(axis.size))
+    how = Flat(group.layout.entries[at].shape, *ranges[group.index], ranges)
     return Part(slot.name, "fully_shard", axis.mesh, axis.name, group.index, how)
 
 

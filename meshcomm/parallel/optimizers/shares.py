@@ -15,6 +15,8 @@ from meshcomm.errors import fail
 
 Cut = Literal["elements", "tensors"]
 WHERE = "shard_optimizer"
+WHOLE_STATES = ("row_var", "col_var")
+"""What Adafactor keeps of whole tensors, however a parameter is cut."""
 _ALIGNED = 64
 """Elements: so that what a kernel does many at a time, and what is left over, is the same in a part as in the whole."""
 _sharded: weakref.WeakKeyDictionary[Optimizer, Shares] = weakref.WeakKeyDictionary()

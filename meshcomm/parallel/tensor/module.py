@@ -15,6 +15,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.later_values import wait_for_values
+from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, refuse_sliced
 from meshcomm.parallel.tensor.blocks import Boundary, blocks_of
 from meshcomm.parallel.tensor.layers import Layer, layers_of, past_forward
@@ -152,6 +153,7 @@ def tensor_parallel(
     know(module, ax.mesh, {id(params[path]): Part(path, WHERE, ax.mesh, ax.name, ax.index, how)
                            for path, how in state.cuts.items()})  # fmt: skip
     mark_states(module)
+    watch_steps()
     wait_for_values(module, WHERE)
     return module
 
