@@ -27,6 +27,7 @@ def step_whole(optimizer: Optimizer, group: dict[str, Any], p: Tensor, parts: Se
     """Torch's step of one parameter that is cut; ``parts``: what was made of it, slices first."""
     flat = parts[0].how
     if isinstance(flat, Flat) and _has_owner(flat) and flat.stop - flat.start < flat.shape.numel():
+        optimizer.state.pop(p, None)  # of a checkpoint, and of yesterday after this step
         return
     state = optimizer.state.get(p, {})
     whole = _whole(p.detach(), parts)
