@@ -181,6 +181,22 @@ def root_of(collective: str) -> int:
 # -------------------------------------------------------------------------------------------------------- verdicts
 
 
+def verdict(row: Row, ranks: int) -> str:
+    """Whether one line holds the budgets: over torch's own call, and of 2 processes over the floor too."""
+    over = []
+    if row.ratio is not None and row.ratio > (LIMITS.get(row.collective, LIMIT) if row.size >= LARGE else LIMIT):
+        over.append("torch")
+    limit = limit_over_memory(row.size) if ranks == 2 else None
+    if limit is not None and row.floor is not None and row.ours.time > limit * row.floor:
+        over.append(f"{limit:g} floors")
+    return f"over {', '.join(over)}" if over else "holds"
+
+
+def limit_over_memory(size: int) -> float | None:
+    """How many times the floor a call of so many bytes may take; None where that is not said."""
+    return next((limit for least, most, limit in OVER_MEMORY if least <= size <= most), None)
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     return exp(fsum(log(value) for value in values) / len(values))
 

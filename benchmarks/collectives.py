@@ -1,6 +1,6 @@
 """How fast each collective moves bytes, beside torch.distributed's own call in the same run. No assertions.
 
-    python -m benchmarks.collectives                          # 4 ranks: in-process, then processes on this machine
+    python -m benchmarks.collectives                          # 4 ranks in-process, 2 and 4 processes of this machine
     python -m benchmarks.collectives --quick                  # some seconds, noisier
     python -m benchmarks.collectives --ops all_gather,shift -b 1M -e 64M -f 2
     python -m benchmarks.collectives --markdown               # the table of docs/benchmarks.md too
@@ -15,7 +15,8 @@ all n shares together where a collective is cut over the n ranks. algbw is S / t
     broadcast, reduce, shift (nccl-tests' sendrecv), permute, send (to recv, in pairs)  1
 
 The floor is what a rank has to copy and sum for the result, done in its own memory: all ranks do so at the same time.
-From 1 MB on it goes to memory that has been touched before: fresh pages would take longer than all else.
+From 1 MB on it goes to memory that has been touched before: fresh pages would take longer than all else. On gloo the
+last column says whether the line holds the budgets: over torch's call, and of 2 processes over the floor.
 #wrong is the number of elements, on all ranks, that differ from what each rank computes by itself.
 
 Processes use NCCL where there are GPUs and gloo elsewhere. Ours and torch's take turns sample by sample, with a barrier
@@ -66,6 +67,10 @@ from meshcomm.runtime.start import world
 
 RUNTIMES = ("in-process", "processes")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in EXACT}
+FEWEST = 5
+"""Samples of which a number is the median, however long they take."""
+SIZES = tuple(map(bandwidth.parse_size, ("64", "1K", "16K", "256K", "1M", "8M", "64M")))
+PROCESSES = (2, 4)
 BATCH = 20  # calls between two synchronisations of an accelerator
 
 Call = Callable[[], Tensor | None]
@@ -121,28 +126,42 @@ def backend_of(device: torch.device) -> str:
     return pairs.get(device.type, "unknown")
 
 
-def take_turns(calls: Sequence[Call], ranks: Ranks, repeats: int, warmup: int) -> list[tuple[float, Tensor | None]]:
-    """The median seconds of each call and its last result, of samples taken in turns."""
+def take_turns(
+    calls: Sequence[Call], ranks: Ranks, repeats: int, warmup: int, seconds: float
+) -> list[tuple[float, Tensor | None]]:
+    """The median seconds of each call and its last result, of samples taken in turns; when those have taken so many
+    seconds, of at least ``FEWEST``.
+    """
     batch = 1 if ranks.device.type == "cpu" else BATCH
     starts: list[list[float]] = [[] for _ in calls]
     ends: list[list[float]] = [[] for _ in calls]
     results: list[Tensor | None] = [None for _ in calls]
+
+    def turn(number: int) -> None:
+        order = range(len(calls)) if number % 2 else reversed(range(len(calls)))  # none always comes first
+        for i in order:
+            results[i] = None  # its memory may be used again, as in a loop of a program
+            ranks.meet()
+            start = time.perf_counter()
+            for _ in range(batch):
+                results[i] = calls[i]()
+            ranks.synchronize()
+            ends[i].append(time.perf_counter())
+            starts[i].append(start)
+
+    begun = time.monotonic()
     gc.disable()
     try:
-        for number in range(warmup + repeats):
-            order = range(len(calls)) if number % 2 else reversed(range(len(calls)))  # none always comes first
-            for i in order:
-                results[i] = None  # its memory may be used again, as in a loop of a program
-                ranks.meet()
-                start = time.perf_counter()
-                for _ in range(batch):
-                    results[i] = calls[i]()
-                ranks.synchronize()
-                ends[i].append(time.perf_counter())
-                starts[i].append(start)
+        for number in range(warmup):
+            if number == 0 or ranks.greatest([time.monotonic() - begun])[0] < seconds / 4:
+                turn(number)
+        first = len(starts[0])
+        for number in range(repeats):
+            if number < FEWEST or ranks.greatest([time.monotonic() - begun])[0] < seconds:
+                turn(number)
     finally:
         gc.enable()
-    spans = [ranks.spans(starts[i], ends[i])[warmup:] for i in range(len(calls))]
+    spans = [ranks.spans(starts[i], ends[i])[first:] for i in range(len(calls))]
     return [(median(taken) / batch, result) for taken, result in zip(spans, results, strict=True)]
 
 
@@ -184,7 +203,7 @@ def measure_one(collective: str, size: int, ranks: Ranks, options: Namespace) ->
     if problem.op in ("none", "sum"):
         every = [given(replace(problem, rank=rank)) for rank in range(ranks.size)]
         calls.append(partial(copied, problem, every, copied(problem, every) if size >= bandwidth.LARGE else None))
-    turns = take_turns(calls, ranks, options.repeats, options.warmup)
+    turns = take_turns(calls, ranks, options.repeats, options.warmup, options.seconds)
     floor = turns.pop()[0] if len(calls) > len(kinds) else None
     wrong = ranks.total([count_wrong(result, wanted) for _, result in turns])
     size = bandwidth.size_of(collective, problem.count, options.dtype.itemsize, ranks.size)
@@ -208,7 +227,7 @@ def measure_halves(size: int, ranks: Ranks, options: Namespace) -> Halves:
         lambda: mc.all_gather(part, AXIS, mesh=mesh),
         lambda: mc.all_gather(mc.reduce_scatter(x, AXIS, op=op, mesh=mesh), AXIS, mesh=mesh),
     ]
-    times, results = zip(*take_turns(calls, ranks, options.repeats, options.warmup), strict=True)
+    times, results = zip(*take_turns(calls, ranks, options.repeats, options.warmup, options.seconds), strict=True)
     (differ,) = ranks.total([count_wrong(results[3], results[0])])
     size = bandwidth.size_of("reduce_scatter", problem.count, options.dtype.itemsize, ranks.size)
     sent = [size * FACTORS[name](ranks.size) for name in ("all_reduce", "reduce_scatter", "all_gather")]
@@ -219,17 +238,16 @@ def measure(options: Namespace, runtime: str) -> dict[str, Any]:
     """One run, on one rank: all rows, printed by rank 0 as they come, and as they go to --json."""
     ranks = Ranks(runtime)
     leads = ranks.rank == 0
-    sizes = bandwidth.size_range(options.min_bytes, options.max_bytes, options.factor)
-    in_two = sizes if "all_reduce" in options.ops else []
-    progress = Progress(len(sizes) * len(options.ops) + len(in_two), sys.stderr if leads else None)
+    in_two = options.sizes if "all_reduce" in options.ops else []
+    progress = Progress(len(options.sizes) * len(options.ops) + len(in_two), sys.stderr if leads else None)
     rows: list[Row] = []
     for collective in options.ops:
-        for size in sizes:
+        for size in options.sizes:
             progress.step(f"{ranks.backend}: {collective}", bandwidth.show_size(size))
             rows.append(measure_one(collective, size, ranks, options))
         progress.clear()
         if leads:
-            print_rows(rows[-len(sizes) :], ranks)
+            print_rows(rows[-len(options.sizes) :], ranks)
     halves: list[Halves] = []
     for size in in_two:
         progress.step(f"{ranks.backend}: all_reduce in two", bandwidth.show_size(size))
@@ -242,7 +260,7 @@ def measure(options: Namespace, runtime: str) -> dict[str, Any]:
         "backend": ranks.backend,
         "device": ranks.device.type,
         "ranks": ranks.size,
-        "rows": [row.fields() for row in rows],
+        "rows": [{**row.fields(), "budget": verdict_of(row, ranks)} for row in rows],
         "all_reduce_in_two": [half._asdict() for half in halves],
         "budgets": as_json(budgets_of(rows, ranks.backend, ranks.size)),
     }
@@ -319,9 +337,14 @@ def print_rows(rows: Sequence[Row], ranks: Ranks) -> None:
     collective = rows[0].collective
     what = "pvary, forward and backward" if collective == "pvary" else collective
     theirs = THEIRS[collective][1] if ranks.processes else "cannot have its ranks in one process"
-    head = [*HEAD, "meshcomm: time", *SIDE[1:], "torch: time", *SIDE[1:], "x", "floor", "x"]
+    head = [*HEAD, "meshcomm: time", *SIDE[1:], "torch: time", *SIDE[1:], "x", "floor", "x", "budget"]
     title = f"{what}: {ranks.backend}, {ranks.size} ranks; torch.distributed: {theirs}; x: our time over theirs"
-    print_table(title, head, [UNDER_HEAD, *(row.cells() for row in rows)])
+    print_table(title, head, [[*UNDER_HEAD, ""], *([*row.cells(), verdict_of(row, ranks)] for row in rows)])
+
+
+def verdict_of(row: Row, ranks: Ranks) -> str:
+    """Whether it holds the design's budgets, which are for gloo."""
+    return bandwidth.verdict(row, ranks.size) if ranks.backend == "gloo" else "-"
 
 
 def print_halves(halves: Sequence[Halves], ranks: Ranks) -> None:
@@ -340,15 +363,17 @@ def parser() -> ArgumentParser:
     parser = ArgumentParser(description="How fast each collective moves bytes, beside torch.distributed's own call.")
     add = parser.add_argument
     add("--runtime", type=names_of(RUNTIMES), help="processes, in-process or both (both; a launcher's are processes)")
-    add("--ranks", type=int, metavar="N", help="how many, at least 2 (4; a launcher knows by itself)")
+    add("--ranks", type=int, metavar="N", help="how many, at least 2 (4, and 2 processes; a launcher knows by itself)")
     add("--backend", choices=["gloo", "nccl"], help="of the processes (nccl where GPUs are, else gloo)")
     add("--ops", type=names_of(list(OURS)), default=list(OURS), metavar="NAME,...", help=f"of {', '.join(OURS)} (all)")
-    add("-b", "--min-bytes", type=size, metavar="SIZE", default=size("1K"), help="smallest size (1K)")
+    add("-b", "--min-bytes", type=size, metavar="SIZE", help="smallest size (1K)")
     add("-e", "--max-bytes", type=size, metavar="SIZE", help="largest (32M; 1M with --quick)")
     add("-f", "--factor", type=int, metavar="N", help="from one size to the next (4; 32 with --quick)")
+    parser.epilog = f"Without -b, -e, -f, --quick the sizes are {', '.join(map(bandwidth.show_size, SIZES))}."
     add("-d", "--dtype", choices=list(DTYPES), default="float32")
     add("-o", "--op", choices=list(REDUCE_OPS), default="sum", help="of the collectives that reduce (sum)")
     add("-n", "--repeats", type=int, metavar="N", help="samples per number (20; 3 with --quick)")
+    add("--seconds", type=float, metavar="S", default=1.0, help=f"per line, from {FEWEST} samples per number on (1)")
     add("-w", "--warmup", type=int, metavar="N", help="samples before those (5; 1 with --quick)")
     add("--quick", action="store_true", help="few sizes and repeats: seconds, for CI")
     add("--json", metavar="FILE", help="write all numbers there too")
@@ -394,6 +419,8 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     here = parser()
     options = here.parse_args(arguments)
     options.dtype = DTYPES[options.dtype]
+    ranged = options.quick or {options.min_bytes, options.max_bytes, options.factor} != {None}
+    options.min_bytes = options.min_bytes or 2**10
     quick = {"max_bytes": 2**20, "factor": 32, "repeats": 3, "warmup": 1}
     usual = {"max_bytes": 2**25, "factor": 4, "repeats": 20, "warmup": 5}
     for name, value in (quick if options.quick else usual).items():
@@ -401,6 +428,8 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
             setattr(options, name, value)
     if options.factor < 2 or options.repeats < 1 or options.warmup < 0 or options.max_bytes < options.min_bytes:
         here.error("--factor is at least 2, --repeats 1, --warmup 0, and --max-bytes is no less than --min-bytes")
+    span = options.min_bytes, options.max_bytes, options.factor
+    options.sizes = bandwidth.size_range(*span) if ranged else list(SIZES)
     if not options.dtype.is_floating_point:
         if options.op == "mean":
             here.error(f"no mean of {options.dtype}")
@@ -423,15 +452,17 @@ def settle_ranks(here: ArgumentParser, options: Namespace) -> None:
             here.error(f"the launcher has started {present} processes: leave --runtime and --ranks out")
         options.ranks = present
     options.runtime = options.runtime or list(RUNTIMES)
+    counts = PROCESSES if options.ranks is None and not options.quick else (options.ranks or 4,)
+    options.worlds = [(each, n) for each in options.runtime for n in (counts if each == "processes" else counts[-1:])]
     options.ranks = 4 if options.ranks is None else options.ranks
     if options.ranks < 2:
         here.error(f"a collective needs at least 2 ranks, not {options.ranks}")
 
 
-def run(runtime: str, options: Namespace) -> dict[str, Any]:
+def run(runtime: str, ranks: int, options: Namespace) -> dict[str, Any]:
     """One run on ranks that this starts, or on the launcher's."""
     backend = options.backend if runtime == "processes" else None
-    return mc.launch(measure, options.ranks, (options, runtime), runtime=runtime, backend=backend)[0]
+    return mc.launch(measure, ranks, (options, runtime), runtime=runtime, backend=backend)[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -440,7 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     info = machine()
     if leads:
         print_machine(info)
-    runs = [run(runtime, options) for runtime in options.runtime]
+    runs = [run(runtime, ranks, options) for runtime, ranks in options.worlds]
     if leads:
         report(info, runs, options)
     mc.shutdown()
@@ -450,6 +481,7 @@ def report(info: dict[str, object], runs: list[dict[str, Any]], options: Namespa
     """What is said once, after all runs."""
     for each in runs:
         if each["budgets"]:
+            print(f"\n{each['backend']}, {each['ranks']} ranks")
             print_budgets([Budget(*(budget[name] for name in Budget._fields)) for budget in each["budgets"]])
     if options.markdown:
         for each in runs:

@@ -147,12 +147,17 @@ def test_budgets() -> None:
         ("over torch's own call, all sizes, worst of 4: all_gather of 1e+03", 1.05, "over"),
     ]
     assert [b.measured for b in budgets] == pytest.approx([0.4, 0.8, 1.0, 1.0, 9.0])
+    verdicts = ["over torch", "holds", "over torch", "holds", "holds"]
+    assert [bandwidth.verdict(row, 4) for row in rows] == verdicts
     assert collectives.budgets_of(rows, "nccl", 4) == []
     near = [replace(rows[1], floor=0.04), replace(rows[2], floor=0.5), replace(rows[0], size=64, floor=3.0)]
     assert [(b.what, b.measured, b.limit) for b in collectives.budgets_of(near, "gloo", 2)[-2:]] == [
         ("over the same in private memory, 64 to 64", pytest.approx(3.0), 8.0),
         ("over the same in private memory, 1M to 64M, worst of 2: all_gather of 1M", pytest.approx(5.0), 2.0),
     ]
+    assert [bandwidth.verdict(row, 2) for row in near] == ["over 2 floors", "over torch", "over torch"]
+    assert bandwidth.verdict(near[0], 4) == "holds"  # the floor's budget is for two
+    assert bandwidth.verdict(replace(near[2], floor=1.0), 2) == "over torch, 8 floors"
 
 
 class Terminal(io.StringIO):
@@ -283,7 +288,11 @@ def test_quick_and_given_options() -> None:
     assert (options.min_bytes, options.max_bytes, options.factor) == (1024, 2**20, 32)
     assert (options.repeats, options.warmup, options.dtype) == (7, 1, torch.bfloat16)
     assert (options.ops, options.runtime, options.ranks) == (["shift", "reduce"], ["in-process", "processes"], 4)
+    assert (options.sizes, options.worlds) == ([1024, 2**15, 2**20], [("in-process", 4), ("processes", 4)])
     options = collectives.parsed(["-d", "int32"])
+    assert options.worlds == [("in-process", 4), ("processes", 2), ("processes", 4)]
+    assert (options.sizes[0], options.sizes[-1], 2**20 in options.sizes) == (64, 2**26, True)
+    assert collectives.parsed(["-b", "1M", "-e", "4M", "--ranks", "2"]).sizes == [2**20, 2**22]
     assert (options.max_bytes, options.factor, options.repeats, options.warmup) == (2**25, 4, 20, 5)
     assert set(calls.OURS) - set(options.ops) == {"pvary"}
 
