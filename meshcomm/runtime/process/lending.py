@@ -67,8 +67,11 @@ class Segment:
         self.fd, self.serial, self.whole, self.offset, self.size = memory.fd, memory.serial, memory.size, offset, size
         self.flags = memory.view[offset : offset + size]
         self.cells = self.flags.cast("q")
-        with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
-            self.bytes = torch.frombuffer(memory.mapped, dtype=torch.uint8, offset=offset + PAGE, count=size - PAGE)
+        if _torch.plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
+            self.bytes = _bytes_of(memory, offset + PAGE, size - PAGE)
+        else:
+            with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
+                self.bytes = _bytes_of(memory, offset + PAGE, size - PAGE)
         self._part: tuple[int, torch.dtype, Tensor] | None = None
         self.kept = True
         self.readers: Sequence[Reader] = ()
@@ -104,6 +107,10 @@ class Segment:
     def wanted(self) -> list[tuple[Segment, Reader]]:
         """The readers that are alive and have not finished."""
         return [(self, reader) for reader in self.readers if self.flags[reader.place] and not reader.is_gone()]
+
+
+def _bytes_of(memory: Memory, offset: int, count: int) -> Tensor:
+    return torch.frombuffer(memory.mapped, dtype=torch.uint8, offset=offset, count=count)
 
 
 def _segment(memory: Memory, offset: int, length: int) -> Segment:

@@ -52,8 +52,8 @@ def plain(x: Tensor) -> Tensor:
 
 def to_bytes(x: Tensor) -> Tensor:
     """A dense 1-d tensor of a dtype that every backend moves: the elements, or their bytes."""
-    if x.dtype in _PLAIN and x.dim() == 1 and x.is_contiguous() and not x.is_neg():
-        return x
+    if x.dtype in _PLAIN and x.is_contiguous() and not x.is_neg():
+        return x if x.dim() == 1 else x.view(-1)
     flat = plain(x).reshape(-1)
     if x.dtype in _PLAIN:
         return flat
@@ -160,6 +160,8 @@ def _looked_up(table: Tensor, x: Tensor) -> Tensor:
     return table.index_select(0, x.view(torch.uint16).to(torch.int32).view(-1)).view(x.shape)
 
 
+_SUMMED_AS_THEY_ARE = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+"""Of two tensors the sum is one call of torch's, and most calls are that."""
 _BLOCK = 2**18
 """Elements that are reduced at a time: partial results stay where the processor finds them at once."""
 
@@ -180,6 +182,8 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     if len(xs) == 1:
         return xs[0].clone(memory_format=torch.contiguous_format) if out is None else out.copy_(xs[0])
     dtype = xs[0].dtype
+    if op == "sum" and len(xs) == 2 and out is not None and dtype in _SUMMED_AS_THEY_ARE:
+        return torch.add(xs[0], xs[1], out=out)
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         clothes = dress(op, dtype)
         assert clothes is not None

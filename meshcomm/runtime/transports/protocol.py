@@ -223,6 +223,8 @@ class Defaults:
     def swap_flat(self: Any, x: Tensor) -> Any:
         """As any runs."""
         runs, shape = (x.numel() // self.size,) * self.size, x.shape
+        if len(shape) == 1:
+            return self.all_to_all(x, runs, runs)
         return then(self.all_to_all(x.reshape(-1), runs, runs), lambda got: got.view(shape))
 
 

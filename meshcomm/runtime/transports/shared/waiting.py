@@ -17,8 +17,10 @@ from typing import NoReturn, Protocol
 
 from meshcomm.runtime.health import peers
 
-_AWAKE = 5e-5
-"""Seconds for which a rank looks and gives way before it sleeps."""
+_AWAKE = 2e-4
+"""Seconds for which a rank looks and gives way before it sleeps: to be woken takes as long as a small call, and of more
+ranks than cores who gives way lets those come that are waited for.
+"""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 1e-3
 _ALIVE = 0.05
 """Seconds between looks at whether the others are alive."""
