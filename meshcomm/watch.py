@@ -22,6 +22,9 @@ class Watcher(Protocol):
     def tied(self, fn: Any, x: Any, others: Any, /) -> Any:
         """Call ``fn(x, *others)``, whose result has the types of ``x``."""
 
+    def joined(self, name: str, fn: Any, operands: Any, axis: Any, mesh: Any, /) -> Any:
+        """Call ``fn(*operands)``, whose results vary along ``axis`` and along the axes of all operands."""
+
     def laid_out(self, fn: Any, layouts: str, /, *operands: Tensor, mesh: Any, **kwargs: Any) -> Any:
         """Call ``fn``, whose types stand in a string."""
 

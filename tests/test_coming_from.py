@@ -93,7 +93,7 @@ def names_of(rank: int, code: str, folder: str) -> dict[str, Any]:
         "input_splits": splits[me % 2], "output_splits": [row[me % 2] for row in splits],
         "obj": {"from": me}, "objs": [f"for {i}" for i in range(len(group))],
         "metrics": {"loss": x[0], "seen": torch.tensor(me)}, "losses": x[0], "params": [x],
-        "weight": torch.arange(6.0, dtype=torch.float64).view(3, 2), "ids": torch.arange(4),
+        "weight": torch.arange(6.0, dtype=torch.float64).view(3, 2), "ids": torch.arange(4), "heads": x.view(1, 1, 4, 2).clone(),
         "parts": [f"sample {i}" for i in range(me, 4, 2)], "tmpdir": folder,
     }  # fmt: skip
 
@@ -205,6 +205,8 @@ ORACLES: dict[str, Oracle] = {
     'mc.parallel.row_linear(x, weight, axis="tp")': lambda xs, i: total(xs, i) @ WEIGHT.T,
     'mc.parallel.vocab_embedding(ids, weight, axis="tp")': lambda xs, i: torch.cat([WEIGHT, WEIGHT])[:4],
     'mc.parallel.vocab_cross_entropy(x, ids, axis="tp")': lambda xs, i: torch.nn.functional.cross_entropy(torch.cat(xs, 1), torch.arange(4)),
+    'mc.parallel.context_attention(heads, heads, heads, axis="tp", causal=False)': lambda xs, i: torch.nn.functional.scaled_dot_product_attention(xs[i], torch.cat(xs), torch.cat(xs)).view(1, 1, 4, 2),
+    'mc.parallel.context_order(8, "tp")': lambda xs, i: torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]),
     'mc.parallel.linear_cross_entropy(same, weight, ids, axis="tp")': lambda xs, i: torch.nn.functional.cross_entropy(like_tensor(0) @ torch.cat([WEIGHT, WEIGHT]).T, torch.arange(4)),
     'mc.parallel.sequence_layer_norm(x, axis="tp")': lambda xs, i: torch.nn.functional.layer_norm(xs[i], (2,)),
     'mc.parallel.sequence_rms_norm(x, axis="tp")': lambda xs, i: torch.nn.functional.rms_norm(xs[i], (2,)),

@@ -13,6 +13,8 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.batch_norm import convert_batch_norm as convert_batch_norm
     from meshcomm.parallel.batch_norm import sync_batch_norm as sync_batch_norm
     from meshcomm.parallel.clip import clip_grad_norm as clip_grad_norm
+    from meshcomm.parallel.context.attention import context_attention as context_attention
+    from meshcomm.parallel.context.order import context_order as context_order
     from meshcomm.parallel.data.ddp import data_parallel as data_parallel
     from meshcomm.parallel.data.ddp import join as join
     from meshcomm.parallel.data.micro_batches import no_sync as no_sync
@@ -52,6 +54,8 @@ _LATER = {
     for module, names in {
         "meshcomm.parallel.batch_norm": "SyncBatchNorm convert_batch_norm sync_batch_norm",
         "meshcomm.parallel.clip": "clip_grad_norm",
+        "meshcomm.parallel.context.attention": "context_attention",
+        "meshcomm.parallel.context.order": "context_order",
         "meshcomm.parallel.data.ddp": "data_parallel join",
         "meshcomm.parallel.data.micro_batches": "no_sync reduce_gradients",
         "meshcomm.parallel.fsdp.module": "fully_shard",

@@ -187,6 +187,30 @@ class Collectives(Core):
             x = self.vary(x, missing, name)
         return kind, x
 
+    def joined(self, name: str, fn: Any, operands: Sequence[Tensor], axis: AxisName, mesh: Mesh | None, /) -> Any:
+        """Call what gives tensors that vary along the axes of all that it takes."""
+        with self._apart():
+            axes = self._axes_of(name, axis, mesh) if axis else frozenset()
+            kinds = []
+            for x in operands:
+                kind = self.type_of(x)
+                if kind is None:
+                    self._unknown(x, operands, name)
+                kinds.append(kind)
+            found = join(kinds, name)
+            begun = axes - found.axes
+            whole = found.begins(begun, Origin(name, call_site())) if begun else found
+            inputs = list(operands)
+            if torch.is_grad_enabled():
+                for i, (x, kind) in enumerate(zip(operands, kinds, strict=True)):
+                    missing = whole.axes - kind.axes
+                    if missing and differentiated(x):
+                        inputs[i] = self.vary(x, missing, name, operands, kinds)
+            result = fn(*inputs)
+            for y in tree_flatten(result)[0]:
+                self._note(y, whole)
+            return result
+
     def laid_out(self, fn: Any, layouts: str, /, *operands: Tensor, mesh: Mesh | None, **kwargs: Any) -> Any:
         """Call a function whose types stand in a string of layouts."""
         with self._apart():
