@@ -142,6 +142,8 @@ def carried(
         check.tensor(rule.name, x, axis)
         own = x if shaped is None else shaped(x)
         params = given if fits is None else fits(own, axis, *given)
+        if async_op is True:
+            return begun(rule.name, axis, x, start(rule, own, axis, params))
         return started(rule, own, axis, params, async_op, x) if async_op else apply(rule, own, axis, params)
     return _carried_tree(rule, x, axis, fits, given, bucket_mb, async_op, in_rows, shaped, ragged)
 

@@ -29,7 +29,7 @@ from meshcomm.collectives.door import (
 )
 from meshcomm.collectives.gather import as_first, gather_over, lies_first
 from meshcomm.collectives.overlap import vary_tree
-from meshcomm.collectives.rule import Params, Rule, apply
+from meshcomm.collectives.rule import Params, Rule, apply, sums_of
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
@@ -148,6 +148,7 @@ _ALL_REDUCE = Rule(
     lambda g, axis, op: _scaled(_vary(g, axis), axis, op),
     own=lambda x, axis, op: axis.link.all_reduce_own(x, op),
 )
+_summed = sums_of(_ALL_REDUCE, _vary)
 _PVARY_OF: Rule = Rule(
     PVARY,
     lambda x, axis, whose: x.view_as(x),
@@ -340,7 +341,10 @@ def all_reduce(
     rule = _ALL_REDUCE if op == "sum" or op not in _CURVED else _ALL_REDUCE_CURVED
     if isinstance(x, Tensor):  # the one that is called most, at no call more than needed
         check.tensor("all_reduce", x, ax)
-        if op != "sum" or x.dtype not in check.SUMMED:
+        if op == "sum" and x.dtype in check.SUMMED:
+            if not (exact or async_op):
+                return _summed(x, ax)
+        else:
             check.reducible("all_reduce", x, op, ax)
         params = _reduced(x, ax, op, exact) if exact else (op,)
         return started(rule, x, ax, params, async_op) if async_op else apply(rule, x, ax, params)

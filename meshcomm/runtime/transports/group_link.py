@@ -108,7 +108,8 @@ class GroupLink(PacketLink):
 
     def note_in(self, log: Log) -> None:
         """Where calls are noted."""
-        self.log, self._note, self._direct = log, log.begin, _direct_in(log, self._near)
+        self.log, self._note = log, log.begin
+        self._direct, self._summed = _direct_in(log, self._near), _summed_in(log, self._near)
 
     def made(self, name: str) -> Any:
         """What is made when it is first used, and has been taken away since where the groups have ended."""
@@ -317,6 +318,38 @@ def _direct_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
         return y
 
     return direct
+
+
+def _summed_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., Tensor]:
+    """``summed(link, x)``: what ``direct`` does of a sum that is waited for now, the call that is made most, without
+    what that one asks and hands on for all others.
+    """
+    number, keep, now, thread = log.number, log.records.append, monotonic, get_ident
+    shown, modes, options = _torch.profiler_on, _torch.dispatch_modes, options_for("AllreduceOptions", False)
+
+    def summed(link: GroupLink, x: Tensor) -> Tensor:
+        cpu, shape = x.is_cpu, x.shape
+        called = link.group if modes() or shown() else near.get(None if cpu else x.device) or link.near(x)
+        y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        record: Record = [number(), "all_reduce", "sum", x.dtype, shape, now(), None, None, -1, thread()]
+        keep(record)
+        if 0 not in shape:
+            try:
+                if queued:
+                    begin_all()
+                work = called.allreduce([y], options)
+                if work is not None:
+                    work.wait()
+            except CommError as error:
+                failed(record, error)
+                raise
+            except RuntimeError as error:
+                failed(record, error)
+                raise link._error("all_reduce", error) from error
+        record[ENDED] = True if cpu else mark(y) or True
+        return y
+
+    return summed
 
 
 class Ended:

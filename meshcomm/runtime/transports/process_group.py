@@ -42,7 +42,8 @@ _SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 """Dtypes whose sum every backend knows."""
 _MOVED = frozenset({*_SUMMED, torch.int8, torch.uint8})
 """Dtypes that every backend moves."""
-_SUMS, _GATHERS, _EXCHANGES = map(both, ("AllreduceOptions", "AllgatherOptions", "AllToAllOptions"))
+_GATHERS, _EXCHANGES = map(both, ("AllgatherOptions", "AllToAllOptions"))
+_SUMS = options_for("AllreduceOptions", True)
 _SUMS_SCATTERED, _MEANS_SCATTERED = (both("ReduceScatterOptions", reduceOp=op) for op in ("sum", "mean"))
 
 FEW = 32
@@ -81,9 +82,10 @@ class ProcessLink(GroupLink):
         """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
         if op != "sum" or x.dtype not in _SUMMED or (self._on_gloo and x.is_cpu):
             return self._all_reduce(x, op)
+        if not told.later:
+            return self._summed(self, x)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        later = told.later
-        return self._direct(self, "all_reduce", "sum", x, -1, y, later, "allreduce", [y], _SUMS[later])
+        return self._direct(self, "all_reduce", "sum", x, -1, y, True, "allreduce", [y], _SUMS)
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
