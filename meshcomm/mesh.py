@@ -207,6 +207,8 @@ class Mesh(Answers, Shown):
         """Whether a tensor on a device that the backends cannot move is an error."""
         self.timeout: timedelta | None = None
         """After how long its collectives give up; None: after as long as ``init`` was told."""
+        self.kept: Any = None
+        """What the ranks of one ``shard_map`` over it have left for those of the next."""
         _meshes[self.key] = self
 
     # ------------------------------------------------------------------------------------------------- what it is

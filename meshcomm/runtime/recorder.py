@@ -57,8 +57,13 @@ class Log:
         """Which meeting of its ranks at the store this is; None where they have no store."""
         self.axes: list[AxisAt] = []
         self.records: deque[Record] = deque(maxlen=MOST)
-        self.messages = 0
         self.over = False  # whether its mesh is gone
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing has been called."""
+        self.records.clear()
+        self.messages = 0
         self.inside = False  # a primitive that is made of others is one call
         self.call: Call | None = None
         """Set by who knows it before each call."""
@@ -299,6 +304,12 @@ def log_among(shared: dict[Any, Any], owner: Owner, ranks: tuple[int, ...], name
     if log is None:
         log = mine.by_name[ranks, name] = mine.log(ranks, ranks.index(owner.rank), name)
     return log
+
+
+def inside_again(shared: dict[Any, Any]) -> None:
+    """The ranks that share this dict run again."""
+    global _inside
+    _inside = shared["rings"]
 
 
 def ring_inside() -> Ring | None:

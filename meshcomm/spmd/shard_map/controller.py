@@ -22,6 +22,7 @@ from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.runtime.transports.threads.scheduler import World, current_rank, local
+from meshcomm.spmd.shard_map import kept_axes
 from meshcomm.spmd.shard_map.assemble import Outputs, assembled, coordinates, differentiable
 from meshcomm.spmd.shard_map.rank_context import Modes, OwnState, begin_body, leaves_behind, no_tangents
 from meshcomm.spmd.shard_map.specs import WHERE, pieces
@@ -75,10 +76,12 @@ class Program:
         grad = self.modes.grad if self.order == 0 and wanted is None else wanted is not None
         with in_place_of(self.reach.slots, dict(zip(self.shared, shared, strict=True))):
             world = World(mesh.world_size, share=True, state=state)
+            kept_axes.take(mesh, world)
             found = world.run(lambda: self._on_rank(inputs, shared, wanted, grad, modes))
         if any(x.grad is not None for x in shared):
             what = "backward() ran inside the function and reached a tensor that it closes over."
             fail(WHERE, what, fix="call backward() on what the function returns, or return torch.autograd.grad(...)")
+        kept_axes.leave(mesh, world)
         ranks = [found[rank] for rank in mesh.ranks]
         outputs = ranks[0][0]
         result = _Result(outputs)

@@ -21,7 +21,7 @@ from meshcomm.runtime.callsite import call_site, call_spot
 from meshcomm.runtime.health.attendance import absent_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, log_among
+from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, inside_again, log_among
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.protocol import Defaults
 from meshcomm.runtime.transports.threads.meetings import Batch, Came, Circle, Meeting, Message
@@ -58,6 +58,23 @@ class InProcessLink(Defaults):
         self._calls: dict[Any, tuple[CodeType | None, Call]] = {}
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
+
+    def sit_down(self, rank: Any) -> None:
+        """``rank``, of another run, makes the calls from now on, of which none has been noted; None: nobody does."""
+        self._rank = rank
+        if rank is not None:
+            self.log.restart()
+            inside_again(rank.world.shared)
+
+    def at_rest(self) -> bool:
+        """Whether nobody waits for anything that was begun."""
+        circle = self._circle
+        waiting = circle.meetings or circle.rolls or any(circle.posts.values()) or any(circle.wants.values())
+        return not waiting and not self.log.inside
+
+    def references_to(self, axis: object) -> int:
+        """How many of its calls that it knows again name this axis."""
+        return sum(known[0].axis is axis for known in self._calls)
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """Take this rank's place at the meeting, and tell those who have come and those who will. A message that is
