@@ -10,7 +10,8 @@ torch's fake backend (8 ranks, of which this process is rank 0) moves nothing, w
 collective alone. The candidates take turns in many short samples and each number is the median of its samples, so that
 a machine that is slow for a while is slow for all of them. One thread; no garbage collection while the clock runs.
 
-    alone         in-process ranks beside a bare ring of as many threads and locks, on one core; the import, compiled
+    alone         in-process ranks, 8, 64 and 256, beside a bare ring of as many threads and locks, on one core; a
+                  shard_map of a tiny body, checked and not; the import, compiled
     all_reduce    by everyone who offers it
     collectives   ours beside what who uses torch.distributed writes ("direct") and its C++ call ("floor"), on several
                   shapes, dims and dtypes
@@ -79,6 +80,9 @@ BARE = "the same in a bare Function"
 FUNCTIONAL, SPMD_TYPES, DTENSOR = "functional collective + wait", "spmd_types", "DTensor.redistribute"
 NO_GRAD, GRAD, BACKWARD = MODES
 PERMUTED = [(rank, (rank + 1) % RANKS) for rank in range(RANKS)]
+MANY = (64, 256)
+"""In-process ranks, of which a launch may have more than there are here."""
+CHECKED = {"check_vma=True": True, "check_vma=False": False}
 LEAVES = 100
 FLAT = "flatten + dist.all_reduce + unflatten"
 
@@ -261,15 +265,16 @@ def judge_collectives(found: Mapping[str, Mapping[str, Times]]) -> list[Budget]:
 def measure_later(mesh: mc.Mesh, repeats: int) -> dict[str, dict[str, Times]]:
     """Start and wait, ours and torch's."""
     names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-    theirs = peers.peers_of(RANKS, 0, asynchronous=True)
     found: dict[str, dict[str, Times]] = {name: {} for name in names}
-    for form in PLAIN:
+    for form in FORMS:
+        theirs = peers.peers_of(RANKS, form.dim, asynchronous=True)
         for name in names:
-            ours = ours_of(name, form, mesh, async_op=True)
+            ours, given = ours_of(name, form, mesh, async_op=True), input_of(name, form)
             cases = {
-                "ours": Case(lambda x, ours=ours: ours(x).wait(), form.make, form.dtype.is_floating_point),
-                "direct": Case(theirs[name][0], form.make, False),
+                "ours": Case(lambda x, ours=ours: ours(x).wait(), given.make, form.dtype.is_floating_point),
+                "direct": Case(theirs[name][0], given.make, False),
             }
+            check_alike(name, form, [case.run(given.make()) for case in cases.values()])
             found[name][str(form)] = take_turns(calls_of(cases), repeats)
     print_collectives("async_op=True, start and wait; x: over the same of torch.distributed", found, theirs)
     return found
@@ -369,13 +374,13 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def bare_ring(laps: int) -> float:
+def bare_ring(laps: int, ranks: int = RANKS) -> float:
     """Seconds per lap of a turn that goes round as many threads as there are ranks, from lock to lock."""
-    locks = [threading.Lock() for _ in range(RANKS)]
+    locks = [threading.Lock() for _ in range(ranks)]
     taken: list[float] = []
 
     def rank(index: int) -> None:
-        mine, following = locks[index], locks[(index + 1) % RANKS]
+        mine, following = locks[index], locks[(index + 1) % ranks]
         for lap in range(laps + 1):
             mine.acquire()
             if index == 0 and lap in (0, laps):
@@ -384,7 +389,7 @@ def bare_ring(laps: int) -> float:
 
     for lock in locks:
         lock.acquire()
-    threads = [threading.Thread(target=rank, args=(index,)) for index in range(RANKS)]
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(ranks)]
     for thread in threads:
         thread.start()
     locks[0].release()
@@ -393,9 +398,9 @@ def bare_ring(laps: int) -> float:
     return (taken[1] - taken[0]) / laps
 
 
-def in_process(repeats: int, elements: int = 16) -> dict[str, float]:
+def in_process(repeats: int, elements: int = 16, ranks: int = RANKS) -> dict[str, float]:
     """One all_reduce of ranks that are threads of this process: seconds for all of them together; and the ring."""
-    mesh = mc.make_mesh({"tp": RANKS})
+    mesh = mc.make_mesh({"tp": ranks})
     case = Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), partial(torch.ones, elements))
 
     def rank() -> dict[str, float]:
@@ -412,17 +417,23 @@ def in_process(repeats: int, elements: int = 16) -> dict[str, float]:
     samples: dict[str, list[float]] = {}
     with quiet(), one_core():
         for _ in range(max(repeats, 3)):
-            for what, took in ({"ring": bare_ring(50)} | mc.launch(rank, ranks=RANKS)[0]).items():
+            for what, took in ({"ring": bare_ring(50, ranks)} | mc.launch(rank, ranks=ranks)[0]).items():
                 samples.setdefault(what, []).append(took)
     return {what: median(taken) for what, taken in samples.items()}
 
 
-def mapped(repeats: int) -> float:
-    """Seconds of a shard_map of a tiny body over in-process ranks."""
+def mapped(repeats: int) -> dict[str, float]:
+    """Seconds of a shard_map of a tiny body over in-process ranks, checked and not."""
     mesh, x = mc.make_mesh({"tp": RANKS}), torch.ones(2 * RANKS)
-    total = mc.shard_map(lambda x: mc.all_reduce(x.sum(), "tp"), in_specs="(tp b)", out_specs="", mesh=mesh)
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    for what, check in CHECKED.items():
+        total = mc.shard_map(
+            lambda x: mc.all_reduce(x.sum(), "tp"), in_specs="(tp b)", out_specs="", mesh=mesh, check_vma=check
+        )
+        calls[what, NO_GRAD] = partial(total, x)
     with quiet():
-        return take_turns({("shard_map", NO_GRAD): partial(total, x)}, repeats, time.perf_counter)["shard_map"][NO_GRAD]
+        times = take_turns(calls, repeats, time.perf_counter)
+    return {what: modes[NO_GRAD] for what, modes in times.items()}
 
 
 def import_times(repeats: int) -> list[float]:
@@ -447,10 +458,18 @@ def measure_alone(repeats: int, starts: int) -> dict[str, Any]:
         for what, took in inside.items()
     ]  # fmt: skip
     print_table(f"In-process, all {RANKS} ranks together, on one core", ["µs", "", "x"], rows)
+    many = {ranks: in_process(min(repeats, 5), ranks=ranks) for ranks in MANY}
+    rows = [
+        [f"{ranks} ranks, {what}", f"{1e6 * took:.0f}", f"{1e6 * took / ranks:.1f}", f"{took / times['ring']:.2f}"]
+        for ranks, times in {RANKS: inside, **many}.items()
+        for what, took in times.items()
+    ]
+    print_table("The same of many ranks; x: over a bare ring of as many", ["µs", "", "each", "x"], rows)
     body = mapped(min(repeats, 15))
-    print(f"\nshard_map of a tiny body, {RANKS} in-process ranks: {1e3 * body:.2f} ms")
+    for what, took in body.items():
+        print(f"\nshard_map of a tiny body, {RANKS} in-process ranks, {what}: {1e3 * took:.2f} ms")
     print(f"import meshcomm after import torch, s: median {median(imports):.3f}, fastest {min(imports):.3f}")
-    return {"in_process": inside, "shard_map": body, "import": imports}
+    return {"in_process": inside, "many": many, "shard_map": body, "import": imports}
 
 
 def judge_alone(found: Mapping[str, Any]) -> list[Budget]:
@@ -458,7 +477,10 @@ def judge_alone(found: Mapping[str, Any]) -> list[Budget]:
     what = f"in-process all_reduce, {RANKS} ranks, over a bare ring on one core"
     return [
         Budget(what, inside[NO_GRAD] / inside["ring"], 2.4, "x"),
-        Budget(f"shard_map of a tiny body, {RANKS} in-process ranks", 1e3 * found["shard_map"], 1.5, "ms"),
+        *(
+            Budget(f"shard_map of a tiny body, {RANKS} in-process ranks, {how}", 1e3 * took, 1.5, "ms")
+            for how, took in found["shard_map"].items()
+        ),
         Budget("import meshcomm beyond import torch, byte-compiled", median(found["import"]), 0.05, "s"),
     ]
 

@@ -142,9 +142,7 @@ def carried(
         check.tensor(rule.name, x, axis)
         own = x if shaped is None else shaped(x)
         params = given if fits is None else fits(own, axis, *given)
-        if async_op is True:
-            return begun(rule.name, axis, x, start(rule, own, axis, params))
-        return started(rule, own, axis, params, async_op, x) if async_op else apply(rule, own, axis, params)
+        return given_by(rule, own, axis, params, async_op, x)
     return _carried_tree(rule, x, axis, fits, given, bucket_mb, async_op, in_rows, shaped, ragged)
 
 
@@ -193,6 +191,13 @@ def _carried_tree(
 def by_elements(axis: Axis, *given: Any) -> tuple[Params, Rows]:
     """``in_rows`` of what treats all elements alike."""
     return given, ELEMENTS
+
+
+def given_by(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit, seen: Tensor | None = None) -> Any:
+    """What a collective gives of one tensor that it can take. ``seen``: as the user has it."""
+    if how is True:
+        return begun(rule.name, axis, x if seen is None else seen, start(rule, x, axis, params))
+    return started(rule, x, axis, params, how, seen) if how else apply(rule, x, axis, params)
 
 
 def started(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit, seen: Tensor | None = None) -> Any:

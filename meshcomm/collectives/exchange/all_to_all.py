@@ -15,14 +15,14 @@ from typing_extensions import Unpack
 
 from meshcomm.collectives import check
 from meshcomm.collectives.buckets import Rows, cut_rows, join_rows, slice_shape
-from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, carried, started
+from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, carried, given_by
 from meshcomm.collectives.gather import as_first, lies_first
-from meshcomm.collectives.rule import Params, Rule, apply, start
+from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.watch import here
-from meshcomm.work import Work, begun
+from meshcomm.work import Work
 
 Tree = TypeVar("Tree")
 Sizes = tuple[int, ...]
@@ -179,10 +179,7 @@ def all_to_all(
     ax = check.axis_of("all_to_all", axis, mesh)
     if isinstance(x, Tensor):  # most calls, at no call more than needed
         check.tensor("all_to_all", x, ax)
-        params = _exchanged(x, ax, split_dim, concat_dim, send_sizes, recv_sizes)
-        if async_op is True:
-            return begun("all_to_all", ax, x, start(_ALL_TO_ALL, x, ax, params))
-        return started(_ALL_TO_ALL, x, ax, params, async_op) if async_op else apply(_ALL_TO_ALL, x, ax, params)
+        return given_by(_ALL_TO_ALL, x, ax, _exchanged(x, ax, split_dim, concat_dim, send_sizes, recv_sizes), async_op)
     given = split_dim, concat_dim, send_sizes, recv_sizes
     if send_sizes is None and recv_sizes is None:
         return carried(_ALL_TO_ALL, x, ax, _exchanged, given, bucket_mb, async_op, _exchanged_rows)
