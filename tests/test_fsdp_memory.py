@@ -249,3 +249,20 @@ def test_what_forward_keeps_stays() -> None:
 
 if __name__ == "__main__":
     _compare()
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_gradients_of_a_unit_are_parts_of_its_sum_and_no_copies(ranks: int) -> None:
+    """Those too of which this rank has nothing, which were copied one by one."""
+
+    def main() -> None:
+        net = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 8), nn.LayerNorm(8))
+        fully_shard(net, "fsdp", grads="mean", units=["0"], mesh=mc.make_mesh({"fsdp": -1}))
+        net(torch.ones(2, 8)).square().sum().backward()
+        for part in (net[:1], net[1:]):
+            grads = [p.grad for p in part.parameters() if p.grad is not None]
+            assert len(grads) == len([*part.parameters()])
+            assert len({x.untyped_storage().data_ptr() for x in grads}) == 1
+        assert ranks == 2 or any(x.numel() == 0 for x in net.parameters())
+
+    mc.launch(main, ranks=ranks)

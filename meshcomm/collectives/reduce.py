@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from meshcomm import _torch
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.buckets import ELEMENTS, Rows
 from meshcomm.collectives.check import Reduced
@@ -50,6 +51,13 @@ def _sum_over(x: Tensor, axis: Axis) -> Tensor:
 
 def _vary(x: Tensor, axis: Axis) -> Tensor:
     return apply(_PVARY, x, axis)
+
+
+def _vary_gradient(g: Tensor, axis: Axis) -> Tensor:
+    """The same in a backward pass: the gradient itself, where nobody differentiates it again or is told of calls."""
+    if g.requires_grad or axis.link.hears or _torch.functorch_active() or _torch.dual_level_open():
+        return _vary(g, axis)
+    return g
 
 
 def _scaled(y: Tensor, axis: Axis, op: str) -> Tensor:
@@ -145,7 +153,7 @@ _PVARY_OF_A_MEAN = Rule(
 _ALL_REDUCE = Rule(
     ALL_REDUCE,
     _run_all_reduce,
-    lambda g, axis, op: _scaled(_vary(g, axis), axis, op),
+    lambda g, axis, op: _scaled(_vary_gradient(g, axis), axis, op),
     own=lambda x, axis, op: axis.link.all_reduce_own(x, op),
 )
 _summed = sums_of(_ALL_REDUCE, _vary)

@@ -45,11 +45,10 @@ class Row:
         """The tensors lie there in their order, and nothing else."""
         self._widths: list[int] = []
         self._parts = [0] * len(places)
-        for at, length in self._runs:
-            if length or self._widths[-1:] != [0]:  # what is empty is one part for all that are
-                self._widths.append(length)
+        for part, (at, length) in enumerate(self._runs):
+            self._widths.append(length)  # of what is empty too: autograd copies a gradient that others have as well
             if at >= 0:
-                self._parts[at] = len(self._widths) - 1
+                self._parts[at] = part
         self._is_split = self._parts == [*range(len(self._widths))]
         """Each part is a tensor, in their order."""
         self._zeros: dict[tuple[torch.dtype, torch.device], list[Tensor | None]] = {}
@@ -140,10 +139,12 @@ class Layout:
     def row(self, index: int) -> Row:
         """What rank ``index`` keeps of its chunk: all of it, but of whole tensors no more than there are."""
         if index not in self._rows:
-            places = []
+            places, free = [], 0 if self.whole else self.chunk
             for at, entry in enumerate(self.entries):
                 first, last = self.range_of(at, index)
-                places.append((entry.start + first - index * self.chunk if first < last else 0, last - first))
+                start = entry.start + first - index * self.chunk
+                # What is empty lies before or behind the rest, in the order of the tensors if that is the buffer's.
+                places.append((start, last - first) if first < last else (max(0, min(start, free)), 0))
             end = max((_aligned(start + length) for start, length in places if length), default=0)
             self._rows[index] = Row(places, end if self.whole else self.chunk)
         return self._rows[index]
