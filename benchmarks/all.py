@@ -47,6 +47,7 @@ PROGRAMS = {
     "tracing": Program(),
     "functions": Program(),
     "overlap": Program(),
+    "context": Program(),
     "compiled": Program(),
     "growth": Program(),
 }
