@@ -67,7 +67,8 @@ def data_parallel(
             What is on the meta device gets memory, and its values by :func:`load_full_state_dict` before it runs.
         axis: a name, or a tuple of names.
         grads: "sum": gradients are summed; reduce the loss once yourself, the library's rule. "mean": they are
-            averaged; the loss is local, as DistributedDataParallel has it.
+            averaged; the loss is local, as DistributedDataParallel has it. Means over unequal numbers of
+            tokens: "sum" and :func:`weighted_mean`.
         bucket_mb: gradients are reduced together up to this many MiB.
         mesh: the current mesh by default; it is kept.
         reduce_dtype: gradients travel in it, such as ``torch.bfloat16``, which halves the bytes of float32; on the

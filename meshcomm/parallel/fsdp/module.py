@@ -92,7 +92,8 @@ def fully_shard(
             initialised and cut, so that no rank ever holds more than its shards and one unit.
         axis: a name, or a tuple of names: the ranks that keep a slice each.
         grads: "sum": gradients are summed, for a loss that you reduce over the ranks (the library's rule). "mean": they
-            are averaged over the ranks, for a local loss, as FSDP2 has it.
+            are averaged over the ranks, for a local loss, as FSDP2 has it. Means over unequal numbers of
+            tokens: "sum" and :func:`weighted_mean`.
         units: the submodules that are gathered each by itself: patterns of their names such as "blocks.*", classes, or
             the modules. What has no forward (a ModuleList, a ModuleDict) stands for its items, and so does a Sequential
             that is not in a list. None: the items of every ModuleList that is in no other one and is not named experts:
