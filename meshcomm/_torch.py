@@ -63,6 +63,7 @@ __all__ = [
     "watch_storages",
     "watch_swaps",
     "watch_total_norms",
+    "without_memory",
     "without_modes",
 ]
 __all__ += _torch_autograd.__all__
@@ -190,6 +191,19 @@ _depth_of_modes: Any = find(
 )
 dispatch_modes: Callable[[], int] = _depth_of_modes or (lambda: 1)
 """How many modes see what torch is called for on this thread; one, where it does not tell."""
+
+
+_fake_mode: Any = find(
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "save_full_state_dict to a .pt file reserves address space for the whole",
+    contextlib.nullcontext,
+)
+
+
+def without_memory() -> contextlib.AbstractContextManager[object]:
+    """Tensors that are made inside have a shape, a dtype and a storage, and no memory."""
+    mode: contextlib.AbstractContextManager[object] = _fake_mode()
+    return mode
 
 
 def plain_now() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import math
 import threading
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm import _torch, watch
 from meshcomm.elsewhere import Answers, layout_said_by
 from meshcomm.errors import fail, likely, names
+from meshcomm.pictures.grid import mesh_grids
 from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.transports.protocol import Link
@@ -427,8 +427,7 @@ class Mesh(Answers, Shown):
 
     def picture(self) -> Picture:
         """Where each rank of the world is."""
-        grid: Any = importlib.import_module("meshcomm.pictures.grid")  # not every program draws
-        return grid.mesh_grids(self._shape, self.ranks, repr(self))  # type: ignore[no-any-return]
+        return mesh_grids(self._shape, self.ranks, repr(self))
 
     def __repr__(self) -> str:
         return f"Mesh({self._shape})"

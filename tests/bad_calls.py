@@ -864,6 +864,9 @@ CLIP: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 ]  # fmt: skip
 for cause, args, kwargs, said in CLIP:
     bad("clip_grad_norm", cause, lambda h, args=args, kwargs=kwargs: parallel.clip_grad_norm(h.sharded, *args, **kwargs), said)
+bad("save_full_state_dict", "another module", lambda h: parallel.save_full_state_dict([], "x"), r"module is not a torch.nn.Module but list")
+bad("save_full_state_dict", "no path", lambda h: parallel.save_full_state_dict(linear(), 3), r"path=3 is no path")
+bad("save_full_state_dict", "no size", lambda h: parallel.save_full_state_dict(linear(), "x", max_shard_size="5 pounds"), r"max_shard_size='5 pounds' is no size")
 bad("load_full_state_dict", "another module", lambda h: parallel.load_full_state_dict([], {}), r"module is not a torch.nn.Module but list")
 bad("load_full_state_dict", "no mapping", lambda h: parallel.load_full_state_dict(h.sharded, None), r"state is neither a mapping nor a path", told=True)
 bad("load_full_state_dict", "another shape", lambda h: parallel.load_full_state_dict(h.sharded, {"weight": x(2)}), r"'weight' has shape \(2,\), the parameter \(4, 4\)", told=True)

@@ -214,7 +214,6 @@ LATE = {
     "meshcomm.spmd.shard_map.dtensors": {"meshcomm.layout.dtensor"},
     "meshcomm.runtime.groups": {"meshcomm.runtime.hooks.guard.setup"},
     "meshcomm.launch": {"meshcomm.runtime.start.workers"},
-    "meshcomm.mesh": {"meshcomm.pictures.grid"},
     "meshcomm.make_mesh": {"meshcomm.runtime.transports.threads.transport"},
 }  # fmt: skip
 

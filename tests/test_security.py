@@ -723,7 +723,6 @@ HERE = {
     ("meshcomm/parallel/whole_tensors.py", "torch.load"): "weights_only=True",
     ("examples/train_gpt.py", "torch.load"): "weights_only=True",
     ("examples/finetune.py", "importlib.import_module"): "transformers and tqdm",
-    ("meshcomm/mesh.py", "importlib.import_module"): "pictures, where somebody asks for one",
 }
 
 

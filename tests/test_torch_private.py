@@ -1210,3 +1210,10 @@ def test_name_attention_backward() -> None:
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     found = _torch.attention_backward(g, q, k, v, out, lse, seen, False, 0.3)
     assert_close(found, torch.autograd.grad(y, leaves, g))
+
+
+def test_name_without_memory() -> None:
+    with _torch.without_memory():
+        x = torch.empty(2**40, device="cpu")
+    assert type(x) is FakeTensor
+    assert x.untyped_storage().nbytes() == 2**42

@@ -256,6 +256,7 @@ USES = {
     "torch._C.DisableTorchFunction": ["readme_by_hand"],
     "torch.autograd._profiler_enabled": ["collectives"],
     "torch.utils._python_dispatch": ["transforms"],
+    "torch._subclasses": [],  # by tests of save_full_state_dict
     "torch.utils._pytree": ["own_classes"],
 }
 """Where a name begins, to the programs that look at what it is for."""

@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.fsdp.state import pieces as pieces
     from meshcomm.parallel.full_state import full_state_dict as full_state_dict
     from meshcomm.parallel.full_state import load_full_state_dict as load_full_state_dict
+    from meshcomm.parallel.full_state import save_full_state_dict as save_full_state_dict
     from meshcomm.parallel.optimizers.sharded import shard_optimizer as shard_optimizer
     from meshcomm.parallel.tensor.attention import parallel_attention as parallel_attention
     from meshcomm.parallel.tensor.auto.auto_plan import auto_plan as auto_plan
@@ -60,7 +61,7 @@ _LATER = {
         "meshcomm.parallel.data.micro_batches": "no_sync reduce_gradients",
         "meshcomm.parallel.fsdp.module": "fully_shard",
         "meshcomm.parallel.fsdp.state": "Piece counts pieces",
-        "meshcomm.parallel.full_state": "full_state_dict load_full_state_dict",
+        "meshcomm.parallel.full_state": "full_state_dict load_full_state_dict save_full_state_dict",
         "meshcomm.parallel.optimizers.sharded": "shard_optimizer",
         "meshcomm.parallel.tensor.auto.auto_plan": "auto_plan",
         "meshcomm.parallel.tensor.auto.found_plan": "TensorPlan",

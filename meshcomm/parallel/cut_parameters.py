@@ -77,6 +77,18 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
     watch_total_norms(_refuse_norm)
 
 
+def know_as(module: nn.Module, name: str, maker: str, axis: AxisName) -> None:
+    """What ``maker`` has made of the parameters of a part along ``axis`` is made by a call for a module around it, in
+    which the part is ``name``.
+    """
+    for owner in module.modules():
+        for key, made in cuts_of(owner).items():
+            vars(owner)[_CUTS][key] = tuple(
+                part._replace(name=f"{name}.{part.name}") if (part.maker, part.axis) == (maker, axis) else part
+                for part in made
+            )
+
+
 def cuts_of(owner: nn.Module) -> Mapping[str, Sequence[Part]]:
     """What was made of the parameters of this one module, by their names, the latest first."""
     found: Mapping[str, Sequence[Part]] = vars(owner).get(_CUTS, {})
@@ -86,6 +98,11 @@ def cuts_of(owner: nn.Module) -> Mapping[str, Sequence[Part]]:
 def known_around(module: nn.Module) -> list[nn.Module]:
     """The modules that adaptors have spread of which this one is a part, or which it is."""
     return [each for each in list(_known) if any(part is module for part in each.modules())]
+
+
+def all_known() -> list[nn.Module]:
+    """The modules that adaptors have spread, of all ranks in this process."""
+    return list(_known)
 
 
 def checked_module(where: str, module: object) -> None:

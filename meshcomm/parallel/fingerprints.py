@@ -10,6 +10,8 @@ from torch import Tensor
 from meshcomm.runtime.process.accelerator import with_doubles
 
 _SAMPLES = 32
+_AT_ONCE = 2**19
+"""Numbers."""
 
 
 class Fingerprint(NamedTuple):
@@ -27,14 +29,26 @@ def fingerprint_of(x: Tensor) -> Fingerprint:
     flat = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     least = 1e-6 if flat.dtype == torch.float64 else 1e-3 if flat.dtype.itemsize > 2 else 5e-2
     if not flat.is_floating_point() or flat.dtype.itemsize == 1:
-        flat, least = flat.to(with_doubles(flat.device), torch.float64), 0.0
-    double = with_doubles(flat.device) == flat.device
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64 if double else torch.float32)
+        least = 0.0
+    norm = _norm(flat)
     if not flat.numel():
         return Fingerprint(least, 0.0, 0, ())
     at = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).round().long()
     picked = flat[tuple(torch.unravel_index(at.to(flat.device), flat.shape))] if flat.ndim else flat[None]
     return Fingerprint(least, norm.item(), flat.numel(), tuple(picked.to("cpu", torch.float64).tolist()))
+
+
+def _norm(x: Tensor) -> Tensor:
+    """In double precision, some MiB of it at a time: what is looked at may be most of what there is room for."""
+    if x.numel() > _AT_ONCE and x.ndim:
+        rows = max(_AT_ONCE * x.shape[0] // x.numel(), 1)
+        parts = x[0].split(_AT_ONCE) if x.shape[0] == 1 and x.ndim > 1 else x.split(rows)
+        x = torch.stack([_norm(part) for part in parts])
+    if not x.is_floating_point() or x.dtype.itemsize == 1:
+        x = x.to(with_doubles(x.device), torch.float64)
+    double = with_doubles(x.device) == x.device
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64 if double else torch.float32)
+    return norm
 
 
 def differ(one: Fingerprint, other: Fingerprint) -> bool:

@@ -1,4 +1,5 @@
-"""Whole states of modules that are spread over a mesh, in any way: full_state_dict and load_full_state_dict.
+"""Whole states of modules that are spread over a mesh, in any way: full_state_dict, save_full_state_dict and
+load_full_state_dict.
 
 p = number of elements of all parameters.
 """
@@ -6,9 +7,10 @@ p = number of elements of all parameters.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -20,8 +22,10 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.checkpoint.parts import Entries, Path, collect, dotted, named, state_names
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks
 from meshcomm.parallel.cut_parameters import checked_module
+from meshcomm.parallel.full_files import bytes_in
 from meshcomm.parallel.global_places import part_of
-from meshcomm.parallel.names_in_files import Unfit, as_named, refuse_names, unfit, union
+from meshcomm.parallel.names_in_files import Unfit, as_named, in_files, refuse_names, unfit, union
+from meshcomm.parallel.sent_parts import Sent, Strip, Writing, parts_in
 from meshcomm.parallel.taken_parts import Loading
 from meshcomm.parallel.whole_tensors import opened
 from meshcomm.runtime.ops import Op
@@ -108,6 +112,10 @@ def full_state_dict(
     return {name: full[name] for name in together.names if name in full}
 
 
+def _take(writing: Sequence[Writing], batch: Sequence[Strip], every: Sequence[Sequence[Sent]]) -> None:
+    writing[0].take(batch, every)
+
+
 def _tensors_alone(module: nn.Module) -> Entries:
     found = collect(module, None)
     return found._replace(tensors={path: x for path, x in found.tensors.items() if len(path) == 2}, plain={})
@@ -134,6 +142,87 @@ def _boxes(found: Entries, batch: list[Path], mine: set[tuple[str, tuple[int, ..
         for box in found.tensors[path].boxes
         if (dotted(path), box.offsets) in mine
     ]
+
+
+@Op("save_full_state_dict", "all ranks of the mesh call", compared=("path", "max_shard_size"))
+def save_full_state_dict(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "50GB",
+    mesh: Mesh | None = None,
+) -> None:
+    """Write the tensors of the module as if it had never been cut, into files that need no meshcomm to be read.
+
+    No rank ever holds the whole: files are laid out first, then some MiB at a time travel to rank 0 of the mesh, which
+    writes them where they belong; it alone needs to see ``path``. Files appear when they are complete; an interrupted
+    save leaves those that were there.
+
+    Type: all ranks of the mesh call.
+
+    Args:
+        module: spread over the mesh in any way.
+        path: the same on every rank, and by its ending:
+
+            a folder (no ending of those below): ``model.safetensors``, or shards with their
+            ``model.safetensors.index.json``, as ``save_pretrained`` of transformers writes them: ``from_pretrained``
+            reads it, once ``model.config.save_pretrained(path)`` is there too. What the library keeps in other pieces
+            or under other names (experts that it stacks) is written so. Shards of an earlier save are removed;
+            ``.safetensors``: one file, for ``safetensors.torch.load_model``;
+            ``.pt``, ``.pth``, ``.bin``, ``.ckpt``: what ``torch.save`` of a ``state_dict`` writes, for ``torch.load``.
+        max_shard_size: of files in a folder: bytes, or a text such as ``"5GB"``; a larger tensor has a file of its own.
+        mesh: by default the largest of the current mesh and those of the adaptors; all ranks if there is none.
+
+    A parameter with several names has the first one alone, as in files of transformers; in files of torch it has all of
+    them, and is there once. What is no tensor in ``state_dict`` is left out.
+
+    Backward: none.
+
+    Cost: p elements travel to one rank, some 2 MiB at a time. Memory of each rank: its part and a few times that; of
+    tensors that transformers makes of several these too, one lot after the other.
+
+    Raises:
+        MeshError: on all ranks: not a module; a path or a size that is none; paths that differ; what ``path`` is, if it
+            is a file where a folder is meant; a dtype that the format does not have; parameters that have no values
+            yet, or that are others on each rank under one name; and if rank 0 cannot write: then nothing new is there.
+
+    Example:
+        >>> import tempfile, torch, meshcomm as mc
+        >>> from meshcomm.parallel import fully_shard, load_full_state_dict, save_full_state_dict
+        >>> mesh, folder = mc.make_mesh({"fsdp": 2}), tempfile.TemporaryDirectory()
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="sum", mesh=mesh)
+        ...     save_full_state_dict(model, f"{folder.name}/model.pt")
+        >>> _ = mc.launch(main, ranks=2)
+        >>> torch.load(f"{folder.name}/model.pt")["weight"].shape
+        torch.Size([2, 8])
+        >>> folder.cleanup()
+
+    Source: transformers' ``save_pretrained``, accelerate's ``save_model``; the formats are those of safetensors and of
+    ``torch.save``.
+    """
+    where = "save_full_state_dict"
+    checked_module(where, module)
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        fail(where, f"path={path!r} is no path.", fix='a folder, or a file such as "model.safetensors"')
+    to = str(os.fspath(path))
+    most = bytes_in(where, max_shard_size)
+    axis = all_ranks(where, module, mesh)
+    team = Team(where, axis, path=to, max_shard_size=most)
+    found = team.all(lambda: _tensors_alone(module))
+    plan, _, together = team.share_out(found)
+    mine = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
+    in_folders = functools.partial(in_files, where, module)
+    writing: list[Writing] = []
+    team.first(lambda: writing.append(Writing(where, to, most, together, in_folders)))
+    try:
+        for batch in team.tell(lambda: writing[0].batches) or ():
+            every = team.gather(parts_in(found, batch, mine))
+            team.first(functools.partial(_take, writing, batch, every))
+        team.first(lambda: writing[0].finish())
+    finally:
+        for each in writing:
+            each.drop()
 
 
 @Op("load_full_state_dict", "all ranks of the mesh call")

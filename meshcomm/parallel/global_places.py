@@ -17,6 +17,13 @@ from torch import Tensor
 from meshcomm.errors import fail
 
 
+class Kind(NamedTuple):
+    """Of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Box(NamedTuple):
     """A part of a global tensor, and the memory in which it is here."""
 
@@ -100,7 +107,7 @@ class Place:
             return Spread(self.shape, x.dtype, [Box((0,) * len(self.shape), self.shape, x.new_empty(self.shape))])
         local = tuple(sum(run.length for run in runs) for runs in self.runs)
         boxes = []
-        for at, offsets, sizes in _flat_boxes(local, self.start, self.stop):
+        for at, offsets, sizes in flat_boxes(local, self.start, self.stop):
             whole = x if tuple(x.shape) == local else x.view(-1)[at : at + math.prod(sizes)].view(sizes)
             boxes += list(self._spread(whole, offsets, sizes))
         return Spread(self.shape, x.dtype, boxes)
@@ -131,9 +138,7 @@ def _overlap(a: int, a_length: int, b: int, b_length: int) -> tuple[int, int]:
     return max(a, b), min(a + a_length, b + b_length)
 
 
-def _flat_boxes(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Boxes that are elements ``start`` to ``stop`` of the flattened shape: where in the slice each begins, its offsets
     and sizes; at most 2 d - 1 for d dims.
     """

@@ -1,5 +1,5 @@
-"""Names in files that are not those of the module: which they are, and how files of ``transformers`` are read, in which
-tensors have other names than in the model, or are kept in other pieces.
+"""Names in files that are not those of the module: which they are, and how files of ``transformers`` are read and
+written, in which tensors have other names than in the model, or are kept in other pieces.
 
 A model of that library says how its files are read: names that have changed, experts that are stacked, matrices that
 are joined or cut. Its own functions do it here; a tensor that is made of several is whole in memory for a moment.
@@ -8,6 +8,7 @@ are joined or cut. Its own functions do it here; a tensor that is made of severa
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import re
 import sys
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 
 from meshcomm.errors import described, fail, names
 from meshcomm.parallel.checkpoint.parts import without_wrappers
-from meshcomm.parallel.global_places import Box, part_of
-from meshcomm.parallel.whole_tensors import COUNTER, Given, Kind, Renamed, Whole, whole_of
+from meshcomm.parallel.full_files import Lot
+from meshcomm.parallel.global_places import Box, Kind, part_of
+from meshcomm.parallel.whole_tensors import COUNTER, Given, Renamed, Whole, whole_of
 
 _MAPPING, _CORE = "transformers.conversion_mapping", "transformers.core_model_loading"
 
@@ -120,6 +122,49 @@ class Converted(Renamed):
         """Close the files."""
         self._last = "", {}
         super().close()
+
+
+def in_files(where: str, module: nn.Module, kinds: Mapping[str, Kind]) -> list[Lot]:
+    """How ``save_pretrained`` of the module's library would write these tensors; as they are where it has none."""
+    left_out = {*(getattr(module, "_keys_to_ignore_on_save", None) or ())}
+    kinds = {name: kind for name, kind in kinds.items() if name not in left_out}
+    converters = _converters(module)
+    if converters is None:
+        return [Lot([name], {name: kind}, None) for name, kind in kinds.items()]
+    core = sys.modules[_CORE]
+    lots: dict[str, list[str]] = {}
+    for name in sorted(kinds, key=core.dot_natural_key):
+        ours, pattern = core.apply_converters(name, converters)
+        lots.setdefault(name if pattern is None else f"{ours} of several", []).append(name)
+    found = []
+    for sources in lots.values():
+        given = {name: torch.empty(kinds[name].shape, dtype=kinds[name].dtype, device="meta") for name in sources}
+        try:
+            made = core.revert_weight_conversion(module, given)
+        except Exception as error:
+            got = f"{described(error)}; of {names(sources[:4])}"
+            fail(where, "transformers does not make of the module's tensors what is in its files.", got=got)
+        kept = len(made) == 1 and next(iter(made.values())) is given[sources[0]]
+        convert = None if kept else functools.partial(core.revert_weight_conversion, module)
+        found.append(Lot(sources, {name: Kind(tuple(x.shape), x.dtype) for name, x in made.items()}, convert))
+    return found
+
+
+def _converters(module: nn.Module) -> list[Any] | None:
+    """What makes tensors of files of several of the module's, or several of one; None where names are kept, too."""
+    mapping, core = sys.modules.get(_MAPPING), sys.modules.get(_CORE)
+    prefix = getattr(module, "base_model_prefix", None)
+    if mapping is None or core is None or not isinstance(prefix, str) or getattr(module, "peft_config", None):
+        return None
+    try:
+        transforms = getattr(module, "_weight_conversions", None)
+        if transforms is None:
+            found = mapping.get_model_conversion_mapping(module, add_legacy=False)
+            transforms = [each for each in found if not isinstance(each, core.PrefixChange)]
+        back = [each.reverse_transform() for each in transforms[::-1]]
+        return [each for each in back if isinstance(each, core.WeightConverter)] if back else None
+    except AttributeError:  # another version of it, whose from_pretrained knows the model's own names, too
+        return None
 
 
 # ----------------------------------------------------------------------------------------------------- what is missing

@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from meshcomm.parallel.checkpoint.files import TABLE, Root
 from meshcomm.parallel.checkpoint.parts import Path, dotted, without_wrappers
 from meshcomm.parallel.checkpoint.reader import Files, Reader
 from meshcomm.parallel.checkpoint.state import EXTRA, Leaf, built
-from meshcomm.parallel.global_places import Box, Spread, part_of
+from meshcomm.parallel.global_places import Box, Kind, Spread, part_of
 
 try:
     import safetensors
@@ -40,13 +40,6 @@ COUNTER = "num_batches_tracked"
 """Of batch norm: older files have none, and it is 0 then, as torch has it."""
 _MAPPED = 2**24
 """Bytes of tensors that were looked into, after which a file is opened anew: pages that are mapped are let go of."""
-
-
-class Kind(NamedTuple):
-    """Of a whole tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Whole(Protocol):

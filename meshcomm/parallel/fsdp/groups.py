@@ -81,10 +81,13 @@ class Flow:
 class Group:
     """Parameters of a unit that go together, and this rank's shard of them."""
 
-    def __init__(self, owner: Flow, slots: list[Slot], layout: Layout, shard: Tensor, unit: str) -> None:
-        """``unit``: whose parameters they are, in the words of all ranks."""
+    def __init__(
+        self, owner: Flow, slots: list[Slot], layout: Layout, shard: Tensor, unit: str, policy: Policy | None = None
+    ) -> None:
+        """``unit``: whose parameters they are, in the words of all ranks; ``policy``: the owner's by default."""
         self.owner, self.slots, self.layout, self.unit = owner, slots, layout, unit
-        self.index = owner.policy.axis.index
+        self.policy = policy or owner.policy
+        self.index = self.policy.axis.index
         self.row = layout.row(self.index)
         self.kept: tuple[Tensor, list[int]] | None = None
         """Gradients that were not reduced, and which parameters had any."""
@@ -93,11 +96,11 @@ class Group:
     def copied(self, owner: Flow, memo: dict[int, Any]) -> Group:
         """That of a copy of the module, with a shard of its own."""
         shard = self.checked().detach().clone()
-        return Group(owner, [slot.copied(memo) for slot in self.slots], self.layout, shard, self.unit)
+        return Group(owner, [slot.copied(memo) for slot in self.slots], self.layout, shard, self.unit, self.policy)
 
     def adopt(self, shard: Tensor) -> None:
         """Make the parameters views of ``shard``, what the layout has stored here."""
-        self.shard = shard = pinned(shard, self.owner.policy.device) if self.owner.policy.offload else shard
+        self.shard = shard = pinned(shard, self.policy.device) if self.policy.offload else shard
         pieces = self.layout.cut(shard, self.index)
         self._params = [slot.param for slot in self.slots]
         for param, piece in zip(self._params, pieces, strict=True):
@@ -106,7 +109,7 @@ class Group:
         sites = [(door, name, slot.param) for slot in self.slots for door, name in slot.sites]
         self._registered = tuple(zip(*sites, strict=True))
         """The doors, the names behind them, and what is registered there."""
-        policy = self.owner.policy
+        policy = self.policy
         self._dtype = policy.param_dtype or shard.dtype
         self._as_it_is = (
             shard.dtype == self._dtype and shard.device == policy.device and shard.numel() == self.layout.chunk
@@ -172,9 +175,9 @@ class Group:
         """Start: a buffer ``[n * k]``, or a Pending of it. ``again``: of the shard that was gathered before."""
         shard = self.shard if again else self.checked()
         if not self._as_it_is:
-            shard = self.owner.copies.there(self.layout.padded(shard), self.owner.policy.device, self._dtype)
+            shard = self.owner.copies.there(self.layout.padded(shard), self.policy.device, self._dtype)
         counts.bytes_gathered += self._nbytes
-        axis = self.owner.policy.axis
+        axis = self.policy.axis
         if _is_told(axis, shard) or axis.size == 1:
             return for_later(True, self._told, _GATHER, shard, axis, (0, None))
         with in_range("all_gather", axis, shard.dtype, shard.shape):
@@ -193,7 +196,7 @@ class Group:
 
     def packed(self, needy: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """``[n * k]``: the gradients in the dtype in which they are reduced."""
-        policy = self.owner.policy
+        policy = self.policy
         whole: Sequence[Tensor | None] = gradients
         if len(needy) < len(self.slots):
             places = dict(zip(needy, gradients, strict=True))
@@ -211,18 +214,18 @@ class Group:
 
     def scatter(self, packed: Tensor) -> Any:
         """Start: ``[k]``."""
-        axis = self.owner.policy.axis
+        axis = self.policy.axis
         self.owner.counts.reductions += 1
         self.owner.counts.bytes_reduced += packed.nbytes
         if _is_told(axis, packed) or axis.size == 1 or packed.requires_grad:
-            return self._told(_SCATTER, packed, axis, (0, self.owner.policy.op, None))
+            return self._told(_SCATTER, packed, axis, (0, self.policy.op, None))
         with in_range("reduce_scatter", axis, packed.dtype, packed.shape):
-            return axis.link.scatter_flat(packed, self.owner.policy.op)
+            return axis.link.scatter_flat(packed, self.policy.op)
 
     def spread(self, total: Tensor, replica: Axis) -> Any:
         """Start the sum over the replicas."""
         self.owner.counts.replica_reductions += 1
-        return self._told(_REDUCE.for_own, total, replica, (self.owner.policy.op,))
+        return self._told(_REDUCE.for_own, total, replica, (self.policy.op,))
 
     def brought(self, total: Tensor) -> Tensor:
         """The gradient of the shard, of its dtype and on its way to its device."""
@@ -246,7 +249,7 @@ class Group:
         """Reduce what was collected, by this rank or another one, and add it to the gradients of the shards that
         have any: ``marks``.
         """
-        policy, needy = self.owner.policy, self.needy()
+        policy, needy = self.policy, self.needy()
         kept, self.kept = self.kept, None
         if not any(marks):
             return
@@ -283,8 +286,7 @@ class Sums:
         self, group: Group, needy: list[int], gradients: Sequence[Tensor | None], *, collects: bool, later: bool
     ) -> None:
         """Start to reduce the gradients of a group, or collect them."""
-        owner = group.owner
-        packed = group.packed(needy, gradients, owner.policy.device)
+        packed = group.packed(needy, gradients, group.policy.device)
         marks = [int(g is not None) for g in gradients]
         if group.kept is not None:
             before, seen = group.kept
@@ -328,7 +330,7 @@ class _Reduction:
     __slots__ = ("_group", "_is_brought", "_needy", "_over_replicas", "_value")
 
     def __init__(self, group: Group, needy: Sequence[int], packed: Tensor, later: bool) -> None:
-        policy = group.owner.policy
+        policy = group.policy
         self._group, self._needy = group, needy
         self._over_replicas = self._is_brought = False
         self._value: Any = for_later(later, group.scatter, packed)
@@ -344,7 +346,7 @@ class _Reduction:
         """Wait for the sum over the ranks that have slices, and start that over the replicas."""
         if not self._over_replicas:
             self._settle()
-            replica = self._group.owner.policy.replica
+            replica = self._group.policy.replica
             if replica is None:
                 self._over_replicas = True
             else:

@@ -66,7 +66,7 @@ def open_unit(unit: Any) -> None:
     """Forward of a unit of a module begins: its parameters are whole now."""
     unit.traced.append([])
     owner = unit.owner
-    policy = owner.policy
+    policy = unit.policy
     if len(unit.traced) > 1:
         return
     if owner.quiet:

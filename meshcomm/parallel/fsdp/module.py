@@ -19,12 +19,15 @@ from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.one_rank import scatter
 from meshcomm.errors import fail, names
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.cut_parameters import (
     Flat,
     Part,
+    all_known,
     checked_module,
     know,
+    know_as,
+    known_around,
     refuse_copies,
     refuse_overlap,
 )
@@ -36,7 +39,7 @@ from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
-from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, register, sharded_of
+from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, owner_of, register, sharded_of
 from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
@@ -178,18 +181,21 @@ def fully_shard(
     refuse_copies(where, module, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
     claim(module, where)
     refuse_renormalised(where, module)
-    apart = _sharded_parts(module, axis)
-    chosen = {name: part for name, part in _chosen(module, units, methods).items() if part not in apart}
+    apart, before = _sharded_parts(module, ax)
+    taken = {inner for part in before.values() for inner in part.modules()}
+    chosen = {name: part for name, part in _chosen(module, () if before and units is None else units, methods).items()
+              if part not in apart and part not in taken}  # fmt: skip
     all_matched(where, "whole", kept_whole, chosen)
     known = {name for name in methods if any(hasattr(part, str(name)) for part in chosen.values())}
     all_matched(where, "methods", methods, known)
-    empty = from_meta.parts_on_meta(module)
+    empty = from_meta.parts_on_meta(module) - taken
     if init is None and not from_meta.values_come_later(module, empty):
         init = from_meta.reset
     device = ax.mesh.device if offload else _device(module, ax)
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
-    plan = _owned(module, chosen, ignore, apart)
+    _refuse_other_ways(before, policy, mean_over)
+    plan = _owned(module, chosen, ignore, apart | taken)
     params = [slot.param for slots in plan.values() for slot in slots]
     own = {*map(id, params)}
     for over in policy.axes:
@@ -198,7 +204,7 @@ def fully_shard(
     seed = _shared_seed(policy) if init is not None and any(param.is_meta for param in params) else 0
     made: dict[str, list[Group]] = {}
     loads = [0] * ax.size
-    units_of = {*chosen.values()}
+    units_of = {*chosen.values(), *before.values()}
     for number, (name, part) in enumerate(reversed(chosen.items())):  # the root last: it may share what units use
         inside = [each for each in from_meta.parts_of_unit(part, units_of) if each in empty]
         from_meta.fill(inside, params, policy.device, init, seed + number)
@@ -208,17 +214,22 @@ def fully_shard(
     if sync:
         _share_buffers(module, policy)
     for name, part in chosen.items():
-        unit = Unit(owner, name, part, made[name], regather and part is not module)
+        unit = Unit(owner, name, part, made[name], regather, policy)
         owner.units.append(unit)
         _attach(unit, part, methods)
-    for part in _entrances(module, units_of, apart):
-        part.register_forward_pre_hook(owner.enter_part, prepend=True)
-        part.register_forward_hook(owner.leave_part, always_call=True)
+    know(module, ax.mesh, {id(slot.param): _part(ax, group, at, slot) for group, at, slot in owner.slots()})
+    for name, part in before.items():
+        owner.take_in(owner_of(where, part), name)
+        know_as(part, name, where, ax.name)
+    place = {part: at for at, part in enumerate(module.modules())}
+    owner.units.sort(key=lambda unit: place[unit.module])
+    for part in _entrances(module, {unit.module for unit in owner.units}, apart | taken):
+        owner.entrances.append(part.register_forward_pre_hook(owner.enter_part, prepend=True))
+        owner.entrances.append(part.register_forward_hook(owner.leave_part, always_call=True))
     for part in module.modules():
-        if isinstance(part, nn.RNNBase) and part not in apart:
+        if isinstance(part, nn.RNNBase) and part not in apart and part not in taken:
             follow_recurrent(part)
     register(module, owner)
-    know(module, ax.mesh, {id(slot.param): _part(ax, group, at, slot) for group, at, slot in owner.slots()})
     mark_states(module)
     watch_steps()
     wait_for_values(module, where)
@@ -307,20 +318,52 @@ def _items_of_lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
     return found
 
 
-def _sharded_parts(module: nn.Module, axis: AxisName) -> set[nn.Module]:
-    """Parts that were sharded over another axis before, and all of theirs: they stay as they are."""
-    where, inner = "fully_shard", set[nn.Module]()
+def _sharded_parts(module: nn.Module, axis: Axis) -> tuple[set[nn.Module], dict[str, nn.Module]]:
+    """Parts that were sharded over another axis before, and all of theirs: they stay as they are. And by name those
+    that were sharded over this one, which become units of the module.
+    """
+    where, apart, before = "fully_shard", set[nn.Module](), dict[str, nn.Module]()
+    inside: set[nn.Module] = set()
     for name, part in module.named_modules():
         owner = sharded_of(part)
-        if part is not module and owner is not None and owner.policy.axis.name != axis:
-            inner.update(part.modules())
-        elif is_sharded(part) and part not in inner:
+        if part in inside:
+            continue
+        if part is not module and owner is not None:
+            inside.update(part.modules())
+            if owner.policy.axis.name == axis.name:
+                before[name] = part
+            else:
+                apart.update(part.modules())
+        elif is_sharded(part):
+            around = [type(each).__name__ for each in known_around(part) if each is not module and sharded_of(each)]
+            what = f"{name or 'the module'!r} is sharded already{f', as a part of {around[0]}' if around else ''}."
             fix = (
-                "name the parts that are gathered by themselves with units=, and call fully_shard once; a part that "
-                "goes over another axis, before"
+                "parts that are gathered by themselves first and the module around them last; or that one alone, with "
+                "units=; a part that goes over another axis, before"
             )
-            fail(where, f"{name or 'the module'!r} is sharded already.", fix=fix)
-    return inner
+            fail(where, what, fix=fix)
+    return apart, before
+
+
+def _refuse_other_ways(before: Mapping[str, nn.Module], policy: Policy, mean_over: AxisName | None) -> None:
+    """MeshError if parts that become units of a module come to their gradients in another way."""
+    for name, part in before.items():
+        owner = owner_of("fully_shard", part)
+        theirs = owner.policy
+        replicas = [None if each.replica is None else each.replica.name for each in (theirs, policy)]
+        pairs: dict[str, list[Any]] = {
+            "mesh": [theirs.axis.mesh, policy.axis.mesh],
+            "grads": [theirs.op, policy.op],
+            "replica_axis": replicas,
+        }
+        if owner.mean is not None and owner.mean.told:
+            pairs["mean_over"] = [owner.mean.over, None if mean_over is None else axes_in(mean_over)]
+        for key, (inner, outer) in pairs.items():
+            if inner != outer:
+                what = f"{name!r} was sharded with {key}={inner!r}, and the module around it is with {outer!r}."
+                fail(
+                    "fully_shard", what, fix=f"the same {key} in each call: gradients of all of it are reduced together"
+                )
 
 
 def is_plain(param: nn.Parameter) -> bool:
@@ -344,6 +387,8 @@ def _owned(
     doors: dict[nn.Module, Door] = {}
     ignored: set[str] = set()
     others = {param for part in apart for param in dict.values(_torch.own_parameters(part)) if param is not None}
+    known = [found for found in map(sharded_of, all_known()) if found is not None]
+    others |= {slot.param for found in known for _, _, slot in found.slots()}
 
     def walk(part: nn.Module, path: str, chain: tuple[str, ...]) -> None:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part not in apart:
@@ -363,8 +408,8 @@ def _owned(
                 fail(where, f"{path[:-1] or 'the module'!r} is torch.jit's, which keeps parameters where nothing can "
                      "stand in their place.", fix=f"ignore=['{path}*'], torch.compile, or data_parallel")  # fmt: skip
             if param in others:
-                fail(where, f"parameter {full!r} is one of a part that was sharded over another axis.",
-                     fix="shard all modules that share it in one call")  # fmt: skip
+                fail(where, f"parameter {full!r} is one of a part that was sharded before.",
+                     fix="shard all modules that share it in one call; units= says what is gathered alone")  # fmt: skip
             if not is_plain(param):
                 fail(where, f"parameter {full!r} is a {type(param).__name__}, not a dense Parameter.",
                      fix=f"exclude it: ignore=[{full!r}]")  # fmt: skip
@@ -481,7 +526,7 @@ def _entrances(module: nn.Module, units: set[nn.Module], apart: set[nn.Module]) 
 
 def _attach(unit: Unit, module: nn.Module, methods: Collection[str]) -> None:
     """Gather before forward and these methods, and let go after."""
-    entry = _Entry(unit, unit.owner.policy.param_dtype)
+    entry = _Entry(unit, unit.policy.param_dtype)
     if entry.dtype is None:
         module.register_forward_pre_hook(unit.before, prepend=True)
     else:

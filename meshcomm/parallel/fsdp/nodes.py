@@ -42,7 +42,7 @@ class Entrance:
         self.results: dict[int, list[Sums]] = {}
         """Of backward passes that are under way."""
         params = [group.slots[at].param for group, places in zip(groups, needy, strict=True) for at in places]
-        self.token: Tensor = _shards(self.results, groups[0].owner.policy.device, *params)
+        self.token: Tensor = _shards(self.results, groups[0].policy.device, *params)
         _torch.set_sequence_number(self.token.grad_fn, _AT_LAST)
 
     def leads_to(self, groups: list[Group], needy: list[list[int]]) -> bool:
@@ -50,7 +50,7 @@ class Entrance:
         captured may use no other one: it serves once.
         """
         same = all(map(is_, self._shards, [group.shard for group in groups])) and self.needy == needy
-        return same and groups[0].owner.policy.device.type == "cpu" and type(self.token) is Tensor
+        return same and groups[0].policy.device.type == "cpu" and type(self.token) is Tensor
 
 
 def connect(

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshcomm import _torch
 from meshcomm.collectives.rule import apply, rule_named
@@ -22,7 +23,7 @@ from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Flow, Group
 from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_of
-from meshcomm.parallel.fsdp.slots import Door, Slot
+from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.stand_ins import show_attributes
 from meshcomm.runtime.pending import Pending, settled
 
@@ -32,8 +33,13 @@ _FORWARD, _BACKWARD = 0, 1
 class Unit:
     """A module whose parameters are gathered together, before its forward, and let go of after it."""
 
-    def __init__(self, owner: Sharded, name: str, module: nn.Module, groups: list[Group], regather: bool) -> None:
-        self.owner, self.name, self.module, self.groups, self.regather = owner, name, module, groups, regather
+    def __init__(
+        self, owner: Sharded, name: str, module: nn.Module, groups: list[Group], regather: bool, policy: Policy
+    ) -> None:
+        """``regather``: if it is not the outermost one, which keeps what it has until backward has used it."""
+        self.owner, self.name, self.module, self.groups, self.policy = owner, name, module, groups, policy
+        self.regathers_inside = regather
+        self.regather = regather and name != ""
         self.depth = 0
         self.is_open = False
         self.on_demand = False
@@ -101,7 +107,7 @@ class Unit:
         pending = self.begin(phase) if self.pending is None else self.pending
         self.pending = None
         following = self.next[phase]
-        for _ in range(owner.policy.prefetch):
+        for _ in range(self.policy.prefetch):
             if following is None or following is self:
                 break
             if following.pending is None and not following.has_buffers():
@@ -122,6 +128,10 @@ class Unit:
         """What a backward pass that was interrupted has left."""
         if self._entrance is not None:
             self._entrance.results.clear()
+
+    def forget_pass(self) -> None:
+        """Begin anew, as a unit of another module."""
+        self.depth, self.next, self.use, self._entrance, self._again = 0, [None, None], None, None, None
 
     def drop(self) -> None:
         """Forget what was started ahead and nobody wanted."""
@@ -249,7 +259,7 @@ class Unit:
 
     def _open_as_function(self) -> None:
         """Under ``torch.func`` and ``functional_call``: of plain differentiable operations."""
-        policy = self.owner.policy
+        policy = self.policy
         if policy.op == "mean" and torch.is_grad_enabled():
             fail(
                 "fully_shard",
@@ -302,13 +312,18 @@ class Sharded(Flow):
     units: list[Unit] = field(default_factory=list)
     opened: list[Unit] = field(default_factory=list)
     """Units that were opened on demand."""
+    entrances: list[RemovableHandle] = field(default_factory=list)
+    """Hooks of parts outside of the units."""
+    outer: Sharded | None = None
+    """Of the module around it, which has taken its units in."""
     _depth: int = 0
     _hooks: Any = None
     _last: list[Unit | None] = field(default_factory=lambda: [None, None])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         """That of the copy of the module, of which it is an attribute."""
-        copied: Sharded = copy.deepcopy(self.units[0], memo).owner
+        copy.deepcopy(self.now.units[0], memo)
+        copied: Sharded = memo[id(self.now)]
         return copied
 
     def slots(self) -> Iterator[tuple[Group, int, Slot]]:
@@ -329,10 +344,12 @@ class Sharded(Flow):
         """While the module is copied: all units, which know each other."""
         copied = Sharded(self.policy, self.nothing, mean=self.mean)
         copied.units = [Unit.__new__(Unit) for _ in self.units]
+        memo[id(self)] = copied
         memo.update({id(old): new for old, new in zip(self.units, copied.units, strict=True)})
         for old, new in zip(self.units, copied.units, strict=True):
             groups = [group.copied(copied, memo) for group in old.groups]
-            Unit.__init__(new, copied, old.name, copy.deepcopy(old.module, memo), groups, old.regather)
+            part = copy.deepcopy(old.module, memo)
+            Unit.__init__(new, copied, old.name, part, groups, old.regathers_inside, old.policy)
         register(memo[id(self.units[0].module)], copied)
 
     @property
@@ -340,15 +357,39 @@ class Sharded(Flow):
         """Whether a unit's forward is under way."""
         return self._depth > 0
 
+    def take_in(self, inner: Sharded, name: str) -> None:
+        """The units of a part that was sharded by itself before, which is one of this module's: ``name``."""
+        for unit in inner.units:
+            unit.drop()
+            unit.shut(interrupted=True)
+            unit.owner, unit.name = self, f"{name}.{unit.name}" if unit.name else name
+            unit.regather = unit.regathers_inside
+            unit.forget_pass()
+            for group in unit.groups:
+                group.owner = self
+                group.unit = f"unit {unit.name!r} of {type(self.units[0].module).__name__}"
+                for slot in group.slots:
+                    slot.name = f"{name}.{slot.name}"
+        self.units += inner.units
+        for hook in inner.entrances:
+            hook.remove()
+        vars(inner.units[0].module).pop(_HERE)
+        inner.outer = self
+
+    @property
+    def now(self) -> Sharded:
+        """It itself, or what has taken it in."""
+        return self if self.outer is None else self.outer.now
+
     def enter_part(self, *_: Any) -> None:
         """The forward of a part outside of the units begins, maybe by itself: a hook."""
         if not torch.compiler.is_compiling():
-            self.enter(None)
+            self.now.enter(None)
 
     def leave_part(self, *_: Any) -> None:
         """It has ended: a hook."""
         if not torch.compiler.is_compiling():
-            self.leave()
+            self.now.leave()
 
     def enter(self, unit: Unit | None) -> None:
         """The forward of a unit, or of what is none, begins."""

@@ -106,8 +106,9 @@ def linear_cross_entropy(
     """
     ax = None if axis is None else check.axis_of(_WHERE, axis, mesh)
     _check(x, weight, target, bias, rows, ax)
-    whole = x.shape if ax is None or not sequence or x.ndim < 2 else (*x.shape[:-2], x.shape[-2] * ax.size, x.shape[-1])
-    checked_targets(_WHERE, "rows of x", x.new_empty(()).expand(whole), target, reduction, label_smoothing, ax)
+    here = x.shape[:-1]
+    whole = here if ax is None or not sequence or not here else (*here[:-1], here[-1] * ax.size)
+    checked_targets(_WHERE, "rows of x", x, whole, target, reduction, label_smoothing, ax)
     places, mine = own_rows(_WHERE, target, weight.shape[0], ax, ignored=ignore_index)
     if axis is not None:
         x = enter(x, axis, sequence=sequence, mesh=mesh)

@@ -5,6 +5,8 @@ b batch, s sequence, v vocabulary, n size of the axis.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,7 @@ def vocab_cross_entropy(
     are_tensors(where, ax, logits=logits, target=target)
     if not logits.is_floating_point():
         check.explain(where, "logits are not floating point.", ax, x=logits, fix="cast with x.float()")
-    checked_targets(where, "logits", logits, target, reduction, label_smoothing, ax)
+    checked_targets(where, "logits", logits, logits.shape[:-1], target, reduction, label_smoothing, ax)
     rows, mine = own_rows(where, target, logits.shape[-1], ax, ignored=ignore_index)
     x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     with torch.no_grad():  # it cancels
@@ -89,10 +91,20 @@ def vocab_cross_entropy(
 
 
 def checked_targets(
-    where: str, name: str, x: Tensor, target: Tensor, reduction: object, label_smoothing: object, axis: Axis | None
+    where: str,
+    name: str,
+    x: Tensor,
+    rows: Sequence[int],
+    target: Tensor,
+    reduction: object,
+    label_smoothing: object,
+    axis: Axis | None,
 ) -> None:
-    """What a loss of the rows of ``x`` is told besides: targets, how they are reduced, how smooth they are."""
-    if not x.ndim or x.shape[:-1] != target.shape:
+    """What a loss of the rows of ``x`` is told besides: targets, how they are reduced, how smooth they are.
+
+    ``rows``: the shape of all of them, which may be on several ranks.
+    """
+    if not x.ndim or (*rows,) != (*target.shape,):
         what = f"target {list(target.shape)} does not fit the {name}."
         wrong(where, what, axis, x, f"one target for each row of the {name}")
     if reduction not in ("mean", "sum", "none"):
