@@ -85,6 +85,11 @@ def fully_shard(
     innermost unit that contains all their users; those of no unit are gathered when ``module`` itself runs, and kept
     until backward has used them.
 
+    Parts may be sharded by themselves before, as with FSDP2: ``for block in model.layers: fully_shard(block, ...)`` and
+    then ``fully_shard(model, ...)``. They become units of the module, each with the options of its own call (dtypes,
+    ``regather``, ``prefetch``, ``offload``, ``whole``; axes and ``grads`` are the same in all), and the rest is of the
+    module itself, unless ``units`` says more. The module comes last.
+
     ``state_dict``, of a part too, has this rank's slices, for this rank: its metadata say which they are, and
     ``load_state_dict`` refuses those of another rank, and whole tensors. What others shall read, files above all, is
     written by :func:`full_state_dict` or :mod:`meshcomm.parallel.checkpoint`; ``save_pretrained``, if the module has
@@ -141,9 +146,9 @@ def fully_shard(
 
     Raises:
         MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
-            are no lists; a choice that matches nothing; a module that is sharded already, or within one
-            that is data parallel; a parameter that ``tensor_parallel`` has cut along the same axis, or that is no plain
-            dense tensor; an embedding with sparse gradients or ``max_norm``. In forward: a parameter that is written
+            are no lists; a choice that matches nothing; a module that is sharded already, or within one that is, or
+            that is data parallel; parts that were sharded in another way; a weight that one of them shares; a parameter
+            that ``tensor_parallel`` has cut along the same axis, or that is no plain dense tensor; an embedding with sparse gradients or ``max_norm``. In forward: a parameter that is written
             in place.
 
     Example:
