@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,16 +40,22 @@ def fingerprint_of(x: Tensor) -> Fingerprint:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """In double precision, some MiB of it at a time: what is looked at may be most of what there is room for."""
-    if x.numel() > _AT_ONCE and x.ndim:
+    """In double precision, some MiB of it at a time, in one place: what is looked at may be most of what there is room
+    for.
+    """
+    number = torch.float64 if with_doubles(x.device) == x.device else torch.float32
+    room = x.new_empty(min(x.numel(), _AT_ONCE), dtype=number)
+    norms = [torch.linalg.vector_norm(room[: part.numel()].view(part.shape).copy_(part)) for part in _parts(x)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    if x.numel() <= _AT_ONCE:
+        yield x
+    else:
         rows = max(_AT_ONCE * x.shape[0] // x.numel(), 1)
-        parts = x[0].split(_AT_ONCE) if x.shape[0] == 1 and x.ndim > 1 else x.split(rows)
-        x = torch.stack([_norm(part) for part in parts])
-    if not x.is_floating_point() or x.dtype.itemsize == 1:
-        x = x.to(with_doubles(x.device), torch.float64)
-    double = with_doubles(x.device) == x.device
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64 if double else torch.float32)
-    return norm
+        for part in x.split(rows):
+            yield from _parts(part[0] if rows == 1 and x.ndim > 1 else part)
 
 
 def differ(one: Fingerprint, other: Fingerprint) -> bool:

@@ -148,8 +148,8 @@ def fully_shard(
         MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
             are no lists; a choice that matches nothing; a module that is sharded already, or within one that is, or
             that is data parallel; parts that were sharded in another way; a weight that one of them shares; a parameter
-            that ``tensor_parallel`` has cut along the same axis, or that is no plain dense tensor; an embedding with sparse gradients or ``max_norm``. In forward: a parameter that is written
-            in place.
+            that ``tensor_parallel`` has cut along the same axis, or that is no plain dense tensor; an embedding with
+            sparse gradients or ``max_norm``. In forward: a parameter that is written in place.
 
     Example:
         >>> import torch, meshcomm as mc
