@@ -46,7 +46,8 @@ def _norm(x: Tensor) -> Tensor:
     number = torch.float64 if with_doubles(x.device) == x.device else torch.float32
     room = x.new_empty(min(x.numel(), _AT_ONCE), dtype=number)
     norms = [torch.linalg.vector_norm(room[: part.numel()].view(part.shape).copy_(part)) for part in _parts(x)]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _parts(x: Tensor) -> Iterator[Tensor]:
