@@ -49,8 +49,10 @@ N_LOG_N = 1.25
 SQUARE = 2.1
 FLAT = 0.3
 
-MOST, ENOUGH, LONG = 5, 0.25, 1.5
-"""Of one size: calls, seconds after which no third call is needed, and after which no second one."""
+MOST, ENOUGH, LONG, SHORT = 5, 0.25, 1.5, 0.02
+"""Of one size: calls, seconds after which no third call is needed, after which no second one, and which calls that are
+shorter than that fill together: the least of five of some microseconds is what else the machine did.
+"""
 
 Prepare = Callable[[int], Iterator[Call]]
 """For a size: a generator that yields what is timed, between what comes before and after."""
@@ -470,12 +472,16 @@ def _saved_model(n: int) -> Iterator[Call]:
 
 
 def seconds(call: Call) -> float:
-    """The least time of this process: of at least two calls, if they are short, and of at most five."""
+    """The least time of this process: of at least two calls, if they are short, and of at most five, or as many as
+    take no time.
+    """
     taken: list[float] = []
     gc.collect()
     gc.disable()
     try:
-        while len(taken) < MOST and sum(taken) < (ENOUGH if len(taken) > 1 else LONG):
+        while (sum(taken) < SHORT and len(taken) < 1000) or (
+            len(taken) < MOST and sum(taken) < (ENOUGH if len(taken) > 1 else LONG)
+        ):
             start = time.process_time()
             call()
             taken.append(time.process_time() - start)
