@@ -304,7 +304,7 @@ def _marian(module: nn.Module, tp: int, sequence: bool) -> Plan:
 
 
 PLANS: dict[str, Callable[[nn.Module, int, bool], Plan]] = {
-    **dict.fromkeys(("Llama", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Mixtral", "Qwen3Moe", "Llama with LoRA"), _llama),
+    **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Mistral", "Granite", "Gemma", "Gemma2", "Gemma3", "Mixtral", "Qwen3Moe", "Llama with LoRA"), _llama),
     "Phi": _phi, "Phi3": _phi3, "GPT-2": _gpt2, "GPTNeoX": _neox, "Bloom": _bloom, "Falcon": _falcon, "OPT": _opt,
     **dict.fromkeys(("Olmo2", "Olmoe"), _olmo), "DeepseekV3": _deepseek, "GptOss": _gpt_oss,
     **dict.fromkeys(("BERT", "Bert", "Roberta", "Deberta", "DebertaV2"), _bert), "Albert": _albert,
@@ -314,8 +314,8 @@ PLANS: dict[str, Callable[[nn.Module, int, bool], Plan]] = {
     "Mamba": _mamba, "Mamba2": _mamba2, "Rwkv": _rwkv, "LSTM": _lstm,
 }  # fmt: skip
 
-NOT_IN_FOUR = ("Swin", "Segformer", "Mamba2")
-"""With two heads in the first stage, or two groups."""
+NOT_IN_FOUR = ("Swin", "Segformer", "Mamba2", "Olmoe")
+"""With two heads in the first stage, two groups, or norms over heads that ranks would share."""
 
 IN_SEQUENCES = (_llama, _olmo, _gpt_oss, _deepseek, _phi, _phi3, _gpt2, _neox, _bloom, _falcon, _opt, _bert)
 """Of which the sequence is cut too."""

@@ -53,10 +53,12 @@ def _then(first: Apply, second: Apply) -> Apply:
 
 
 def _dp(module: nn.Module, model: Model) -> None:
+    parallel.convert_batch_norm(module, "dp")
     parallel.data_parallel(module, "dp", grads="mean")
 
 
 def _hsdp(module: nn.Module, model: Model) -> None:
+    parallel.convert_batch_norm(module, ("dp", "fsdp"))
     parallel.fully_shard(module, "fsdp", grads="mean", replica_axis="dp")
 
 
