@@ -279,7 +279,7 @@ ZOO: tuple[Model, ...] = (
     _decoder("Mamba", "state space", **_SMALL, state_size=4, expand=2, conv_kernel=4),
     _decoder("Mamba2", "state space", **_SMALL | {"num_heads": 4}, head_dim=16, state_size=8, expand=2, n_groups=2,
              chunk_size=4),
-    _decoder("Rwkv", "state space", **_SMALL, context_length=16),
+    _decoder("Rwkv", "state space", **_SMALL, context_length=16, rescale_every=0),  # else it writes to its weights
     Model("LSTM", Tagger, _pairs, "recurrent", _tagged),
     Model("CLIP", built("CLIPModel", "CLIPConfig", text_config=_TEXT, vision_config=_SIGHT, projection_dim=16), _captions,
           "two towers", _matched),

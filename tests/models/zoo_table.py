@@ -115,7 +115,7 @@ def read(text: str) -> dict[tuple[str, str], str]:
         name, *values = [each.strip() for each in line.strip("|").split("|")] if line.startswith("|") else [""]
         if not name:
             ways = values
-        elif len(values) == len(ways):
+        elif len(values) == len(ways) and name != "---":
             found |= {(name, way): value for way, value in zip(ways, values, strict=True) if value}
     return found
 
