@@ -883,6 +883,9 @@ bad("fsdp.apply", "no shards", lambda h: fsdp.apply(len, [], h.tree), r"expected
 
 # ---------------------------------------------------------------------------------------------------- tensor parallel
 
+bad("parallelize", "not a module", lambda h: parallel.parallelize([linear()], h.mesh, grads="sum"), r"module is not a torch.nn.Module but list")
+bad("parallelize", "axes that are not known", lambda h: parallel.parallelize(two_layers(), h.mesh, grads="sum"), r"what axis 'a' of the mesh [\s\S]*is for is not known")
+bad("parallel_calls", "another module", lambda h: parallel.parallel_calls(linear()), r"was not given to parallelize")
 bad("auto_plan", "not a module", lambda h: parallel.auto_plan([linear()], "a"), r"module is not a torch.nn.Module but list")
 bad("auto_plan", "unsure of text", lambda h: parallel.auto_plan(two_layers(), "a", unsure="maybe"), r"unsure='maybe'")
 bad("auto_plan", "an example of a number", lambda h: parallel.auto_plan(two_layers(), "a", example=3), r"example is of type int")

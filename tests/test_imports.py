@@ -206,7 +206,7 @@ LATE = {
         for name in (
             "batch_norm", "clip", "context.attention", "context.order", "data.ddp", "data.micro_batches", "fsdp.module", "fsdp.state", "full_state",
             "optimizers.sharded",
-            "tensor.attention", "tensor.auto.auto_plan", "tensor.auto.found_plan", "tensor.chunked_loss", "tensor.functions", "tensor.losses", "tensor.module", "tensor.norms", "tensor.plan",
+            "by_axes", "tensor.attention", "tensor.auto.auto_plan", "tensor.auto.found_plan", "tensor.chunked_loss", "tensor.functions", "tensor.losses", "tensor.module", "tensor.norms", "tensor.plan",
         )
     },
     "meshcomm.parallel.tensor.module": {"meshcomm.parallel.tensor.auto.auto_plan"},

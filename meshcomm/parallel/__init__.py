@@ -12,6 +12,8 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.batch_norm import SyncBatchNorm as SyncBatchNorm
     from meshcomm.parallel.batch_norm import convert_batch_norm as convert_batch_norm
     from meshcomm.parallel.batch_norm import sync_batch_norm as sync_batch_norm
+    from meshcomm.parallel.by_axes import parallel_calls as parallel_calls
+    from meshcomm.parallel.by_axes import parallelize as parallelize
     from meshcomm.parallel.clip import clip_grad_norm as clip_grad_norm
     from meshcomm.parallel.context.attention import context_attention as context_attention
     from meshcomm.parallel.context.order import context_order as context_order
@@ -65,6 +67,7 @@ _LATER = {
         "meshcomm.parallel.optimizers.sharded": "shard_optimizer",
         "meshcomm.parallel.tensor.auto.auto_plan": "auto_plan",
         "meshcomm.parallel.tensor.auto.found_plan": "TensorPlan",
+        "meshcomm.parallel.by_axes": "parallel_calls parallelize",
         "meshcomm.parallel.tensor.attention": "parallel_attention",
         "meshcomm.parallel.tensor.chunked_loss": "linear_cross_entropy",
         "meshcomm.parallel.tensor.functions": "column_linear enter heads_of leave row_linear vocab_embedding",

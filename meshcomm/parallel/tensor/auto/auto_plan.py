@@ -89,10 +89,10 @@ def auto_plan(
         >>> from meshcomm.parallel import auto_plan
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
         >>> print(auto_plan(mlp, "tp", mesh=mc.make_mesh({"tp": 2})))
-        pattern                          layers  style   cut         gathered or summed                      B/token
-        0                                1       column  dim 0 of 8  input's gradient summed                 16
-        2                                1       row     dim 1 of 8  sum of outputs                          16
-        a rank sends per token and step                                                                      32
+        pattern                          layers  style   cut         gathered or summed  B/token
+        0                                1       column  dim 0 of 8
+        2                                1       row     dim 1 of 8  sum of outputs      16
+        a rank sends per token and step                                                  16
 
     Source: none; names of styles as torch's ``parallelize_module`` and Megatron-LM have them.
     """

@@ -1,0 +1,148 @@
+"""One call for a model: what it does by the axes of the mesh, against one rank, and against the calls that it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import meshcomm as mc
+from meshcomm import parallel
+from meshcomm.parallel import full_state_dict, parallel_calls, parallelize
+
+F64 = torch.float64
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+        self.blocks = nn.ModuleList(blocks).to(F64)
+        self.head = nn.Linear(8, 4, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+ROWS = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=F64)
+
+
+def trained(module: nn.Module, x: Tensor) -> None:
+    optimiser = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimiser.zero_grad()
+        module(x).square().mean().backward()
+        optimiser.step()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def on_this_rank(shape: dict[str, int], axes: dict[str, Any] | None, by_calls: bool) -> tuple[Any, Any]:
+    mesh = mc.make_mesh(shape)
+    with mc.use_mesh(mesh):
+        model = parallelize(net(), mesh, grads="mean", axes=axes)
+        calls = parallel_calls(model)
+        if by_calls:
+            model = net()
+            for call in calls:
+                eval(call, {**{name: getattr(parallel, name) for name in parallel.__all__}, "model": model})
+        index = count = 0
+        for name, size in shape.items():
+            if (axes or {}).get(name) != "tensor" and name != "tp":
+                index, count = index * size + mesh.coordinate[name], (count or 1) * size
+        trained(model, ROWS.chunk(count or 1)[index])
+        return calls, full_state_dict(model)
+
+
+CASES: list[tuple[dict[str, int], dict[str, Any] | None, list[str]]] = [
+    ({"dp": 4}, None, ["data_parallel(model, 'dp', grads='mean')"]),
+    ({"fsdp": 2}, None, ["fully_shard(model, 'fsdp', grads='mean')"]),
+    ({"tp": 2}, None, ["tensor_parallel"]),
+    ({"dp": 2, "tp": 2}, None, ["tensor_parallel", "data_parallel"]),
+    ({"fsdp": 2, "tp": 2}, None, ["tensor_parallel", "fully_shard"]),
+    ({"replica": 2, "fsdp": 2, "tp": 2}, None, ["tensor_parallel", "fully_shard(model, 'fsdp', grads='mean', replica_axis='replica')"]),
+    ({"replica": 2, "dp": 2}, None, ["data_parallel(model, ('replica', 'dp'), grads='mean')"]),
+    ({"a": 2, "b": 2}, {"a": "fsdp", "b": "tensor"}, ["tensor_parallel", "fully_shard(model, 'a'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("by_calls", [False, True])
+@pytest.mark.parametrize(("shape", "axes", "expected"), CASES)
+def test_by_the_axes(shape: dict[str, int], axes: Any, expected: list[str], by_calls: bool) -> None:
+    ranks = torch.Size(shape.values()).numel()
+    calls, found = mc.launch(on_this_rank, ranks, (shape, axes, by_calls))[0]
+    alone = net()
+    trained(alone, ROWS)
+    for name, p in alone.named_parameters():
+        assert_close(found[name], p.detach(), rtol=0, atol=1e-8)
+    assert len(calls) == len(expected)
+    for call, beginning in zip(calls, expected, strict=True):
+        assert call.startswith(beginning)
+
+
+def test_on_processes(pool4: Any) -> None:
+    found = pool4.run(on_this_rank, {"fsdp": 2, "tp": 2}, None, False)[0][1]
+    alone = net()
+    trained(alone, ROWS)
+    for name, p in alone.named_parameters():
+        assert_close(found[name], p.detach(), rtol=0, atol=1e-8)
+
+
+def test_one_rank_prints_the_plan_and_the_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    mc.launch(lambda: parallelize(net(), mc.make_mesh({"dp": 2, "tp": 2}), grads="sum"), 4)
+    said = capsys.readouterr().out
+    assert said.count("a rank sends per token and step") == 1
+    assert said.splitlines()[-1] == "data_parallel(model, 'dp', grads='sum')"
+
+
+def test_mixed_precision_and_units_go_where_they_belong() -> None:
+    def program() -> tuple[Any, Any]:
+        mesh = mc.make_mesh({"fsdp": 2})
+        model = parallelize(net().float(), mesh, grads="mean", param_dtype=torch.bfloat16, units=["blocks.*"])
+        return parallel_calls(model), model(ROWS.float()).dtype
+
+    calls, dtype = mc.launch(program, 2)[0]
+    assert calls == ("fully_shard(model, 'fsdp', grads='mean', units=['blocks.*'], param_dtype=torch.bfloat16)",)
+    assert dtype == torch.bfloat16
+
+
+WRONG: list[tuple[dict[str, int], dict[str, Any], str]] = [
+    ({"x": 2}, {}, r"what axis 'x' of the mesh \{'x': 2\} is for is not known[\s\S]*axes=\{'x': 'data'\}"),
+    ({"dp": 2}, {"axes": {"dp": "date"}}, r"'dp' is 'date'[\s\S]*did you mean 'data'"),
+    ({"dp": 2}, {"axes": {"q": "data"}}, r"axes names 'q'"),
+    ({"dp": 2}, {"axes": ["dp"]}, r"axes is no mapping but list"),
+    ({"dp": 2}, {"grads": "avg"}, r"grads='avg'"),
+    ({"dp": 2}, {"plan": "best"}, r"plan='best'"),
+    ({"dp": 2}, {"plan": {"*": "column"}}, r"a plan, and no axis for tensor parallelism"),
+    ({"dp": 2}, {"param_dtype": torch.bfloat16}, r"param_dtype=, and no axis[\s\S]*torch.autocast"),
+    ({"dp": 2}, {"units": ["blocks.*"]}, r"units=, and no axis"),
+    ({"tp": 2}, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=, and no axis"),
+    ({"dp": 2}, {"divide": ["heads"]}, r"divide= without a plan"),
+    ({"fsdp": 2}, {"param_dtype": "bfloat16"}, r"param_dtype='bfloat16' is no dtype"),
+]
+
+
+@pytest.mark.parametrize(("shape", "how", "said"), WRONG)
+def test_what_is_wrong_is_said_before_anything_is_changed(shape: dict[str, int], how: Any, said: str) -> None:
+    def program() -> None:
+        model = net()
+        with pytest.raises(mc.MeshError, match=said):
+            parallelize(model, mc.make_mesh(shape), **{"grads": "mean", **how})
+        with pytest.raises(mc.MeshError, match="was not given to parallelize"):
+            parallel_calls(model)
+
+    mc.launch(program, 2)
+
+
+def test_without_a_mesh() -> None:
+    with pytest.raises(mc.MeshError, match="there is no mesh"):
+        parallelize(net(), grads="mean")
