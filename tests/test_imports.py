@@ -209,6 +209,10 @@ LATE = {
             "by_axes", "tensor.attention", "tensor.auto.auto_plan", "tensor.auto.found_plan", "tensor.chunked_loss", "tensor.functions", "tensor.losses", "tensor.module", "tensor.norms", "tensor.plan",
         )
     },
+    "meshcomm.parallel.by_axes": {
+        "meshcomm.parallel.tensor.auto.auto_plan", "meshcomm.parallel.tensor.module", "meshcomm.parallel.fsdp.module",
+        "meshcomm.parallel.data.ddp",
+    },
     "meshcomm.parallel.tensor.module": {"meshcomm.parallel.tensor.auto.auto_plan"},
     "meshcomm.parallel.tensor.auto.proof": {"meshcomm.parallel.tensor.module"},
     "meshcomm.spmd.shard_map.dtensors": {"meshcomm.layout.dtensor"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
@@ -12,12 +13,7 @@ from torch import nn
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import AxisName, Mesh, current_mesh
 from meshcomm.parallel.cut_parameters import checked_module
-from meshcomm.parallel.data.ddp import data_parallel
-from meshcomm.parallel.data.replica import Grads
-from meshcomm.parallel.fsdp.module import Choice, fully_shard
-from meshcomm.parallel.tensor.auto.auto_plan import auto_plan
 from meshcomm.parallel.tensor.auto.patterns import style_text
-from meshcomm.parallel.tensor.module import tensor_parallel
 from meshcomm.runtime.ops import Op
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,10 +29,10 @@ def parallelize(
     mesh: Mesh | None = None,
     plan: Mapping[str, Any] | Literal["auto"] = "auto",
     *,
-    grads: Grads,
+    grads: Literal["sum", "mean"],
     axes: Mapping[str, Role] | None = None,
     divide: Collection[str] | Mapping[str, int] = (),
-    units: Iterable[Choice] | None = None,
+    units: Iterable[str | type[nn.Module] | nn.Module] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> M:
@@ -99,24 +95,33 @@ def parallelize(
     table = ""
     if tensor is not None and not (isinstance(plan, str) and here.size_of(tensor) == 1):
         if isinstance(plan, str):
-            found = auto_plan(module, tensor, mesh=here)
+            found = _asked_for("meshcomm.parallel.tensor.auto.auto_plan").auto_plan(module, tensor, mesh=here)
             plan, divide, table = found, found.divide, f"{found}\n"
-        tensor_parallel(module, plan, axis=tensor, divide=divide, mesh=here)  # type: ignore[arg-type]
-        styles = ", ".join(f"{pattern!r}: {_written(style)}" for pattern, style in plan.items())
+        _asked_for("meshcomm.parallel.tensor.module").tensor_parallel(
+            module, plan, axis=tensor, divide=divide, mesh=here
+        )
+        styled: Any = plan
+        styles = ", ".join(f"{pattern!r}: {_written(style)}" for pattern, style in styled.items())
         counts = f", divide={divide!r}" if divide else ""
         calls.append(f"tensor_parallel(model, {{{styles}}}, axis={tensor!r}{counts})")
     if fsdp is not None:
-        fully_shard(module, fsdp, grads=grads, replica_axis=data, units=units, param_dtype=param_dtype,
-                    reduce_dtype=reduce_dtype, mesh=here)  # fmt: skip
         said = {"replica_axis": data, "units": units, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        _asked_for("meshcomm.parallel.fsdp.module").fully_shard(module, fsdp, grads=grads, mesh=here, **said)
         calls.append(f"fully_shard(model, {fsdp!r}, grads={grads!r}{_given(said)})")
     elif data is not None:
-        data_parallel(module, data, grads=grads, reduce_dtype=reduce_dtype, mesh=here)
+        _asked_for("meshcomm.parallel.data.ddp").data_parallel(
+            module, data, grads=grads, reduce_dtype=reduce_dtype, mesh=here
+        )
         calls.append(f"data_parallel(model, {data!r}, grads={grads!r}{_given({'reduce_dtype': reduce_dtype})})")
     vars(module)[_CALLS] = tuple(calls)
     if not any(here.own_coordinate().values()):
         sys.stdout.write(table + "".join(f"{call}\n" for call in calls))
     return module
+
+
+def _asked_for(module: str) -> Any:
+    """An adaptor's module: only those that the axes call for are imported."""
+    return importlib.import_module(module)
 
 
 def parallel_calls(module: nn.Module) -> tuple[str, ...]:
