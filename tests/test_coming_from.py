@@ -191,7 +191,7 @@ ORACLES: dict[str, Oracle] = {
     'torch.stack([mc.shift(x, "dp", 1), mc.shift(x, "dp", -1)])': lambda xs, i: torch.stack([xs[i - 1], xs[(i + 1) % 2]]),
     'torch.stack([mc.shift(x[1], "dp", 1), mc.shift(x[0], "dp", -1)])': lambda xs, i: torch.stack([xs[i - 1][1], xs[(i + 1) % 2][0]]),
     'mc.broadcast(x, "dp", 0, async_op=True).wait()': lambda xs, i: xs[0], 'mc.all_to_all(x, "dp", 0, 0, async_op=True).wait()': swapped(0, 0),
-    'mc.barrier("dp", async_op=True).wait()': NONE, 'mc.shift(x, "tp", 1)': lambda xs, i: xs[i - 1],
+    'mc.barrier("dp", async_op=True).wait()': NONE,
     'mc.all_to_all(pair.unsqueeze(2), "dp", 0, 2).squeeze(0)': lambda xs, i: torch.stack([x.view(2, 4)[i] for x in xs], 1),
     'mc.all_to_all(pair, "dp", 0, 0)': lambda xs, i: torch.stack([x.view(2, 4)[i] for x in xs]),
     'mc.axis_size("tp")': lambda xs, i: 2, 'mc.varying_axes(mc.mark_varying(x, "dp"))': lambda xs, i: frozenset({"dp"}),
