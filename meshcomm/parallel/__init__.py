@@ -21,6 +21,8 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.data.ddp import join as join
     from meshcomm.parallel.data.micro_batches import no_sync as no_sync
     from meshcomm.parallel.data.micro_batches import reduce_gradients as reduce_gradients
+    from meshcomm.parallel.expert.balance import balance as balance
+    from meshcomm.parallel.expert.experts import experts as experts
     from meshcomm.parallel.fsdp.module import fully_shard as fully_shard
     from meshcomm.parallel.fsdp.state import Piece as Piece
     from meshcomm.parallel.fsdp.state import counts as counts
@@ -61,6 +63,8 @@ _LATER = {
         "meshcomm.parallel.context.order": "context_order",
         "meshcomm.parallel.data.ddp": "data_parallel join",
         "meshcomm.parallel.data.micro_batches": "no_sync reduce_gradients",
+        "meshcomm.parallel.expert.balance": "balance",
+        "meshcomm.parallel.expert.experts": "experts",
         "meshcomm.parallel.fsdp.module": "fully_shard",
         "meshcomm.parallel.fsdp.state": "Piece counts pieces",
         "meshcomm.parallel.full_state": "full_state_dict load_full_state_dict save_full_state_dict",

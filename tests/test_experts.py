@@ -1,0 +1,211 @@
+"""experts and balance against every token by its own experts, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import meshcomm as mc
+from meshcomm import parallel
+
+Run = Callable[..., list[Any]]
+F64 = torch.float64
+ROWS, D, E = [5, 0, 7, 3], 3, 8
+"""Of each rank; one has none."""
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def given(rank: int, k: int, skew: bool) -> tuple[Tensor, Tensor, Tensor]:
+    choice = torch.randint(0, E, (ROWS[rank], k), generator=torch.Generator().manual_seed(rank))
+    return drawn(rank, ROWS[rank], D), choice.fill_(3) if skew else choice, drawn(rank + 50, ROWS[rank], k)
+
+
+def one_by_one(x: Tensor, choice: Tensor, weight: Tensor, w: Tensor, capacity: int | None) -> tuple[Tensor, int]:
+    y, seen, dropped = torch.zeros(len(x), w.shape[2], dtype=F64), [0] * E, 0
+    for t in range(len(x)):
+        for j, e in enumerate(choice[t].tolist()):
+            seen[e] += 1
+            if capacity is not None and seen[e] > capacity:
+                dropped += 1
+            else:
+                y = y + torch.eye(len(x), dtype=F64)[t][:, None] * (weight[t, j] * torch.tanh(x[t] @ w[e]))
+    return y, dropped
+
+
+def by_parts(w: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def fn(rows: Tensor, counts: Tensor) -> Tensor:
+        return torch.cat([torch.tanh(part @ w[e]) for e, part in enumerate(mc.split_rows(rows, counts))])
+
+    return fn
+
+
+def derivatives(y: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    nothing = 0 * sum(leaf.sum() for leaf in leaves)
+    first = torch.autograd.grad((y**2).sum() + nothing, leaves, create_graph=True)
+    return [*first, *torch.autograd.grad(sum((g**2).sum() for g in first) + nothing, leaves)]
+
+
+def equals_one_by_one(k: int, skew: bool, capacity: int | None) -> None:
+    mesh = mc.make_mesh({"ep": 4})
+    rank, w = mesh.rank, drawn(99, E, D, 4)
+    own = w.chunk(4)[rank].clone().requires_grad_()
+    x, choice, weight = given(rank, k, skew)
+    leaves = [x.requires_grad_(), weight.requires_grad_(), own]
+    y, dropped = parallel.experts(
+        x, choice, weight, by_parts(own), axis="ep", count=E, capacity=capacity, return_dropped=True, mesh=mesh
+    )
+    mine = [y, *derivatives(y, leaves)]
+    every = [given(other, k, skew) for other in range(4)]
+    all_ = [*(part.requires_grad_() for x, _, weight in every for part in (x, weight)), w.requires_grad_()]
+    found = [one_by_one(*each, w, capacity) for each in every]
+    whole = derivatives(torch.cat([y for y, _ in found]), all_)
+    n = len(all_)
+    expected = [found[rank][0]]
+    for order in (whole[:n], whole[n:]):
+        expected += [order[2 * rank], order[2 * rank + 1], order[-1].chunk(4)[rank]]
+    assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+    assert dropped.item() == found[rank][1]
+
+
+@pytest.mark.parametrize("capacity", [None, 2, 0])
+@pytest.mark.parametrize("skew", [False, True], ids=["any", "all to one"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_equals_one_by_one(run4: Run, k: int, skew: bool, capacity: int | None) -> None:
+    run4(equals_one_by_one, k, skew, capacity)
+
+
+def test_rows_come_by_expert_then_source_then_token() -> None:
+    def main() -> tuple[list[float], list[int]]:
+        mesh = mc.make_mesh({"ep": 2})
+        seen = []
+
+        def fn(rows: Tensor, counts: Tensor) -> Tensor:
+            seen.append((rows.flatten().tolist(), counts.tolist()))
+            return rows
+
+        x = torch.tensor([[1.0], [2.0], [3.0], [4.0]]) + 10 * mesh.rank
+        choice = torch.tensor([[3], [1], [1], [0]])
+        y = parallel.experts(x, choice, torch.ones(4, 1), fn, axis="ep", count=4, mesh=mesh)
+        assert torch.equal(y, x)
+        return seen[0]
+
+    assert mc.launch(main, ranks=2) == [
+        ([4.0, 14.0, 2.0, 3.0, 12.0, 13.0], [2, 4]),
+        ([1.0, 11.0], [0, 2]),
+    ]
+
+
+def test_under_a_checker() -> None:
+    """dp x ep: experts vary along ep alone, tokens along both; the router is replicated."""
+    mesh = mc.make_mesh({"dp": 2, "ep": 2})
+    x, router, w = drawn(1, 12, D), drawn(2, D, E), drawn(3, E, D, 4)
+
+    def layer(x: Tensor, router: Tensor, run: Callable[..., Tensor]) -> Tensor:
+        weight, choice = (x @ router).softmax(-1).topk(2)
+        return run(x, choice, weight)
+
+    def body(x: Tensor, router: Tensor, w: Tensor) -> Tensor:
+        def run(*given: Tensor) -> Tensor:
+            return parallel.experts(*given, by_parts(w), axis="ep", count=E)
+
+        y = layer(x, router, run)
+        assert mc.varying_axes(y) == {"dp", "ep"}
+        return mc.all_reduce((y**2).sum(), ("dp", "ep"))
+
+    specs = ("(dp ep t) d", "d e", "(ep e) d f")
+    ours = mc.shard_map(body, mesh=mesh, in_specs=specs, out_specs="")
+
+    def whole(x: Tensor, router: Tensor, w: Tensor) -> Tensor:
+        return (layer(x, router, lambda *given: one_by_one(*given, w, None)[0]) ** 2).sum()
+
+    found = []
+    for fn in (ours, whole):
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, router, w)]
+        found.append([y := fn(*leaves), *torch.autograd.grad(y, leaves)])
+    assert_close(*found, rtol=1e-11, atol=1e-11)
+
+
+class Mixture(nn.Module):
+    """Experts beside a router, of which each rank has its own."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False, dtype=F64)
+        self.experts = nn.Parameter(torch.zeros(E // n, D, D, dtype=F64))
+
+    def forward(self, x: Tensor, axis: str | None = None) -> Tensor:
+        weight, choice = self.router(x).softmax(-1).topk(2)
+        if axis is None:
+            return x + one_by_one(x, choice, weight, self.experts, None)[0]
+        return x + parallel.experts(x, choice, weight, by_parts(self.experts), axis=axis, count=E)
+
+
+def trained(steps: int = 3) -> None:
+    """dp x ep, the gradients of experts summed where their tokens came from: one rank's run of all tokens."""
+    mesh = mc.make_mesh({"dp": 2, "ep": 2})
+    place = mesh.coordinate
+    whole = Mixture(1)
+    with torch.no_grad():
+        whole.router.weight.copy_(drawn(1, E, D))
+        whole.experts.copy_(drawn(2, E, D, D))
+    ours = Mixture(2)
+    ours.router.weight.data.copy_(whole.router.weight)
+    ours.experts.data.copy_(whole.experts.chunk(2)[place["ep"]])
+    optimizers = [torch.optim.AdamW(module.parameters(), 0.05) for module in (ours, whole)]
+    with mc.use_mesh(mesh):
+        for step in range(steps):
+            x = drawn(10 + step, 16, D)
+            loss = ours(x.chunk(4)[mesh.rank], "ep").square().sum() / 16
+            loss.backward()
+            ours.router.weight.grad = mc.all_reduce(ours.router.weight.grad, ("dp", "ep"))
+            ours.experts.grad = mc.all_reduce(ours.experts.grad, "dp")
+            (whole(x).square().sum() / 16).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_close(ours.router.weight, whole.router.weight, rtol=1e-10, atol=1e-10)
+    assert_close(ours.experts, whole.experts.chunk(2)[place["ep"]], rtol=1e-10, atol=1e-10)
+
+
+def test_training(run4: Run) -> None:
+    run4(trained)
+
+
+def test_balance_evens_out() -> None:
+    """A router that likes two experts sends them less with each step, until all have as much."""
+
+    def main() -> list[int]:
+        mesh = mc.make_mesh({"ep": 2})
+        likes = torch.tensor([2.0, 1.0, 0.0, 0.0])
+        bias, load = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+        for step in range(400):
+            scores = likes + torch.randn(64, 4, generator=torch.Generator().manual_seed(2 * step + mesh.rank))
+            choice = (scores + bias).topk(1).indices
+            load = torch.bincount(choice.flatten(), minlength=4)
+            bias = parallel.balance(bias, choice, "ep", rate=0.01, mesh=mesh)
+        return mc.all_reduce(load, "ep", mesh=mesh).tolist()
+
+    (first, second) = mc.launch(main, ranks=2)
+    assert first == second
+    assert max(first) < 2 * min(first)
+
+
+def test_what_is_sent() -> None:
+    def main() -> list[str]:
+        mesh = mc.make_mesh({"ep": 2})
+        x = torch.ones(4, 2, requires_grad=True)
+        with mc.trace() as trace:
+            choice, weight = torch.tensor([[0], [1], [1], [0]]), torch.ones(4, 1)
+            y = parallel.experts(x, choice, weight, lambda rows, counts: rows * 2, axis="ep", count=2, mesh=mesh)
+            y.sum().backward()
+        return [event.operation for event in trace.events]
+
+    assert mc.launch(main, ranks=2) == [["all_to_all"] * 6] * 2, "counts and rows, back, and rows twice in backward"
