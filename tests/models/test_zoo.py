@@ -33,6 +33,8 @@ SAMPLE = [
     ("Olmo2", "fsdp x tp"),
     ("Llama", "replica x fsdp x tp"),
     ("GPT-2", "fsdp x tp, sequence, checkpoints"),
+    ("Llama", "tp, auto"),
+    ("T5", "tp, auto"),
 ]
 
 ON_PROCESSES = [
@@ -79,5 +81,11 @@ def test_the_table_is_written_model_by_model(tmp_path: Path, monkeypatch: pytest
     assert zoo_table.left(["Llama", "LSTM"], ["dp", "tp"], there) == [("Llama", ["tp"])]
 
 
-def test_a_case_that_fails_is_told() -> None:
-    assert not zoo_table.tried("LSTM", "nothing of this name").ok
+def test_a_case_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> float:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr(zoo_harness, "in_process", fails)
+    cell = zoo_table.tried("LSTM", "dp")
+    assert not cell.ok
+    assert "ValueError: no such luck (test_zoo.py:" in cell.said
