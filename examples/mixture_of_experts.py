@@ -7,7 +7,7 @@
 Each rank has its own rows and, along ep, its own experts; along dp experts are replicated. ``experts`` sends each token
 to the ranks of its two experts and back; ``balance`` changes the bias with which the router chooses, once per step,
 until all experts have as much to do. The gradients of what is replicated are summed over all axes, those of an expert
-over dp: tokens of the whole ep axis have come to it already. Rank 0 then trains the whole model on all rows and compares.
+over dp: tokens of the whole ep axis have come to it already. Rank 0 then trains the whole model alone and compares.
 t rows, d width, E experts.
 """
 

@@ -24,15 +24,14 @@ import meshcomm as mc
 from meshcomm.parallel import (
     Column,
     data_parallel,
-    full_files,
     fully_shard,
     load_full_state_dict,
     save_full_state_dict,
-    sent_parts,
     tensor_parallel,
 )
 from meshcomm.parallel.checkpoint.parts import collect
 from meshcomm.parallel.later_values import end_waiting, has_no_values, has_values, make_room
+from meshcomm.parallel.weights import full_files, sent_parts
 
 safe = pytest.importorskip("safetensors.torch", reason="needs the extra meshcomm[weights]")
 

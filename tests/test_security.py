@@ -707,6 +707,9 @@ DANGEROUS = {
 HERE = {
     ("meshcomm/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
     ("meshcomm/parallel/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
+    ("meshcomm/parallel/by_axes.py", "importlib.import_module"): "adaptors, which it names",
+    ("meshcomm/parallel/tensor/module.py", "importlib.import_module"): "plans that are found, where one is wanted",
+    ("meshcomm/parallel/tensor/auto/proof.py", "importlib.import_module"): "the adaptor that cuts the small copy",
     ("meshcomm/spmd/shard_map/dtensors.py", "importlib.import_module"): "one name of its own",
     ("meshcomm/launch.py", "importlib.import_module"): "what starts processes, where some are wanted",
     ("meshcomm/make_mesh.py", "importlib.import_module"): "the ranks of one process, where there are some",
@@ -720,7 +723,7 @@ HERE = {
     ("meshcomm/runtime/start/worker.py", "ctypes.CDLL"): "prctl of the C library that is loaded already",
     ("meshcomm/parallel/checkpoint/pickles.py", "pickle._Unpickler"): "without the steps that import, call or change",
     ("meshcomm/parallel/checkpoint/reader.py", "torch.load"): "weights_only=True",
-    ("meshcomm/parallel/whole_tensors.py", "torch.load"): "weights_only=True",
+    ("meshcomm/parallel/weights/whole_tensors.py", "torch.load"): "weights_only=True",
     ("examples/train_gpt.py", "torch.load"): "weights_only=True",
     ("examples/finetune.py", "importlib.import_module"): "transformers and tqdm",
 }

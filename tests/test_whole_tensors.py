@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.parallel import checkpoint, full_state_dict, fully_shard, load_full_state_dict, whole_tensors
+from meshcomm.parallel import checkpoint, full_state_dict, fully_shard, load_full_state_dict
+from meshcomm.parallel.weights import whole_tensors
 
 pytest.importorskip("safetensors", reason="needs the extra meshcomm[weights]")
 from safetensors.torch import save_file

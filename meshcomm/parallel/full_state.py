@@ -22,12 +22,12 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.checkpoint.parts import Entries, Path, collect, dotted, named, state_names
 from meshcomm.parallel.checkpoint.team import Team, Together, all_ranks
 from meshcomm.parallel.cut_parameters import checked_module
-from meshcomm.parallel.full_files import bytes_in
 from meshcomm.parallel.global_places import part_of
-from meshcomm.parallel.names_in_files import Unfit, as_named, in_files, refuse_names, unfit, union
-from meshcomm.parallel.sent_parts import Sent, Strip, Writing, parts_in
-from meshcomm.parallel.taken_parts import Loading
-from meshcomm.parallel.whole_tensors import opened
+from meshcomm.parallel.weights.full_files import bytes_in
+from meshcomm.parallel.weights.names_in_files import Unfit, as_named, in_files, refuse_names, unfit, union
+from meshcomm.parallel.weights.sent_parts import Sent, Strip, Writing, parts_in
+from meshcomm.parallel.weights.taken_parts import Loading
+from meshcomm.parallel.weights.whole_tensors import opened
 from meshcomm.runtime.ops import Op
 
 Shared = Literal["copy", "drop"]
@@ -156,25 +156,22 @@ def save_full_state_dict(
 
     No rank ever holds the whole: files are laid out first, then some MiB at a time travel to rank 0 of the mesh, which
     writes them where they belong; it alone needs to see ``path``. Files appear when they are complete; an interrupted
-    save leaves those that were there.
+    save leaves those that were there. A parameter with several names has the first one alone, as in files of
+    transformers; in files of torch it has all of them, and is there once. What is no tensor in ``state_dict`` is left
+    out.
 
     Type: all ranks of the mesh call.
 
     Args:
         module: spread over the mesh in any way.
-        path: the same on every rank, and by its ending:
-
-            a folder (no ending of those below): ``model.safetensors``, or shards with their
+        path: the same on every rank. One that ends in ``.safetensors``: one file, for ``safetensors.torch.load_model``;
+            in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``: what ``torch.save`` of a ``state_dict`` writes, for
+            ``torch.load``; else a folder: ``model.safetensors``, or shards with their
             ``model.safetensors.index.json``, as ``save_pretrained`` of transformers writes them: ``from_pretrained``
             reads it, once ``model.config.save_pretrained(path)`` is there too. What the library keeps in other pieces
-            or under other names (experts that it stacks) is written so. Shards of an earlier save are removed;
-            ``.safetensors``: one file, for ``safetensors.torch.load_model``;
-            ``.pt``, ``.pth``, ``.bin``, ``.ckpt``: what ``torch.save`` of a ``state_dict`` writes, for ``torch.load``.
+            or under other names (experts that it stacks) is written so. Shards of an earlier save are removed.
         max_shard_size: of files in a folder: bytes, or a text such as ``"5GB"``; a larger tensor has a file of its own.
         mesh: by default the largest of the current mesh and those of the adaptors; all ranks if there is none.
-
-    A parameter with several names has the first one alone, as in files of transformers; in files of torch it has all of
-    them, and is there once. What is no tensor in ``state_dict`` is left out.
 
     Backward: none.
 

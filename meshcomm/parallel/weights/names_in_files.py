@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from meshcomm.errors import described, fail, names
 from meshcomm.parallel.checkpoint.parts import without_wrappers
-from meshcomm.parallel.full_files import Lot
 from meshcomm.parallel.global_places import Box, Kind, part_of
-from meshcomm.parallel.whole_tensors import COUNTER, Given, Renamed, Whole, whole_of
+from meshcomm.parallel.weights.full_files import Lot
+from meshcomm.parallel.weights.whole_tensors import COUNTER, Given, Renamed, Whole, whole_of
 
 _MAPPING, _CORE = "transformers.conversion_mapping", "transformers.core_model_loading"
 

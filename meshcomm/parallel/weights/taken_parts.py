@@ -13,7 +13,7 @@ from meshcomm.parallel.checkpoint.parts import Named, named, state_names
 from meshcomm.parallel.cut_parameters import known_around
 from meshcomm.parallel.global_places import Spread
 from meshcomm.parallel.later_values import end_waiting, has_no_values, has_values, made_again, make_room
-from meshcomm.parallel.whole_tensors import COUNTER, Boxes, Whole
+from meshcomm.parallel.weights.whole_tensors import COUNTER, Boxes, Whole
 
 
 class _Take(NamedTuple):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshcomm.parallel.checkpoint.parts import Entries, Path, dotted
 from meshcomm.parallel.checkpoint.team import Together
-from meshcomm.parallel.full_files import OF_TORCH, SAFE, Files, Lot
 from meshcomm.parallel.global_places import Kind, flat_boxes, part_of
+from meshcomm.parallel.weights.full_files import OF_TORCH, SAFE, Files, Lot
 
 _BATCH = 2**21
 """Bytes that travel at a time."""

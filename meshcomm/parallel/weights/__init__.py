@@ -1,0 +1,1 @@
+"""Whole tensors by name, of files and into them."""
