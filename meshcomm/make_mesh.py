@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm._versions import say_if_untested
+from meshcomm.axis_names import Together, checked_together
 from meshcomm.errors import fail
-from meshcomm.mesh import Mesh, Place, let_go_of_groups, reads_device_meshes
+from meshcomm.errors import names as quoted
+from meshcomm.mesh import Mesh, Place, let_go_of_groups, makes_meshes
 from meshcomm.runtime import groups
 from meshcomm.runtime.groups import identity
 from meshcomm.runtime.ops import Op
@@ -149,6 +151,7 @@ class _Solo(_OneDevice):
 def make_mesh(
     axes: Mapping[str, int],
     *,
+    names: Mapping[str, tuple[str, ...]] | None = None,
     ranks: Sequence[int] | None = None,
     strict: bool = False,
     timeout: float | timedelta | None = None,
@@ -169,6 +172,9 @@ def make_mesh(
     Args:
         axes: name to size; names are identifiers. One size may be -1: as many as there are ranks left (1 in a plain
             process).
+        names: what stands for several axes together, such as ``{"fsdp": ("efsdp", "ep")}``: neighbours, major first.
+            It stands wherever an axis does, and is the same as the tuple of them; shapes, coordinates and traces
+            speak of the axes alone.
         ranks: the ranks of the world that the mesh is made of, in row-major order; all of them when None. Every rank
             of the world may call; the others get a mesh whose ``rank`` and collectives raise.
         strict: whether a tensor on a device that the mesh's backends cannot move is an error. It goes by way of a
@@ -188,7 +194,8 @@ def make_mesh(
 
     Raises:
         MeshError: sizes that do not multiply to the number of ranks, bad names or sizes, ranks twice or out of range, a
-            time-out that is not positive.
+            time-out that is not positive; in ``names`` a name that an axis has, what is no axis, axes that are no
+            neighbours or in two names.
 
     Example:
         >>> import meshcomm as mc
@@ -197,6 +204,8 @@ def make_mesh(
         (('dp', 'tp'), 4)
         >>> mc.launch(lambda: mesh.coordinate, ranks=4)[3]
         {'dp': 1, 'tp': 1}
+        >>> mc.axis_size("all", mesh=mc.make_mesh({"dp": 2, "tp": 2}, names={"all": ("dp", "tp")}))
+        4
     """
     shape = _checked_shape("make_mesh", axes)
     if ranks is not None and not isinstance(ranks, Sequence):
@@ -204,7 +213,8 @@ def make_mesh(
     if not isinstance(strict, bool):
         fail("make_mesh", f"strict={strict!r} is not a bool.", fix="True or False")
     limit = duration("make_mesh", timeout)
-    mesh = _mesh_over(shape, ranks, limit)
+    together = checked_together("make_mesh", names or {}, shape)
+    mesh = _mesh_over(shape, ranks, limit, together)
     mesh.strict, mesh.timeout = strict, limit
     if not mesh.place.rank():  # the first rank, or who calls all of them
         say_if_untested()
@@ -215,14 +225,14 @@ _MOST = 2**20
 """Of a mesh that knows its ranks one by one and has no launcher to bound them."""
 
 
-def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None, timeout: timedelta | None) -> Mesh:
+def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None, timeout: timedelta | None, names: Together) -> Mesh:
     """Over whatever ranks there are."""
     inside = current_rank()
     if inside is not None:
-        return _sized(shape, ranks, _InProcess(), inside.world.size, "mc.launch started")
+        return _sized(shape, ranks, _InProcess(), inside.world.size, "mc.launch started", names)
     here = world.ensure()
     if here is not None:
-        mesh = _sized(shape, ranks, _Processes(), here.size, "the launcher started")
+        mesh = _sized(shape, ranks, _Processes(), here.size, "the launcher started", names)
         mesh.timeout = timeout  # before there are links
         return _with_links(mesh)
     total = math.prod(abs(length) for length in shape.values()) if ranks is None else len(ranks)
@@ -230,13 +240,13 @@ def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None, timeout: time
         what = f"{total} are more ranks than a mesh of ranks in one process may have, {_MOST}."
         fail("make_mesh", what, got=repr(shape), fix="smaller sizes, or start the ranks with a launcher")
     if total == 1:
-        return _sized(shape, ranks, _Solo(), 1, "a plain process has")
+        return _sized(shape, ranks, _Solo(), 1, "a plain process has", names)
     size = (
         total
         if ranks is None
         else max([total, *(rank + 1 for rank in ranks if isinstance(rank, int) and rank < _MOST)])
     )
-    return _sized(shape, ranks, _InProcess(), size, "there are")
+    return _sized(shape, ranks, _InProcess(), size, "there are", names)
 
 
 def _with_links(mesh: Mesh) -> Mesh:
@@ -260,7 +270,9 @@ def _checked_shape(where: str, axes: Mapping[str, int]) -> dict[str, int]:
     return {name: int(length) for name, length in axes.items()}
 
 
-def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: Place, world_size: int, who: str) -> Mesh:
+def _sized(
+    shape: dict[str, int], ranks: Sequence[int] | None, place: Place, world_size: int, who: str, names: Together
+) -> Mesh:
     """Fill in -1 and compare with the number of ranks."""
     chosen = tuple(range(world_size)) if ranks is None else tuple(ranks)
     whole = all(isinstance(rank, int) and not isinstance(rank, bool) for rank in chosen)
@@ -278,11 +290,12 @@ def _sized(shape: dict[str, int], ranks: Sequence[int] | None, place: Place, wor
             got=repr(shape),
             fix="change the sizes or the number of ranks, or name a part of them with ranks=",
         )
-    return Mesh(shape, chosen, place, world_size)
+    return Mesh(shape, chosen, place, world_size, names=names)
 
 
-@reads_device_meshes
-def _from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+@makes_meshes
+def from_device_mesh(device_mesh: DeviceMesh, names: Mapping[str, tuple[str, ...]] | None) -> Mesh:
+    """What :meth:`Mesh.from_device_mesh` calls."""
     where = "Mesh.from_device_mesh"
     if not isinstance(device_mesh, DeviceMesh):
         fix = "init_device_mesh(..., mesh_dim_names=...) of torch.distributed makes one; mc.make_mesh one of ours"
@@ -295,7 +308,38 @@ def _from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
         fail(where, "there is no torch process group.", fix="call dist.init_process_group or mc.init first")
     grid = device_mesh.mesh
     shape = _checked_shape(where, dict(zip(device_mesh.mesh_dim_names, grid.shape, strict=True)))
+    together = checked_together(where, names or {}, shape)
     ranks = tuple(int(rank) for rank in grid.flatten().tolist())
     if here is None:
-        return Mesh(shape, ranks, _Solo(), 1, device_mesh)
-    return _with_links(Mesh(shape, ranks, _Processes(), here.size, device_mesh))
+        return Mesh(shape, ranks, _Solo(), 1, device_mesh, together)
+    return _with_links(Mesh(shape, ranks, _Processes(), here.size, device_mesh, together))
+
+
+@makes_meshes
+def split(mesh: Mesh, axis: str, sizes: Mapping[str, int]) -> Mesh:
+    """What :meth:`Mesh.split` calls."""
+    where, shape = "mesh.split", mesh.shape
+    got = f"axis {axis!r} into {dict(sizes)}; {mesh}"
+    if axis not in shape:
+        what = f"{axis!r} stands for several axes." if axis in mesh.names else f"no axis {axis!r} in the mesh."
+        fail(where, what, got=got, fix=f"one of {quoted(shape)}")
+    whole = next((name for name, parts in mesh.names.items() if axis in parts), None)
+    if whole is not None:
+        fix = "mc.make_mesh({...}, names={...}) of all axes at once"
+        fail(where, f"axis {axis!r} is a part of {whole!r}, and no axis is in two names.", got=got, fix=fix)
+    taken = next((name for name in sizes if name in shape or name in mesh.names), None)
+    if taken is not None:
+        fail(where, f"the mesh has the name {taken!r} already.", got=got, fix="other names for the parts")
+    parts = _checked_shape(where, sizes)
+    given = math.prod(length for length in parts.values() if length != -1)
+    parts = {name: shape[axis] // given if length == -1 else length for name, length in parts.items()}
+    if math.prod(parts.values()) != shape[axis]:
+        fix = "sizes whose product is that of the axis, or one of them -1"
+        fail(where, f"the sizes do not multiply to {shape[axis]}, that of axis {axis!r}.", got=got, fix=fix)
+    finer: dict[str, int] = {}
+    for name, length in shape.items():
+        finer |= parts if name == axis else {name: length}
+    names = {**mesh.names, axis: tuple(parts)}
+    made = Mesh(finer, mesh.ranks, mesh.place, mesh.world_size, names=names)
+    made.strict, made.timeout = mesh.strict, mesh.timeout
+    return _with_links(made) if isinstance(mesh.place, _Processes) else made

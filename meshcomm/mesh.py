@@ -9,8 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import cached_property, partial
-from typing import Any, NoReturn, Protocol, cast
+from functools import cached_property
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import _torch, watch
-from meshcomm.elsewhere import Answers, layout_said_by
-from meshcomm.errors import fail, likely, names
+from meshcomm.axis_names import Sizes, Together, checked_names
+from meshcomm.elsewhere import Answers
+from meshcomm.errors import fail
 from meshcomm.pictures.grid import mesh_grids
 from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.solo import SoloLink
-from meshcomm.runtime.transports.threads import eras
-from meshcomm.runtime.transports.threads.scheduler import carry_over, current_rank
+from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.runtime.transports.threads.scheduler import local as _ranks
 
 AxisName = str | tuple[str, ...]
@@ -140,12 +140,12 @@ def all_axes() -> list[Axis]:
 
 
 _meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
-_from_torch: list[Callable[[DeviceMesh], Mesh]] = []
+_makers: dict[str, Callable[..., Mesh]] = {}
 
 
-def reads_device_meshes(read: Callable[[DeviceMesh], Mesh]) -> None:
-    """``read`` is what :meth:`Mesh.from_device_mesh` calls: a mesh itself does not know how processes begin."""
-    _from_torch.append(read)
+def makes_meshes(make: Callable[..., Mesh]) -> None:
+    """``make`` is what the method of its name calls: a mesh itself does not know how processes begin."""
+    _makers[make.__name__] = make
 
 
 def let_go_of_groups() -> None:
@@ -190,8 +190,11 @@ class Mesh(Answers, Shown):
         place: Place,
         world_size: int,
         device_mesh: DeviceMesh | None = None,
+        names: Together | None = None,
     ) -> None:
-        self._shape = dict(shape)
+        self.names = dict(names or {})
+        """What stands for several axes, and for which."""
+        self._shape = Sizes(shape, self.names) if names else dict(shape)
         self.ranks = ranks
         self.place = place
         self.world_size = world_size
@@ -221,7 +224,7 @@ class Mesh(Answers, Shown):
     @property
     def shape(self) -> dict[str, int]:
         """Name to size."""
-        return dict(self._shape)
+        return Sizes(self._shape, self.names) if self.names else dict(self._shape)
 
     @property
     def size(self) -> int:
@@ -314,11 +317,41 @@ class Mesh(Answers, Shown):
         )
 
     @staticmethod
-    def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
-        """The same ranks and names as torch's DeviceMesh, which must have ``mesh_dim_names``. No communication but
-        the set-up of process groups, by the members of each axis together.
+    def from_device_mesh(device_mesh: DeviceMesh, *, names: Mapping[str, tuple[str, ...]] | None = None) -> Mesh:
+        """The same ranks and names as torch's DeviceMesh, which must have ``mesh_dim_names``; ``names`` as of
+        :func:`make_mesh`. No communication but the set-up of process groups, by the members of each axis together.
         """
-        return _from_torch[0](device_mesh)
+        return _makers["from_device_mesh"](device_mesh, names)
+
+    def split(self, axis: str, /, **sizes: int) -> Mesh:
+        """A finer mesh over the same ranks, in which ``axis`` goes on naming the whole of what it is split into.
+
+        ::
+
+            {"pp": 2, "fsdp": 8}  ──►  {"pp": 2, "efsdp": 2, "ep": 4}, names={"fsdp": ("efsdp", "ep")}
+
+        Args:
+            axis: one of :attr:`axis_names`.
+            sizes: name to size of its parts, major first; one may be -1.
+
+        Returns: another mesh, with sequences of calls of its own; all ranks make it. The names that this one has for
+            several axes stay.
+
+        Cost: that of :func:`make_mesh`.
+
+        Raises:
+            MeshError: no such axis, or one that is a part of another name; sizes that do not multiply to its size; a
+                name that the mesh has already.
+
+        Example:
+            >>> import torch, meshcomm as mc
+            >>> mesh = mc.make_mesh({"fsdp": 4}).split("fsdp", efsdp=2, ep=2)
+            >>> mesh
+            Mesh({'efsdp': 2, 'ep': 2}, names={'fsdp': ('efsdp', 'ep')})
+            >>> mc.launch(lambda: mc.all_reduce(torch.ones(1), "fsdp", mesh=mesh).item(), ranks=4)
+            [4.0, 4.0, 4.0, 4.0]
+        """
+        return _makers["split"](self, axis, sizes)
 
     # ------------------------------------------------------------------------------------------------------ axes
 
@@ -343,9 +376,13 @@ class Mesh(Answers, Shown):
             for rank, place in zip(self.ranks, grid, strict=True)
         }
 
+    def axes_of(self, name: AxisName, where: str = "mesh.axes_of") -> tuple[str, ...]:
+        """The axes that a name, or a tuple of names, is of; needs no rank."""
+        return checked_names(name, self._shape, where)
+
     def size_of(self, name: AxisName, where: str = "mesh.size_of") -> int:
         """How many ranks the axis has; needs no rank."""
-        return math.prod(self._shape[part] for part in self._checked_names(name, where))
+        return math.prod(self._shape[part] for part in checked_names(name, self._shape, where))
 
     def _find(self, name: AxisName, where: str) -> Axis:
         if torch.compiler.is_compiling():
@@ -354,7 +391,7 @@ class Mesh(Answers, Shown):
         return self._resolve(name, where)
 
     def _resolve(self, name: AxisName, where: str) -> Axis:
-        parts = self._checked_names(name, where)
+        parts = checked_names(name, self._shape, where)
         if self.place.rank() is None:
             self._outside_a_rank(where)
         rank = current_rank() if self.in_process else None
@@ -378,27 +415,6 @@ class Mesh(Answers, Shown):
         if (log := log_of(link)) is not None:
             log.named(found.name, coordinate)
         return found
-
-    def _checked_names(self, name: object, where: str) -> tuple[str, ...]:
-        parts = name if isinstance(name, tuple) else (name,)
-        for part in parts:
-            if not isinstance(part, str) or part not in self._shape:
-                what = (
-                    f"no axis {part!r} in the mesh." if isinstance(part, str) else f"an axis is a name, not {part!r}."
-                )
-                said = None if isinstance(part, str) else layout_said_by(name)
-                layout = "" if said is None else f"; of a PartitionSpec the layout is {said!r}, for mc.reshard"
-                fail(
-                    where,
-                    what,
-                    got=f"axis {name!r}; mesh {self._shape}",
-                    fix=f"one of {names(self._shape)}, or a tuple{likely(part, self._shape)}{layout}",
-                )
-        if len(set(parts)) != len(parts):
-            fail(where, "an axis is named twice.", got=f"axis {name!r}; mesh {self._shape}", fix="name each axis once")
-        if not parts:
-            fail(where, "no axis is named.", got=f"axis (); mesh {self._shape}", fix=f"one of {names(self._shape)}")
-        return parts
 
     def _ranks_along(self, parts: tuple[str, ...], home: Mapping[str, int]) -> tuple[int, ...]:
         """The ranks that share the place ``home`` on all other axes, in the order in which the axes are written."""
@@ -430,93 +446,10 @@ class Mesh(Answers, Shown):
         return mesh_grids(self._shape, self.ranks, repr(self))
 
     def __repr__(self) -> str:
-        return f"Mesh({self._shape})"
+        return f"Mesh({self._shape}{f', names={self.names}' if self.names else ''})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
 
     def __reduce__(self) -> NoReturn:
         fail("Mesh", "a mesh belongs to its process and cannot be pickled.", fix="make it inside the launched function")
-
-
-# ---------------------------------------------------------------------------------------------- the current mesh
-
-
-class _Local(threading.local):
-    mesh: Mesh | None = None
-    within = -1
-    """The backward pass in which it became the current one, if it did in one."""
-    first = -1
-    """The key of the first mesh that was current in this thread."""
-    several = False
-    """Whether another one was, too: only then may a graph be of another mesh than the current one."""
-
-
-_local = _Local()
-
-
-class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
-    """``with use_mesh(mesh):`` functions called without ``mesh=`` use this mesh, in this thread and in ranks launched
-    in it.
-
-    Example:
-        >>> import meshcomm as mc
-        >>> with mc.use_mesh(mc.make_mesh({"dp": 1})) as mesh:
-        ...     mc.axis_size("dp"), mc.current_mesh() is mesh
-        (1, True)
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        if not isinstance(mesh, Mesh):
-            fail("use_mesh", f"expected a Mesh, got {type(mesh).__name__}.", fix="mc.make_mesh({...})")
-        self._mesh = mesh
-        self._outer: list[tuple[Mesh | None, int]] = []
-
-    def __enter__(self) -> Mesh:
-        self._outer.append((_local.mesh, _local.within))
-        begin(self._mesh)
-        return self._mesh
-
-    def __exit__(self, *exc: object) -> None:
-        _local.mesh, _local.within = self._outer.pop()
-        if not torch.compiler.is_compiling():
-            eras.begin(_local.mesh)
-
-
-def begin(mesh: Mesh) -> None:
-    """``mesh`` is the current one of this thread."""
-    _set_current(mesh)
-    if not torch.compiler.is_compiling():
-        _local.within = _torch.backward_pass()
-        eras.begin(mesh)
-
-
-def _set_current(mesh: Mesh | None) -> None:
-    _local.mesh = mesh
-    if mesh is not None and mesh.key != _local.first:
-        _local.several, _local.first = _local.first >= 0, mesh.key
-
-
-def current_mesh() -> Mesh | None:
-    """The mesh of the innermost ``with use_mesh(...)`` in this thread, or None. What a backward calls again finds the
-    one that was current when its graph was made.
-
-    Example:
-        >>> import meshcomm as mc
-        >>> with mc.use_mesh(mc.make_mesh({"dp": 1})):
-        ...     mc.current_mesh()
-        Mesh({'dp': 1})
-    """
-    mesh = _local.mesh
-    if (mesh is None or _local.several) and not torch.compiler.is_compiling():
-        number = _torch.backward_pass()
-        if number >= 0 and (mesh is None or number != _local.within):
-            return cast("Mesh | None", eras.of_current_node() or mesh or eras.of_caller())
-    return mesh
-
-
-def _capture_current() -> Callable[[], None] | None:
-    return None if _local.mesh is None else partial(_set_current, _local.mesh)
-
-
-carry_over(_capture_current)

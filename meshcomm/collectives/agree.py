@@ -14,7 +14,7 @@ import torch
 from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
@@ -154,10 +154,8 @@ def fork_rng(axis: AxisName | tuple[()], *, seed: int | None = None, mesh: Mesh 
     """
     where = "fork_rng"
     over = check.mesh_of(where, axis, mesh)
-    parts = axes_in(axis)
+    parts = () if axis == () else over.axes_of(axis, where)
     sizes = over.shape
-    if parts:
-        over.size_of(axis, where)
     if seed is not None and not check.whole_number(seed):
         fail(where, f"seed={seed!r} is not an int.", fix="an int that is the same on every rank, or None")
     place = over.axis(over.axis_names[0], where).coordinate

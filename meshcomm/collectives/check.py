@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from meshcomm.current import current_mesh
 from meshcomm.errors import MeshError, fail, is_held, names, raise_alone, shape_text, text
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.transports.exact import MOST_RANKS
 
@@ -319,7 +320,7 @@ def _looked_at(where: str, perm: Iterable[tuple[int, int]], axis: Axis) -> tuple
 
 def apart(where: str, axis: Axis, other: AxisName, name: str) -> None:
     """Two axes have no part in common; said before there are links along the other one."""
-    both = [part for part in axes_in(axis.name) if part in axes_in(other)]
+    both = [part for part in axes_in(axis.name) if part in axis.mesh.axes_of(other, where)]
     if both:
         what = f"axis {axis.name!r} and {name} {other!r} have {names(both)} in common."
         explain(where, what, axis, fix="each axis of the mesh in one of them")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from einops.parsing import ParsedExpression
 
+from meshcomm.axis_names import key_of, sizes_with_key, together_of, written_out
 from meshcomm.elsewhere import layout_said_by
 from meshcomm.errors import fail, likely, names
 
@@ -74,13 +75,13 @@ class Pattern(NamedTuple):
 
 def parse(where: str, text: object, mesh: Mapping[str, int]) -> Layout:
     """One layout; ``mesh`` is the shape of the mesh. An ellipsis is a dim called ``...``, see :func:`expand`."""
-    return _parse(where, _string(where, text, mesh, "(dp b) s (tp d)"), tuple(mesh.items()))
+    return _parse(where, _string(where, text, mesh, "(dp b) s (tp d)"), key_of(mesh))
 
 
 def parse_arrow(where: str, text: object, mesh: Mapping[str, int], inputs: int | None = None) -> Pattern:
     """Layouts, an arrow and a layout. ``inputs``: how many there must be on the left."""
     example = "b (tp s) -> (tp b) s" if inputs == 1 else "b d, d (tp f) -> b (tp f)"
-    return _parse_arrow(where, _string(where, text, mesh, example), tuple(mesh.items()), inputs)
+    return _parse_arrow(where, _string(where, text, mesh, example), key_of(mesh), inputs)
 
 
 def expand(layout: Layout, count: int) -> Layout:
@@ -131,13 +132,13 @@ def _string(where: str, text: object, mesh: Mapping[str, int], example: str) -> 
 
 
 @lru_cache(1000)
-def _parse(where: str, text: str, mesh: tuple[tuple[str, int], ...]) -> Layout:
-    return _Reader(where, text, dict(mesh)).layout(0, len(text))
+def _parse(where: str, text: str, mesh: tuple[tuple[str, Any], ...]) -> Layout:
+    return _Reader(where, text, sizes_with_key(mesh)).layout(0, len(text))
 
 
 @lru_cache(1000)
-def _parse_arrow(where: str, text: str, mesh: tuple[tuple[str, int], ...], inputs: int | None) -> Pattern:
-    reader = _Reader(where, text, dict(mesh))
+def _parse_arrow(where: str, text: str, mesh: tuple[tuple[str, Any], ...], inputs: int | None) -> Pattern:
+    reader = _Reader(where, text, sizes_with_key(mesh))
     arrow = reader.arrow()
     commas = [at for at in range(arrow) if text[at] == ","]
     if "," in text[arrow:]:
@@ -160,6 +161,8 @@ class _Reader:
 
     def __init__(self, where: str, text: str, mesh: dict[str, int]) -> None:
         self.where, self.text, self.mesh = where, text, mesh
+        self.together = together_of(mesh)
+        self.known = (*mesh, *self.together)
 
     def wrong(self, at: int, what: str, fix: str) -> NoReturn:
         """Fail, pointing at a character."""
@@ -193,12 +196,12 @@ class _Reader:
                 dims.append(Dim("1"))
             else:
                 *axes, name = part
-                dims.append(Dim(str(name), tuple(map(str, axes))))
+                dims.append(Dim(str(name), written_out(map(str, axes), self.together)))
         return _placed(dims, at)
 
     def _check(self, start: int, end: int) -> list[int]:
         """Whatever is wrong is found here, where its place is known. Gives the places of the dims."""
-        seen: set[str] = set()
+        seen: dict[str, str] = {}
         places: list[int] = []
         group: list[tuple[str, int]] | None = None
         opened = behind = start
@@ -220,7 +223,7 @@ class _Reader:
                 behind = at + len(token)
                 if group is not None:
                     group.append((token, at))
-                elif token in self.mesh:
+                elif token in self.known:
                     whole = f', which is P("{token}"): "({token} dim0) ..."' if self.text.strip() == token else ""
                     fix = f"write the dim that it cuts behind it: ({token} name){whole}"
                     self.wrong(at, f"{token!r} is a mesh axis and stands as a dim.", fix)
@@ -234,19 +237,28 @@ class _Reader:
         for found in _TOKEN.finditer(self.text, start, end):
             yield found.group(), found.start()
 
-    def _check_name(self, token: str, at: int, seen: set[str]) -> None:
+    def _check_name(self, token: str, at: int, seen: dict[str, str]) -> None:
         if token == "1":
             return
         if token != _ELLIPSIS and not token.isidentifier():
             self._check_symbol(token, at)
         if token.startswith("_") or token.endswith("_"):
             self.wrong(at, f"einops' names neither begin nor end with an underscore, as {token!r} does.", "rename it")
-        if token in seen:
-            kind = "mesh axis" if token in self.mesh else "dim"
-            fix = "a tensor is cut over an axis once" if token in self.mesh else "give each dim a name of its own"
+        if seen.get(token) == token:
+            kind = "mesh axis" if token in self.known else "dim"
+            fix = "a tensor is cut over an axis once" if token in self.known else "give each dim a name of its own"
             what = "an ellipsis stands" if token == _ELLIPSIS else f"the {kind} {token!r} stands"
             self.wrong(at, f"{what} twice in one layout.", "write one" if token == _ELLIPSIS else fix)
-        seen.add(token)
+        for part in written_out((token,), self.together):
+            if part in seen:
+                both = " and ".join(
+                    f"{name!r}, which is {' '.join(self.together[name])}" if name in self.together else repr(name)
+                    for name in (seen[part], token)
+                )
+                fix = "a tensor is cut over an axis once"
+                self.wrong(at, f"the mesh axis {part!r} is used twice in one layout: in {both}.", fix)
+            seen[part] = token
+        seen[token] = token
 
     def _check_symbol(self, token: str, at: int) -> NoReturn:
         """What is no name, in the words of what it may have been meant to be."""
@@ -273,11 +285,11 @@ class _Reader:
             self.wrong(opened, "parentheses with nothing in them.", "write 1 for a dim of length 1")
         *axes, (name, at) = group
         for axis, place in axes:
-            if axis in (_ELLIPSIS, "1") or axis not in self.mesh:
+            if axis in (_ELLIPSIS, "1") or axis not in self.known:
                 what = f"{axis!r} is not an axis of the mesh; in parentheses all but the last are."
-                fix = f"one of {names(self.mesh)}; a dim stands last, as in (tp d){likely(axis, self.mesh)}"
+                fix = f"one of {names(self.known)}; a dim stands last, as in (tp d){likely(axis, self.known)}"
                 self.wrong(place, what, fix)
-        if name in self.mesh:
+        if name in self.known:
             what = f"the last name in parentheses is a dim, and {name!r} is a mesh axis."
             self.wrong(at, what, f"write the name of the dim behind it: ({' '.join([*(a for a, _ in axes), name])} d)")
         if name in (_ELLIPSIS, "1"):

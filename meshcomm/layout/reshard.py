@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch, watch
+from meshcomm.axis_names import key_of, sizes_with_key
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange.all_to_all import all_to_all
 from meshcomm.collectives.exchange.permute import permute
@@ -97,7 +98,7 @@ def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 def _planned(layouts: str, shape: tuple[int, ...], mesh: int) -> tuple[tuple[Step, ...], tuple[int, ...]]:
     """The steps, and where each dim of the result is then, for a local shape on the mesh with this key."""
-    sizes = tuple(mesh_with_key(mesh).shape.items())
+    sizes = key_of(mesh_with_key(mesh).shape)
     if type(layouts) is str and all([type(length) is int for length in shape]):  # noqa: C419 -- half of a generator's time
         return _planned_once(layouts, shape, sizes)
     return _planned_once.__wrapped__(layouts, shape, sizes)
@@ -105,9 +106,9 @@ def _planned(layouts: str, shape: tuple[int, ...], mesh: int) -> tuple[tuple[Ste
 
 @functools.lru_cache(4096)
 def _planned_once(
-    layouts: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
+    layouts: str, shape: tuple[int, ...], axes: tuple[tuple[str, Any], ...]
 ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
-    where, sizes = "reshard", dict(axes)
+    where, sizes = "reshard", sizes_with_key(axes)
     pattern = parse_arrow(where, layouts, sizes, 1)
     source, _ = sides_of(where, pattern, shape, sizes)
     whole = tuple(math.prod(pair) for pair in zip(shape, source.parts(sizes), strict=True))

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshcomm.axis_names import together_of
 from meshcomm.collectives import check
 from meshcomm.elsewhere import is_partition_spec
 from meshcomm.errors import fail, names
@@ -55,7 +56,10 @@ def cut(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int
         if length % parts:
             sizes = " * ".join(f"{axis}={mesh[axis]}" for axis in dim.axes)
             what = f"dim {dim.name!r} of length {length} is not divisible by {sizes}."
-            found = re.search(rf"\( *{' +'.join(dim.axes)} +({re.escape(dim.name)}) *\)", text)
+            name = re.escape(dim.name)
+            found = re.search(rf"\( *{' +'.join(dim.axes)} +({name}) *\)", text) or re.search(
+                rf"\([^()]* ({name}) *\)", text
+            )
             fail(
                 where,
                 pointed(what, text, found and found.start(1)),
@@ -69,7 +73,7 @@ def dim_names(where: str, dims: str | None, mesh: Mapping[str, int], least: int,
     """The names in a string such as ``"b s d"``, or ``d0 d1 ...``: at least so many, or exactly."""
     if dims is None:
         called = [f"d{i}" for i in range(least)]
-        if set(called) & set(mesh):
+        if {*called} & {*mesh, *together_of(mesh)}:
             fail(where, "a mesh axis has the name that a dim would get.", got=f"mesh {dict(mesh)}", fix="pass dims=")
         return called
     parsed = parse(where, dims, mesh)
@@ -214,10 +218,13 @@ def layout_of(spec: Collection[Any], dims: str | None = None, mesh: Mesh | None 
     spec = tuple(spec) if is_partition_spec(spec) else spec  # it is no Collection
     if isinstance(spec, (str, Mapping, Set)) or not isinstance(spec, Collection):
         fail(where, f"a PartitionSpec is a tuple, not {spec!r}.", fix='such as (("dp", "fsdp"), None, "tp")')
-    called = dim_names(where, dims, sizes, len(spec))
+    called, together = dim_names(where, dims, sizes, len(spec)), together_of(sizes)
     found, seen = [], set[str]()
     for name, entry in zip(called, [*spec, *[None] * (len(called) - len(spec))], strict=True):
-        axes = () if entry is None else tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+        said = () if entry is None else tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+        axes = tuple(
+            part for axis in said for part in (together.get(axis, (axis,)) if isinstance(axis, str) else (axis,))
+        )
         for axis in axes:
             if not isinstance(axis, str) or axis not in sizes:
                 given = f"{spec!r}; mesh {sizes}"

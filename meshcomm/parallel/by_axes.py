@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from meshcomm.current import current_mesh
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import AxisName, Mesh, current_mesh
+from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.tensor.auto.patterns import style_text
 from meshcomm.runtime.ops import Op
@@ -161,17 +162,22 @@ def _roles(mesh: Mesh, axes: Mapping[str, Role] | None) -> dict[str, Role]:
         fail(WHERE, f"axes is no mapping but {type(said).__name__}.", fix="such as axes={'model': 'tensor'}")
     kinds = ("data", "fsdp", "tensor")
     for name, role in said.items():
-        if name not in mesh.shape:
+        if name not in mesh.shape and name not in mesh.names:
             fail(WHERE, f"axes names {name!r}, which the mesh {mesh.shape} has not.", fix=names(mesh.shape))
         if role not in kinds:
             fail(WHERE, f"axes: {name!r} is {role!r}.", fix=f"one of {names(kinds)}{likely(str(role), kinds)}")
     roles: dict[str, Role] = {}
+    wholes = {part: name for name, parts in mesh.names.items() for part in parts}
     for name in mesh.axis_names:
-        if name not in said and name not in _ROLES:
+        whole = wholes.get(name, name)
+        if name in said and whole in said and whole != name:
+            fail(WHERE, f"axes: {name!r} is a part of {whole!r}.", got=f"axes {dict(said)}", fix="one of them")
+        role = said.get(name) or said.get(whole) or _ROLES.get(name) or _ROLES.get(whole)
+        if role is None:
             what = f"what axis {name!r} of the mesh {mesh.shape} is for is not known."
             fix = f"axes={{{name!r}: 'data'}}, or 'fsdp' or 'tensor'; known by name are {names(_ROLES)}"
             fail(WHERE, what, fix=fix)
-        roles[name] = said[name] if name in said else _ROLES[name]
+        roles[name] = role
     return roles
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshcomm.axis_names import written_out
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
@@ -119,7 +120,7 @@ class _Sums:
 
     def _place(self, p: nn.Parameter) -> tuple[int, float]:
         """Where in the table it counts, and how much of it: what several ranks have, on each of them in part."""
-        cut = set(declared(p))
+        cut = set(written_out(declared(p), self.mesh.names))
         unknown = cut.difference(self.axes)
         if unknown:
             what = f"a parameter of shape {list(p.shape)} was said to vary along {sorted(unknown)}."

@@ -137,7 +137,7 @@ class comm_budget:  # noqa: N801  # reads as what it says, as use_mesh does
     def check(self, t: Trace, what: str = "the trace") -> None:
         """Raise AssertionError if a trace holds more than this budget; ``what`` it is about."""
         events = [event for event in t.events if self._backward or not event.backward]
-        complaints, culprits = self._over_counts(events)
+        complaints, culprits = self._over_counts(t, events)
         if self._bytes is not None:
             complaint = _over_bytes(events, self._bytes)
             if complaint:
@@ -147,15 +147,23 @@ class comm_budget:  # noqa: N801  # reads as what it says, as use_mesh does
             said = text("comm_budget", f"{what} communicated more than its budget.", got="; ".join(complaints))
             raise AssertionError(f"{said}\n  beyond it, per rank:\n{_indented(table_of(culprits))}")
 
-    def _over_counts(self, events: Iterable[TraceEvent]) -> tuple[list[str], list[TraceEvent]]:
+    def _over_counts(self, t: Trace, events: Iterable[TraceEvent]) -> tuple[list[str], list[TraceEvent]]:
         complaints, culprits = [], []
-        for axis, of_axis in grouped(events, lambda e: e.axis).items():
+        whose: dict[AxisName, AxisName] = {}
+        for name in self._axes:
+            for axis in t.meant(name):
+                if axis in whose:
+                    what = f"{axis_text(whose[axis])!r} and {axis_text(name)!r} are one axis."
+                    fail("comm_budget", what, fix="name it once")
+                whose[axis] = name
+        for axis, of_axis in grouped(events, lambda e: whose.get(e.axis, e.axis)).items():
             allowed = self._axes.get(axis, self._others)
             if allowed is None:
                 continue
             worst, kinds = _worst(of_axis, allowed)
             if kinds:
-                complaints.append(f"{axis_text(axis)}: {worst}, allowed {_written(allowed)}")
+                over = " and ".join(dict.fromkeys(axis_text(event.axis) for event in of_axis))
+                complaints.append(f"{over}: {worst}, allowed {_written(allowed)}")
                 culprits += [event for event in of_axis if event.operation in kinds]
         return complaints, culprits
 

@@ -20,7 +20,11 @@ _KEPT = ("operation", "primitive", "size", "rank", "place", "payload", "wire", "
 
 
 def document(
-    events: Sequence[TraceEvent], began: float, seconds: float, compiled: Iterable[AxisName]
+    events: Sequence[TraceEvent],
+    began: float,
+    seconds: float,
+    compiled: Iterable[AxisName],
+    together: Iterable[tuple[str, tuple[str, ...]]] = (),
 ) -> dict[str, Any]:
     """The whole file."""
     slices: list[dict[str, Any]] = []
@@ -34,7 +38,8 @@ def document(
                 slices += _named(pid, tid, "thread", axis if number == 1 else f"{axis} #{number}", tid)
                 for event in lane:
                     slices += _slices(event, pid, tid, seconds)
-    about = {"made by": "meshcomm", "began": began, "seconds": seconds, "compiled": [_axis(axis) for axis in compiled]}
+    about = {"made by": "meshcomm", "began": began, "seconds": seconds, "compiled": [_axis(axis) for axis in compiled],
+             "names": [[name, list(axes)] for name, axes in together]}  # fmt: skip
     return {"traceEvents": slices, "displayTimeUnit": "ms", "otherData": about}
 
 

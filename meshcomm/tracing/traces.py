@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from meshcomm.errors import fail, names
-from meshcomm.mesh import Axis, AxisName, Mesh, all_axes, on_new_axis
+from meshcomm.mesh import Axis, AxisName, Mesh, all_axes, axes_in, on_new_axis
 from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.pictures.timeline import Bar, timeline
 from meshcomm.runtime.ops import is_operation, operations
@@ -37,6 +38,7 @@ class Trace(Shown):
         self.compiled: tuple[AxisName, ...] = ()
         """Axes over which compiled graphs may have communicated, of which a trace knows nothing."""
         self._compiled_now: tuple[AxisName, ...] = ()
+        self._names: dict[str, set[tuple[str, ...]]] = {}  # what stands for several axes, on any of the meshes
         self._home: Rank | None = None
         self._origin = 0
         self._end: int | None = None
@@ -106,6 +108,7 @@ class Trace(Shown):
             self._note_compiled(axis)
         with self._lock:
             if not self._closed:
+                self._learn((name, axes) for name, axes in axis.mesh.names.items())
                 self._axes.append(weakref.ref(axis))
                 attach(axis, self._records)
 
@@ -117,6 +120,19 @@ class Trace(Shown):
             if now and axis.name not in self._compiled_now:
                 self._compiled_now = (*self._compiled_now, axis.name)
 
+    def _learn(self, names: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+        for name, axes in names:
+            self._names.setdefault(name, set()).add(axes)
+
+    def _known(self) -> list[tuple[str, tuple[str, ...]]]:
+        return [(name, axes) for name, several in sorted(self._names.items()) for axes in sorted(several)]
+
+    def meant(self, axis: AxisName) -> set[AxisName]:
+        """The axes, as events have them, that a name is of: itself, and what it stands for on a mesh that was used."""
+        ways = [[(part,), *self._names.get(part, ())] for part in axes_in(axis)]
+        found = {tuple(itertools.chain(*way)) for way in itertools.product(*ways)}
+        return {axes[0] if len(axes) == 1 else axes for axes in found}
+
     def _so_far(self) -> tuple[TraceEvent, ...]:
         return (*(record.event(self._origin) for record in list(self._records)), *self._abroad)
 
@@ -125,6 +141,7 @@ class Trace(Shown):
         with self._lock:
             if not self._closed:
                 self._abroad += chrome.moved(other._events, other.began - self.began)
+                self._learn(other._known())
                 self.compiled = tuple(dict.fromkeys((*self.compiled, *other.compiled)))
                 self._compiled_now = tuple(dict.fromkeys((*self._compiled_now, *now)))
 
@@ -155,10 +172,11 @@ class Trace(Shown):
         """
         if operation is not None and not is_operation(operation):
             fail("Trace.count", f"no operation {operation!r}.", fix=f"one of {names(operations())}")
+        axes = None if axis is None else self.meant(axis)
         chosen = [
             event
             for event in self._of(backward, rank)
-            if operation in (None, event.operation) and axis in (None, event.axis)
+            if operation in (None, event.operation) and (axes is None or event.axis in axes)
         ]
         return most(chosen)[0].calls if chosen else 0
 
@@ -211,7 +229,7 @@ class Trace(Shown):
         """Write it as Chrome trace JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing: a process per rank, a
         track per axis, more of them where works overlap; inside of each slice the call and the wait.
         """
-        text = json.dumps(chrome.document(self.events, self.began, self.seconds, self.compiled))
+        text = json.dumps(chrome.document(self.events, self.began, self.seconds, self.compiled, self._known()))
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -230,18 +248,22 @@ class Trace(Shown):
             moved = [chrome.moved(part.events, part.began - whole.began) for part in parts]
             whole._events = tuple(sorted((e for events in moved for e in events), key=lambda e: e.start))
             whole._end += round(_SECOND * max(part.began - whole.began + part.seconds for part in parts))
+            for part in parts:
+                whole._learn(part._known())
             whole.compiled = tuple(dict.fromkeys(axis for part in parts for axis in part.compiled))
         return whole
 
     def __getstate__(self) -> dict[str, Any]:
         if self._end is None:
             fail("trace", "a trace that is open cannot be pickled.", fix="leave its with block first")
-        return {"began": self.began, "seconds": self.seconds, "compiled": self.compiled, "events": self._events}
+        return {"began": self.began, "seconds": self.seconds, "compiled": self.compiled, "events": self._events,
+                "names": self._known()}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Trace.__init__(self)
         self.began, self.compiled, self._events = state["began"], state["compiled"], state["events"]
         self._origin, self._end = 1, 1 + round(_SECOND * state["seconds"])
+        self._learn(state.get("names", ()))
 
 
 def _loaded(part: object) -> Trace:

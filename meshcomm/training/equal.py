@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from meshcomm._torch import outside_transforms, tree_leaves_with_path, unwrapped, without_modes
+from meshcomm.axis_names import written_out
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
+from meshcomm.current import current_mesh
 from meshcomm.errors import CommError, VaryingError, fail, few, names, shape_text, text
-from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
+from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.objects.pickles import bytes_of
 from meshcomm.runtime.ops import Op
@@ -128,6 +130,9 @@ def _noted(x: Tensor) -> Type | None:
     if kind is None:
         return None if other is None else _noted(other)
     mesh = current_mesh()
+    if mesh is not None and kind.grid is None:  # declared by names alone
+        axes = frozenset(written_out(kind.axes, mesh.names))
+        return kind if axes == kind.axes else kind.moved(grid_of(mesh), axes)
     if mesh is None or kind.grid is None or not kind.axes or kind.grid is grid_of(mesh):
         return kind
     found = kind.grid.moved(kind.axes, grid_of(mesh))

@@ -129,8 +129,8 @@ def context_attention(
     given = (q, k, v) if documents is None else (q, k, v, documents)
     if here.watcher is None:
         return run(*given)
-    named = [along for along in (axis, heads_axis) if along is not None]
-    return here.watcher.joined(_WHERE, run, given, tuple(one for name in named for one in axes_in(name)), mesh)
+    along = [each.name for each in (ring, heads) if each is not None]
+    return here.watcher.joined(_WHERE, run, given, tuple(one for name in along for one in axes_in(name)), mesh)
 
 
 def _run(

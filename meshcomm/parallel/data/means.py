@@ -34,7 +34,7 @@ class Mean:
 
     def __init__(self, mesh: Mesh, reduced: tuple[str, ...], over: AxisName | None) -> None:
         self.mesh, self.reduced, self.told = mesh, reduced, over is not None
-        self.over = reduced if over is None else axes_in(over)
+        self.over = reduced if over is None else mesh.axes_of(over)
         self.share = self._share()
         """By which the averages are to be multiplied."""
 

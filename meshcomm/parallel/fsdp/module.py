@@ -19,7 +19,7 @@ from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.one_rank import scatter
 from meshcomm.errors import fail, names
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import (
     Flat,
     Part,
@@ -362,7 +362,7 @@ def _refuse_other_ways(before: Mapping[str, nn.Module], policy: Policy, mean_ove
             "replica_axis": replicas,
         }
         if owner.mean is not None and owner.mean.told:
-            pairs["mean_over"] = [owner.mean.over, None if mean_over is None else axes_in(mean_over)]
+            pairs["mean_over"] = [owner.mean.over, None if mean_over is None else policy.axis.mesh.axes_of(mean_over)]
         for key, (inner, outer) in pairs.items():
             if inner != outer:
                 what = f"{name!r} was sharded with {key}={inner!r}, and the module around it is with {outer!r}."

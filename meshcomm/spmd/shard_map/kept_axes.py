@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from meshcomm.mesh import Axis, Mesh
+from meshcomm.mesh import Axis, Mesh, axes_in
 from meshcomm.runtime.transports.threads.scheduler import World
 
 Axes = dict[Any, Axis]
@@ -63,9 +63,9 @@ def _nobodys(axes: Axes, mesh: Mesh) -> list[Any] | None:
     for key in axes:
         if key[0] is not mesh:
             return None
-        if type(key[1]) is not tuple:  # an axis has one name that is a tuple
-            continue
         axis = axes[key]
+        if key[1] != axes_in(axis.name):  # of its names one is the tuple of the axes of the mesh
+            continue
         link: Any = axis.link
         held = names.count(id(axis))
         if axis.size > 1:

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from meshcomm._torch import tree_leaves_with_path
+from meshcomm.axis_names import written_out
 from meshcomm.collectives import check
+from meshcomm.current import current_mesh
 from meshcomm.errors import fail, names
-from meshcomm.mesh import Mesh, current_mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.checker import Checker
 from meshcomm.spmd.types.grids import grid_of
@@ -107,11 +109,13 @@ def checked_axes(where: str, axes: Any, mesh: Mesh | None) -> tuple[str, ...]:
     given = (axes,) if isinstance(axes, str) else axes
     if not isinstance(given, (tuple, list)) or not all(isinstance(axis, str) for axis in given):
         fail(where, f"axes={axes!r}.", fix="a name, or a tuple of names; () for what is the same on every rank")
-    unknown = [] if mesh is None else [axis for axis in given if axis not in mesh.axis_names]
+    if mesh is None:
+        return tuple(given)
+    written = written_out(given, mesh.names)
+    unknown = [axis for axis in written if axis not in mesh.axis_names]
     if unknown:
-        assert mesh is not None
         fail(where, f"no axis {names(unknown)}.", got=f"mesh {mesh.shape}", fix=f"one of {names(mesh.shape)}")
-    return tuple(given)
+    return written
 
 
 def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = None) -> Tree:

@@ -20,6 +20,7 @@ from meshcomm._torch import (
     view_again,
     without_modes,
 )
+from meshcomm.axis_names import written_out
 from meshcomm.collectives import check
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
@@ -157,7 +158,10 @@ class Core(TorchFunctionMode):
     def _moved(self, x: Tensor, kind: Type) -> Type | None:
         """The type, on this mesh, of what was typed on another one, or by names alone; None if it has none here."""
         if kind.grid is None:
-            return kind.placed_on(self.grid) if kind.axes <= self._all else None
+            axes = frozenset(written_out(kind.axes, self.mesh.names))
+            if not axes <= self._all:
+                return None
+            return kind.placed_on(self.grid) if axes == kind.axes else kind.moved(self.grid, axes)
         found = kind.grid.moved(kind.axes, self.grid)
         if found is None or not (found.closed or not differentiated(x)):
             return None
