@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm._versions import say_if_untested
-from meshcomm.axis_names import Together, checked_together
 from meshcomm.errors import fail
 from meshcomm.errors import names as quoted
-from meshcomm.mesh import Mesh, Place, let_go_of_groups, makes_meshes
+from meshcomm.mesh import Mesh, let_go_of_groups, makes_meshes
 from meshcomm.runtime import groups
+from meshcomm.runtime.axis_names import Together, checked_together
 from meshcomm.runtime.groups import identity
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.start import world
 from meshcomm.runtime.start.request import duration
-from meshcomm.runtime.transports.protocol import Link
+from meshcomm.runtime.transports.protocol import Link, Place
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
@@ -213,7 +213,7 @@ def make_mesh(
     if not isinstance(strict, bool):
         fail("make_mesh", f"strict={strict!r} is not a bool.", fix="True or False")
     limit = duration("make_mesh", timeout)
-    together = checked_together("make_mesh", names or {}, shape)
+    together = checked_together("make_mesh", {} if names is None else names, shape)
     mesh = _mesh_over(shape, ranks, limit, together)
     mesh.strict, mesh.timeout = strict, limit
     if not mesh.place.rank():  # the first rank, or who calls all of them
@@ -308,7 +308,7 @@ def from_device_mesh(device_mesh: DeviceMesh, names: Mapping[str, tuple[str, ...
         fail(where, "there is no torch process group.", fix="call dist.init_process_group or mc.init first")
     grid = device_mesh.mesh
     shape = _checked_shape(where, dict(zip(device_mesh.mesh_dim_names, grid.shape, strict=True)))
-    together = checked_together(where, names or {}, shape)
+    together = checked_together(where, {} if names is None else names, shape)
     ranks = tuple(int(rank) for rank in grid.flatten().tolist())
     if here is None:
         return Mesh(shape, ranks, _Solo(), 1, device_mesh, together)
@@ -320,8 +320,8 @@ def split(mesh: Mesh, axis: str, sizes: Mapping[str, int]) -> Mesh:
     """What :meth:`Mesh.split` calls."""
     where, shape = "mesh.split", mesh.shape
     got = f"axis {axis!r} into {dict(sizes)}; {mesh}"
-    if axis not in shape:
-        what = f"{axis!r} stands for several axes." if axis in mesh.names else f"no axis {axis!r} in the mesh."
+    if not isinstance(axis, str) or axis not in shape:
+        what = f"{axis!r} stands for several axes." if axis in (*mesh.names,) else f"no axis {axis!r} in the mesh."
         fail(where, what, got=got, fix=f"one of {quoted(shape)}")
     whole = next((name for name, parts in mesh.names.items() if axis in parts), None)
     if whole is not None:

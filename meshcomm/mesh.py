@@ -9,24 +9,25 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from functools import cached_property, partial
+from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import _torch, watch
-from meshcomm.axis_names import Sizes, Together, checked_names
 from meshcomm.elsewhere import Answers
 from meshcomm.errors import fail
 from meshcomm.pictures.grid import mesh_grids
 from meshcomm.pictures.picture import Picture, Shown
+from meshcomm.runtime.axis_names import Sizes, Together, checked_names, ranks_along
 from meshcomm.runtime.hooks.stack import log_of
-from meshcomm.runtime.transports.protocol import Link
+from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.protocol import Link, Place
 from meshcomm.runtime.transports.solo import SoloLink
-from meshcomm.runtime.transports.threads.scheduler import current_rank
+from meshcomm.runtime.transports.threads import eras
+from meshcomm.runtime.transports.threads.scheduler import carry_over, current_rank
 from meshcomm.runtime.transports.threads.scheduler import local as _ranks
 
 AxisName = str | tuple[str, ...]
@@ -39,31 +40,6 @@ def axes_in(name: AxisName | tuple[()]) -> tuple[str, ...]:
 
 
 _keys = itertools.count()
-
-
-class Place(Protocol):
-    """Where the ranks of a mesh are, and what links them."""
-
-    in_process: bool
-    """Whether they are threads of this process."""
-
-    def rank(self) -> int | None:
-        """Who asks, in the world; None outside of it."""
-
-    def world_size(self) -> int | None:
-        """How many ranks the world has; None outside of it."""
-
-    def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
-        """Names a mesh that is made now, alike on all of its ranks."""
-
-    def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
-        """A link of who asks to these ranks, for an axis of the mesh of this name."""
-
-    def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-        """torch's group of these ranks."""
-
-    def device(self) -> torch.device:
-        """The device that who asks computes on."""
 
 
 class Axis(Answers):
@@ -306,7 +282,9 @@ class Mesh(Answers, Shown):
 
     def _make_device_mesh(self) -> DeviceMesh:
         home = self.own_coordinate()  # of a rank outside, which has no groups, there is none
-        groups = [self.place.group(self._ranks_along((name,), home), self.timeout) for name in self._shape]
+        groups = [
+            self.place.group(ranks_along(self._shape, self.ranks, (name,), home), self.timeout) for name in self._shape
+        ]
         grid = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(*self._shape.values())
         only = len(groups) == 1
         return DeviceMesh.from_group(
@@ -323,6 +301,7 @@ class Mesh(Answers, Shown):
         """
         return _makers["from_device_mesh"](device_mesh, names)
 
+    @Op("Mesh.split", composed=True)
     def split(self, axis: str, /, **sizes: int) -> Mesh:
         """A finer mesh over the same ranks, in which ``axis`` goes on naming the whole of what it is split into.
 
@@ -334,19 +313,16 @@ class Mesh(Answers, Shown):
             axis: one of :attr:`axis_names`.
             sizes: name to size of its parts, major first; one may be -1.
 
-        Returns: another mesh, with sequences of calls of its own; all ranks make it. The names that this one has for
-            several axes stay.
+        Returns: another mesh, with its own sequences of calls; all ranks make it. Names for several axes stay.
 
         Cost: that of :func:`make_mesh`.
 
         Raises:
-            MeshError: no such axis, or one that is a part of another name; sizes that do not multiply to its size; a
-                name that the mesh has already.
+            MeshError: no such axis, or one in another name; sizes that do not multiply to its size; a name twice.
 
         Example:
             >>> import torch, meshcomm as mc
-            >>> mesh = mc.make_mesh({"fsdp": 4}).split("fsdp", efsdp=2, ep=2)
-            >>> mesh
+            >>> (mesh := mc.make_mesh({"fsdp": 4}).split("fsdp", efsdp=2, ep=2))
             Mesh({'efsdp': 2, 'ep': 2}, names={'fsdp': ('efsdp', 'ep')})
             >>> mc.launch(lambda: mc.all_reduce(torch.ones(1), "fsdp", mesh=mesh).item(), ranks=4)
             [4.0, 4.0, 4.0, 4.0]
@@ -407,7 +383,7 @@ class Mesh(Answers, Shown):
     def _made(self, parts: tuple[str, ...]) -> Axis:
         mine = self.own_index()
         coordinate = self.coordinate_of(mine)
-        ranks = self._ranks_along(parts, coordinate)
+        ranks = ranks_along(self._shape, self.ranks, parts, coordinate)
         alone = len(ranks) == 1
         link = SoloLink() if alone else self.place.link(ranks, self.timeout, self._identity, parts)
         index = ranks.index(self.ranks[mine])
@@ -415,20 +391,6 @@ class Mesh(Answers, Shown):
         if (log := log_of(link)) is not None:
             log.named(found.name, coordinate)
         return found
-
-    def _ranks_along(self, parts: tuple[str, ...], home: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks that share the place ``home`` on all other axes, in the order in which the axes are written."""
-        if parts == self.axis_names:
-            return self.ranks
-        strides, step = {}, self.size
-        for name, length in self._shape.items():
-            strides[name] = step = step // length
-        base = sum(home[name] * stride for name, stride in strides.items() if name not in parts)
-        places = [base]
-        for name in parts:
-            steps = [i * strides[name] for i in range(self._shape[name])]
-            places = [place + step for place in places for step in steps]
-        return tuple([self.ranks[place] for place in places])
 
     def _outside_a_rank(self, where: str) -> NoReturn:
         if self.in_process:
@@ -453,3 +415,86 @@ class Mesh(Answers, Shown):
 
     def __reduce__(self) -> NoReturn:
         fail("Mesh", "a mesh belongs to its process and cannot be pickled.", fix="make it inside the launched function")
+
+
+# ---------------------------------------------------------------------------------------------- the current mesh
+
+
+class _Local(threading.local):
+    mesh: Mesh | None = None
+    within = -1
+    """The backward pass in which it became the current one, if it did in one."""
+    first = -1
+    """The key of the first mesh that was current in this thread."""
+    several = False
+    """Whether another one was, too: only then may a graph be of another mesh than the current one."""
+
+
+_local = _Local()
+
+
+class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
+    """``with use_mesh(mesh):`` functions called without ``mesh=`` use this mesh, in this thread and in ranks launched
+    in it.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> with mc.use_mesh(mc.make_mesh({"dp": 1})) as mesh:
+        ...     mc.axis_size("dp"), mc.current_mesh() is mesh
+        (1, True)
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        if not isinstance(mesh, Mesh):
+            fail("use_mesh", f"expected a Mesh, got {type(mesh).__name__}.", fix="mc.make_mesh({...})")
+        self._mesh = mesh
+        self._outer: list[tuple[Mesh | None, int]] = []
+
+    def __enter__(self) -> Mesh:
+        self._outer.append((_local.mesh, _local.within))
+        begin(self._mesh)
+        return self._mesh
+
+    def __exit__(self, *exc: object) -> None:
+        _local.mesh, _local.within = self._outer.pop()
+        if not torch.compiler.is_compiling():
+            eras.begin(_local.mesh)
+
+
+def begin(mesh: Mesh) -> None:
+    """``mesh`` is the current one of this thread."""
+    _set_current(mesh)
+    if not torch.compiler.is_compiling():
+        _local.within = _torch.backward_pass()
+        eras.begin(mesh)
+
+
+def _set_current(mesh: Mesh | None) -> None:
+    _local.mesh = mesh
+    if mesh is not None and mesh.key != _local.first:
+        _local.several, _local.first = _local.first >= 0, mesh.key
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the innermost ``with use_mesh(...)`` in this thread, or None. What a backward calls again finds the
+    one that was current when its graph was made.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> with mc.use_mesh(mc.make_mesh({"dp": 1})):
+        ...     mc.current_mesh()
+        Mesh({'dp': 1})
+    """
+    mesh = _local.mesh
+    if (mesh is None or _local.several) and not torch.compiler.is_compiling():
+        number = _torch.backward_pass()
+        if number >= 0 and (mesh is None or number != _local.within):
+            return cast("Mesh | None", eras.of_current_node() or mesh or eras.of_caller())
+    return mesh
+
+
+def _capture_current() -> Callable[[], None] | None:
+    return None if _local.mesh is None else partial(_set_current, _local.mesh)
+
+
+carry_over(_capture_current)

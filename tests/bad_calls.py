@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import meshcomm as mc
-from meshcomm import _torch, current, parallel
+from meshcomm import _torch, parallel
 from meshcomm.parallel import Column, checkpoint, fsdp
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.threads.scheduler import current_rank
@@ -1149,11 +1149,11 @@ class Outcome(NamedTuple):
 
 @contextlib.contextmanager
 def _without_mesh() -> Iterator[None]:
-    outer, current._local.mesh = current._local.mesh, None
+    outer, mc.mesh._local.mesh = mc.mesh._local.mesh, None
     try:
         yield
     finally:
-        current._local.mesh = outer
+        mc.mesh._local.mesh = outer
 
 
 def outcome(row: Row, h: Here) -> Outcome:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from meshcomm.current import current_mesh
 from meshcomm.errors import MeshError, fail, is_held, names, raise_alone, shape_text, text
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.transports.exact import MOST_RANKS
 

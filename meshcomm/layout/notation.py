@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from einops.parsing import ParsedExpression
 
-from meshcomm.axis_names import key_of, sizes_with_key, together_of, written_out
 from meshcomm.elsewhere import layout_said_by
 from meshcomm.errors import fail, likely, names
+from meshcomm.runtime.axis_names import key_of, sizes_with_key, together_of, written_out
 
 _ELLIPSIS = "..."
 _TOKEN = re.compile(r"\.\.\.|\w+|[^ ]")

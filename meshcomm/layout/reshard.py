@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch, watch
-from meshcomm.axis_names import key_of, sizes_with_key
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange.all_to_all import all_to_all
 from meshcomm.collectives.exchange.permute import permute
@@ -21,6 +20,7 @@ from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.plan import plan_of, sides_of
 from meshcomm.layout.search import Step
 from meshcomm.mesh import Mesh, mesh_with_key
+from meshcomm.runtime.axis_names import key_of, sizes_with_key
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import Pending
 from meshcomm.work import Source, Work, begun

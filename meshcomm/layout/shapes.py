@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from meshcomm.axis_names import together_of
 from meshcomm.collectives import check
 from meshcomm.elsewhere import is_partition_spec
 from meshcomm.errors import fail, names
 from meshcomm.layout.notation import Dim, Layout, as_text, expand, parse, pointed
 from meshcomm.mesh import Mesh
+from meshcomm.runtime.axis_names import together_of, written_out
 
 
 def fit(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int], text: str) -> Layout:
@@ -57,9 +57,8 @@ def cut(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int
             sizes = " * ".join(f"{axis}={mesh[axis]}" for axis in dim.axes)
             what = f"dim {dim.name!r} of length {length} is not divisible by {sizes}."
             name = re.escape(dim.name)
-            found = re.search(rf"\( *{' +'.join(dim.axes)} +({name}) *\)", text) or re.search(
-                rf"\([^()]* ({name}) *\)", text
-            )
+            ways = (" +".join(dim.axes), "[^()]+")  # as they are, or by a name for several
+            found = next(filter(None, (re.search(rf"\( *{way} +({name}) *\)", text) for way in ways)), None)
             fail(
                 where,
                 pointed(what, text, found and found.start(1)),
@@ -222,9 +221,7 @@ def layout_of(spec: Collection[Any], dims: str | None = None, mesh: Mesh | None 
     found, seen = [], set[str]()
     for name, entry in zip(called, [*spec, *[None] * (len(called) - len(spec))], strict=True):
         said = () if entry is None else tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
-        axes = tuple(
-            part for axis in said for part in (together.get(axis, (axis,)) if isinstance(axis, str) else (axis,))
-        )
+        axes = written_out(said, together) if all(isinstance(axis, str) for axis in said) else said
         for axis in axes:
             if not isinstance(axis, str) or axis not in sizes:
                 given = f"{spec!r}; mesh {sizes}"

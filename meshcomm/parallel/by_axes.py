@@ -10,9 +10,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from meshcomm.current import current_mesh
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import AxisName, Mesh, current_mesh
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.tensor.auto.patterns import style_text
 from meshcomm.runtime.ops import Op
@@ -172,12 +171,12 @@ def _roles(mesh: Mesh, axes: Mapping[str, Role] | None) -> dict[str, Role]:
         whole = wholes.get(name, name)
         if name in said and whole in said and whole != name:
             fail(WHERE, f"axes: {name!r} is a part of {whole!r}.", got=f"axes {dict(said)}", fix="one of them")
-        role = said.get(name) or said.get(whole) or _ROLES.get(name) or _ROLES.get(whole)
-        if role is None:
+        found = said.get(name) or said.get(whole) or _ROLES.get(name) or _ROLES.get(whole)
+        if found is None:
             what = f"what axis {name!r} of the mesh {mesh.shape} is for is not known."
             fix = f"axes={{{name!r}: 'data'}}, or 'fsdp' or 'tensor'; known by name are {names(_ROLES)}"
             fail(WHERE, what, fix=fix)
-        roles[name] = role
+        roles[name] = found
     return roles
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshcomm.axis_names import written_out
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
 from meshcomm.mesh import Mesh, axes_in
 from meshcomm.parallel.cut_parameters import checked_module, parts_of, widest_mesh
+from meshcomm.runtime.axis_names import written_out
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process.accelerator import with_doubles
 from meshcomm.spmd.types.vma import declared

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm._torch import own_parameters, watch_total_norms
-from meshcomm.current import current_mesh
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.parallel.global_places import Place
 
 

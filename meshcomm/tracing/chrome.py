@@ -106,8 +106,10 @@ def _args(event: TraceEvent) -> dict[str, Any]:
     return args
 
 
-def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tuple[TraceEvent, ...]]:
-    """When the trace began, how long it was, what was compiled, and the events, of what :func:`document` gave."""
+def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tuple[TraceEvent, ...], Any]:
+    """When the trace began, how long it was, what was compiled, the events, and names of several axes, of what
+    :func:`document` gave.
+    """
     about = file["otherData"]
     if about["made by"] != "meshcomm":
         raise ValueError(about["made by"])
@@ -118,6 +120,7 @@ def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tupl
         float(about["seconds"]),
         tuple(_name(axis) for axis in about["compiled"]),
         tuple(events),
+        [(name, tuple(axes)) for name, axes in about.get("names", ())],
     )
 
 

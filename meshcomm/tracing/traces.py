@@ -275,13 +275,13 @@ def _loaded(part: object) -> Trace:
         fail("Trace.merge", f"expected a trace or a file, got {type(part).__name__}.")
     with open(part, encoding="utf-8") as file:
         try:
-            began, seconds, compiled, events = chrome.read(json.load(file))
+            began, seconds, compiled, events, together = chrome.read(json.load(file))
         except (ValueError, KeyError, TypeError, AttributeError):
             fail(
                 "Trace.merge", f"{os.fspath(part)!r} is no trace of meshcomm.", fix="a file that Trace.save has written"
             )
     found = Trace()
-    found.__setstate__({"began": began, "seconds": seconds, "compiled": compiled, "events": events})
+    found.__setstate__({"began": began, "seconds": seconds, "compiled": compiled, "events": events, "names": together})
     return found
 
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from meshcomm._torch import outside_transforms, tree_leaves_with_path, unwrapped, without_modes
-from meshcomm.axis_names import written_out
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
-from meshcomm.current import current_mesh
 from meshcomm.errors import CommError, VaryingError, fail, few, names, shape_text, text
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.objects.pickles import bytes_of
+from meshcomm.runtime.axis_names import written_out
 from meshcomm.runtime.ops import Op
 from meshcomm.spmd.types.check_vma import checked_axes
 from meshcomm.spmd.types.grids import grid_of

@@ -5,10 +5,12 @@ n = number of ranks in the group. Tensors are dense; results are always new stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
@@ -231,3 +233,28 @@ class Defaults:
 def _read(told: Tensor) -> Any:
     with _torch.outside_transforms():
         return told.tolist()
+
+
+class Place(Protocol):
+    """Where the ranks of a mesh are, and what links them."""
+
+    in_process: bool
+    """Whether they are threads of this process."""
+
+    def rank(self) -> int | None:
+        """Who asks, in the world; None outside of it."""
+
+    def world_size(self) -> int | None:
+        """How many ranks the world has; None outside of it."""
+
+    def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
+        """Names a mesh that is made now, alike on all of its ranks."""
+
+    def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
+        """A link of who asks to these ranks, for an axis of the mesh of this name."""
+
+    def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+        """torch's group of these ranks."""
+
+    def device(self) -> torch.device:
+        """The device that who asks computes on."""

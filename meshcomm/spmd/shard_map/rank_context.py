@@ -16,9 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from meshcomm._torch import dual_level_open, functorch_active, tree_flatten
-from meshcomm.current import begin, current_mesh, use_mesh
 from meshcomm.errors import fail, shape_text
-from meshcomm.mesh import Mesh
+from meshcomm.mesh import Mesh, begin, current_mesh, use_mesh
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.spmd.shard_map.assemble import differentiable
 from meshcomm.spmd.shard_map.specs import WHERE

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from meshcomm._torch import tree_leaves_with_path
-from meshcomm.axis_names import written_out
 from meshcomm.collectives import check
-from meshcomm.current import current_mesh
 from meshcomm.errors import fail, names
-from meshcomm.mesh import Mesh
+from meshcomm.mesh import Mesh, current_mesh
+from meshcomm.runtime.axis_names import written_out
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.checker import Checker
 from meshcomm.spmd.types.grids import grid_of

@@ -24,8 +24,8 @@ from meshcomm._torch import (
     watch_swaps,
     without_modes,
 )
-from meshcomm.current import current_mesh, use_mesh
 from meshcomm.errors import names
+from meshcomm.mesh import current_mesh, use_mesh
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.foreign_memory import lend
 from meshcomm.spmd.types.reachable import Reachable, package_of

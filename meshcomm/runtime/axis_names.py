@@ -110,3 +110,20 @@ def checked_together(where: str, given: object, sizes: Mapping[str, int]) -> Tog
             fail(where, what, got=got, fix=fix)
         found[name] = tuple(parts)
     return found
+
+
+def ranks_along(
+    sizes: Mapping[str, int], ranks: tuple[int, ...], parts: tuple[str, ...], home: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The ranks of a mesh that share the place ``home`` on all axes but ``parts``, in the order in which those stand."""
+    if parts == tuple(sizes):
+        return ranks
+    strides, step = {}, len(ranks)
+    for name, length in sizes.items():
+        strides[name] = step = step // length
+    base = sum(home[name] * stride for name, stride in strides.items() if name not in parts)
+    places = [base]
+    for name in parts:
+        steps = [i * strides[name] for i in range(sizes[name])]
+        places = [place + step for place in places for step in steps]
+    return tuple([ranks[place] for place in places])
