@@ -11,7 +11,7 @@ with _LaterCollection():  # what is imported here may be what makes one fall due
     from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
     from meshcomm.collectives.place import argmax, argmin, axis_index, axis_size
     from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
-        from meshcomm.errors import CommError, MeshError, VaryingError
+    from meshcomm.errors import CommError, MeshError, VaryingError
     from meshcomm.launch import launch
     from meshcomm.make_mesh import make_mesh
     from meshcomm.mesh import Mesh, current_mesh, use_mesh

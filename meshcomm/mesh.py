@@ -282,9 +282,8 @@ class Mesh(Answers, Shown):
 
     def _make_device_mesh(self) -> DeviceMesh:
         home = self.own_coordinate()  # of a rank outside, which has no groups, there is none
-        groups = [
-            self.place.group(ranks_along(self._shape, self.ranks, (name,), home), self.timeout) for name in self._shape
-        ]
+        along = [ranks_along(self._shape, self.ranks, (name,), home) for name in self._shape]
+        groups = [self.place.group(ranks, self.timeout) for ranks in along]
         grid = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(*self._shape.values())
         only = len(groups) == 1
         return DeviceMesh.from_group(
@@ -297,7 +296,7 @@ class Mesh(Answers, Shown):
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh, *, names: Mapping[str, tuple[str, ...]] | None = None) -> Mesh:
         """The same ranks and names as torch's DeviceMesh, which must have ``mesh_dim_names``; ``names`` as of
-        :func:`make_mesh`. No communication but the set-up of process groups, by the members of each axis together.
+        :func:`make_mesh`. No communication but to set up process groups, by the members of each axis together.
         """
         return _makers["from_device_mesh"](device_mesh, names)
 

@@ -115,7 +115,7 @@ def checked_together(where: str, given: object, sizes: Mapping[str, int]) -> Tog
 def ranks_along(
     sizes: Mapping[str, int], ranks: tuple[int, ...], parts: tuple[str, ...], home: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The ranks of a mesh that share the place ``home`` on all axes but ``parts``, in the order in which those stand."""
+    """The ranks of a mesh that share the place ``home`` on all axes but ``parts``, in the order of those."""
     if parts == tuple(sizes):
         return ranks
     strides, step = {}, len(ranks)
