@@ -318,7 +318,7 @@ def from_device_mesh(device_mesh: DeviceMesh, names: Mapping[str, tuple[str, ...
 @makes_meshes
 def split(mesh: Mesh, axis: str, sizes: Mapping[str, int]) -> Mesh:
     """What :meth:`Mesh.split` calls."""
-    where, shape = "mesh.split", mesh.shape
+    where, shape = "Mesh.split", mesh.shape
     got = f"axis {axis!r} into {dict(sizes)}; {mesh}"
     if not isinstance(axis, str) or axis not in shape:
         what = f"{axis!r} stands for several axes." if axis in (*mesh.names,) else f"no axis {axis!r} in the mesh."

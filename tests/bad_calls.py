@@ -713,6 +713,16 @@ bad("to_dtensor", "on meta", lambda h: mc.to_dtensor(meta(), "(a d)"), r"x is on
 bad("from_dtensor", "a plain tensor", lambda h: mc.from_dtensor(x(4)), r"expected a DTensor, got Tensor")
 bad("from_dtensor", "too few names", lambda h: mc.from_dtensor(mc.to_dtensor(x(2, 2), "(a d) e"), "d"), r"1 name for 2 dims", where="processes")
 
+for cause, call, said in (
+    ("sizes of another product", lambda: mc.make_mesh({"fsdp": 8}).split("fsdp", a=2, b=3), "do not multiply to 8"),
+    ("no such axis", lambda: mc.make_mesh({"fsdp": 8}).split("dp", a=2, b=4), "no axis 'dp'"),
+    ("a name that is taken", lambda: mc.make_mesh({"fsdp": 8}).split("fsdp", fsdp=2, b=4), "has the name 'fsdp' already"),
+    ("a part of a name", lambda: mc.make_mesh({"fsdp": 8}).split("fsdp", a=2, b=4).split("b", c=2, d=2), "is a part of 'fsdp'"),
+):
+    plain("Mesh.split", cause, call, rf"^meshcomm.Mesh.split: .*{said}")
+plain("make_mesh", "names that overlap", lambda: mc.make_mesh({"a": 2, "b": 2, "c": 2}, names={"x": ("a", "b"), "y": ("b", "c")}), r"axis 'b' is in 'x' and 'y'")
+plain("make_mesh", "a name of axes that are apart", lambda: mc.make_mesh({"a": 2, "b": 2, "c": 2}, names={"x": ("a", "c")}), r"not neighbours")
+
 bad("einsum", "no operands", lambda h: mc.einsum("i d -> i"), r"1 layout for 0 tensors")
 bad("einsum", "too few operands", lambda h: mc.einsum("i d, d -> i", x(2, 2)), r"2 layouts for 1 tensor")
 bad("einsum", "a list as layouts", lambda h: mc.einsum(["i d", "d"], x(2, 2), x(2)), r"a layout is a string, not list")
