@@ -115,6 +115,18 @@ def test_mixed_precision_and_units_go_where_they_belong() -> None:
     assert dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("axis", "call"), [("dp", "data_parallel"), ("fsdp", "fully_shard")])
+def test_the_dtype_in_which_gradients_are_added_up(axis: str, call: str) -> None:
+    def program() -> Any:
+        mesh = mc.make_mesh({axis: 2})
+        model = parallelize(net().bfloat16(), mesh, grads="mean", accumulate_dtype=torch.float32)
+        model(ROWS.bfloat16()).sum().backward()
+        return parallel_calls(model), {p.grad.dtype for p in model.parameters() if p.grad is not None}
+
+    calls = (f"{call}(model, {axis!r}, grads='mean', accumulate_dtype=torch.float32)",)
+    assert mc.launch(program, 2) == [(calls, {torch.float32})] * 2
+
+
 WRONG: list[tuple[dict[str, int], dict[str, Any], str]] = [
     ({"x": 2}, {}, r"what axis 'x' of the mesh \{'x': 2\} is for is not known[\s\S]*axes=\{'x': 'data'\}"),
     ({"dp": 2}, {"axes": {"dp": "date"}}, r"'dp' is 'date'[\s\S]*did you mean 'data'"),
@@ -126,6 +138,8 @@ WRONG: list[tuple[dict[str, int], dict[str, Any], str]] = [
     ({"dp": 2}, {"param_dtype": torch.bfloat16}, r"param_dtype=, and no axis[\s\S]*torch.autocast"),
     ({"dp": 2}, {"units": ["blocks.*"]}, r"units=, and no axis"),
     ({"tp": 2}, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=, and no axis"),
+    ({"tp": 2}, {"accumulate_dtype": torch.float32}, r"accumulate_dtype=, and no axis"),
+    ({"dp": 2}, {"accumulate_dtype": "float32"}, r"accumulate_dtype='float32' is no dtype"),
     ({"dp": 2}, {"divide": ["heads"]}, r"divide= without a plan"),
     ({"fsdp": 2}, {"param_dtype": "bfloat16"}, r"param_dtype='bfloat16' is no dtype"),
 ]

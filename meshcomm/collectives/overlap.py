@@ -51,6 +51,8 @@ class How(NamedTuple):
     """Of whom the tree is, in the words of all ranks: what others add up is not to be mixed with it."""
     rows: frozenset[int] = frozenset()
     """The places of leaves whose gradients are sparse: they are summed at the end, each by itself."""
+    result: torch.dtype | None = None
+    """Of the sums, and in which they travel where ``dtype`` says nothing; that of the leaf by default."""
 
 
 _SUM = How()
@@ -172,7 +174,7 @@ class _Sums:
 
     def _start(self, now: _Pass, later: bool) -> None:
         axis, bucket = self.axis, self.buckets[len(now.totals)]
-        dtype = self.how.dtype or self.kinds[bucket[0]][1]
+        dtype = self.how.dtype or self.how.result or self.kinds[bucket[0]][1]
         parts, flags = [], []
         for at in bucket:
             shape, own, device = self.kinds[at]
@@ -204,7 +206,7 @@ class _Sums:
         if g is not None and (stream := now.streams.get(at)) is not None:
             take_over(g, stream)
         if before is not None and not torch.is_grad_enabled() and (more := before(at)) is not None:
-            g = more if g is None else g + more
+            g = more if g is None else g.to(more.dtype) + more
         return g
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -241,7 +243,9 @@ class _Sums:
 
     def _sum_of_rows(self, now: _Pass, at: int) -> Tensor | None:
         over = self.axis.size if self.how.op == "mean" else 1
-        return _sum_of_rows(self._own_gradient(now, at), self.kinds[at], self.axis, over, self.how.dtype)
+        shape, own, device = self.kinds[at]
+        kind = shape, self.how.result or own, device
+        return _sum_of_rows(self._own_gradient(now, at), kind, self.axis, over, self.how.dtype)
 
     def _parts(self, bucket: list[int], total: Any) -> Sequence[Tensor]:
         """The sums of the leaves of a bucket, and the flags behind them; nothing if it was not started."""
@@ -249,7 +253,7 @@ class _Sums:
             return ()
         whole: Tensor = settled(total)
         sizes = [*(self.kinds[at][0].numel() for at in bucket), len(bucket)]
-        return tuple(whole.to(self.kinds[bucket[0]][1]).split(sizes))
+        return tuple(whole.to(self.how.result or self.kinds[bucket[0]][1]).split(sizes))
 
     def _gradients_of(self, buckets: list[tuple[list[int], Tensor]], seen: dict[int, bool]) -> set[int]:
         """The leaves that any rank has a gradient for. What this one has none for is asked at once: the host waits for
@@ -318,7 +322,7 @@ def _sum_of_rows(
     shape, dtype, device = kind
     is_dense = g is not None and not g.is_sparse
     if g is not None:
-        g = (g.to_sparse(1) if is_dense else g).coalesce()
+        g = (g.to_sparse(1) if is_dense else g).to(dtype).coalesce()  # equal rows are added up in it
     counts, dense = zip(*agree([-1 if g is None else len(g.values()), is_dense], axis), strict=True)
     if max(counts) < 0:
         return None

@@ -35,6 +35,7 @@ def parallelize(
     units: Iterable[str | type[nn.Module] | nn.Module] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
 ) -> M:
     """Make ``module`` parallel by the axes that the mesh has: tensor parallel, then sharded or data parallel.
 
@@ -59,6 +60,7 @@ def parallelize(
         units: as :func:`fully_shard` has it.
         param_dtype: parameters are gathered and used in this dtype; needs an axis of fsdp.
         reduce_dtype: gradients are reduced in this dtype.
+        accumulate_dtype: gradients of microbatches are added up in this dtype, as :func:`fully_shard` has it.
 
     Returns: ``module``.
 
@@ -90,7 +92,8 @@ def parallelize(
     if grads not in ("sum", "mean"):
         fail(WHERE, f"grads={grads!r}.", fix='"sum" if you reduce the loss over the ranks, "mean" for a local loss')
     data, fsdp, tensor = (_together(role, roles) for role in ("data", "fsdp", "tensor"))
-    _refuse_idle(plan, divide, units, param_dtype, reduce_dtype, data, fsdp, tensor)
+    dtypes = {"reduce_dtype": reduce_dtype, "accumulate_dtype": accumulate_dtype}
+    _refuse_idle(plan, divide, units, param_dtype, dtypes, data, fsdp, tensor)
     calls: list[str] = []
     table = ""
     if tensor is not None and not (isinstance(plan, str) and here.size_of(tensor) == 1):
@@ -105,14 +108,12 @@ def parallelize(
         counts = f", divide={divide!r}" if divide else ""
         calls.append(f"tensor_parallel(model, {{{styles}}}, axis={tensor!r}{counts})")
     if fsdp is not None:
-        said = {"replica_axis": data, "units": units, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        said = {"replica_axis": data, "units": units, "param_dtype": param_dtype, **dtypes}
         _asked_for("meshcomm.parallel.fsdp.module").fully_shard(module, fsdp, grads=grads, mesh=here, **said)
         calls.append(f"fully_shard(model, {fsdp!r}, grads={grads!r}{_given(said)})")
     elif data is not None:
-        _asked_for("meshcomm.parallel.data.ddp").data_parallel(
-            module, data, grads=grads, reduce_dtype=reduce_dtype, mesh=here
-        )
-        calls.append(f"data_parallel(model, {data!r}, grads={grads!r}{_given({'reduce_dtype': reduce_dtype})})")
+        _asked_for("meshcomm.parallel.data.ddp").data_parallel(module, data, grads=grads, mesh=here, **dtypes)
+        calls.append(f"data_parallel(model, {data!r}, grads={grads!r}{_given(dtypes)})")
     vars(module)[_CALLS] = tuple(calls)
     if not any(here.own_coordinate().values()):
         sys.stdout.write(table + "".join(f"{call}\n" for call in calls))
@@ -187,7 +188,7 @@ def _together(role: str, roles: Mapping[str, Role]) -> AxisName | None:
 
 
 def _refuse_idle(
-    plan: Any, divide: Any, units: Any, param_dtype: Any, reduce_dtype: Any, data: Any, fsdp: Any, tensor: Any
+    plan: Any, divide: Any, units: Any, param_dtype: Any, dtypes: Mapping[str, Any], data: Any, fsdp: Any, tensor: Any
 ) -> None:
     """What is said and has nothing to do."""
     if isinstance(plan, str) and plan != "auto":
@@ -200,9 +201,10 @@ def _refuse_idle(
         if value is not None and fsdp is None:
             fix = "an axis 'fsdp'; or torch.autocast around forward" if name == "param_dtype" else "an axis 'fsdp'"
             fail(WHERE, f"{name}=, and no axis along which parameters are sharded.", fix=fix)
-    if reduce_dtype is not None and fsdp is None and data is None:
-        fail(WHERE, "reduce_dtype=, and no axis along which gradients are reduced.", fix="an axis 'dp' or 'fsdp'")
-    for name, value in {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}.items():
+    for name, value in dtypes.items():
+        if value is not None and fsdp is None and data is None:
+            fail(WHERE, f"{name}=, and no axis along which gradients are reduced.", fix="an axis 'dp' or 'fsdp'")
+    for name, value in {"param_dtype": param_dtype, **dtypes}.items():
         if value is not None and not isinstance(value, torch.dtype):
             fail(WHERE, f"{name}={value!r} is no dtype.", fix="such as torch.bfloat16")
 

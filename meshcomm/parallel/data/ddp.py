@@ -22,6 +22,7 @@ from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overla
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import HERE, WHERE, Grads, Replica, replica_of
 from meshcomm.parallel.later_values import wait_for_values
+from meshcomm.parallel.optimizers.gradient_dtypes import refuse_narrower, watch_wide_gradients
 from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, refuse_renormalised, refuse_sliced
 from meshcomm.runtime.ops import Op
@@ -40,6 +41,7 @@ def data_parallel(
     bucket_mb: float = 25,
     mesh: Mesh | None = None,
     reduce_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
     buffers: Literal["broadcast", "leave"] = "broadcast",
     methods: Sequence[str] = ("forward",),
     mean_over: AxisName | None = None,
@@ -74,6 +76,11 @@ def data_parallel(
         reduce_dtype: gradients travel in it, such as ``torch.bfloat16``, which halves the bytes of float32; on the
             CPU they are added up in float32. Not under ``torch.func`` and in compiled code, where they travel as
             they are.
+        accumulate_dtype: gradients of microbatches are added up in it, such as ``torch.float32`` of bfloat16: under
+            :func:`no_sync`, and in ``.grad``, which has it (``param.grad_dtype``) where parameters are narrower. They
+            are reduced in it, too, unless ``reduce_dtype`` says otherwise. Adam and its kin, and fused steps, see them
+            rounded to the dtype of the parameter, as torch's take no others. By default they are added up in
+            the dtype of the parameter.
         buffers: "broadcast": after each forward pass of training that is not under :func:`no_sync`, buffers take the
             values of index 0. "leave": each rank keeps its own.
         methods: the names of the methods that use the parameters and whose gradients are reduced.
@@ -123,6 +130,10 @@ def data_parallel(
     buckets.checked_size(WHERE, bucket_mb, ax)
     if reduce_dtype not in (None, *_FLOATS):
         fail(WHERE, f"reduce_dtype={reduce_dtype!r} is not a dtype that gradients can travel in.", fix=names(_FLOATS))
+    if accumulate_dtype not in (None, *_FLOATS):
+        what = f"accumulate_dtype={accumulate_dtype!r} is not a dtype that gradients can be added up in."
+        fail(WHERE, what, fix=names(_FLOATS))
+    refuse_narrower(WHERE, accumulate_dtype, dict(module.named_parameters()))
     claim(module, WHERE)
     if replica_of(module) is not None:
         fail(WHERE, "the module is data parallel already.", fix="name all axes at once: axis=('dp', 'replica')")
@@ -135,12 +146,15 @@ def data_parallel(
         if not isinstance(name, str) or not callable(getattr(module, name, None)):
             fail(WHERE, f"the module has no method {name!r}.", got=type(module).__name__)
     state = Replica(module, ax.mesh, ax.name, grads, bucket_mb, reduce_dtype, buffers == "broadcast")
+    state.accumulates = accumulate_dtype
     state.make_equal()
     for name in methods:
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, HERE, state)
     know(module, ax.mesh, copies=ax.name)
     watch_steps()
+    if accumulate_dtype is not None:
+        watch_wide_gradients()
     wait_for_values(module, WHERE)
     state.mean = mean_of(module, grads, ax.mesh, (ax.name,), mean_over)
     return module

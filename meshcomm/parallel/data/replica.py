@@ -29,6 +29,7 @@ from meshcomm.parallel.data.computed_again import computes_again, follow, tensor
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare
 from meshcomm.parallel.later_values import has_no_values, make_room
+from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
 from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
 
 Grads = Literal["sum", "mean"]
@@ -58,6 +59,8 @@ class Replica:
     ) -> None:
         self.module, self.mesh, self.name, self.grads, self.bucket_mb = module, mesh, axis, grads, bucket_mb
         self.dtype, self.buffers = dtype, buffers
+        self.accumulates: torch.dtype | None = None
+        """In which dtype gradients are added up, if not in that of the parameter."""
         ledger = self.axis.link.ledger
         ledger.modules += 1
         self.whose = f"{type(module).__name__}, module {ledger.modules} of the axis"
@@ -128,6 +131,7 @@ class Replica:
             self._speak(True)
         sites = sites_of(self.module)
         leaves = leaves_of(sites, func)
+        self._widen(leaves, func)
         varied = self._varied(leaves)
         with self._seen_as(sites, leaves, varied):
             result = method(*args, **kwargs)
@@ -136,6 +140,12 @@ class Replica:
         if self.buffers and self.module.training and not func:
             self._send_buffers()
         return result
+
+    def _widen(self, leaves: Sequence[Tensor], transformed: bool) -> None:
+        """Gradients of the leaves have the dtype in which they are added up; a copy of a parameter does not know it."""
+        if self.accumulates is not None and not (transformed or torch.compiler.is_compiling()):
+            for leaf in leaves:
+                gradients_in(self.accumulates, leaf)
 
     @contextlib.contextmanager
     def _seen_as(self, sites: Sequence[Site], leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
@@ -151,6 +161,7 @@ class Replica:
         """Run a method whose gradients stay on this rank."""
         sites = sites_of(self.module)
         leaves = [] if functorch_active() or dual_level_open() else leaves_of(sites, transformed=False)
+        self._widen(leaves, transformed=False)
         own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
         with self._seen_as(sites, leaves, own):
             result = method(*args, **kwargs)
@@ -242,7 +253,17 @@ class Replica:
         look = functools.partial(_watched, self, leaves)
         ids = {id(_torch.own_parameters(part)["weight"]) for part in self.sparse}
         rows = frozenset(at for at, leaf in enumerate(leaves) if id(leaf) in ids) if ids else frozenset()
-        return How(self.grads, self.dtype, _Collected(self, leaves), look, self._late, self._inside, self.whose, rows)
+        return How(
+            self.grads,
+            self.dtype,
+            _Collected(self, leaves),
+            look,
+            self._late,
+            self._inside,
+            self.whose,
+            rows,
+            self.accumulates,
+        )
 
     def _late(self) -> bool:
         return self.again is True
@@ -350,4 +371,6 @@ class _Own(Function):
         ctx.state.apart(collecting=True)
         ctx.state.collect()
         share = ctx.state.share
+        if (dtype := ctx.state.accumulates) is not None:
+            gs = tuple(None if g is None else g.to(dtype) for g in gs)
         return None, *(gs if share == 1 else [None if g is None else g * share for g in gs])

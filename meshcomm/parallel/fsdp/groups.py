@@ -23,6 +23,7 @@ from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.memory import Memory
 from meshcomm.parallel.fsdp.offload import Copies, pinned
 from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
+from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
 from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import in_range
@@ -100,16 +101,17 @@ class Group:
 
     def adopt(self, shard: Tensor) -> None:
         """Make the parameters views of ``shard``, what the layout has stored here."""
-        self.shard = shard = pinned(shard, self.policy.device) if self.policy.offload else shard
+        policy = self.policy
+        self.shard = shard = pinned(shard, policy.device) if policy.offload else shard
         pieces = self.layout.cut(shard, self.index)
         self._params = [slot.param for slot in self.slots]
         for param, piece in zip(self._params, pieces, strict=True):
             become(param, piece)
+            gradients_in(policy.accumulate_dtype, param)
         self._addresses = [piece.data_ptr() for piece in pieces]
         sites = [(door, name, slot.param) for slot in self.slots for door, name in slot.sites]
         self._registered = tuple(zip(*sites, strict=True))
         """The doors, the names behind them, and what is registered there."""
-        policy = self.policy
         self._dtype = policy.param_dtype or shard.dtype
         self._as_it_is = (
             shard.dtype == self._dtype and shard.device == policy.device and shard.numel() == self.layout.chunk
@@ -194,8 +196,10 @@ class Group:
 
     # -------------------------------------------------------------------------------------------- reducing
 
-    def packed(self, needy: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """``[n * k]``: the gradients in the dtype in which they are reduced."""
+    def packed(
+        self, needy: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device, collects: bool = False
+    ) -> Tensor:
+        """``[n * k]``: the gradients in the dtype in which they are reduced, or in that in which they are added up."""
         policy = self.policy
         whole: Sequence[Tensor | None] = gradients
         if len(needy) < len(self.slots):
@@ -206,7 +210,7 @@ class Group:
             like = next((g for g in gradients if g is not None), None)
         if like is None:
             like = torch.empty(0, dtype=policy.param_dtype or self.shard.dtype, device=device)
-        wanted = policy.reduce_dtype or like.dtype
+        wanted = (policy.collected if collects else policy.travels)(like.dtype)
         if torch.is_grad_enabled():
             return self.layout.buffer.join(whole, like).to(wanted)
         kind = like if wanted == like.dtype else like.new_empty(0, dtype=wanted)
@@ -230,7 +234,8 @@ class Group:
     def brought(self, total: Tensor) -> Tensor:
         """The gradient of the shard, of its dtype and on its way to its device."""
         mean = self.owner.mean
-        total = total.to(self.shard.dtype)
+        dtype, wide = self.shard.dtype, self.policy.accumulate_dtype
+        total = total.to(dtype if wide is None else torch.promote_types(dtype, wide))
         if mean is not None and mean.share != 1:
             total = total * mean.share
         return total if total.device == self.shard.device else self.owner.copies.back(total, self.shard.device)
@@ -254,10 +259,10 @@ class Group:
         if not any(marks):
             return
         if kept is None:
-            dtype = policy.reduce_dtype or policy.param_dtype or self.shard.dtype
+            dtype = policy.travels(self._dtype)
             packed = torch.zeros(self.layout.total, dtype=dtype, device=policy.device)
         else:
-            packed = kept[0]
+            packed = kept[0].to(policy.travels(kept[0].dtype))
         for at, piece in zip(needy, _Reduction(self, needy, packed, later=False).pieces(), strict=True):
             if marks[at]:
                 p = self.slots[at].param
@@ -286,7 +291,8 @@ class Sums:
         self, group: Group, needy: list[int], gradients: Sequence[Tensor | None], *, collects: bool, later: bool
     ) -> None:
         """Start to reduce the gradients of a group, or collect them."""
-        packed = group.packed(needy, gradients, group.policy.device)
+        adds_up = collects or group.kept is not None
+        packed = group.packed(needy, gradients, group.policy.device, adds_up)
         marks = [int(g is not None) for g in gradients]
         if group.kept is not None:
             before, seen = group.kept
@@ -299,6 +305,8 @@ class Sums:
             group.kept = packed.detach(), collected
         else:
             self.marks += marks
+            if adds_up:
+                packed = packed.to(group.policy.travels(packed.dtype))
             self.reductions.append(_Reduction(group, needy, packed, later))
 
     def advance(self) -> None:

@@ -77,7 +77,7 @@ def open_unit(unit: Any) -> None:
     for group in unit.groups:
         pieces = [dict.__getitem__(*slot.sites[0]) for slot in group.slots]  # dynamo knows it by this name alone
         unit.traced[0] += pieces
-        dtypes = policy.param_dtype, policy.reduce_dtype
+        dtypes = policy.param_dtype, policy.reduce_dtype or policy.accumulate_dtype
         found = whole(pieces, policy.axis, group.layout, policy.replica, policy.op, *dtypes, share, unit.regather)
         _show(group, found)
 

@@ -41,6 +41,7 @@ from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.fsdp.state import all_matched
 from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, owner_of, register, sharded_of
 from meshcomm.parallel.later_values import wait_for_values
+from meshcomm.parallel.optimizers.gradient_dtypes import refuse_narrower, watch_wide_gradients
 from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
 from meshcomm.runtime.ops import Op
@@ -60,6 +61,7 @@ def fully_shard(
     replica_axis: AxisName | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
     regather: bool = True,
     prefetch: int = 1,
     whole: bool | Collection[str] = False,
@@ -110,6 +112,12 @@ def fully_shard(
         param_dtype: parameters are gathered and used in this dtype, and floating inputs of units are cast to it;
             shards, gradients and the optimiser keep their own.
         reduce_dtype: gradients are reduced in this dtype; by default that in which they were computed.
+        accumulate_dtype: gradients of microbatches are added up in it, such as ``torch.float32`` of bfloat16: under
+            :func:`no_sync`, and in ``.grad``, which has it (``param.grad_dtype``) where parameters are narrower. They
+            are reduced in it, too, unless ``reduce_dtype`` says otherwise. Adam and its kin, and fused steps, see them
+            rounded to the dtype of the parameter, as torch's take no others. By default they are added up under
+            ``no_sync`` in the dtype in which they are reduced, and in ``.grad`` in that of the parameter. Compiled with
+            ``fullgraph=True`` each reduction ends in the dtype of the parameter.
         regather: backward gathers a unit's parameters again; otherwise autograd keeps them.
         prefetch: how many units are gathered ahead, in the order of the last pass; 0: none.
         whole: True, or patterns of names of units: of these each parameter is kept whole by one rank, for optimisers
@@ -177,7 +185,7 @@ def fully_shard(
         fail(where, f"prefetch={prefetch!r} is not a number of units.", fix="0 or more")
     kept_whole = () if isinstance(whole, bool) else whole
     _checked_kinds(
-        {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype},
+        {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "accumulate_dtype": accumulate_dtype},
         {"regather": regather, "offload": offload, "sync": sync},
         {"ignore": ignore, "methods": methods, "whole": kept_whole},
     )
@@ -188,6 +196,7 @@ def fully_shard(
     refuse_renormalised(where, module)
     apart, before = _sharded_parts(module, ax)
     taken = {inner for part in before.values() for inner in part.modules()}
+    _refuse_narrower(module, accumulate_dtype, param_dtype, ignore, apart | taken)
     chosen = {name: part for name, part in _chosen(module, () if before and units is None else units, methods).items()
               if part not in apart and part not in taken}  # fmt: skip
     all_matched(where, "whole", kept_whole, chosen)
@@ -197,7 +206,7 @@ def fully_shard(
     if init is None and not from_meta.values_come_later(module, empty):
         init = from_meta.reset
     device = ax.mesh.device if offload else _device(module, ax)
-    policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, prefetch, device, offload)
+    policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, accumulate_dtype, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
     _refuse_other_ways(before, policy, mean_over)
     plan = _owned(module, chosen, ignore, apart | taken)
@@ -237,6 +246,8 @@ def fully_shard(
     register(module, owner)
     mark_states(module)
     watch_steps()
+    if accumulate_dtype is not None:
+        watch_wide_gradients()
     wait_for_values(module, where)
     owner.mean = mean_of(module, grads, ax.mesh, tuple(over.name for over in policy.axes), mean_over)
     return module
@@ -253,6 +264,20 @@ def _checked_kinds(dtypes: Mapping[str, object], flags: Mapping[str, object], li
     for name, patterns in lists.items():
         if isinstance(patterns, str) or not isinstance(patterns, Collection):
             fail("fully_shard", f"{name}={patterns!r} is not a list of patterns.", fix="such as ['*.bias']")
+
+
+def _refuse_narrower(
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    used: torch.dtype | None,
+    ignore: Collection[str],
+    apart: Collection[nn.Module],
+) -> None:
+    """MeshError if gradients cannot be added up in ``dtype``, of what is of the module's own."""
+    others = {id(p) for part in apart for p in part.parameters()}
+    own = {name: p for name, p in module.named_parameters() if id(p) not in others}
+    ignored = {name for name in own if any(fnmatchcase(name, pattern) for pattern in ignore)}
+    refuse_narrower("fully_shard", dtype, {name: p for name, p in own.items() if name not in ignored}, used)
 
 
 # ----------------------------------------------------------------------------------------------------- what is whose

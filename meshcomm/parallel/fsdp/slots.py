@@ -22,9 +22,18 @@ class Policy:
     op: str
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype | None
     prefetch: int
     device: torch.device
     offload: bool
+
+    def travels(self, computed: torch.dtype) -> torch.dtype:
+        """In which dtype gradients are reduced."""
+        return self.reduce_dtype or self.accumulate_dtype or computed
+
+    def collected(self, computed: torch.dtype) -> torch.dtype:
+        """In which dtype they are added up before that."""
+        return self.accumulate_dtype or self.travels(computed)
 
     @property
     def axes(self) -> list[Axis]:

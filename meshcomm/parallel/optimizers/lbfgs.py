@@ -24,6 +24,7 @@ from meshcomm import _torch
 from meshcomm.collectives.reduce import all_reduce
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.cut_parameters import Part
+from meshcomm.parallel.optimizers.gradient_dtypes import put_gradient
 from meshcomm.watch import paused
 
 
@@ -111,7 +112,7 @@ def begin_step(
             x.grad = None
             if p.grad is not None:
                 with _torch.without_modes():
-                    x.grad = vector(p.grad.detach(), over)
+                    put_gradient(x, vector(p.grad.detach(), over))
         loss = (
             loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device=mesh.device)
         )

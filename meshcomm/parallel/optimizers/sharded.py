@@ -28,6 +28,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import parts_among
 from meshcomm.parallel.fingerprints import fingerprint_of
+from meshcomm.parallel.optimizers.gradient_dtypes import put_gradient
 from meshcomm.parallel.optimizers.shares import WHERE, Cut, Shares, know_shares, params_of, shares_of
 from meshcomm.parallel.optimizers.stand_in import evaluated, stand_in, write_back
 from meshcomm.runtime.ops import Op
@@ -185,7 +186,7 @@ class _Steps:
             if self.shares.is_kept(p):
                 part = self.shares.part(p.detach(), p)
                 part.requires_grad_(p.requires_grad)
-                part.grad = None if p.grad is None else self.shares.part(p.grad.detach(), p)
+                put_gradient(part, None if p.grad is None else self.shares.part(p.grad.detach(), p))
                 self._under_way.append((part, p))
                 yield part
 

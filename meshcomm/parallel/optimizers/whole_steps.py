@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.parallel.cut_parameters import Dim, Flat, Part
+from meshcomm.parallel.optimizers.gradient_dtypes import put_gradient
 from meshcomm.parallel.optimizers.shares import WHOLE_STATES
 from meshcomm.parallel.optimizers.stand_in import stand_in, step_of
 
@@ -32,7 +33,7 @@ def step_whole(optimizer: Optimizer, group: dict[str, Any], p: Tensor, parts: Se
     state = optimizer.state.get(p, {})
     whole = _whole(p.detach(), parts)
     assert p.grad is not None
-    whole.grad = _whole(p.grad.detach(), parts)
+    put_gradient(whole, _whole(p.grad.detach(), parts))
     cut = {key for key, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape and key not in WHOLE_STATES}
     held = {key: _whole(x, parts) if key in cut else x for key, x in state.items()}
     groups = [[whole] if each is group else [] for each in optimizer.param_groups]
