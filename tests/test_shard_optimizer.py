@@ -349,6 +349,7 @@ def test_amp() -> None:
 
 def refusals(ranks: int) -> None:
     with mc.use_mesh(mc.make_mesh({"dp": ranks})) as mesh:
+        torch.manual_seed(mesh.rank)
         net = nn.Linear(64, 4)
         for p in net.parameters():
             p.grad = torch.ones_like(p)
