@@ -797,7 +797,7 @@ bad("data_parallel", "a bucket of NaN", lambda h: ddp(bucket_mb=nan), r"bucket_m
 bad("data_parallel", "an integer dtype", lambda h: ddp(reduce_dtype=torch.int32), r"reduce_dtype=torch.int32 is not a dtype")
 bad("data_parallel", "the name of a dtype", lambda h: ddp(reduce_dtype="bfloat16"), r"reduce_dtype='bfloat16' is not a dtype")
 bad("data_parallel", "sums of integers", lambda h: ddp(accumulate_dtype=torch.int32), r"accumulate_dtype=torch.int32 is not a dtype")
-bad("data_parallel", "sums that lose digits", lambda h: ddp(accumulate_dtype=torch.bfloat16), r"has not all that torch.float32 has")
+bad("data_parallel", "sums that lose digits", lambda h: ddp(accumulate_dtype=torch.bfloat16), r"accumulate_dtype=torch.bfloat16 has not all that torch.float32 has")
 bad("data_parallel", "methods of text", lambda h: ddp(methods="forward"), r"methods='forward' is not a list of names")
 bad("data_parallel", "no such method", lambda h: ddp(methods=["encode"]), r"the module has no method 'encode'")
 bad("data_parallel", "a method that is no name", lambda h: ddp(methods=[3]), r"no method 3")
@@ -843,7 +843,7 @@ FSDP: list[tuple[str, dict[str, Any], str]] = [
     ("parameters of integers", {"param_dtype": torch.int32}, r"param_dtype=torch.int32 is not a floating dtype"),
     ("the name of a dtype", {"reduce_dtype": "bf16"}, r"reduce_dtype='bf16' is not a floating dtype"),
     ("sums of integers", {"accumulate_dtype": torch.int32}, r"accumulate_dtype=torch.int32 is not a floating dtype"),
-    ("sums that lose digits", {"accumulate_dtype": torch.bfloat16}, r"has not all that torch.float32 has"),
+    ("sums that lose digits", {"accumulate_dtype": torch.bfloat16}, r"accumulate_dtype=torch.bfloat16 has not all that torch.float32 has"),
     ("no such whole unit", {"whole": ["blocks"]}, r"whole: 'blocks' matches nothing"),
     ("whole of a number", {"whole": 3}, r"whole=3 is not"),
     ("nothing to ignore", {"ignore": ["wte"]}, r"ignore: 'wte' matches nothing"),
