@@ -184,6 +184,22 @@ class Layer(nn.Module):
         return found
 
 
+class AsBert(nn.Module):
+    """The feed-forward's output stands before attention's, whose name ends as it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, 32)
+        self.output = nn.ModuleDict({"dense": nn.Linear(32, D)})
+        self.attention = Attention()
+        self.attention.output, self.attention.o = nn.ModuleDict({"dense": self.attention.o}), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention.output["dense"](self.attention(x))  # type: ignore[index]
+        found: Tensor = x + self.output["dense"](F.gelu(self.up(x)))
+        return found
+
+
 class Decoder(nn.Module):
     """A table, layers, and a head that may be the table."""
 
@@ -234,6 +250,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gate and up in halves": (lambda: Decoder(Attention, lambda: InOne(False)), {"layers.*.feed_forward.both": Column(2)}),
     "gate and up in turn": (lambda: Decoder(Attention, lambda: InOne(True)), {"layers.*.feed_forward.both": "column"}),
     "experts": (lambda: Decoder(Attention, Experts), {"layers.*.feed_forward.experts.up": Cut(1, 2)}),
+    "a name in another": (lambda: nn.Sequential(AsBert(), AsBert(), AsBert()), {"*.output.dense": "row"}),
     "torch's layer": (lambda: torchs("layer"), {"linear1": "column", "linear2": "row"}),
     "torch's encoder": (lambda: torchs("encoder"), {"layers.*.linear1": "column", "layers.*.linear2": "row"}),
 }  # fmt: skip
@@ -399,6 +416,23 @@ def test_what_is_not_understood_is_refused_by_name() -> None:
     plan = auto_plan(module, "tp", mesh=mc.make_mesh({"tp": 2}), unsure="whole")
     assert plan["layers.*.attention.o"] == "row"
     assert any(line.style == "whole" and line.pattern == "layers.*.feed_forward" for line in plan.lines)
+
+
+def test_layers_that_stay_whole_have_one_line_for_all_of_a_kind() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Module()
+            self.own.weight = nn.Parameter(torch.randn(D, D))
+            self.up, self.down = nn.Linear(D, 32), nn.Linear(32, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.down(self.up(x).relu()) + x @ self.own.weight
+            return found
+
+    module = nn.Sequential(Odd(), Odd())
+    plan = auto_plan(module, "tp", unsure="whole", mesh=mc.make_mesh({"tp": 2}))
+    assert [(line.pattern, line.layers) for line in plan.lines if line.style == "whole"] == [("*.own", 2)]
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -103,10 +103,12 @@ def _params(module: nn.Module, of_params: Mapping[str, Style]) -> dict[str, Styl
         for layer in left:
             groups.setdefault(general(layer, most), []).append(layer)
         for pattern, layers in groups.items():
+            if not any(layer in left for layer in layers):
+                continue  # a star before has named them, with the same style
             covered = {path: style for path, style in of_params.items() if _named(pattern, path)}
             if not most or len(set(map(repr, covered.values()))) == 1:
                 plan[pattern] = next(iter(covered.values()))
-                for layer in layers:
+                for layer in [each for each in left if _named(pattern, each)]:
                     del left[layer]
     if any(style == "replicated" for style in of_params.values()):
         plan["*"] = "replicated"
@@ -166,8 +168,11 @@ def _lines(
         ]  # fmt: skip
         yield Line(pattern, len(layers), style_text(style), _cut(style, module, path, params[path]), made[0][0],
                    sum(sent for _, sent in made), "")  # fmt: skip
+    whole: dict[tuple[str, str], int] = {}
     for name, note in notes.items():
-        yield Line(general(name), 1, "whole", "", "", 0.0, note or "")
+        whole[general(name), note or ""] = whole.get((general(name), note or ""), 0) + 1
+    for (pattern, note), layers_of in whole.items():
+        yield Line(pattern, layers_of, "whole", "", "", 0.0, note)
 
 
 def _cut(style: Any, module: nn.Module, path: str, p: Any) -> str:
