@@ -268,6 +268,33 @@ def test_under_a_checker() -> None:
         strict(q, k[:1], weight.requires_grad_())
 
 
+@pytest.mark.parametrize("name", ["square", "sigmoid", "exp", "norm", "root"])
+def test_no_gradient_where_nothing_is_seen(name: str) -> None:
+    """Whatever becomes of -inf and 0 later."""
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "square": lambda y, lse: (lse**2).masked_fill(lse.isinf(), 0).sum(),
+        "sigmoid": lambda y, lse: lse.sigmoid().sum(),
+        "exp": lambda y, lse: (-lse).exp().masked_fill(lse.isinf(), 0).sum() + y.sum(),
+        "norm": lambda y, lse: y.norm(dim=-1).sum(),
+        "root": lambda y, lse: (y**2).sum(-1).sqrt().masked_fill(lse.isinf(), 0).sum(),
+    }
+
+    def main() -> list[Tensor]:
+        mesh = mc.make_mesh({"a": 2})
+        mine = [x.chunk(2, 2)[mesh.rank].clone().requires_grad_() for x in drawn(4, 2)]
+        y, lse = parallel.context_attention(
+            *mine, axis="a", order="contiguous", mask=window, return_lse=True, mesh=mesh
+        )
+        return list(torch.autograd.grad(losses[name](y, lse), mine))
+
+    found = [torch.cat(parts, 2) for parts in zip(*mc.launch(main, ranks=2), strict=True)]
+    leaves = [x.requires_grad_() for x in drawn(4, 2)]
+    y, lse = dense(*leaves, True, mask=window)
+    row = torch.arange(S) != 3
+    expected = torch.autograd.grad(losses[name](y[:, :, row], lse[:, :, row]), leaves, materialize_grads=True)
+    assert_close(found, list(expected), rtol=1e-10, atol=1e-10)
+
+
 def test_checkpoints_and_autocast() -> None:
     def main() -> None:
         mesh = mc.make_mesh({"a": 2})
@@ -287,6 +314,7 @@ def test_checkpoints_and_autocast() -> None:
         narrow = [x.detach().float() for x in mine]
         with torch.autocast("cpu", torch.bfloat16):
             assert fn(narrow[0], narrow[1].bfloat16(), narrow[2]).dtype == torch.bfloat16
+            assert torch.equal(fn(*mine), fn(*mine).double()), "float64 stays, as in torch's own"
 
     mc.launch(main, ranks=2)
 

@@ -82,6 +82,42 @@ def test_equals_one_by_one(run4: Run, k: int, skew: bool, capacity: int | None) 
     run4(equals_one_by_one, k, skew, capacity)
 
 
+def no_rows_no_work() -> None:
+    """fn that makes nothing of no rows: ranks without any take part in both derivatives of those that have some."""
+    mesh = mc.make_mesh({"ep": 4})
+    found = []
+    for short in (True, False):
+        own = drawn(99, E, D, 4).chunk(4)[mesh.rank].clone().requires_grad_()
+        usual = by_parts(own)
+
+        def fn(rows: Tensor, counts: Tensor, short: bool = short, usual: Any = usual) -> Tensor:
+            return rows.new_zeros(0, 4) if short and not len(rows) else usual(rows, counts)
+
+        x, choice, weight = given(mesh.rank, 2, True)
+        leaves = [x.requires_grad_(), weight.requires_grad_()]
+        y = parallel.experts(x, choice, weight, fn, axis="ep", count=E, mesh=mesh)
+        found.append([y, *derivatives(y, leaves)])
+    assert_close(*found, rtol=0, atol=0)
+
+
+def test_an_fn_that_makes_nothing_of_no_rows(run4: Run) -> None:
+    run4(no_rows_no_work)
+
+
+@pytest.mark.parametrize("wrong", [E, -1])
+def test_choices_are_looked_at_under_transforms(wrong: int) -> None:
+    mesh = mc.make_mesh({"ep": 1})
+    choice, weight = torch.full((5, 1), wrong), torch.ones(5, 1, dtype=F64)
+
+    def loss(x: Tensor, choice: Tensor) -> Tensor:
+        return parallel.experts(x, choice, weight, lambda rows, counts: rows, axis="ep", count=E, mesh=mesh).sum()
+
+    with pytest.raises(mc.MeshError, match=r"is not one of 8 experts"):
+        torch.func.grad(loss)(drawn(0, 5, D), choice)
+    with pytest.raises(mc.MeshError, match=r"choice is batched by vmap"):
+        torch.func.vmap(loss, (None, 0))(drawn(0, 5, D), choice.expand(2, 5, 1) * 0)
+
+
 def test_rows_come_by_expert_then_source_then_token() -> None:
     def main() -> tuple[list[float], list[int]]:
         mesh = mc.make_mesh({"ep": 2})
@@ -118,6 +154,8 @@ def test_under_a_checker() -> None:
 
         y = layer(x, router, run)
         assert mc.varying_axes(y) == {"dp", "ep"}
+        bias = parallel.balance(torch.zeros(E), (x @ router).topk(2).indices, ("dp", "ep"), rate=1.0)
+        assert not mc.varying_axes(bias)
         return mc.all_reduce((y**2).sum(), ("dp", "ep"))
 
     specs = ("(dp ep t) d", "d e", "(ep e) d f")
@@ -177,6 +215,90 @@ def trained(steps: int = 3) -> None:
 
 def test_training(run4: Run) -> None:
     run4(trained)
+
+
+class Block(nn.Module):
+    """Attention and a mixture; ``cp`` None: on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = (nn.Linear(4, wide, bias=False, dtype=F64) for wide in (12, 4))
+        self.router = nn.Linear(4, E, bias=False, dtype=F64)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor, ep: str | None = None, cp: str | None = None, own: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 6)).transpose(1, 2).chunk(3, -1)
+        if ep is None:
+            seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            z = (q @ k.mT * 2**-0.5).masked_fill(~seen, -torch.inf)
+            y = z.softmax(-1) @ v
+        else:
+            y = parallel.context_attention(q, k, v, axis=cp)
+        h = (x + self.out(y.transpose(1, 2).flatten(2))).flatten(0, 1)
+        weight, choice = self.router(h).softmax(-1).topk(2)
+        if ep is None:
+            return h + one_by_one(h, choice, weight, self.experts.w, None)[0]
+        return h + parallel.experts(h, choice, weight, self.experts, axis=ep, count=E)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(E, 4, 4, dtype=F64))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return by_parts(self.w)(rows, counts)
+
+
+def composed(shape: dict[str, int], data: tuple[str, ...], ep: str, cp: str | None, grads: Any) -> None:
+    """Experts cut along ``ep`` by a plan, sharded along the rest of the data axes; the model sharded along them all."""
+    mesh = mc.make_mesh(shape)
+    whole, ours = Block(), Block()
+    with torch.no_grad():
+        for seed, p in enumerate(whole.parameters()):
+            p.copy_(drawn(seed, *p.shape))
+    ours.load_state_dict(whole.state_dict())
+    with mc.use_mesh(mesh):
+        parallel.tensor_parallel(ours.experts, {"w": parallel.Cut(0)}, axis=ep)
+        if "tp" in shape:
+            rest = {"router": "replicated", "experts.*": "replicated", "out": "row"}
+            parallel.tensor_parallel(ours, {"qkv": "column", **rest}, axis="tp")
+        over = tuple(name for name in data if name != ep)
+        parallel.fully_shard(ours.experts, over, grads=grads, mean_over=data if grads == "mean" else None)
+        parallel.fully_shard(ours, data, grads=grads, ignore=["experts.*"])
+        place = torch.arange(8) if cp is None else parallel.context_order(8, cp)
+        cut = [name for name in data if name != cp]
+        optimizers = [torch.optim.AdamW(module.parameters(), 0.05) for module in (ours, whole)]
+        for step in range(3):
+            x = drawn(10 + step, 4, 8, 4)
+            mine = mc.shard(x[:, place], tuple(cut), 0)
+            mine = mine if cp is None else mc.shard(mine, cp, 1)
+            loss = ours(mine, ep, cp).square().sum() / x.numel()
+            (loss * mesh.size_of(data, "test") if grads == "mean" else loss).backward()
+            (whole(x).square().sum() / x.numel()).backward()
+            norms = [
+                parallel.clip_grad_norm(ours, 0.5),
+                torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5),
+            ]
+            assert_close(*norms, rtol=1e-9, atol=1e-9)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_close(parallel.full_state_dict(ours), dict(whole.state_dict()), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("grads", ["sum", "mean"])
+@pytest.mark.parametrize("way", ["ep x tp x fsdp", "ep x cp x dp"])
+def test_with_everything(way: str, grads: str) -> None:
+    if way == "ep x tp x fsdp":
+        given = {"fsdp": 2, "ep": 2, "tp": 2}, ("fsdp", "ep"), "ep", None, grads
+    else:
+        given = {"dp": 2, "ep": 2, "cp": 2}, ("dp", "ep", "cp"), "ep", "cp", grads
+    mc.launch(composed, ranks=8, args=given)
+
+
+def test_experts_along_the_axis_of_the_sequence(run4: Run) -> None:
+    run4(composed, {"dp": 2, "cp": 2}, ("dp", "cp"), "cp", "cp", "mean")
 
 
 def test_balance_evens_out() -> None:

@@ -95,6 +95,26 @@ def used_on_one(used: bool) -> list[float]:
         return w.grad.tolist()
 
 
+def nothing_on_one(swap: bool) -> None:
+    """What has no elements on one rank is tied: it takes part in the second derivatives of the others."""
+    mesh = mc.make_mesh({"a": 4})
+    with mc.use_mesh(mesh):
+        counts = torch.tensor([0, 0, 3, 0])
+        x = torch.arange(1.0, 4.0, dtype=F64).requires_grad_()
+        there, theirs = mc.all_to_all_ragged(x * x, counts, "a")
+        tied = mc.tie(there.new_zeros(0) if not len(there) and swap else there * there, there)
+        back, _ = mc.all_to_all_ragged(tied, theirs, "a")
+        (g,) = torch.autograd.grad((back**2).sum(), x, create_graph=True)
+        assert_close(g, 8 * x**7)
+        (second,) = torch.autograd.grad((g**2).sum(), x)
+        assert_close(second, 896 * x**13)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_what_is_empty_takes_part_in_second_derivatives(run4: Run, swap: bool) -> None:
+    run4(nothing_on_one, swap)
+
+
 def test_tied_ranks_run_the_backward(run4: Run) -> None:
     # The gradient of y * y with y = w * w of the rank before: 4 w^3, and of w on index 0.
     assert run4(used_on_one, True) == [[1.0 + 4.0] * 2, [4 * 8.0] * 2, [4 * 27.0] * 2, [0.0] * 2]

@@ -146,7 +146,8 @@ def _run(
 ) -> Any:
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
-        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+        narrow = torch.get_autocast_dtype(kind)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(narrow) for x in (q, k, v))  # as torch's own
     with torch.autocast(kind, enabled=False):
         if heads is not None:
             times = math.lcm(k.shape[1], heads.size) // k.shape[1]
@@ -178,7 +179,8 @@ class _Checked:
                 self.wrong(
                     f"{name} is {shape_text(x.dtype, x.shape)}.", "floats [b, h, s, e], the heads before the sequence"
                 )
-        if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
+        cast = torch.is_autocast_enabled(q.device.type) and torch.float64 not in (q.dtype, k.dtype, v.dtype)
+        if not (q.dtype == k.dtype == v.dtype or cast):
             self.wrong(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}.", "cast them to one, or use autocast")
         if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3] and q.shape[3] == k.shape[3]):
             fit = "[b, h, s, e], [b, k, t, e] and [b, k, t, e']"

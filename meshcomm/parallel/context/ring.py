@@ -118,7 +118,10 @@ def _backward(
     (g, g_lse), (out, lse) = gradients, results
     s, t, dtype = q.shape[2], own[0].shape[2], blocks.wide(q.dtype)
     of_q = torch.zeros_like(q, dtype=dtype)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(z - lse) is 0 there
+    if ring.seen.documents is not None or ring.seen.mask is not None:  # else each place sees itself, or all
+        none = lse == -torch.inf
+        g, lse = g.masked_fill(none.unsqueeze(-1), 0), lse.masked_fill(none, torch.inf)  # exp(z - lse) is 0 there
+        g_lse = None if g_lse is None else g_lse.masked_fill(none, 0)  # of a function of -inf it may be no number
 
     def of_keys(pair: Pair, step: int) -> Pair:
         of_k, of_v = (torch.zeros_like(x, dtype=dtype) for x in pair)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.reduce import all_reduce
 from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.expert.experts import check_choice
 from meshcomm.runtime.ops import Op
 
 _WHERE = "balance"
@@ -75,10 +77,10 @@ def _fits(bias: Any, choice: Any, rate: Any, axis: Axis) -> None:
         check.explain(_WHERE, what, axis, fix="floats [count], one per expert")
     if choice.dtype not in _INTEGERS:
         check.explain(_WHERE, f"choice is {choice.dtype}.", axis, fix="integers, the experts that were chosen")
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate):
         check.explain(_WHERE, f"rate={rate!r} is not a number.", axis, fix="such as 1e-3")
-    if choice.device.type == "cpu" and choice.numel():
-        least, most = (int(end) for end in choice.aminmax())
-        if least < 0 or most >= bias.shape[0]:
-            wrong = least if least < 0 else most
-            check.explain(_WHERE, f"choice {wrong} is not one of {bias.shape[0]} experts.", axis, fix="as in experts")
+    if choice.device != bias.device:
+        check.explain(
+            _WHERE, f"choice is on {choice.device}, and bias on {bias.device}.", axis, fix="both on one device"
+        )
+    check_choice(_WHERE, choice, bias.shape[0], axis)

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshcomm._torch import functorch_active, without_modes
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange.ragged import all_to_all_ragged
+from meshcomm.collectives.messages import tie
 from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
@@ -81,14 +82,15 @@ def experts(
         weight, choice = router(x).softmax(-1).topk(2)
         y = parallel.experts(x, choice, weight, fn, axis="ep", count=64)
 
-    Index i has experts i*count/n to (i+1)*count/n - 1. Without ``capacity`` no token is dropped. Shared experts are
-    ordinary layers beside it; experts that are cut once more, :func:`column_linear` and :func:`row_linear` inside of
-    ``fn``.
+    Index i has experts i*count/n to (i+1)*count/n - 1: ``tensor_parallel(experts, {"w": Cut(0)}, axis="ep")`` cuts a
+    parameter so, and :func:`clip_grad_norm`, :func:`full_state_dict` and checkpoints know of it. Without ``capacity``
+    no token is dropped. Shared experts are ordinary layers beside it; experts that are cut once more,
+    :func:`column_linear` and :func:`row_linear` inside of ``fn``.
 
     Type: varying -> varying. Weights of experts vary along ``axis``; along the data axes they are replicated.
 
     Args:
-        x: ``[t, d]``; ranks may have different t, also 0.
+        x: ``[t, d]``, floating point; ranks may have different t, also 0.
         choice: integers ``[t, k]``, from 0 to count - 1.
         weight: ``[t, k]``, floating point; with gradients.
         fn: ``fn(rows, counts)``: rows ``[r, d]`` by own expert, then source, then token; counts int64 ``[count/n]``,
@@ -133,7 +135,7 @@ def experts(
     """
     ax = check.axis_of(_WHERE, axis, mesh)
     with paused(), without_modes():
-        _fits(x, choice, weight, fn, count, capacity, ax)
+        _fits(x, choice, weight, fn, count, capacity, return_dropped, ax)
     own, k = count // ax.size, choice.shape[1]
     flat = choice.reshape(-1).long()
     sorted_, order = flat.sort(stable=True)
@@ -151,6 +153,7 @@ def experts(
     found = fn(given, theirs.sum(0))
     with paused(), without_modes():
         _gives(found, given, ax)
+    found = tie(found, given)  # backward goes both ways on all ranks, whatever fn makes of no rows
     back, _ = all_to_all_ragged(found[by_expert.argsort()], theirs, axis, mesh=ax.mesh)
     weighted = back * weight.reshape(-1)[order].unsqueeze(1).to(back.dtype)
     y = weighted.new_zeros(x.shape[0], back.shape[1]).index_add(0, order // k, weighted)
@@ -159,11 +162,13 @@ def experts(
     return y, counts.new_zeros(()) if dropped is None else dropped
 
 
-def _fits(x: Any, choice: Any, weight: Any, fn: Any, count: Any, capacity: Any, axis: Axis) -> None:
+def _fits(
+    x: Any, choice: Any, weight: Any, fn: Any, count: Any, capacity: Any, return_dropped: Any, axis: Axis
+) -> None:
     for name, value in (("x", x), ("choice", choice), ("weight", weight)):
         check.tensor(_WHERE, value, axis, name)
-    if x.dim() != 2:
-        _wrong(f"x is {shape_text(x.dtype, x.shape)}.", axis, "[t, d]: x.flatten(0, -2) of what has more dims")
+    if x.dim() != 2 or not x.is_floating_point():
+        _wrong(f"x is {shape_text(x.dtype, x.shape)}.", axis, "floats [t, d]: x.flatten(0, -2) of what has more dims")
     if choice.dim() != 2 or choice.shape[0] != x.shape[0] or choice.dtype not in _INTEGERS or not choice.shape[1]:
         what = f"choice is {shape_text(choice.dtype, choice.shape)}."
         _wrong(what, axis, f"integers [{x.shape[0]}, k]: the experts of each row of x")
@@ -177,10 +182,29 @@ def _fits(x: Any, choice: Any, weight: Any, fn: Any, count: Any, capacity: Any, 
         _wrong(f"capacity={capacity!r} is not a number of rows.", axis, "an int, at least 0; None drops nothing")
     if not callable(fn):
         _wrong(f"fn is not a function but {type(fn).__name__}.", axis, "fn(rows, counts) gives as many rows")
-    if choice.device.type == "cpu" and choice.numel() and not functorch_active():
-        least, most = (int(end) for end in choice.aminmax())
-        if least < 0 or most >= count:
-            _wrong(f"choice {least if least < 0 else most} is not one of {count} experts.", axis, f"0 to {count - 1}")
+    for name, value in (("choice", choice), ("weight", weight)):
+        if value.device != x.device:
+            _wrong(f"{name} is on {value.device}, and x on {x.device}.", axis, "all on one device")
+    if not isinstance(return_dropped, bool):
+        _wrong(f"return_dropped={return_dropped!r} is not a bool.", axis, "True or False")
+    check_choice(_WHERE, choice, count, axis)
+
+
+def check_choice(where: str, choice: Tensor, count: int, axis: Axis) -> None:
+    """On the CPU, where reading is free, each choice is an expert."""
+    if choice.device.type != "cpu" or not choice.numel():
+        return
+    try:
+        with paused(), without_modes():
+            least, most = (int(end) for end in choice.aminmax())
+    except RuntimeError:
+        if not functorch_active():
+            raise
+        fix = "the same choice for all of the batch, or a loop"
+        check.explain(where, "choice is batched by vmap.", axis, fix=fix)
+    if least < 0 or most >= count:
+        what = f"choice {least if least < 0 else most} is not one of {count} experts."
+        check.explain(where, what, axis, fix=f"0 to {count - 1}")
 
 
 def _gives(found: Any, given: Tensor, axis: Axis) -> None:
