@@ -370,6 +370,32 @@ def refusals(ranks: int) -> None:
             mc.MeshError, match=r"'weight' is cut along axis 'dp' by fully_shard, and so are its states"
         ):
             shard_optimizer(torch.optim.SGD(cut.parameters(), 0.1), "dp")
+        same = nn.Linear(64, 4)
+        for p in same.parameters():
+            p.data.fill_(0.5)
+            p.grad = torch.ones_like(p)
+        kinds = (torch.optim.SGD, torch.optim.Adam)
+        groups: list[Any] = [*same.parameters()]
+        for other, said in (
+            (kinds[min(mesh.rank, 1)](same.parameters(), lr=0.1), "of another class"),
+            (kinds[0](same.parameters(), lr=0.1 + mesh.rank), r"other settings[\s\S]*'lr'"),
+            (kinds[0](same.parameters(), lr=0.1, momentum=0.5 * mesh.rank), "other settings"),
+            (kinds[1](same.parameters(), lr=0.1, betas=(0.9, 0.99 if mesh.rank else 0.999)), "other settings"),
+            (kinds[1](same.parameters(), lr=torch.tensor(0.1 + mesh.rank)), "other settings"),
+            (kinds[0]([{"params": groups[: 1 + (mesh.rank > 0)]}, {"params": groups[1 + (mesh.rank > 0) :]}], lr=0.1),
+             "other groups"),
+        ):  # fmt: skip
+            with pytest.raises(mc.MeshError, match=said):
+                shard_optimizer(other, "dp").step()
+        cuts = ("elements", "tensors")
+        with pytest.raises(mc.MeshError, match="cut in another way"):
+            shard_optimizer(kinds[0](same.parameters(), lr=0.1), "dp", cut=cuts[min(mesh.rank, 1)]).step()  # type: ignore[arg-type]
+        later = shard_optimizer(kinds[0](same.parameters(), lr=0.1), "dp")
+        for _ in range(3):
+            later.step()
+        later.param_groups[0]["lr"] += mesh.rank  # a schedule that follows a loss of this rank
+        with pytest.raises(mc.MeshError, match=r"other settings[\s\S]*its mean"):
+            later.step()
         table = nn.Embedding(8, 2, sparse=True)
         with torch.no_grad():
             table.weight.fill_(1.0)

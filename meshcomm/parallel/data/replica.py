@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.alike import refuse_other_kinds
 from meshcomm.parallel.data.computed_again import computes_again, follow, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare
@@ -92,24 +92,11 @@ class Replica:
                 fail(WHERE, f"{name!r} has no shape yet.", fix="run the module once before")
             if not x.is_meta:
                 check.tensor(WHERE, x, self.axis, repr(name))
-        self._compare(here)
+        refuse_other_kinds(WHERE, here.items(), self.axis)
         for x in here.values():
             if x.is_meta and isinstance(x, nn.Parameter):
                 make_room(x, self.mesh.device)
         take_from(0, [x for x in here.values() if not has_no_values(x)], self.axis, self.bucket_mb)
-
-    def _compare(self, here: Mapping[str, Tensor]) -> None:
-        lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in here.items()]
-        counts = [count for [count] in agree([len(lines)], self.axis)]
-        if counts == [len(lines)] * len(counts):
-            first, *rest = agree([zlib.crc32(line.encode()) for line in lines], self.axis)
-            others = [at for at, mark in enumerate(first) if any(marks[at] != mark for marks in rest)]
-            if not others:
-                return
-            what = f"on one rank, {lines[others[0]]!r} on index {self.axis.index}"
-        else:
-            what = f"{counts} of them on the ranks"
-        fail(WHERE, "parameters or buffers differ between ranks in more than values.", got=what)
 
     # ---------------------------------------------------------------------------------------------------- a method
 

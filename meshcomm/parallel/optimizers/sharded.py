@@ -88,8 +88,9 @@ def shard_optimizer(optimizer: O, axis: AxisName, *, cut: Cut | None = None, mes
     Raises:
         MeshError: no such axis; not an optimiser, or one that is sharded already; LBFGS, whose step is of all
             parameters at once; ``differentiable=True``; parameters that are cut along ``axis``, or with "tensors" along
-            any; a ``cut`` that is neither. In ``step``, on all ranks: parameters that differ between them; a sparse
-            gradient. In ``load_state_dict``: states of other parts.
+            any; a ``cut`` that is neither. In ``step``, on all ranks: parameters that differ between them; an optimizer
+            of another class or other settings (looked for before the steps 1, 2, 4 and so on); a sparse gradient. In
+            ``load_state_dict``: states of other parts.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -131,6 +132,7 @@ class _Steps:
         self.shares = Shares(axis.index, axis.size, cut, self._refuse)
         self._agreed: tuple[int, ...] = ()
         """The parameters of which all ranks have said that they have the same."""
+        self._steps = 0
         self._under_way: list[tuple[Tensor, Tensor]] = []
         """In a step the parts of parameters, and these."""
         self.shares.add_new(optimizer)
@@ -176,6 +178,9 @@ class _Steps:
         self.shares.add_new(optimizer)
         params = list(params_of(optimizer))
         self._agree(params, any(p.grad is not None and p.grad.layout is not torch.strided for p in params))
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0:
+            self._agree_on_settings(optimizer)
         self._under_way = []
         groups = [list(self._parts_of(group["params"])) for group in optimizer.param_groups]
         states = [(part, optimizer.state[p]) for part, p in self._under_way if p in optimizer.state]
@@ -237,6 +242,20 @@ class _Steps:
                 fix = "data_parallel(module, ...), or parameters of the same values in the same order on each rank"
                 fail(WHERE, f"parameters of the optimizer have other {what} on other ranks.", fix=fix)
 
+    def _agree_on_settings(self, optimizer: Optimizer) -> None:
+        """All ranks make the same step: of parts that were made by others nobody could tell afterwards."""
+        mine = [{key: _plain(x) for key, x in group.items() if key != "params"} | {"parameters": len(group["params"])}
+                for group in optimizer.param_groups]  # fmt: skip
+        rows = agree([_number([self._kind, self.shares.cut]), _number(mine)], self.axis)
+        for at, what in enumerate(
+            ("of another class, or cut in another way", "in other groups or with other settings")
+        ):
+            if len({row[at] for row in rows}) > 1:
+                self._steps -= 1
+                got = f"here {self._kind}, cut={self.shares.cut!r}" if at == 0 else f"here {mine}"[:600]
+                fix = "the same optimizer on each rank; a schedule that follows a loss takes its mean: mc.all_reduce"
+                fail(WHERE, f"the optimizer is {what} on other ranks.", got=got, fix=fix)
+
     # ------------------------------------------------------------------------------------------------------ states
 
     def _cut_states(self, optimizer: Optimizer) -> None:
@@ -286,6 +305,15 @@ def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         if sum(each.nbytes for each in bucket) >= _BUCKET:
             yield open_ones.pop((p.dtype, p.device))
     yield from open_ones.values()
+
+
+def _plain(value: Any) -> Any:
+    """What a setting is, where that can be written in the same way on every rank."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else tuple(value.shape)
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _number(value: Any) -> int:
