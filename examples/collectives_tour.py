@@ -41,6 +41,12 @@ class Stop:
         return self.code.split("(")[0]
 
 
+def counts(mesh: mc.Mesh) -> Tensor:
+    """Two rows to the next rank, none to the one after it, one to each other, this rank among them."""
+    of_zero = torch.tensor([1, 2, 0, *[1] * (mesh.size - 3)] if mesh.size > 2 else [1, *[1] * (mesh.size - 1)])
+    return of_zero.roll(mesh.rank)
+
+
 # n = size of the axis. Every rank's x has n elements; that of rank r counts from 10 r where it varies.
 STOPS = [
     Stop('pvary(x, "r")', I, V, "all_reduce(g)", lambda x, m: mc.pvary(x, "r", mesh=m)),
@@ -60,6 +66,10 @@ STOPS = [
     Stop(
         'all_to_all(x, "r", 0, 0)', V, V, "all_to_all(g), dims exchanged",
         lambda x, m: mc.all_to_all(x, "r", 0, 0, mesh=m),
+    ),
+    Stop(
+        'all_to_all_ragged(x, counts, "r")[0]', V, V, "the rows of g back to where they came from",
+        lambda x, m: mc.all_to_all_ragged(x, counts(m), "r", mesh=m)[0],
     ),
     Stop(
         'permute(x, "r", [(0, n - 1)])', V, V, "permute(g) by the inverse; what nobody sends or gets is zero",

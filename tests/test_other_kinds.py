@@ -9,15 +9,11 @@ import pytest
 from torch import nn
 
 import meshcomm as mc
-from meshcomm.parallel import auto_plan, data_parallel, parallelize, tensor_parallel
+from meshcomm.parallel import auto_plan, data_parallel, tensor_parallel
 
 PLAN = {"0": "column", "2": "row"}
-ADAPTORS: dict[str, Callable[[nn.Module], Any]] = {
+ADAPTORS: dict[str, Callable[[nn.Module], object]] = {
     "data_parallel": lambda module: data_parallel(module, "x", grads="mean"),
-    "tensor_parallel": lambda module: tensor_parallel(module, PLAN, axis="x"),
-    "tensor_parallel, auto": lambda module: tensor_parallel(module, "auto", axis="x"),
-    "auto_plan": lambda module: auto_plan(module, "x"),
-    "parallelize": lambda module: parallelize(module, axes={"x": "tensor"}, grads="mean"),
 }
 
 
@@ -53,17 +49,15 @@ def test_said_on_each_rank(adaptor: str, how: str) -> None:
     mc.launch(refused, 3, (adaptor, how, 3))
 
 
-@pytest.mark.parametrize("adaptor", ["data_parallel", "tensor_parallel, auto"])
+@pytest.mark.parametrize("adaptor", ["data_parallel"])
 def test_on_processes(adaptor: str, pool4: Any) -> None:
     pool4.run(refused, adaptor, "shape", 4)
 
 
-def test_twice_and_other_words() -> None:
+def test_a_plan_for_what_is_cut_already() -> None:
     def main() -> None:
         with mc.use_mesh(mc.make_mesh({"x": 2})):
             module = odd("", 0)
-            with pytest.raises(mc.MeshError, match=r"plan='Auto'[\s\S]*'auto'"):
-                tensor_parallel(module, "Auto", axis="x")  # type: ignore[arg-type]
             tensor_parallel(module, PLAN, axis="x")
             with pytest.raises(mc.MeshError, match="auto_plan: the module is tensor parallel already"):
                 auto_plan(module, "x")

@@ -57,6 +57,27 @@ def moved(xs: Blocks, pairs: list[tuple[int, int]]) -> Blocks:
     return [xs[source[r]] if r in source else [0.0] * len(xs[0]) for r in range(len(xs))]
 
 
+def rows(n: int, rank: int) -> list[int]:
+    """How many this rank sends to each: as the tour has it."""
+    first = [1, 2, 0, *[1] * (n - 3)] if n > 2 else [1] * n
+    return [first[(to - rank) % n] for to in range(n)]
+
+
+def apart(x: list[float], counts: list[int]) -> Blocks:
+    return [x[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
+
+
+def sent(xs: Blocks) -> Blocks:
+    n = len(xs)
+    return [[v for source in range(n) for v in apart(xs[source], rows(n, source))[to]] for to in range(n)]
+
+
+def sent_back(gs: Blocks) -> Blocks:
+    n = len(gs)
+    came = [[rows(n, source)[to] for source in range(n)] for to in range(n)]
+    return [[v for to in range(n) for v in apart(gs[to], came[to])[source]] for source in range(n)]
+
+
 def forward(code: str, xs: Blocks) -> Blocks:
     n = len(xs)
     ring = [(r, (r + 1) % n) for r in range(n)]
@@ -70,6 +91,7 @@ def forward(code: str, xs: Blocks) -> Blocks:
         'shard(x, "r")': lambda: slices(xs),
         'reduce_scatter(x, "r")': lambda: slices(total(xs)),
         'all_to_all(x, "r", 0, 0)': lambda: swapped(xs),
+        'all_to_all_ragged(x, counts, "r")[0]': lambda: sent(xs),
         'permute(x, "r", [(0, n - 1)])': lambda: moved(xs, [(0, n - 1)]),
         'shift(x, "r", 1)': lambda: moved(xs, ring),
         'shift(x, "r", 1, wrap=False)': lambda: moved(xs, ring[:-1]),
@@ -91,6 +113,7 @@ def backward(code: str, xs: Blocks, gs: Blocks) -> Blocks:
         'shard(x, "r")': lambda: joined(gs),
         'reduce_scatter(x, "r")': lambda: joined(gs),
         'all_to_all(x, "r", 0, 0)': lambda: swapped(gs),
+        'all_to_all_ragged(x, counts, "r")[0]': lambda: sent_back(gs),
         'permute(x, "r", [(0, n - 1)])': lambda: moved(gs, [(n - 1, 0)]),
         'shift(x, "r", 1)': lambda: moved(gs, ring),
         'shift(x, "r", 1, wrap=False)': lambda: moved(gs, ring[:-1]),
@@ -135,7 +158,15 @@ def test_every_collective_is_visited() -> None:
     visited = set(re.findall(r"^(\w+)\(", text, re.MULTILINE)) | set(re.findall(r"(recv)\(", text))
     modules = [
         importlib.import_module(f"meshcomm.collectives.{name}")
-        for name in ("exchange", "gather", "one_rank", "place", "reduce")
+        for name in (
+            "exchange.all_to_all",
+            "exchange.permute",
+            "exchange.ragged",
+            "gather",
+            "one_rank",
+            "place",
+            "reduce",
+        )
     ]
     found = ((name, value, module) for module in modules for name, value in vars(module).items() if name in mc.__all__)
     collectives = {name for name, value, module in found if value.__module__ == module.__name__}

@@ -43,8 +43,9 @@ def _norm(x: Tensor) -> Tensor:
     """In double precision, some MiB of it at a time, in one place: what is looked at may be most of what there is room
     for.
     """
-    number = torch.float64 if with_doubles(x.device) == x.device else torch.float32
-    room = x.new_empty(min(x.numel(), _AT_ONCE), dtype=number)
+    place, exact = with_doubles(x.device), not x.is_floating_point() or x.dtype.itemsize == 1
+    number = torch.float64 if exact or place == x.device else torch.float32
+    room = torch.empty(min(x.numel(), _AT_ONCE), dtype=number, device=place if exact else x.device)
     norms = [torch.linalg.vector_norm(room[: part.numel()].view(part.shape).copy_(part)) for part in _parts(x)]
     norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.alike import refuse_other_kinds
 from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.later_values import wait_for_values
@@ -93,7 +92,7 @@ def tensor_parallel(
     Backward: of a column an all_reduce of the gradient of its input, once for several columns of one input. Gradients
         of what is replicated are the same on all ranks; of ``"sequence"`` they are summed over ``axis``.
 
-    Cost: at the start two numbers per rank, one broadcast of the parameters, and of the generators' states; one of 8
+    Cost: at the start one broadcast of the parameters, and of the generators' states; one of 8
         bytes when a module that draws runs for the first time, or after ``torch.manual_seed``. Per row one all_reduce
         forwards, per input of columns one backwards; with ``sequence`` an all_gather and a reduce_scatter each. A table
         in rows counts as a row, a block that enters as a column, one that leaves as a row; :class:`Column` and
@@ -132,10 +131,7 @@ def tensor_parallel(
     refuse_sliced(WHERE, module, "call tensor_parallel before fully_shard")
     refuse_copies(WHERE, module, "tensor parallelism over another axis than data_parallel's", ax)
     refuse_overlap(WHERE, module, ax)
-    refuse_other_kinds(WHERE, module.named_parameters(), ax)
-    if isinstance(plan, str):
-        if plan != "auto":
-            fail(WHERE, f"plan={plan!r}.", fix='\'auto\', or a mapping of patterns to styles: {"*.up": "column", ...}')
+    if isinstance(plan, str) and plan == "auto":
         plan = _found(module, ax, sequence)
     if not divide:
         divide = getattr(plan, "divide", divide)

@@ -158,7 +158,9 @@ def _seen(peer: _Peer) -> str:
 def stopped(rank: int) -> str:
     """That a rank of the world stands still after SIGSTOP, as far as can be seen from here; else nothing."""
     here = _here()
-    return _stopped(here.peers[rank]) if here is not None and _seen(here.peers[rank]) == "stopped" else ""
+    if here is None or rank >= len(here.peers):  # of a world that was made without this one
+        return ""
+    return _stopped(here.peers[rank]) if _seen(here.peers[rank]) == "stopped" else ""
 
 
 def _stopped(peer: _Peer) -> str:
