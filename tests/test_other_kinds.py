@@ -1,4 +1,4 @@
-"""Modules that are not alike on all ranks: data_parallel and tensor_parallel say on each of them what differs, before it changes anything."""
+"""Modules that are not alike on all ranks: data_parallel says on each of them what differs, before it changes anything."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def ran(name: str, version: str) -> Ran:
     if program.on_ranks:
         return Ran([each for each, _, _ in found], Counter(), calls)
     ((result, forward, both),) = found
-    again = Counter({call: count for call, count in forward.items() if call[0] != "broadcast"})  # of orders, kept
-    assert again + again <= both
+    again = Counter({call: count for call, count in forward.items() if call[0] != "broadcast"})
+    assert forward + again <= both  # the order of buckets, which is broadcast, is kept with the axes from run to run
     return Ran([result], forward, both - forward - forward)
 
 
