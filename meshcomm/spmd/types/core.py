@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from meshcomm._torch import (
+    at_trace_time,
     functorch_active,
     unwrap_if_dead,
     version_of,
@@ -464,3 +465,15 @@ class _Varied:
     def __init__(self, x: Tensor) -> None:
         self.x, self.version, self.node = x, version(x), x.grad_fn
         self.by: dict[frozenset[str], Tensor] = {}
+
+
+@at_trace_time
+def untraceable() -> None:
+    """An exception in traced code would only break the graph; this one is raised by the compiler."""
+    fail(
+        WHERE,
+        "torch.compile cannot trace checked code.",
+        fix="check_vma=False, or `with mc.check_vma(False)` around the call and mc.mark_varying of its result; in "
+        "compiled code mc.pvary is written out",
+        kind=VaryingError,
+    )

@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from meshcomm._torch import functorch_active, unwrap_if_dead, version_of
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours, outermost
+from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import any_lent
 from meshcomm.spmd.types.grids import ANYWHERE
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
@@ -67,6 +69,8 @@ class AtOnce(Writes):
         if watcher is not self:
             kwargs = kwargs or {}
             return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
+        if is_dynamo_compiling():  # before what it cannot trace: it would go on without the trace
+            untraceable()
         kind = kind_of(func)
         way = kind.way
         if not way or made.any or (kwargs and not simple(kwargs.values())):
@@ -95,8 +99,9 @@ class AtOnce(Writes):
                     break
                 if (
                     (mine.grid is not grid and mine.grid is not ANYWHERE)
-                    # What comes to be in a graph after its type was noted was changed in place for that.
-                    or ((at := version_of(x)) and (at != getattr(x, NOTED_AT, 0) or (mine.plain and x.requires_grad)))
+                    or ((at := version_of(x)) and at != getattr(x, NOTED_AT, 0))
+                    # In a graph since its type was noted: changed in place, or given by a function out of sight.
+                    or (mine.plain and x.requires_grad and not x.is_leaf)
                     or (
                         slow
                         and (written := getattr(x.untyped_storage(), WRITTEN, None)) is not None

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from meshcomm._torch import (
-    at_trace_time,
     functorch_active,
     version_of,
 )
-from meshcomm.errors import VaryingError, fail, names
+from meshcomm.errors import names
 from meshcomm.runtime.callsite import asked_in, call_site
-from meshcomm.spmd.types.core import WHERE
+from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lend
 from meshcomm.spmd.types.grids import ANYWHERE
 from meshcomm.spmd.types.rules.operands import (
@@ -59,7 +58,7 @@ class Operations(Writes):
     def _operation(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
         """The long way: whatever the operation is, and whatever its operands are."""
         if is_compiling():  # of what is traced no types are known: it comes here
-            _untraceable()
+            untraceable()
         kwargs = kwargs or {}
         if made.any and not (untouched(args) and (not kwargs or untouched(kwargs.values())) and not functorch_active()):
             return self._sized(kind, func, args, kwargs)
@@ -390,15 +389,3 @@ class Operations(Writes):
                 "rank shall drop its own",
             )
         return random
-
-
-@at_trace_time
-def _untraceable() -> None:
-    """An exception in traced code would only break the graph; this one is raised by the compiler."""
-    fail(
-        WHERE,
-        "torch.compile cannot trace checked code.",
-        fix="check_vma=False, or `with mc.check_vma(False)` around the call and mc.mark_varying of its result; in "
-        "compiled code mc.pvary is written out",
-        kind=VaryingError,
-    )
