@@ -1069,6 +1069,11 @@ ATTENTION: list[tuple[str, dict[str, Any], str]] = [
 for cause, kwargs, said in ATTENTION:
     bad("parallel_attention", cause, lambda h, kwargs=kwargs: attend(**kwargs), rf"^meshcomm.parallel_attention: [\s\S]*{said}")
 
+# ---------------------------------------------------------------------------------- schedules (all of test_schedules.py)
+
+plain("Schedule", "no such schedule", lambda: parallel.Schedule.of("zb-v", 2, 1, 4), r"did you mean 'zbv'\?")
+plain("Schedule", "an action twice", lambda: parallel.Schedule([["F0.0", "B0.0", "F0.0"]]), r"rank 0 repeats F0\.0")
+
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS: list[tuple[str, Callable[[], Any], str]] = [
