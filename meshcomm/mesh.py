@@ -127,7 +127,7 @@ def makes_meshes(make: Callable[..., Mesh]) -> None:
 def let_go_of_groups() -> None:
     """Drop what refers to process groups: one that outlives its end takes the interpreter down at exit."""
     for mesh in list(_meshes.values()):
-        mesh._axes.clear()
+        mesh.axes.clear()
         mesh._device_mesh = None
 
 
@@ -176,7 +176,7 @@ class Mesh(Answers, Shown):
         self.world_size = world_size
         self._device_mesh = device_mesh
         self._on_cpu = device_mesh is not None and device_mesh.device_type == "cpu"
-        self._axes: dict[AxisName, Axis] = {}
+        self.axes: dict[AxisName, Axis] = {}
         self._making: dict[tuple[str, ...], threading.Lock] = {}
         self._identity = place.identify(shape, ranks)
         self.in_process = place.in_process
@@ -337,7 +337,7 @@ class Mesh(Answers, Shown):
         try:
             # Outside a launch, and on meshes that are not of one, the axes are the mesh's own.
             if not self.in_process or (rank := _ranks.rank) is None:
-                return self._axes[name]
+                return self.axes[name]
             found: Axis = rank.axes[self, name]
             return found
         except (KeyError, TypeError):
@@ -372,7 +372,7 @@ class Mesh(Answers, Shown):
         rank = current_rank() if self.in_process else None
         # A name and the tuple of it alone are one axis; and two threads that ask for it find the same.
         with self._making.setdefault(parts, threading.Lock()) if rank is None else contextlib.nullcontext():
-            axes: dict[Any, Axis] = self._axes if rank is None else rank.axes
+            axes: dict[Any, Axis] = self.axes if rank is None else rank.axes
             keys: list[Any] = [name, parts, *(parts if len(parts) == 1 else ())]
             keys = keys if rank is None else [(self, key) for key in keys]
             found = next((axes[key] for key in keys if key in axes), None) or self._made(parts)

@@ -395,11 +395,11 @@ def _tied(x: Tensor, used: list[Tensor]) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
     # Nothing of each stands behind the values: exact for every value of both, and torch knows all of its derivatives.
     # Two dims: backward of a cat gives what has none of one dim zeros that no later derivative comes through.
-    return torch.cat([x.reshape(-1, 1), *(_nothing_of(other, x) for other in used)]).view(x.shape)
+    return torch.cat([x.reshape(-1, 1), *(nothing_of(other, x) for other in used)]).view(x.shape)
 
 
-def _nothing_of(other: Tensor, x: Tensor) -> Tensor:
-    """No element of it, as ``x`` has them."""
+def nothing_of(other: Tensor, x: Tensor) -> Tensor:
+    """``[0, 1]``: no element of it, as ``x`` has them."""
     none = (other.narrow(0, 0, 0) if other.ndim else other.reshape(1).narrow(0, 0, 0)).reshape(-1)
     if none.is_complex() and not x.is_complex():
         none = torch.view_as_real(none.resolve_conj()).reshape(-1)

@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.full_state import load_full_state_dict as load_full_state_dict
     from meshcomm.parallel.full_state import save_full_state_dict as save_full_state_dict
     from meshcomm.parallel.optimizers.sharded import shard_optimizer as shard_optimizer
+    from meshcomm.parallel.pipeline.functional import pipeline as pipeline
     from meshcomm.parallel.pipeline.schedule import Schedule as Schedule
     from meshcomm.parallel.tensor.attention import parallel_attention as parallel_attention
     from meshcomm.parallel.tensor.auto.auto_plan import auto_plan as auto_plan
@@ -70,6 +71,7 @@ _LATER = {
         "meshcomm.parallel.fsdp.state": "Piece counts pieces",
         "meshcomm.parallel.full_state": "full_state_dict load_full_state_dict save_full_state_dict",
         "meshcomm.parallel.optimizers.sharded": "shard_optimizer",
+        "meshcomm.parallel.pipeline.functional": "pipeline",
         "meshcomm.parallel.pipeline.schedule": "Schedule",
         "meshcomm.parallel.tensor.auto.auto_plan": "auto_plan",
         "meshcomm.parallel.tensor.auto.found_plan": "TensorPlan",

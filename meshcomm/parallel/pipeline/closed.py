@@ -1,0 +1,68 @@
+"""A stage must not communicate along the axis of its pipeline: each rank runs it at other times, and the others would
+wait. It may ask where it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from meshcomm.errors import fail
+from meshcomm.mesh import Axis, axes_in
+from meshcomm.runtime.transports.threads.scheduler import current_rank
+
+
+@contextmanager
+def closed(where: str, axis: Axis) -> Iterator[None]:
+    """Inside, a collective along ``axis``, or along axes that it is part of, is refused; ``where`` names the caller."""
+    rank = current_rank() if axis.mesh.in_process else None
+    holder: Any = axis.mesh if rank is None else rank
+    tables = holder.axes
+    holder.axes = _Tables(where, axis, holder, tables)
+    try:
+        yield
+    finally:
+        holder.axes = tables
+
+
+class _Tables(dict[Any, Axis]):
+    """The axes that a rank finds, made of those that it has when they are asked for."""
+
+    def __init__(self, where: str, axis: Axis, holder: Any, tables: dict[Any, Axis]) -> None:
+        super().__init__()
+        self._where, self._axis, self._holder, self._open = where, axis, holder, tables
+
+    def __missing__(self, key: Any) -> Axis:
+        mesh, name = (self._axis.mesh, key) if self._holder is self._axis.mesh else key
+        self._holder.axes = self._open
+        try:
+            found: Axis = mesh.axis(name, self._where)
+        finally:
+            self._holder.axes = self
+        if mesh is self._axis.mesh and set(axes_in(found.name)) & set(axes_in(self._axis.name)):
+            found = _closed(found, self._where)
+        self[key] = found
+        return found
+
+
+def _closed(axis: Axis, where: str) -> Axis:
+    other = copy.copy(axis)
+    other.__class__ = _Closed
+    other.pipeline = where  # type: ignore[attr-defined]
+    return other
+
+
+class _Closed(Axis):
+    """Says all that an axis says, and has no link."""
+
+    pipeline: str
+
+    @property
+    def link(self) -> Any:  # type: ignore[override]
+        """None: who asks wants to communicate."""
+        what = f"a stage communicates along axis {self.name!r}, along which its pipeline goes."
+        at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
+        fix = "before the pipeline or after it, what all stages need in params: each rank runs its stage at other times"
+        fail(self.pipeline, what, got=f"mesh {self.mesh.shape}; at {at}", fix=fix)
