@@ -1085,6 +1085,20 @@ for cause, kwargs, said in ATTENTION:
 plain("Schedule", "no such schedule", lambda: parallel.Schedule.of("zb-v", 2, 1, 4), r"did you mean 'zbv'\?")
 plain("Schedule", "an action twice", lambda: parallel.Schedule([["F0.0", "B0.0", "F0.0"]]), r"rank 0 repeats F0\.0")
 
+# ------------------------------------------------------------------------------------------- stages (on no rank: it sends nothing)
+
+STAGES: list[tuple[str, Callable[[], Any], str]] = [
+    ("a list", lambda: parallel.split_stages([linear()], 1), r"model is not a torch.nn.Module but list"),
+    ("no stages", lambda: parallel.split_stages(two_layers(), 0), r"n=0 is no number of stages"),
+    ("more stages than parts", lambda: parallel.split_stages(two_layers(), 3), r"3 stages of 2 parts"),
+    ("costs of other parts", lambda: parallel.split_stages(two_layers(), 2, [1.0]), r"1 costs for 2 parts"),
+    ("a negative cost", lambda: parallel.split_stages(two_layers(), 2, [1.0, -1.0]), r"not finite, or negative"),
+    ("costs of text", lambda: parallel.split_stages(two_layers(), 2, "ab"), r"are no numbers"),
+    ("one layer", lambda: parallel.split_stages(linear(), 2), r"Linear has no row of blocks[\s\S]*it has no list of modules"),
+]  # fmt: skip
+for cause, call, said in STAGES:
+    plain("split_stages", cause, call, rf"^meshcomm.split_stages: [\s\S]*{said}")
+
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS: list[tuple[str, Callable[[], Any], str]] = [

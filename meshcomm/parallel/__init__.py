@@ -33,6 +33,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.optimizers.sharded import shard_optimizer as shard_optimizer
     from meshcomm.parallel.pipeline.functional import pipeline as pipeline
     from meshcomm.parallel.pipeline.schedule import Schedule as Schedule
+    from meshcomm.parallel.pipeline.split import split_stages as split_stages
     from meshcomm.parallel.tensor.attention import parallel_attention as parallel_attention
     from meshcomm.parallel.tensor.auto.auto_plan import auto_plan as auto_plan
     from meshcomm.parallel.tensor.auto.found_plan import TensorPlan as TensorPlan
@@ -73,6 +74,7 @@ _LATER = {
         "meshcomm.parallel.optimizers.sharded": "shard_optimizer",
         "meshcomm.parallel.pipeline.functional": "pipeline",
         "meshcomm.parallel.pipeline.schedule": "Schedule",
+        "meshcomm.parallel.pipeline.split": "split_stages",
         "meshcomm.parallel.tensor.auto.auto_plan": "auto_plan",
         "meshcomm.parallel.tensor.auto.found_plan": "TensorPlan",
         "meshcomm.parallel.by_axes": "parallel_calls parallelize",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshcomm import _torch
+from meshcomm.errors import described
 from meshcomm.parallel.tensor.auto.example_inputs import Given, examples_of
 
 
@@ -62,7 +63,7 @@ class _Row:
         x = args[0] if args else kwargs.get(name)
         self.chained &= right and isinstance(x, Tensor) and (self.calls == 0 or x is self.gave)
         self.marks.append(self.flops.get_total_flops())
-        if not self.chained:
+        if not self.chained or not isinstance(x, Tensor):
             return None
         if not self.calls:
             self.needed.append(_parameters_of(x))
@@ -137,8 +138,9 @@ def as_found(model: nn.Module) -> Iterator[None]:
                 p.requires_grad_(want)
 
 
-def look(model: nn.Module, rows: Sequence[Sequence[nn.Module]], example: Any, where: str) -> Seen | None:
-    """The first of the rows that is one, as the model calls it; None if there is none, or no example fits."""
+def look(model: nn.Module, rows: Sequence[Sequence[nn.Module]], example: Any, where: str) -> Seen | str:
+    """The first of the rows that is one, as the model calls it; if there is none, or no example fits, why."""
+    why = "no example of what it takes is known"
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sizes = {id(p): p.numel() for p in model.parameters()}
     for args, kwargs in examples_of(model, example, where):
@@ -160,9 +162,10 @@ def look(model: nn.Module, rows: Sequence[Sequence[nn.Module]], example: Any, wh
                         handles.append(block.register_forward_hook(row.after))
                 output = model(*given[0], **given[1])
                 found = [row.seen(sizes, given, output) for row in listeners]
-        except Exception:  # it is not called so: another example may fit
+        except Exception as error:  # it is not called so: another example may fit
             if example is not None:
                 raise
+            why = f"called with an example it fails: {described(error)}"
             continue
         finally:
             for handle in handles:
@@ -170,7 +173,8 @@ def look(model: nn.Module, rows: Sequence[Sequence[nn.Module]], example: Any, wh
         chosen = next((each for each in found if each is not None), None)
         if chosen is not None:
             return chosen
-    return None
+        why = "none is called block by block, each once, with what the one before gives as its first argument"
+    return why
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -33,6 +33,7 @@ class _Received:
     """What the stage before has sent, while a forward runs."""
 
     x: Tensor | None = None
+    device: torch.device
 
 
 class Skipped(nn.Module):
@@ -53,12 +54,11 @@ class Skipped(nn.Module):
 class Stub(nn.Module):
     """In place of a module of another stage, such as an embedding: zeros of the shape that it would give."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, received: _Received) -> None:
         super().__init__()
         memo: dict[int, Any] = {id(p): nn.Parameter(_meta(p), p.requires_grad) for p in part.parameters()}
         memo |= {id(x): _meta(x) for x in part.buffers()}
-        device = next((x.device for x in (*part.parameters(), *part.buffers())), torch.device("cpu"))
-        vars(self)["_stub"] = (copy.deepcopy(part, memo), device)
+        vars(self)["_stub"] = (copy.deepcopy(part, memo), received)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_stub"][0], name)
@@ -66,11 +66,9 @@ class Stub(nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computed on the meta device."""
-        twin, device = vars(self)["_stub"]
-        given = tensors_of((args, kwargs))
-        device = given[0].device if given else device
+        twin, received = vars(self)["_stub"]
         args, kwargs = mapped(_meta, (args, kwargs))
-        return mapped(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), twin(*args, **kwargs))
+        return mapped(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=received.device), twin(*args, **kwargs))
 
 
 def _meta(x: Tensor) -> Tensor:
@@ -80,8 +78,8 @@ def _meta(x: Tensor) -> Tensor:
 class PartialModel(nn.Module):
     """A stage: those of a model's parts that are ``first`` to ``last``, the last one excluded.
 
-    Its argument is, on the first stage, what the model takes: one argument, a tuple of them, or a dict by name; elsewhere
-    what the stage before gives: hidden values, and the arguments of the model.
+    Its argument is, on the first stage, what the model takes: one argument, a tuple of them, or a dict by name;
+    elsewhere what the stage before gives: hidden values, and the arguments of the model.
     """
 
     tied_parameters: dict[str, str]
@@ -96,7 +94,7 @@ class PartialModel(nn.Module):
             for at, block in enumerate(blocks) if not first <= at < last
         }  # fmt: skip
         own = {id(block): block for at, block in enumerate(blocks) if first <= at < last}
-        root = _part_of(model, {**others, **own}, needed, {}, first > 0)
+        root = _part_of(model, {**others, **own}, needed, {}, received, first > 0)
         vars(self).update(_modules=vars(root)["_modules"], _parameters=vars(root)["_parameters"],
                           _buffers=vars(root)["_buffers"],
                           _non_persistent_buffers_set=vars(root)["_non_persistent_buffers_set"])  # fmt: skip
@@ -110,6 +108,7 @@ class PartialModel(nn.Module):
         root.training = self.training
         handle = end.register_forward_hook(_stop) if end is not None else None
         received.x = None if begins else x[0]
+        received.device = next((p.device for p in self.parameters()), torch.device("cpu"))
         try:
             return root.forward(*args, **kwargs)
         except _Reached as reached:
@@ -141,12 +140,12 @@ def _needed(model: nn.Module, seen: Seen, first: int, last: int) -> set[tuple[in
             holders.setdefault(id(p), []).append(id(part))
     found: set[tuple[int, int]] = set()
     for at in range(first, last):
-        for p in seen.needed[at] & holders.keys():
-            called = [each for each in holders[p] if at in seen.called.get(each, ())]
-            found |= {(each, p) for each in called or holders[p]}
+        for of in seen.needed[at] & holders.keys():
+            called = [each for each in holders[of] if at in seen.called.get(each, ())]
+            found |= {(each, of) for each in called or holders[of]}
     if last > len(seen.blocks):  # and what nothing depends on
         used = set().union(*seen.needed) | {id(p) for block in seen.blocks for p in block.parameters()}
-        found |= {(each, p) for p, all_of_them in holders.items() if p not in used for each in all_of_them}
+        found |= {(each, of) for of, all_of_them in holders.items() if of not in used for each in all_of_them}
     return found
 
 
@@ -155,6 +154,7 @@ def _part_of(
     blocks: Mapping[int, nn.Module],
     needed: set[tuple[int, int]],
     made: dict[int, nn.Module],
+    received: _Received,
     later: bool,
 ) -> nn.Module:
     """The part without what other stages have; ``later``: it is no part of the first stage."""
@@ -166,7 +166,7 @@ def _part_of(
     around = any(id(each) in blocks for each in inside)
     own = [(id(each), id(p)) for each in inside for p in each.parameters(recurse=False)]
     if not around and own and needed.isdisjoint(own):
-        made[id(part)] = Stub(part)
+        made[id(part)] = Stub(part, received)
         return made[id(part)]
     if not around and own and needed.issuperset(own):
         return part
@@ -181,7 +181,8 @@ def _part_of(
         vars(new)["_non_persistent_buffers_set"] = set(vars(part)["_buffers"])
     children = vars(part)["_modules"].items()
     vars(new)["_modules"] = {
-        name: None if child is None else _part_of(child, blocks, needed, made, later) for name, child in children
+        name: None if child is None else _part_of(child, blocks, needed, made, received, later)
+        for name, child in children
     }
     return new
 

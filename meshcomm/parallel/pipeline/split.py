@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from meshcomm.errors import fail, few
-from meshcomm.parallel.pipeline.blocks import Seen, look
+from meshcomm.parallel.pipeline.blocks import look
 from meshcomm.parallel.pipeline.partial import PartialModel, proved
 
 WHERE = "split_stages"
@@ -33,11 +33,11 @@ def split_stages(
     checkpoints of a pipeline are those of the whole model, and of any other pipeline of it.
 
     What is cut: an ``nn.Sequential``, nested ones too, between its parts; any other model, such as a decoder of
-    transformers, between the blocks of an ``nn.ModuleList`` or ``nn.Sequential`` in it, if each is called once, with what
-    the one before gave as its first argument. There, a stage runs the model's own forward, in which blocks of others do
-    nothing, and stops behind its last block; what the model was called with travels along. What is before the blocks
-    or behind them and asks for a parameter has it: one that several stages have, as a tied embedding, is tied by name
-    (``stage.tied_parameters``), and ``pipelined`` adds up its gradients.
+    transformers, between the blocks of an ``nn.ModuleList`` or ``nn.Sequential`` in it, if each is called once, with
+    what the one before gave as its first argument. There, a stage runs the model's own forward, in which blocks of
+    others do nothing, and stops behind its last block; what the model was called with travels along. What is before
+    the blocks or behind them and asks for a parameter has it: one that several stages have, as a tied embedding, is
+    tied by name (``stage.tied_parameters``), and ``pipelined`` adds up its gradients.
 
     Type: as the model's
     Args:
@@ -94,7 +94,7 @@ def _of_sequential(model: nn.Module, n: int, costs: Any, example: Any) -> list[n
     _enough(names, n)
     if costs is None:
         seen = look(model, [[child for _, child in parts]], example, WHERE)
-        costs = [_size(child) for _, child in parts] if seen is None else seen.costs[:-1]
+        costs = [_size(child) for _, child in parts] if isinstance(seen, str) else seen.costs[:-1]
     made: list[nn.Module] = []
     for first, last in _balanced(_numbers(costs, names), n):
         made.append(_kept(model, {path for path, _ in parts[first:last]}))
@@ -127,13 +127,13 @@ def _of_blocks(model: nn.Module, n: int, costs: Any, example: Any) -> list[nn.Mo
         if (isinstance(part, nn.ModuleList) or _plain(part)) and len(list(part.children())) > 1
     ]
     rows.sort(key=lambda row: -sum(map(_size, row)))
-    seen = look(model, rows, example, WHERE) if rows else None
-    if seen is None:
+    seen = look(model, rows, example, WHERE) if rows else "it has no list of modules"
+    if isinstance(seen, str):
         fail(
             WHERE,
-            f"{type(model).__name__} has no row of blocks of which each is called once, with what the one before gives.",
-            fix="an nn.Sequential of its parts; or example=, if it needs other arguments; or cut it by hand: stages are "
-            "ordinary modules",
+            f"{type(model).__name__} has no row of blocks between which it can be cut: {seen}.",
+            fix="an nn.Sequential of its parts; or example=, if it takes other arguments; or cut it by hand: "
+            "stages are ordinary modules",
         )
     names = {id(part): name for name, part in model.named_modules()}
     parts = [names[id(block)] for block in seen.blocks]
