@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.context.order import context_order as context_order
     from meshcomm.parallel.data.ddp import data_parallel as data_parallel
     from meshcomm.parallel.data.ddp import join as join
+    from meshcomm.parallel.data.micro_batches import gathered as gathered
     from meshcomm.parallel.data.micro_batches import no_sync as no_sync
     from meshcomm.parallel.data.micro_batches import reduce_gradients as reduce_gradients
     from meshcomm.parallel.expert.balance import balance as balance
@@ -34,6 +35,8 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.pipeline.functional import pipeline as pipeline
     from meshcomm.parallel.pipeline.schedule import Schedule as Schedule
     from meshcomm.parallel.pipeline.split import split_stages as split_stages
+    from meshcomm.parallel.pipeline.step import PipelineStep as PipelineStep
+    from meshcomm.parallel.pipeline.step import pipelined as pipelined
     from meshcomm.parallel.tensor.attention import parallel_attention as parallel_attention
     from meshcomm.parallel.tensor.auto.auto_plan import auto_plan as auto_plan
     from meshcomm.parallel.tensor.auto.found_plan import TensorPlan as TensorPlan
@@ -65,7 +68,7 @@ _LATER = {
         "meshcomm.parallel.context.attention": "context_attention",
         "meshcomm.parallel.context.order": "context_order",
         "meshcomm.parallel.data.ddp": "data_parallel join",
-        "meshcomm.parallel.data.micro_batches": "no_sync reduce_gradients",
+        "meshcomm.parallel.data.micro_batches": "gathered no_sync reduce_gradients",
         "meshcomm.parallel.expert.balance": "balance",
         "meshcomm.parallel.expert.experts": "experts",
         "meshcomm.parallel.fsdp.module": "fully_shard",
@@ -75,6 +78,7 @@ _LATER = {
         "meshcomm.parallel.pipeline.functional": "pipeline",
         "meshcomm.parallel.pipeline.schedule": "Schedule",
         "meshcomm.parallel.pipeline.split": "split_stages",
+        "meshcomm.parallel.pipeline.step": "PipelineStep pipelined",
         "meshcomm.parallel.tensor.auto.auto_plan": "auto_plan",
         "meshcomm.parallel.tensor.auto.found_plan": "TensorPlan",
         "meshcomm.parallel.by_axes": "parallel_calls parallelize",

@@ -15,7 +15,7 @@ from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
 from meshcomm.mesh import Mesh, axes_in
-from meshcomm.parallel.cut_parameters import checked_module, parts_of, widest_mesh
+from meshcomm.parallel.cut_parameters import checked_module, parts_of, ranks_with, widest_mesh
 from meshcomm.runtime.axis_names import written_out
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process.accelerator import with_doubles
@@ -136,7 +136,7 @@ class _Sums:
             what = f"a parameter of shape {list(p.shape)} is cut in more parts than the mesh has ranks."
             fail(_WHERE, what, got=f"mesh {self.mesh.shape}", fix="pass mesh=, the mesh of all ranks")
         place = sum(2**at for at, axis in enumerate(self.axes) if axis in cut)
-        return place if elsewhere == 1 else len(self.table) - 1, 1 / copies
+        return place if elsewhere == 1 else len(self.table) - 1, 1 / (copies * ranks_with(p))
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(g, self.kind, dtype=_wide(g)).to(self.device, self.table.dtype)

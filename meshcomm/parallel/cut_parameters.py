@@ -50,6 +50,7 @@ class Part(NamedTuple):
 
 
 _CUTS, _MESHES, _COPIES = "_meshcomm_cuts", "_meshcomm_meshes", "_meshcomm_copies"
+_SHARED = "_meshcomm_ranks_with_it"
 _NOTHING: Mapping[int, Part] = {}
 _known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -87,6 +88,16 @@ def know_as(module: nn.Module, name: str, maker: str, axis: AxisName) -> None:
                 part._replace(name=f"{name}.{part.name}") if (part.maker, part.axis) == (maker, axis) else part
                 for part in made
             )
+
+
+def know_shared(p: Tensor, ranks: int) -> None:
+    """So many ranks have this parameter, each in a module of its own: a part that is the same on all of them."""
+    setattr(p, _SHARED, ranks)
+
+
+def ranks_with(p: Tensor) -> int:
+    """How many ranks were said to have this parameter in modules of their own."""
+    return int(getattr(p, _SHARED, 1))
 
 
 def cuts_of(owner: nn.Module) -> Mapping[str, Sequence[Part]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from meshcomm.errors import fail
 from meshcomm.parallel.data.replica import Replica, replica_of
+from meshcomm.parallel.fsdp.memory import Held
 from meshcomm.parallel.fsdp.units import Sharded, sharded_of
 from meshcomm.runtime.ops import Op
 
@@ -99,10 +100,86 @@ def reduce_gradients(module: nn.Module) -> None:
         adaptor.reduce_collected()
 
 
+@contextlib.contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, fully sharded parameters are gathered once, and kept until they change or it ends.
+
+    ::
+
+        with gathered(model), no_sync(model):
+            for x in micro_batches:
+                loss(model(x)).backward()  # one all_gather per unit in all, and none in backward
+        reduce_gradients(model)
+
+    Type: nothing is changed but what is sent.
+
+    Args:
+        module: what :func:`fully_shard` was given, or a module around such ones, such as the step of a pipeline.
+
+    Returns: a context manager. A parameter that is written meanwhile, by an optimiser, is gathered again.
+
+    Cost: none of its own; units are gathered once in all, and the memory of all whole parameters is kept meanwhile.
+
+    Raises:
+        MeshError: a module that has nothing that is sharded.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> from meshcomm.parallel import fully_shard, gathered
+        >>> mesh = mc.make_mesh({"fsdp": 2})
+        >>> def main():
+        ...     model = fully_shard(torch.nn.Linear(8, 2), "fsdp", grads="mean", mesh=mesh)
+        ...     with mc.trace() as seen, gathered(model):
+        ...         for _ in range(3):
+        ...             model(torch.ones(1, 8)).sum().backward()
+        ...     return sum(event.operation == "all_gather" for event in seen.events)
+        >>> mc.launch(main, ranks=2)
+        [1, 1]
+
+    Source: ``set_reshard_after_forward(False)`` and ``set_reshard_after_backward(False)`` of FSDP2.
+    """
+    inside = _found_in(module) if isinstance(module, nn.Module) else []
+    found = [adaptor for adaptor in inside if isinstance(adaptor, Sharded)]
+    if not found:
+        fail("gathered", f"{type(module).__name__} is not fully sharded.", fix="the module that fully_shard was given")
+    before = [known.held for known in found]
+    for known in found:
+        known.held = known.held or Held()
+    try:
+        yield
+    finally:
+        for known, held in zip(found, before, strict=True):
+            known.held = held
+
+
+@contextlib.contextmanager
+def reduced_once(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """All backward passes of these modules inside are reduced together at the end, once each, and their buffers are
+    sent then; nothing where they have no adaptors, or are under :func:`no_sync` already.
+    """
+    found = [adaptor for module in modules for adaptor in _found_in(module) if not _is_quiet(adaptor)]
+    with contextlib.ExitStack() as stack:
+        for adaptor in found:
+            stack.enter_context(adaptor.no_sync())
+        yield
+    for adaptor in found:
+        adaptor.reduce_collected()
+    for adaptor in found:
+        if isinstance(adaptor, Replica) and adaptor.buffers and adaptor.module.training:
+            adaptor.send_buffers()
+
+
+def _is_quiet(adaptor: Sharded | Replica) -> bool:
+    return adaptor.quiet if isinstance(adaptor, Sharded) else not adaptor.syncs
+
+
+def _found_in(module: nn.Module) -> list[Sharded | Replica]:
+    return [known for part in module.modules() for known in (sharded_of(part), replica_of(part)) if known is not None]
+
+
 def _adaptors(where: str, module: nn.Module) -> list[Sharded | Replica]:
     """Who has collected something, in the order of the module."""
-    inner = list(module.modules()) if isinstance(module, nn.Module) else []
-    found = [known for part in inner for known in (sharded_of(part), replica_of(part)) if known is not None]
+    found = _found_in(module) if isinstance(module, nn.Module) else []
     if not found:
         what = f"{type(module).__name__} is neither data parallel nor sharded."
         fail(where, what, fix="pass the module that data_parallel or fully_shard was given")

@@ -125,7 +125,7 @@ class Replica:
         if self.again is not False and not (func or torch.compiler.is_compiling()):
             self._follow(leaves, result, collects=False)
         if self.buffers and self.module.training and not func:
-            self._send_buffers()
+            self.send_buffers()
         return result
 
     def _widen(self, leaves: Sequence[Tensor], transformed: bool) -> None:
@@ -267,7 +267,8 @@ class Replica:
                         p.grad = p.grad / self.axis.size
         self.collected = True
 
-    def _send_buffers(self) -> None:
+    def send_buffers(self) -> None:
+        """Buffers take the values of index 0."""
         tensors = list(self.module.buffers())
         if tensors and self.syncs:
             take_from(self.last[0] if self.joined else 0, tensors, self.axis, self.bucket_mb)
@@ -289,7 +290,7 @@ class Replica:
             if not self.joined:
                 break
             if self.buffers and self.module.training:
-                self._send_buffers()
+                self.send_buffers()
             leaves = leaves_of(sites_of(self.module), transformed=False)
             with torch.no_grad():
                 sums = sums_alone(leaves, self.axis, self.bucket_mb, self._how(leaves))

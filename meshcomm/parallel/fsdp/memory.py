@@ -1,4 +1,4 @@
-"""Memory of gathered parameters and of packed gradients, which those that come after them take over.
+"""Memory of gathered parameters and of packed gradients, which those that come after them take over; and what is held.
 
 A unit's buffer is as large as the next one's, and is free when that one's is wanted: memory that was just used is
 still in the processor's cache, and has its pages. It is given again when nothing else has its storage, neither a
@@ -8,6 +8,7 @@ tensor nor a graph nor who has asked for the storage itself, so whoever keeps a 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,3 +74,27 @@ class Memory:
     def clear(self) -> None:
         """Forget all of it: who has some has it alone."""
         self._pieces.clear()
+
+
+class Held:
+    """Gathered buffers by unit, with what they were gathered of."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, tuple[Any, list[Tensor]]] = {}
+
+    def find(self, unit: Any) -> list[Tensor] | None:
+        """Those of a unit, if its parameters are as they were."""
+        made_of, found = self._of.get(unit, (None, []))
+        if made_of is None or made_of != _state(unit):
+            self._of.pop(unit, None)
+            return None
+        return found
+
+    def keep(self, unit: Any, buffers: list[Tensor]) -> None:
+        """For the next pass."""
+        if not torch.is_inference_mode_enabled():  # tensors of that mode are of no use outside of it
+            self._of[unit] = _state(unit), buffers
+
+
+def _state(unit: Any) -> tuple[int, list[int]]:
+    return unit.version(), [id(group.checked()) for group in unit.groups]

@@ -22,6 +22,7 @@ from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Flow, Group
 from meshcomm.parallel.fsdp.marks import begin_to_hear
+from meshcomm.parallel.fsdp.memory import Held
 from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_of
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.stand_ins import show_attributes
@@ -95,6 +96,9 @@ class Unit:
 
     def begin(self, phase: int) -> list[Any]:
         """Start to gather: in backward what forward has gathered, whatever was put in the parameters' place since."""
+        held = self.owner.held
+        if held is not None and (found := held.find(self)) is not None:
+            return found
         self.owner.counts.gathers += len(self.groups)
         return [group.gather(self.owner.counts, phase == _BACKWARD) for group in self.groups]
 
@@ -114,7 +118,10 @@ class Unit:
                 following.pending = following.begin(phase)
                 owner.counts.ahead += len(following.groups)
             following = following.next[phase]
-        return [settled(each) for each in pending]
+        found = [settled(each) for each in pending]
+        if owner.held is not None:
+            owner.held.keep(self, found)
+        return found
 
     def has_buffers(self) -> bool:
         """Whether nothing is to be gathered for it now."""
@@ -316,6 +323,8 @@ class Sharded(Flow):
     """Hooks of parts outside of the units."""
     outer: Sharded | None = None
     """Of the module around it, which has taken its units in."""
+    held: Held | None = None
+    """What is gathered once, while it is: :func:`meshcomm.parallel.gathered`."""
     _depth: int = 0
     _hooks: Any = None
     _last: list[Unit | None] = field(default_factory=lambda: [None, None])
