@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 import sys
+import weakref
 
 # Before torch is imported: ranks outnumber cores, and each process would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,7 +18,7 @@ os.environ.setdefault("MESHCOMM_TRACEBACK", "full")  # who works on the library 
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -113,6 +114,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         serve([*sorted(programs), "warm"])
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures' own ends
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks that wait for a program that does not come are ended with the group of tests that was theirs: each process
+    group of theirs has a thread that wakes a hundred times a second.
+    """
+    if nextitem is None or group_of(nextitem) != group_of(item):
+        for pool in list(Pool.all):
+            pool.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def settled() -> Iterator[None]:
     """What is left of a file's tests stays too: what torch has imported for them meanwhile."""
@@ -137,27 +148,42 @@ def meshes_made() -> list[tuple[str, int]]:
     return sorted((repr(kind), count) for made in groups._meshes.values() for kind, count in made.items())
 
 
-def and_meshes_made(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, int]]]:
-    """Its result and the meshes."""
-    return fn(*args, **kwargs), meshes_made()
+def groups_kept() -> int:
+    """How many process groups this process has."""
+    return sum(len(pool._groups) for pool in groups._pools.values()) + sum(
+        family.base not in family.pool._groups.values() for family in groups._families.values()
+    )
+
+
+def and_what_was_made(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, int]], int]:
+    """Its result, the meshes and the number of process groups."""
+    return fn(*args, **kwargs), meshes_made(), groups_kept()
 
 
 class Pool(WorkerPool):
     """New workers after a program whose ranks have not made the same meshes: a mesh is known by how many of its kind
-    were made before, which would differ from then on.
+    were made before, which would differ from then on. And new ones when they have many process groups, for each time-out
+    and each choice of ranks its own: 30 of them take 4 % of a core from each rank that does nothing.
     """
 
+    all: ClassVar[weakref.WeakSet[Pool]] = weakref.WeakSet()
+    most_groups = 16
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.all.add(self)
+
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        task = workers._pack(fn, args, kwargs, functools.partial(and_meshes_made, fn))
-        made = None
+        task = workers._pack(fn, args, kwargs, functools.partial(and_what_was_made, fn))
+        made, kept = None, 0
         try:
             told = self.do(task, workers._name(fn), workers._POOL_PROMPT)
-            made = [meshes for _, meshes in told]
-            return [result for result, _ in told]
+            made, kept = [meshes for _, meshes, _ in told], max(number for _, _, number in told)
+            return [result for result, _, _ in told]
         finally:
             if made is None and self._crews:  # ranks have failed
                 made = super().run(meshes_made)
-            if made is not None and any(each != made[0] for each in made):
+            if kept > self.most_groups or (made is not None and any(each != made[0] for each in made)):
                 self.close()
 
 
