@@ -111,7 +111,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     programs = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function) and pool_of(item)}
     # Only thorough tests compile on ranks; each rank would import its compiler for a second.
-    compiler = ["torch._inductor.compile_fx"] * any(pool_of(x) and x.get_closest_marker("thorough") for x in session.items)
+    compiler = ["torch._inductor.compile_fx"] * any(
+        pool_of(x) and x.get_closest_marker("thorough") for x in session.items
+    )
     if programs and not session.config.option.collectonly:
         serve([*sorted(programs), "warm", *compiler])
 

@@ -212,9 +212,7 @@ def summed(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("backend", "dtype"), [("aot_eager", torch.bfloat16), ("inductor", torch.float32)]
-)
+@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", torch.bfloat16), ("inductor", torch.float32)])
 def test_sums_have_the_bits_of_eager_ones(pool4: Any, backend: str, dtype: torch.dtype) -> None:
     pool4.run(summed, backend, dtype)
 
