@@ -204,7 +204,7 @@ LATE = {
     "meshcomm.parallel": {"meshcomm.elsewhere"} | {
         f"meshcomm.parallel.{name}"
         for name in (
-            "batch_norm", "clip", "context.attention", "context.order", "data.ddp", "data.micro_batches", "expert.balance", "expert.experts", "fsdp.module", "fsdp.state", "full_state",
+            "batch_norm", "clip", "context.attention", "context.order", "data.ddp", "data.micro_batches", "expert.balance", "expert.experts", "expert.grouped", "fsdp.module", "fsdp.state", "full_state",
             "optimizers.sharded", "pipeline.functional", "pipeline.schedule", "pipeline.split", "pipeline.step",
             "by_axes", "tensor.attention", "tensor.auto.auto_plan", "tensor.auto.found_plan", "tensor.chunked_loss", "tensor.functions", "tensor.losses", "tensor.module", "tensor.norms", "tensor.plan",
         )

@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.parallel.data.micro_batches import reduce_gradients as reduce_gradients
     from meshcomm.parallel.expert.balance import balance as balance
     from meshcomm.parallel.expert.experts import experts as experts
+    from meshcomm.parallel.expert.grouped import grouped_matmul as grouped_matmul
     from meshcomm.parallel.fsdp.module import fully_shard as fully_shard
     from meshcomm.parallel.fsdp.state import Piece as Piece
     from meshcomm.parallel.fsdp.state import counts as counts
@@ -71,6 +72,7 @@ _LATER = {
         "meshcomm.parallel.data.micro_batches": "gathered no_sync reduce_gradients",
         "meshcomm.parallel.expert.balance": "balance",
         "meshcomm.parallel.expert.experts": "experts",
+        "meshcomm.parallel.expert.grouped": "grouped_matmul",
         "meshcomm.parallel.fsdp.module": "fully_shard",
         "meshcomm.parallel.fsdp.state": "Piece counts pieces",
         "meshcomm.parallel.full_state": "full_state_dict load_full_state_dict save_full_state_dict",

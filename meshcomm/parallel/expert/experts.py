@@ -75,8 +75,7 @@ def experts(
     ::
 
         def fn(rows, counts):  # of this rank's experts, whose weights it has
-            parts = mc.split_rows(rows, counts)
-            return torch.cat([part @ w[e] for e, part in enumerate(parts)])
+            return parallel.grouped_matmul(torch.relu(parallel.grouped_matmul(rows, up, counts)), down, counts)
 
 
         weight, choice = router(x).softmax(-1).topk(2)
@@ -85,7 +84,8 @@ def experts(
     Index i has experts i*count/n to (i+1)*count/n - 1: ``tensor_parallel(experts, {"w": Cut(0)}, axis="ep")`` cuts a
     parameter so, and :func:`clip_grad_norm`, :func:`full_state_dict` and checkpoints know of it. Without ``capacity``
     no token is dropped. Shared experts are ordinary layers beside it; experts that are cut once more,
-    :func:`column_linear` and :func:`row_linear` inside of ``fn``.
+    :func:`column_linear` and :func:`row_linear` inside of ``fn``. :func:`grouped_matmul` is one kernel for all own
+    experts, and :func:`split_rows` gives the rows of each.
 
     Type: varying -> varying. Weights of experts vary along ``axis``; along the data axes they are replicated.
 
