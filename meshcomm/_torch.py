@@ -3,7 +3,7 @@
 A new torch that moves one of them fails ``tests/test_torch_private.py``, and this file is where it is mended. Where a
 name is missing its function takes a public way, slower or with less, or refuses the one feature that there is none for:
 :mod:`meshcomm._versions` keeps the list. Those of process groups stand in :mod:`meshcomm._torch_groups`,
-those of autograd in :mod:`meshcomm._torch_autograd`.
+those of autograd in :mod:`meshcomm._torch_autograd`, kernels in :mod:`meshcomm._torch_kernels`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshcomm import _torch_autograd, _torch_groups, _trees
+from meshcomm import _torch_autograd, _torch_groups, _torch_kernels, _trees
 from meshcomm._torch_autograd import *  # noqa: F403 -- all of it, as __all__ says below
 from meshcomm._torch_groups import *  # noqa: F403
+from meshcomm._torch_kernels import *  # noqa: F403
 from meshcomm._versions import find, has, lack
 from meshcomm.errors import fail
 
@@ -68,6 +69,7 @@ __all__ = [
 ]
 __all__ += _torch_autograd.__all__
 __all__ += _torch_groups.__all__
+__all__ += _torch_kernels.__all__
 
 
 _PARAMETERS = "torch.nn.Module._parameters"

@@ -1,5 +1,5 @@
-"""The private names of torch behind autograd, forwards and backwards, behind kernels for attention, and behind the
-memory of random numbers: a part of :mod:`meshcomm._torch`.
+"""The private names of torch behind autograd, forwards and backwards, and behind the memory of random numbers: a part of
+:mod:`meshcomm._torch`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from meshcomm.errors import fail
 
 __all__ = [
     "after_backward",
-    "attention_backward",
-    "attention_forward",
     "backward_context",
     "backward_pass",
     "current_node",
@@ -32,7 +30,6 @@ __all__ = [
     "forward_ad_state",
     "forward_mode_on",
     "generator_cells",
-    "has_attention",
     "has_sequence_numbers",
     "leaves_of_graph",
     "next_sequence_number",
@@ -422,59 +419,3 @@ def generator_cells(generator: torch.Generator) -> memoryview | None:
         return None
     others[:] = kept
     return _cells(generator, start - _BEFORE, size) if torch.equal(other.get_state(), before) else None
-
-
-# -------------------------------------------------------------------------------------------------------- attention
-
-_OPS = "torch.ops.aten."
-_SLOWER = "context_attention takes longer and more memory on the CPU"
-_cpu: Any = find(_OPS + "_scaled_dot_product_flash_attention_for_cpu", _SLOWER)
-_cpu_back: Any = find(_OPS + "_scaled_dot_product_flash_attention_for_cpu_backward", _SLOWER)
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether :func:`attention_forward` takes these ``[b, h, s, e]``, where heads of k and v divide q's."""
-    return (
-        _cpu is not None
-        and _cpu_back is not None
-        and q.device.type == "cpu"
-        and q.dtype in _FLOATS
-        and q.shape[-1] == v.shape[-1] > 0
-        and 0 not in q.shape
-        and 0 not in k.shape  # of no keys it divides by zero, which ends the process
-    )
-
-
-def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The result, and ``[b, h, s]`` the log of the sum of exponentials: float32, of float64 float64. ``mask``: bool."""
-    out, lse = _cpu(q, k, v, 0.0, causal, attn_mask=_added(mask, q.dtype), scale=scale)
-    if mask is not None:  # the kernel says 0
-        lse = lse.masked_fill(~mask.any(-1), -torch.inf)
-    return out, lse
-
-
-def attention_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, of which these k and v may be some, if ``out`` and ``lse`` are those of all."""
-    found: tuple[Tensor, Tensor, Tensor] = _cpu_back(
-        g, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q.dtype), scale=scale
-    )
-    return found
-
-
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

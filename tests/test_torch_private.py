@@ -1181,35 +1181,40 @@ def attention() -> tuple[list[Tensor], Tensor]:
     return [torch.randn(2, heads, 6, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)], seen
 
 
-def test_name_has_attention() -> None:
-    (q, k, v), _ = attention()
-    assert _torch.has_attention(q, k, v)
-    assert not _torch.has_attention(q, k[:, :, :0], v[:, :, :0]), "that would end the process"
-    assert not _torch.has_attention(q, k, v[..., :3])
-    assert not _torch.has_attention(*(x.to("meta") for x in (q, k, v)))
-
-
-def test_name_attention_forward() -> None:
+def kernel() -> _torch.AttentionKernel:
     (q, k, v), seen = attention()
-    out, lse = _torch.attention_forward(q, k, v, seen, False, 0.3)
+    found = _torch.attention_kernel(q, k, v, seen)
+    assert isinstance(found, _torch.AttentionKernel)
+    return found
+
+
+def test_name_attention_kernel() -> None:
+    (q, k, v), _ = attention()
+    assert _torch.attention_kernel(q, k[:, :, :0], v[:, :, :0]) is None, "that would end the process"
+    assert _torch.attention_kernel(q, k, v[..., :3]) is None
+    assert _torch.attention_kernel(*(x.to("meta") for x in (q, k, v))) is None
+
+
+def test_name_AttentionKernel() -> None:  # noqa: N802
+    (q, k, v), seen = attention()
+    out, lse = kernel().forward(q, k, v, seen, False, 0.3)
     z = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~seen, -math.inf)
     p = torch.softmax(z, -1).masked_fill(~seen, 0)
     assert_close(out, p @ v.repeat_interleave(2, 1))
     assert_close(lse, z.logsumexp(-1))
-    causal = _torch.attention_forward(q, k, v, None, True, 0.3)
-    assert_close(causal, _torch.attention_forward(q, k, v, torch.ones_like(seen).tril(), False, 0.3))
+    causal = kernel().forward(q, k, v, None, True, 0.3)
+    assert_close(causal, kernel().forward(q, k, v, torch.ones_like(seen).tril(), False, 0.3))
 
 
-def test_name_attention_backward() -> None:
+def test_its_backward() -> None:
     (q, k, v), seen = attention()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     z = (leaves[0] @ leaves[1].repeat_interleave(2, 1).mT * 0.3).masked_fill(~seen, -1e30)
     y = torch.softmax(z, -1).masked_fill(~seen, 0) @ leaves[2].repeat_interleave(2, 1)
     g = torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view_as(y).cos()
-    out, lse = _torch.attention_forward(q, k, v, seen, False, 0.3)
+    out, lse = kernel().forward(q, k, v, seen, False, 0.3)
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    found = _torch.attention_backward(g, q, k, v, out, lse, seen, False, 0.3)
-    assert_close(found, torch.autograd.grad(y, leaves, g))
+    assert_close(kernel().backward(g, q, k, v, out, lse, seen, False, 0.3), torch.autograd.grad(y, leaves, g))
 
 
 def test_name_without_memory() -> None:

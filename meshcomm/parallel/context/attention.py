@@ -85,10 +85,14 @@ def context_attention(
 
     Backward: around once more, with the gradients of keys and values; the gradient of a gradient gathers them all.
 
-    Cost: n-1 times the bytes of a rank's k and v sent forward; backward 2n-1 times, the gradients of half precision in
-        float32; without ``regather`` n-1 times each way, and n times kept. Over ``heads_axis`` all_to_alls of q, k, v
-        and of the result. Shifts are the same on all ranks; what a causal mask rules out is not computed. On
-        accelerators, and for the gradient of a gradient, the scores of a block are in memory.
+    Cost: n-1 times the bytes of a rank's k and v sent forward; backward 2n-1 times, of which the n-1 of gradients that
+        are not complete yet are in float32 for half precision (rounded at each step they would be wrong by 1.4 times as
+        much on 8 ranks, 1.8 on 16; in float32 by as much as one rank's); without ``regather`` n-1 times each way, the
+        gradients in float32, and n times kept. Over ``heads_axis`` all_to_alls of q, k, v and of the result. Shifts are
+        the same on all ranks; what a causal mask rules out is not computed. Blocks are computed by torch's kernels: on
+        the CPU, and on CUDA flash or cuDNN's (half precision without documents and mask) or the memory-efficient one,
+        as ``torch.nn.attention.sdpa_kernel`` allows. On other accelerators, in float64 on CUDA, and for the gradient of
+        a gradient, the scores of a block are in memory.
 
     Raises:
         MeshError: shapes, dtypes or heads that do not fit; an odd length in zigzag, or zigzag that is not causal;

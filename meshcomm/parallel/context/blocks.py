@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm._torch import attention_backward, attention_forward, has_attention
+from meshcomm._torch import attention_kernel
 from meshcomm.parallel.context.order import Piece, pieces, places
 
 Mask = Callable[[Tensor, Tensor], Tensor]
@@ -83,8 +83,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The result ``[b, h, s, e]``, and the log of the sum of exponentials ``[b, h, s]``, -inf where nothing is seen."""
-    if has_attention(q, k, v):
-        return attention_forward(q, k, v, mask, diagonal and mask is None, scale)
+    causal = diagonal and mask is None
+    if (kernel := attention_kernel(q, k, v, mask, causal)) is not None:
+        return kernel.forward(q, k, v, mask, causal, scale)
     return by_hand(q, k, v, _with_diagonal(mask, diagonal, q, k), scale)
 
 
@@ -114,8 +115,9 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v where ``out`` and ``lse`` are those of all keys, lse +inf where nothing was seen."""
-    if g_lse is None and has_attention(q, k, v):
-        return attention_backward(g, q, k, v, out, lse, mask, diagonal and mask is None, scale)
+    causal = diagonal and mask is None
+    if g_lse is None and (kernel := attention_kernel(q, k, v, mask, causal)) is not None:
+        return kernel.backward(g, q, k, v, out, lse, mask, causal, scale)
     z = _scores(q, k, _with_diagonal(mask, diagonal, q, k), scale)
     p = (z - lse.unsqueeze(-1)).exp()
     g, q, k, v, out = (x.to(p.dtype) for x in (g, q, k, v, out))

@@ -59,8 +59,8 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Backward: products of groups again, with derivatives of every order; a matrix without rows gets zeros. Where an
         operand varies along an axis and another does not, the :func:`pvary` that is due sums that one's gradient.
 
-    Cost: r x d x f multiplications and nothing sent; contiguous copies of operands that lie otherwise. The host reads
-        ``counts`` on the CPU alone, and where there is no kernel.
+    Cost: nothing is sent; r x d x f multiplications, and contiguous copies of operands that lie otherwise. The host
+        reads ``counts`` on the CPU alone, and where there is no kernel.
 
     Raises:
         MeshError: shapes or dtypes that do not fit; counts that have a negative entry or do not add up to the rows. Of

@@ -1,0 +1,272 @@
+"""The private names of torch behind kernels for attention: a part of :mod:`meshcomm._torch`.
+
+All give the log of the sum of exponentials beside the result, and all take a backward of *some* of the keys, if result
+and log are those of all keys. b batch, h heads of q, s queries, t keys, e width, v's own width f; k and v may have
+fewer heads g, each of which serves h / g of q::
+
+                    where  dtype            mask    g < h      log is            widths
+    on_cpu          CPU    float64 to 16    yes     yes        [b h s]           e = f
+    flash           CUDA   16 bits          no      yes        [b h s]           e = f, of 8
+    cudnn           CUDA   16 bits          no      yes        [b h s 1]         e = f, of 8
+    efficient       CUDA   float32, 16      yes     repeated   [b h s to 32]     e, f, of 8
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshcomm._versions import find
+
+__all__ = ["AttentionKernel", "attention_kernel"]
+
+_OPS = "torch.ops.aten._scaled_dot_product_"
+_SLOWER = "context_attention takes longer and more memory on {}"
+
+
+class AttentionKernel:
+    """One of them, by its two operations."""
+
+    def __init__(self, name: str, where: str) -> None:
+        forward, backward = name, f"{name}_backward"
+        self.ahead: Any = find(_OPS + forward, _SLOWER.format(where))
+        self.back: Any = find(_OPS + backward, _SLOWER.format(where))
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+        """Whether it does on this machine; users of torch switch kernels off by ``torch.nn.attention.sdpa_kernel``."""
+        raise NotImplementedError
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """``[b, h, s, f]``, and ``[b, h, s]`` the log of the sum of exponentials: float32, of float64 float64, -inf
+        where nothing is seen. ``mask``: bool, with which causal is False.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, of which these k and v may be some, if ``out`` and ``lse`` are those of all; lse
+        is +inf where nothing was seen.
+        """
+        raise NotImplementedError
+
+
+class _OnCPU(AttentionKernel):
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+        return q.device.type == "cpu" and q.dtype in _FLOATS and q.shape[-1] == v.shape[-1]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = self.ahead(q, k, v, 0.0, causal, attn_mask=_added(mask, q.dtype), scale=scale)
+        if mask is not None:  # the kernel says 0
+            lse = lse.masked_fill(mask.any(-1).logical_not(), -torch.inf)
+        return out, lse
+
+    def backward(
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = self.back(
+            g, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q.dtype), scale=scale
+        )
+        return found
+
+
+class _Flash(AttentionKernel):
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+        return (
+            _narrow_on_cuda(q, k, v, mask, causal)
+            and q.shape[-1] <= _WIDEST
+            and torch.backends.cuda.can_use_flash_attention(_asked(q, k, v, None, causal))
+        )
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.ahead(*_by_rows(q, k, v), 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        none = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)  # of no dropout
+        lengths = None, None, q.shape[2], k.shape[2]
+        given = *_by_rows(g, q, k, v, out), lse.contiguous()
+        found: tuple[Tensor, Tensor, Tensor] = self.back(*given, *lengths, 0.0, causal, *none, scale=scale)
+        return found
+
+
+class _CuDNN(AttentionKernel):
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+        return _narrow_on_cuda(q, k, v, mask, causal) and torch.backends.cuda.can_use_cudnn_attention(
+            _asked(q, k, v, None, causal)
+        )
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.ahead(*_by_rows(q, k, v), None, True, 0.0, causal, False, scale=scale)
+        return out, lse.view(q.shape[:3])
+
+    def backward(
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        none = q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)  # of no dropout
+        lengths = None, None, q.shape[2], k.shape[2]
+        given = *_by_rows(g, q, k, v, out), lse.contiguous().unsqueeze(-1)
+        found: tuple[Tensor, Tensor, Tensor] = self.back(*given, *none, None, *lengths, 0.0, causal, scale=scale)
+        return found
+
+
+class _Efficient(AttentionKernel):
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+        if q.device.type != "cuda" or q.dtype not in _FLOATS[1:] or (q.shape[-1] | v.shape[-1]) % _ALIGNED:
+            return False
+        k, v = (_repeated(x, q) for x in (k, v))
+        bias = None if mask is None else q.new_empty(1).expand(*q.shape[:3], k.shape[2])
+        return _fits_square(q, k, causal) and torch.backends.cuda.can_use_efficient_attention(
+            _asked(q, k, v, bias, causal)
+        )
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        given = _by_rows(q, _repeated(k, q), _repeated(v, q))
+        out, lse, *_ = self.ahead(*given, _aligned(mask, q, k), True, 0.0, causal, scale=scale)
+        lse = lse.narrow(-1, 0, q.shape[2])
+        if mask is not None:
+            none = mask.any(-1).logical_not().expand(q.shape[:3])
+            out, lse = out.masked_fill(none.unsqueeze(-1), 0), lse.masked_fill(none, -torch.inf)
+        return out, lse
+
+    def backward(
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        none = q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)  # of no dropout
+        lse = F.pad(lse, (0, -lse.shape[-1] % _LOGS), value=torch.inf)
+        given = *_by_rows(g, q, _repeated(k, q), _repeated(v, q)), _aligned(mask, q, k), *_by_rows(out), lse
+        of_q, of_k, of_v, _ = self.back(*given, *none, 0.0, [True, True, True, False], causal, scale=scale)
+        return of_q, _summed(of_k, k), _summed(of_v, v)
+
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ALIGNED = 8
+_LOGS = 32
+_WIDEST = 192  # beyond it some GPUs have no backward
+
+_KERNELS = {
+    "on_cpu": _OnCPU("flash_attention_for_cpu", "the CPU"),
+    "flash": _Flash("flash_attention", "CUDA"),
+    "cudnn": _CuDNN("cudnn_attention", "CUDA"),
+    "efficient": _Efficient("efficient_attention", "CUDA"),
+}
+
+
+def attention_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> AttentionKernel | None:
+    """What computes attention of these ``[b, h, s, e]``, the first that takes them; None: nothing but mathematics."""
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:  # of no keys some divide by zero, which ends the process
+        return None
+    for kernel in _KERNELS.values():
+        if kernel.ahead is not None and kernel.back is not None and kernel.takes(q, k, v, mask, causal):
+            return kernel
+    return None
+
+
+def _narrow_on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    return (
+        q.device.type == "cuda"
+        and q.dtype in _FLOATS[2:]
+        and mask is None
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] % _ALIGNED == 0
+        and _fits_square(q, k, causal)
+    )
+
+
+def _fits_square(q: Tensor, k: Tensor, causal: bool) -> bool:
+    return not causal or q.shape[2] == k.shape[2]  # kernels disagree on whose corner it is
+
+
+def _asked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Any:
+    return torch.backends.cuda.SDPAParams(q, k, v, bias, 0.0, causal, k.shape[1] != q.shape[1])
+
+
+def _by_rows(*given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous() for x in given)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """A head for each of q's."""
+    times = q.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, 1)
+
+
+def _summed(g: Tensor, like: Tensor) -> Tensor:
+    return g if g.shape[1] == like.shape[1] else g.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The same for all heads, in rows that begin at whole 16 bytes."""
+    if mask is None:
+        return None
+    t = mask.shape[-1]
+    room = q.new_zeros(*mask.shape[:-1], t + -t % _ALIGNED).narrow(-1, 0, t).masked_fill_(mask.logical_not(), -torch.inf)
+    return room.expand(*q.shape[:3], k.shape[2])
