@@ -1,5 +1,5 @@
-"""The private names of torch behind autograd, forwards and backwards, and behind the memory of random numbers: a part of
-:mod:`meshcomm._torch`.
+"""The private names of torch behind autograd, forwards and backwards, and behind the memory of random numbers: a part
+of :mod:`meshcomm._torch`.
 """
 
 from __future__ import annotations

@@ -268,5 +268,5 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is None:
         return None
     t = mask.shape[-1]
-    room = q.new_zeros(*mask.shape[:-1], t + -t % _ALIGNED).narrow(-1, 0, t).masked_fill_(mask.logical_not(), -torch.inf)
-    return room.expand(*q.shape[:3], k.shape[2])
+    rows = q.new_zeros(*mask.shape[:-1], t + -t % _ALIGNED).narrow(-1, 0, t)
+    return rows.masked_fill_(mask.logical_not(), -torch.inf).expand(*q.shape[:3], k.shape[2])
