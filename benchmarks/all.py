@@ -48,6 +48,7 @@ PROGRAMS = {
     "functions": Program(),
     "overlap": Program(),
     "context": Program(),
+    "experts": Program(),
     "compiled": Program(),
     "growth": Program(),
 }

@@ -153,20 +153,3 @@ def trained_alike() -> None:
 
 def test_in_experts(run4: Run) -> None:
     run4(trained_alike)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ((torch.ones(3), torch.ones(2, 4, 4), torch.tensor([1, 2])), r"rows are no matrix of floats"),
-        ((torch.ones(3, 4), torch.ones(2, 3, 4), torch.tensor([1, 2])), r"weights are no matrices for these rows"),
-        ((torch.ones(3, 4), torch.ones(2, 4, 4), torch.tensor([3])), r"counts are not one number for each matrix"),
-        ((torch.ones(3, 4), torch.ones(2, 4, 4), torch.tensor([1, 1])), r"counts add up to 2, and there are 3 rows"),
-        ((torch.ones(3, 4), torch.ones(2, 4, 4), torch.tensor([4, -1])), r"counts has -1 among its entries"),
-        ((torch.ones(3, 4), torch.ones(2, 4, 4).double(), torch.tensor([1, 2])), r"rows and weights are of two dtypes"),
-        ((torch.ones(3, 4), torch.ones(2, 4, 4), [1, 2]), r"counts is no tensor but list"),
-    ],
-)
-def test_what_is_wrong(given: Any, text: str) -> None:
-    with pytest.raises(mc.MeshError, match="meshcomm.grouped_matmul: " + text):
-        parallel.grouped_matmul(*given)

@@ -83,14 +83,13 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         rows, weights = (x if x.dtype == torch.float64 else x.to(narrow) for x in (rows, weights))  # as torch's own
     with torch.autocast(kind, enabled=False):
         with paused(), without_modes():
-            fits = _fits_kernel(rows, weights)
+            fits, read = _fits_kernel(rows, weights), kind == "cpu" and not torch.compiler.is_compiling()
+            if (read or not weights.shape[0]) and not functorch_active():
+                _counts_fit(rows, weights, counts)
         if not fits:
             return _one_by_one(rows, weights, counts)
         ends = counts.cumsum(0, dtype=torch.int32)
-        if kind == "cpu" and not torch.compiler.is_compiling():
-            with paused(), without_modes():
-                _counts_fit(rows, weights, counts)
-        else:
+        if not read:
             wrong = (counts < 0).sum() + (ends[-1:] - rows.shape[0]).abs()
             ends = ends + ends.new_zeros(1).index_select(0, wrong)  # out of range, where they do not fit
         return _by_kernel(rows, weights, ends)
@@ -98,8 +97,6 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 def _one_by_one(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     if not weights.shape[0]:
-        with paused(), without_modes():
-            _counts_fit(rows, weights, counts)
         return rows @ weights.sum(0)  # of no rows
     parts = split_rows(rows, counts)
     return torch.cat([part @ w for part, w in zip(parts, weights.unbind(), strict=True)])
