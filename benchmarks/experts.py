@@ -61,6 +61,11 @@ class Exchange(Function):
         return y, None, None
 
 
+def exchanged(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+    found: Tensor = Exchange.apply(rows, send, receive)  # type: ignore[no-untyped-call]
+    return found
+
+
 def by_hand(x: Tensor, choice: Tensor, weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
     n = dist.get_world_size()
     flat = choice.flatten()
@@ -69,10 +74,10 @@ def by_hand(x: Tensor, choice: Tensor, weight: Tensor, up: Tensor, down: Tensor)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
     send, receive = counts.view(n, -1).sum(1).tolist(), theirs.view(n, -1).sum(1).tolist()
-    rows = Exchange.apply(x[order // CHOSEN], send, receive)
+    rows = exchanged(x[order // CHOSEN], send, receive)
     by_expert = torch.arange(COUNT // n).repeat(n).repeat_interleave(theirs).argsort(stable=True)
     found = own(rows[by_expert], theirs.view(n, -1).sum(0), up, down)
-    back = Exchange.apply(found[by_expert.argsort()], receive, send)
+    back = exchanged(found[by_expert.argsort()], receive, send)
     weighted = back * weight.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, order // CHOSEN, weighted)
 
@@ -148,7 +153,7 @@ def step_of(layer: Layer, given: Sequence[Tensor]) -> Callable[[], object]:
     leaves = [x for x in given if x.requires_grad]
 
     def step() -> object:
-        y = layer(*given)  # type: ignore[call-arg]
+        y = layer(*given)
         return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
 
     return step
