@@ -102,3 +102,89 @@ def test_five_steps_in_process(case: tuple[Any, ...]) -> None:
 
 def test_five_steps_on_processes(pool4: Any) -> None:
     pool4.run(equals_one_rank, 4, 1, 6, halves(4, 6), [8, 3])
+
+
+class Part(nn.Module):
+    """Of three, between which trees go."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(D, D, dtype=F64)
+
+    def forward(self, h: Any) -> Any:
+        if self.number == 0:
+            return {"h": self.linear(h["x"]), "mask": h["ids"] > 2, "skip": (h["x"], 3), "none": None}
+        if self.number == 1:
+            return {**h, "h": torch.relu_(h["h"])}
+        return self.linear(h["h"]) * h["mask"][:, None] + h["skip"][0] * h["skip"][1]
+
+
+def parts() -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [Part(number) for number in range(3)]
+
+
+def trees_go_between() -> None:
+    """With a gradient of the batch, a stage that has nothing to train, one that is frozen, weights of rows."""
+    mesh = mc.make_mesh({"pp": 3})
+    whole, own = nn.Sequential(*parts()), parts()[mesh.rank]
+    for stage in (whole[2], *([own] if mesh.rank == 2 else [])):
+        stage.requires_grad_(False)
+    rows, y = batch(0, 7)
+    weights = torch.tensor([1.0, 0, 2, 3, 1, 1, 5], dtype=F64)
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        weight = target[:, -1]
+        return ((out - target[:, :-1]) ** 2).mean(1) @ weight / weight.sum()
+
+    target = torch.cat([y, weights[:, None]], 1)
+    batches = [{"x": rows.clone().requires_grad_(), "ids": torch.arange(7)} for _ in range(2)]
+    step = parallel.pipelined(own, "pp", loss=loss, microbatches=3, grads="mean", schedule="zb-h1", mesh=mesh)
+    x = batches[0] if mesh.rank == 0 else None
+    for _ in range(2):
+        found = step(x, target if mesh.rank == 2 else None, weights=weights if mesh.rank == 2 else None)
+        expected = loss(whole(batches[1]), target)
+        expected.backward()
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close([p.grad for p in own.parameters()], [p.grad for p in whole[mesh.rank].parameters()])
+    if mesh.rank == 0:
+        torch.testing.assert_close(batches[0]["x"].grad, batches[1]["x"].grad)
+    out = step.evaluate(x)
+    assert (out is None) == (mesh.rank < 2)
+    if out is not None:
+        torch.testing.assert_close(out, whole(batches[1]).detach())
+    with torch.no_grad():
+        torch.testing.assert_close(step(x, target, weights=weights), expected.detach())
+
+
+def test_trees_go_between_stages() -> None:
+    mc.launch(trees_go_between, ranks=3)
+
+
+def wrong_batches() -> list[str]:
+    mesh = mc.make_mesh({"pp": 2})
+    step = parallel.pipelined(
+        blocks(2)[mesh.rank], "pp", loss=functional.mse_loss, microbatches=4, grads="mean", mesh=mesh
+    )
+    x, y = batch(0, 8)
+    said = []
+    for given, weights in [
+        ((None, y), None), ((x, None if mesh.rank else y), None), ((x, y[:5]), None), ((x[:0], y[:0]), None),
+        (({"a": x, "b": x[:2]}, y), None), ((x[: 4 + mesh.rank], y), None), ((x, y), [1, 2]), ((x, y), [-1, 1, 1, 1]),
+        ((x, y), "x"),
+    ]:  # fmt: skip
+        with pytest.raises(mc.MeshError) as caught:
+            step(*given, weights=weights)
+        said.append(str(caught.value).splitlines()[0])
+    step(x, y)
+    return said
+
+
+def test_wrong_batches_are_refused_on_every_rank() -> None:
+    first, second = mc.launch(wrong_batches, ranks=2)
+    assert first == second
+    for text, part in zip(first, [
+        "x is not given", "not where the last stage is", "not of the same length", "without rows", "has 8 rows and",
+        "different lengths", "weights of shape", "negative", "no numbers but str",
+    ], strict=True):  # fmt: skip
+        assert part in text

@@ -354,6 +354,15 @@ class PipelineStep(nn.Module):
             outer = f"{prefix}.{name}" if prefix else name
             yield from stage.named_modules(memo, outer.removesuffix("."), remove_duplicate)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """A module of this rank's stages, by its name in the model."""
+        for stage, name in zip(self.stages, self._prefixes, strict=True):
+            path = f"{target}."
+            if path.startswith(name):
+                with contextlib.suppress(AttributeError):
+                    return stage.get_submodule(path.removeprefix(name).removesuffix("."))
+        raise AttributeError(f"this rank's stages have no module {target!r}")
+
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The states of this rank's stages."""
         found: Any = {} if destination is None else destination

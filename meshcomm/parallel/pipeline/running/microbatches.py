@@ -68,7 +68,10 @@ def shares_of(weights: Any, cuts: Sequence[tuple[int, int]], rows: int) -> list[
     """
     if weights is None:
         return [(stop - start) / rows for start, stop in cuts]
-    given = torch.as_tensor(weights).detach().double().cpu()
+    try:
+        given = torch.as_tensor(weights).detach().double().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        fail(WHERE, f"weights are no numbers but {type(weights).__name__}.", fix="a tensor, or a list, of counts")
     if given.ndim != 1 or len(given) not in (len(cuts), rows):
         what = f"weights of shape {list(given.shape)} for {len(cuts)} microbatches of {rows} rows."
         fail(WHERE, what, fix="a number per microbatch, or per row, such as how many tokens count")
