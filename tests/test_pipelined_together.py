@@ -64,7 +64,8 @@ def step_of(mesh: mc.Mesh, schedule: str, how: str = "", **given: Any) -> parall
     n, rank = mesh.shape["pp"], mesh.coordinate["pp"]
     v = 1 if schedule in ("1f1b", "zb-h1") else 2
     stages = parallel.split_stages(made(), n * v)
-    mine = [stages[rank], stages[2 * n - 1 - rank]] if schedule == "zbv" else copy.deepcopy(stages[rank::n])
+    mine = [stages[rank], stages[2 * n - 1 - rank]] if schedule == "zbv" else stages[rank::n]
+    mine = [copy.deepcopy(stage) for stage in mine]
     for stage in mine:
         if "tp" in mesh.shape:
             parallel.tensor_parallel(stage, PLAN, axis="tp", mesh=mesh)

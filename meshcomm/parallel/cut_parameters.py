@@ -210,6 +210,8 @@ def _refuse_norm(gradients: list[Tensor]) -> None:
     for module in list(_known):
         parts = parts_of(module)
         for p in module.parameters():
+            if not p.is_leaf:  # another rank's, of this process, is in the middle of its forward
+                continue
             for part in parts.get(id(p), ()) if p.grad is not None and id(p.grad) in given else ():
                 if part.mesh.size_of(part.axis) > 1:
                     what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would take the"

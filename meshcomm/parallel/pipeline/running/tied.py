@@ -34,16 +34,36 @@ def ties_of(stage: nn.Module) -> dict[str, str]:
     return dict(found) if isinstance(found, dict) else {}
 
 
-class Tie(NamedTuple):
-    """A parameter that several ranks have."""
+class Held(NamedTuple):
+    """One of the parameters that are tied."""
 
     param: nn.Parameter
+    part: Part | None
+    """How it is cut here, where others are cut in other ways."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """What travels of it: ``x``, or all of what it is a part of."""
+        if self.part is None:
+            return x
+        assert isinstance(self.part.how, Flat)
+        sizes = [stop - start for start, stop in self.part.how.ranges]
+        found = all_gather(x.reshape(-1), self.part.axis, sizes=sizes, mesh=self.part.mesh)
+        return found.view(self.part.how.shape)
+
+    def own(self, x: Tensor) -> Tensor:
+        """What is kept here of what has travelled."""
+        if self.part is not None:
+            assert isinstance(self.part.how, Flat)
+            x = x.reshape(-1)[self.part.how.start : self.part.how.stop]
+        return x.clone().view(self.param.shape)
+
+
+class Tie(NamedTuple):
+    """Parameters that are one."""
+
+    here: Sequence[Held]
     holders: tuple[int, ...]
     """The ranks, along the axis, in the order of their first stages that have it."""
-    part: Part | None
-    """How it is cut here, where its holders have cut it in other ways."""
-    shape: tuple[int, ...]
-    """What travels."""
 
 
 class Ties:
@@ -51,9 +71,8 @@ class Ties:
 
     def __init__(self, stages: Sequence[nn.Module], numbers: Sequence[int], axis: Axis) -> None:
         """``numbers``: which stages of the model these are."""
-        self._axis = axis.name
-        self._mesh = axis.mesh
-        own: dict[str, nn.Parameter] = {}
+        self._axis, self._mesh = axis.name, axis.mesh
+        own: dict[str, list[nn.Parameter]] = {}
         first: dict[str, int] = {}
         parts: dict[int, list[Part]] = {}
         for stage, number in zip(stages, numbers, strict=True):
@@ -62,53 +81,49 @@ class Ties:
             for name, key in ties_of(stage).items():
                 if name not in params:
                     fail(WHERE, f"tied_parameters of stage {number} names {name!r}, which it has not.", fix="its names")
-                if own.setdefault(key, params[name]) is not params[name]:
-                    what = f"two stages of one rank have a parameter each for {key!r}, which is tied."
-                    fail(WHERE, what, fix="the same Parameter in both")
+                known = own.setdefault(key, [])
+                if not any(p is params[name] for p in known):
+                    known.append(params[name])
                 first.setdefault(key, number)
-        self._ties: list[Tie] = []
-        here = {key: (first[key], *_told(p, parts.get(id(p), ()))) for key, p in own.items()}
+        here = {key: (first[key], [_told(p, parts.get(id(p), ())) for p in ps]) for key, ps in own.items()}
         every = all_gather_object(here, axis.name, mesh=axis.mesh)
+        self._ties: list[Tie] = []
         for key in sorted({key for of_rank in every for key in of_rank}):
             found = {rank: of_rank[key] for rank, of_rank in enumerate(every) if key in of_rank}
-            if len({each[1] for each in found.values()}) > 1:
-                what = f"tied parameter {key!r} has other shapes or dtypes on other ranks."
-                fail(WHERE, what, got=", ".join(str(each[1]) for each in found.values()), fix="the same, cut alike")
-            if axis.index not in found or len(found) == 1:
+            told = [each for _, of_rank in found.values() for each in of_rank]
+            if len({shape for shape, _ in told}) > 1:
+                what = f"tied parameter {key!r} has other shapes or dtypes elsewhere."
+                fail(WHERE, what, got=", ".join(str(shape) for shape, _ in told), fix="the same, cut alike")
+            if axis.index not in found or len(told) == 1:
                 continue
-            p = own[key]
-            apart = len({each[2] for each in found.values()}) > 1
-            part = next(part for part in parts[id(p)] if isinstance(part.how, Flat)) if apart else None
-            holders = tuple(sorted(found, key=lambda rank: found[rank][0]))
-            self._ties.append(Tie(p, holders, part, found[axis.index][1][0] if apart else tuple(p.shape)))
-            know_shared(p, len(found))
+            apart = len({how for _, how in told}) > 1
+            held = [Held(p, _flat(parts.get(id(p), ())) if apart else None) for p in own[key]]
+            self._ties.append(Tie(held, tuple(sorted(found, key=lambda rank: found[rank][0]))))
+            for p in own[key]:
+                know_shared(p, len(told))
         with torch.no_grad():
             for tie in self._ties:
-                [value, *_] = self._everyone(tie, tie.param.detach())
-                tie.param.copy_(_own(value, tie))
+                value, *_ = self._everyone(tie, tie.here[0].whole(tie.here[0].param.detach()))
+                for each in tie.here:
+                    each.param.copy_(each.own(value))
 
     @contextlib.contextmanager
     def added_up(self) -> Iterator[None]:
         """At the end the gradients that have come inside are those of all ranks; what was there before is added."""
-        before = [tie.param.grad for tie in self._ties]
+        before = [[each.param.grad for each in tie.here] for tie in self._ties]
         for tie in self._ties:
-            tie.param.grad = None
+            for each in tie.here:
+                each.param.grad = None
         yield
         with torch.no_grad():
             for tie, old in zip(self._ties, before, strict=True):
-                p = tie.param
-                own = torch.zeros_like(p) if p.grad is None else p.grad
-                total, *more = self._everyone(tie, own)
-                for g in more:
-                    total = total + g
-                if p.requires_grad:
-                    mine = _own(total, tie)
-                    p.grad = mine if old is None else old + mine
+                total = _sum(self._everyone(tie, _sum([each.whole(_gradient(each.param)) for each in tie.here])))
+                for each, g in zip(tie.here, old, strict=True):
+                    if each.param.requires_grad:
+                        each.param.grad = each.own(total) if g is None else g + each.own(total)
 
     def _everyone(self, tie: Tie, x: Tensor) -> list[Tensor]:
         """What each of the ranks that have it has, in order."""
-        if tie.part is not None:
-            x = _gathered(x, tie.part)
         axis = self._mesh.axis(self._axis, WHERE)
         others = [rank for rank in tie.holders if rank != axis.index]
         x = x.contiguous()
@@ -118,23 +133,26 @@ class Ties:
         return [found.get(rank, x) for rank in tie.holders]
 
 
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """In order, so that all ranks come to the same bits."""
+    total, *more = parts
+    for each in more:
+        total = total + each
+    return total
+
+
+def _gradient(p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad
+
+
+def _flat(parts: Sequence[Part]) -> Part | None:
+    return next((part for part in parts if isinstance(part.how, Flat)), None)
+
+
 def _told(p: nn.Parameter, parts: Sequence[Part]) -> tuple[Any, Any]:
     """What must be the same for all who have it, and how each of them keeps it."""
-    flat = next((part.how for part in parts if isinstance(part.how, Flat)), None)
-    if flat is None:
+    part = _flat(parts)
+    if part is None:
         return (tuple(p.shape), p.dtype), None
-    return (tuple(flat.shape), p.dtype), flat.ranges
-
-
-def _gathered(x: Tensor, part: Part) -> Tensor:
     assert isinstance(part.how, Flat)
-    sizes = [stop - start for start, stop in part.how.ranges]
-    return all_gather(x.reshape(-1), part.axis, sizes=sizes, mesh=part.mesh).view(part.how.shape)
-
-
-def _own(x: Tensor, tie: Tie) -> Tensor:
-    """What this rank keeps of it."""
-    if tie.part is None:
-        return x.view(tie.param.shape)
-    assert isinstance(tie.part.how, Flat)
-    return x.reshape(-1)[tie.part.how.start : tie.part.how.stop].clone().view(tie.param.shape)
+    return (tuple(part.how.shape), p.dtype), part.how.ranges
