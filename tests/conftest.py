@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import itertools
 import os
 import sys
 import weakref
@@ -89,7 +90,31 @@ def spared(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             met |= at[number]
 
 
+def crossed(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases of tests marked ``pairs`` that are not run: each value of each parameter meets each value of every other one
+    in a case without them, but not all of them meet at once.
+    """
+    tests: dict[tuple[Any, ...], list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("pairs"):
+            tests.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
+    for cases in tests.values():
+        pairs = [
+            set(itertools.combinations(sorted((name, id(x)) for name, x in case.callspec.params.items()), 2))
+            for case in cases
+        ]
+        unmet, left = set().union(*pairs), list(range(len(cases)))
+        while unmet:
+            best = max(left, key=lambda number: len(pairs[number] & unmet))  # the first of them, on every worker
+            left.remove(best)
+            unmet -= pairs[best]
+        yield from (cases[number] for number in left)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("MESHCOMM_ALL_CASES"):
+        dropped = set(crossed(items))
+        items[:] = [item for item in items if item not in dropped]
     for item in spared(items):
         item.add_marker("thorough")
     for item in items:

@@ -135,6 +135,7 @@ def compared(kind: str, of_ranks: list[Any], grads: str, wide: torch.dtype, spar
     assert_close(norm.double(), torch.cat([*whole.values()]).double().norm(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.pairs
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("wide", [F32, F64])
 @pytest.mark.parametrize("grads", ["sum", "mean"])

@@ -120,6 +120,7 @@ def equals_the_whole(way: str, kind: str, h: int, k: int, regather: bool) -> Non
                 assert_close(got, cut(all_, 2), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.pairs
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize(("h", "k", "regather"), [(4, 4, True), (4, 2, False), (4, 1, True)])
 @pytest.mark.parametrize("kind", ORDERS)
