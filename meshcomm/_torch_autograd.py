@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Context
 from types import FrameType
@@ -33,7 +35,6 @@ __all__ = [
     "has_sequence_numbers",
     "leaves_of_graph",
     "next_sequence_number",
-    "nodes_of_graph",
     "primal_of",
     "saved_hooks_on_top",
     "sequence_number",
@@ -44,6 +45,7 @@ __all__ = [
     "version_of",
     "view_again",
     "watch_backward",
+    "watch_checkpoints",
 ]
 
 
@@ -306,6 +308,34 @@ _engine: Any = find(
 )
 
 
+def watch_checkpoints(look: Callable[[], object]) -> None:
+    """From now on ``look`` is called where a reentrant checkpoint begins: torch's, and those of others that have its
+    name and are there already. Again, for those that have come since.
+    """
+    if look not in _checkpoint_lookers:
+        _checkpoint_lookers.append(look)
+    kinds = list(torch.autograd.Function.__subclasses__())
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if kind.__name__ == "CheckpointFunction" and kind not in _watched_checkpoints:
+            _watched_checkpoints.add(kind)
+            kind.forward = staticmethod(_looked_at(kind.forward))
+
+
+def _looked_at(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for look in _checkpoint_lookers:
+            look()
+        return own(*args, **kwargs)
+
+    return forward
+
+
+_checkpoint_lookers: list[Callable[[], object]] = []
+_watched_checkpoints: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 @contextlib.contextmanager
 def watch_backward(watch: Callable[[Sequence[Any], Sequence[Any], bool], object]) -> Iterator[None]:
     """While this is open, call ``watch(roots, inputs, whether leaves accumulate)`` before each pass of autograd;
@@ -331,12 +361,12 @@ def watch_backward(watch: Callable[[Sequence[Any], Sequence[Any], bool], object]
 def leaves_of_graph(roots: Sequence[Any]) -> Iterator[Tensor]:
     """The leaves that a backward pass from these tensors (or edges of the graph) reaches."""
     yield from (root for root in roots if isinstance(root, Tensor) and root.requires_grad and root.grad_fn is None)
-    for node in nodes_of_graph(roots):
+    for node in _nodes_of_graph(roots):
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
 
 
-def nodes_of_graph(roots: Iterable[Any]) -> Iterator[Any]:
+def _nodes_of_graph(roots: Iterable[Any]) -> Iterator[Any]:
     """The nodes that a backward pass from these tensors (or edges of the graph) reaches."""
     waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     seen: set[Any] = {None}

@@ -661,6 +661,48 @@ def test_parts_are_computed_again_by_reentrant_checkpoints(run4: Any, how: str, 
     run4(reentrant, how, grads)
 
 
+def switched(how: str, passes: int) -> None:
+    """Checkpoints that are off at first; each graph is gone through twice, if ``passes`` is 2."""
+    mesh = mc.make_mesh({"dp": 2})
+    model, alone = seeded(lambda: Reentrant("none")), seeded(lambda: Reentrant("none"))
+    data_parallel(model, "dp", grads="sum", mesh=mesh)
+
+    def backward(of: nn.Module, x: Tensor) -> None:
+        loss = summed(of(x.clone()))
+        for left in reversed(range(passes)):
+            loss.backward(retain_graph=left > 0)
+
+    for step, x in enumerate(whole(5)):
+        model.how = alone.how = how if step in (1, 2, 4) else "none"
+        with no_sync(model) if step == 2 else contextlib.nullcontext():
+            backward(model, local(x, mesh)[None])
+        for part in x.chunk(2):
+            backward(alone, part[None])
+        if step != 2:
+            same(model, alone)
+        if step == 3:
+            model.zero_grad()
+            alone.zero_grad()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("how", ["some", "all", "given", "deep"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_may_be_switched_on_later_and_gone_through_twice(how: str, passes: int) -> None:
+    mc.launch(switched, 2, (how, passes))
+
+
+def checkpoints_under_a_mean_over_more() -> None:
+    mesh = mc.make_mesh({"dp": 1, "ep": 2})
+    model = data_parallel(Reentrant("deep"), "dp", grads="mean", mean_over=("dp", "ep"), mesh=mesh)
+    with pytest.raises(mc.MeshError, match="a reentrant checkpoint[\\s\\S]*use_reentrant=False"):
+        model(torch.ones(2, 6, dtype=F64))
+
+
+def test_reentrant_checkpoints_under_a_mean_over_more_are_refused() -> None:
+    mc.launch(checkpoints_under_a_mean_over_more, 2)
+
+
 def passes_apart() -> None:
     """Gradients that are there before, or come in a pass of their own, are none of a checkpoint's."""
     mesh = mc.make_mesh({"dp": 2})

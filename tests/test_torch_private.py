@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
 import warnings
@@ -27,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm import _torch, _torch_autograd, _torch_groups
@@ -589,11 +591,28 @@ def test_name_leaves_of_graph() -> None:
     assert [each is x for each in _torch.leaves_of_graph([edge])] == [True]
 
 
-def test_name_nodes_of_graph() -> None:
-    x = torch.ones(2, requires_grad=True)
-    edge = torch.autograd.graph.get_gradient_edge((x * 2).sum())
-    names = [type(each).__name__ for each in _torch.nodes_of_graph([edge, torch.ones(1)])]
-    assert names == ["SumBackward0", "MulBackward0", "AccumulateGrad"]
+def test_name_watch_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    looker = functools.partial(seen.append, "begun")
+    monkeypatch.setattr(_torch_autograd, "_checkpoint_lookers", [])
+
+    class CheckpointFunction(torch.autograd.Function):  # somebody else's
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    for _ in range(2):
+        _torch.watch_checkpoints(looker)
+    x = torch.ones(1, requires_grad=True)
+    CheckpointFunction.apply(checkpoint(torch.sin, x, use_reentrant=True)).backward()
+    assert seen == ["begun"] * 2
+    assert x.grad == 2 * x.cos()
+    checkpoint(torch.sin, x, use_reentrant=False)
+    assert len(seen) == 2
 
 
 def test_name_forward_ad_shared() -> None:

@@ -11,8 +11,10 @@ parameters are themselves, and a backward pass of their own brings this rank's g
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +41,9 @@ class Reduces(Protocol):
     def reduce_collected(self) -> None:
         """Reduce what is in ``.grad``."""
 
+    def computes_again(self) -> None:
+        """A reentrant checkpoint begins in the module."""
+
 
 def tensors_of(result: Any) -> list[Tensor]:
     """Those of a result of a method with gradients: of a pytree, or among the attributes of its leaves."""
@@ -49,9 +54,37 @@ def tensors_of(result: Any) -> list[Tensor]:
     return found
 
 
-def computes_again(result: Iterable[Tensor]) -> bool:
-    """Whether a reentrant checkpoint has part in it, torch's or one that has its name."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _torch.nodes_of_graph(result))
+class _Running(threading.local):
+    """The modules that run on this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.states: list[Reduces] = []
+
+
+_here = _Running()
+
+
+@contextlib.contextmanager
+def running(state: Reduces) -> Iterator[None]:
+    """Inside, a method of the module runs: a reentrant checkpoint in it is noticed."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    _here.states.append(state)
+    try:
+        yield
+    finally:
+        _here.states.pop()
+
+
+def look_for_checkpoints() -> None:
+    """From now on those that begin are noticed, of all kinds that are there."""
+    _torch.watch_checkpoints(_notice)
+
+
+def _notice() -> None:
+    for state in _here.states:
+        state.computes_again()
 
 
 def follow(state: Reduces, leaves: Sequence[Tensor], result: Iterable[Tensor], collects: bool) -> None:

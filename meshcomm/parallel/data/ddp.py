@@ -106,8 +106,8 @@ def data_parallel(
             gradients that differ between ranks, because a parameter was used elsewhere.
 
     Parts of the module may be under ``torch.utils.checkpoint``. With ``use_reentrant=True`` all gradients are reduced
-    when backward ends, none beside it, for that kind computes again outside of the module's forward. It must be
-    switched on before the first forward pass, which is looked at.
+    when backward ends, none beside it, for that kind computes again outside of the module's forward; with ``mean_over``
+    it is refused.
 
     Example:
         >>> import torch, meshcomm as mc

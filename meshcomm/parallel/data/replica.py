@@ -25,7 +25,7 @@ from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.alike import refuse_other_kinds
-from meshcomm.parallel.data.computed_again import computes_again, follow, tensors_of
+from meshcomm.parallel.data.computed_again import follow, look_for_checkpoints, running, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare
 from meshcomm.parallel.later_values import has_no_values, make_room
@@ -70,7 +70,7 @@ class Replica:
         ]
         self.syncs = True
         self.again: bool | None = None
-        """Parts are computed again in backward; None: nobody has looked."""
+        """Parts are computed again in backward; None: no method has run yet."""
         self.set_aside = -2  # the backward pass for which gradients are
         self.mean: Mean | None = None
         self.compared = False  # the gradients of the ranks
@@ -122,7 +122,7 @@ class Replica:
         varied = self._varied(leaves)
         with self._seen_as(sites, leaves, varied):
             result = method(*args, **kwargs)
-        if self.again is not False and not (func or torch.compiler.is_compiling()):
+        if self.again and not (func or torch.compiler.is_compiling()):
             self._follow(leaves, result, collects=False)
         if self.buffers and self.module.training and not func:
             self.send_buffers()
@@ -137,9 +137,12 @@ class Replica:
     @contextlib.contextmanager
     def _seen_as(self, sites: Sequence[Site], leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
         """Inside, a method runs, and sees these values of the leaves."""
+        if self.again is None and not torch.compiler.is_compiling():
+            self.again = False
+            look_for_checkpoints()
         self.inside = True
         try:
-            with seen_as(sites, dict(zip(map(id, leaves), values, strict=True))):
+            with running(self), seen_as(sites, dict(zip(map(id, leaves), values, strict=True))):
                 yield
         finally:
             self.inside = False
@@ -152,17 +155,22 @@ class Replica:
         own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
         with self._seen_as(sites, leaves, own):
             result = method(*args, **kwargs)
-        if self.again is not False and leaves:
+        if self.again and leaves:
             self._follow(leaves, result, collects=True)
         return result
 
+    def computes_again(self) -> None:
+        """A reentrant checkpoint begins in the module: its part will be computed again, outside of its methods."""
+        if watch.here.watcher is None and not (functorch_active() or dual_level_open()):
+            if self.share != 1:
+                what = "a reentrant checkpoint in a module whose loss is a mean over other axes than those it is on."
+                fail(WHERE, what, fix="checkpoints of torch's with use_reentrant=False")
+            self.again = True
+
     def _follow(self, leaves: Sequence[Tensor], result: Any, collects: bool) -> None:
-        """Look whether parts will be computed again in backward, the first time, and be there if they are."""
-        tensors = tensors_of(result)
-        if self.again is None and tensors and watch.here.watcher is None:
-            self.again = self.share == 1 and computes_again(tensors)
-        if self.again:
-            follow(self, leaves, tensors, collects)
+        """Be there in backward, where parts are computed again."""
+        if self.again and watch.here.watcher is None:
+            follow(self, leaves, tensors_of(result), collects)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -320,20 +328,22 @@ def _watched(state: Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
                 WHERE,
                 "a parameter has got a gradient of this rank's own while the module's backward pass ran.",
                 got=f"parameter of shape {list(leaves[at].shape)}",
-                fix="checkpoints of torch's with use_reentrant=False, or from before the first forward pass on",
+                fix="checkpoints of torch's, and best with use_reentrant=False",
             )
 
     return look
 
 
 class _Collected:
-    """Gives what was collected for each leaf, once, to the first backward pass: from then on it is on its way."""
+    """Gives what was collected for each leaf, once, to the next backward pass: from then on it is on its way."""
 
     def __init__(self, state: Replica, leaves: Sequence[Tensor]) -> None:
         self.state, self.leaves = state, leaves
-        self.taken: set[int] = set()
+        self.number, self.taken = -2, set[int]()
 
     def __call__(self, at: int) -> Tensor | None:
+        if (number := _torch.backward_pass()) != self.number:  # another one through the same graph
+            self.number, self.taken = number, set()
         if not self.taken:
             if not self.state.collected:
                 return None
