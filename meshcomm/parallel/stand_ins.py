@@ -15,7 +15,23 @@ from torch import Tensor, nn
 from meshcomm import _torch
 from meshcomm.errors import fail
 
-PLAIN_TABLES = (dict, OrderedDict)
+
+class Seen(dict[str, "nn.Parameter | None"]):
+    """A module's table of parameters: iterated over it gives these; ``see`` says as what some are read."""
+
+    def __init__(self, table: Mapping[str, nn.Parameter | None], see: Mapping[str, Callable[[Any], Any]]) -> None:
+        super().__init__(table)
+        self.see = see
+
+    unseen: Any = dict.__getitem__
+    """What is registered under a name."""
+
+    def __getitem__(self, name: str) -> Any:
+        p, see = super().__getitem__(name), self.see.get(name)
+        return p if see is None or p is None else see(p)
+
+
+PLAIN_TABLES = (dict, OrderedDict, Seen)
 """Of parameters. Another kind shows slices to who iterates, and what they are slices of to the module's forward."""
 
 

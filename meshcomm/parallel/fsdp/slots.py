@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,14 @@ class Door(dict[str, "nn.Parameter | None"]):
         super().__init__(table)
         self.views: dict[str, Tensor] = {}
         self.openers: dict[str, Callable[[], bool]] = {}
+        self.see: Mapping[str, Callable[[Any], Any]] = getattr(table, "see", {})  # as what tensor_parallel reads some
 
     def __getitem__(self, name: str) -> Any:
+        found, see = self.unseen(name), self.see.get(name)
+        return found if see is None or found is None else see(found)
+
+    def unseen(self, name: str) -> Any:
+        """What there is under a name."""
         view = self.views.get(name)
         if view is not None:
             return view
@@ -90,6 +96,7 @@ class Door(dict[str, "nn.Parameter | None"]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:
         """Of what is registered; the units that are copied show their own."""
         copied = memo[id(self)] = Door({})
+        copied.see = copy.deepcopy(self.see, memo)
         for name in self:
             dict.__setitem__(copied, name, copy.deepcopy(raw(self, name), memo))
         return copied

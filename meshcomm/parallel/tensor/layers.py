@@ -53,6 +53,8 @@ def layers_of(state: Parallel, found: Sequence[Named]) -> dict[nn.Module, Layer]
             state.cuts[each.path] = cut
         if varied:
             state.varied.append((each.owner, each.name))
+            if isinstance(each.style, str):
+                state.anywhere.append((each.owner, each.name))
             if each.style == "once":
                 state.once.add((each.owner, each.name))
     return made
@@ -339,13 +341,15 @@ class _OfParameters(Layer):
             self.state.streams.cut()
         own = vars(self.module)
         table = own["_parameters"]
-        names = [name for owner, name in self.state.varied if owner is self.module and table[name] is not None]
-        before = [table[name] for name in names]
+        look: Callable[[str], Any] = getattr(table, "unseen", table.__getitem__)
+        here = {name: look(name) for owner, name in self.state.varied if owner is self.module}
+        names = [name for name, p in here.items() if p is not None]
+        before = [here[name] for name in names]
         after = self.state.vary(before, [self.styles[name] == "once" for name in names])
         if all(p is q for p, q in zip(before, after, strict=True)):
             return method(*args, **kwargs)
         used = dict(zip(names, after, strict=True))
-        own["_parameters"] = {name: used[name] if name in used else table[name] for name in table}
+        own["_parameters"] = {name: used[name] if name in used else look(name) for name in table}
         try:
             return method(*args, **kwargs)
         finally:

@@ -73,7 +73,8 @@ def tensor_parallel(
             is cut.
             ``"replicated"``: whole, and used in the same way on all ranks.
             ``"summed"``: whole, and used by each rank with its own part of other things, such as norms of heads.
-            ``"once"``: the same for what is added to a part of a sum: it is added on one rank.
+            ``"once"``: the same for what is added to a part of a sum: it is added on one rank. On
+            others it is zero to whoever reads it in the module: forwards, methods, what is computed again in backward.
             ``"sequence"``: whole, and used on a part of the sequence: norms, with ``sequence``. If they were called
             replicated, each rank would have the gradient of its part; ``check_vma("error")`` says so.
             ``"split"``: whole, and the result is then cut along the sequence: position embeddings, with ``sequence``.
@@ -150,6 +151,7 @@ def tensor_parallel(
         part.forward = Around(around.call, part.forward)
     module.forward = Around(state.call, module.forward)
     setattr(module, HERE, state)
+    state.see_anywhere()
     params = dict(module.named_parameters(remove_duplicate=False))
     know(module, ax.mesh, {id(params[path]): Part(path, WHERE, ax.mesh, ax.name, ax.index, how)
                            for path, how in state.cuts.items()})  # fmt: skip

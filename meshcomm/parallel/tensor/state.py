@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
-from meshcomm._torch import version_of
+from meshcomm import _torch, watch
+from meshcomm._torch import dual_level_open, functorch_active, version_of
 from meshcomm.collectives import check
 from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
@@ -17,7 +21,7 @@ from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.cut_parameters import Dim, know
-from meshcomm.parallel.stand_ins import PLAIN_TABLES, Site, become, seen_as
+from meshcomm.parallel.stand_ins import PLAIN_TABLES, Seen, Site, become, seen_as
 from meshcomm.parallel.tensor.kept_equal import KeptEqual
 from meshcomm.parallel.tensor.plan import WHERE
 from meshcomm.parallel.tensor.shapes_in_forward import explain
@@ -42,6 +46,7 @@ class Parallel:
         self.cuts: dict[str, Dim] = {}
         self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank
         self.once: set[tuple[nn.Module, str]] = set()  # of them, what one rank alone adds
+        self.anywhere: list[tuple[nn.Module, str]] = []  # of them, those of modules that keep their forward
         self.inside: set[nn.Module] = set()  # modules inside of blocks that enter: what they are given has
         self.placed: dict[int, Tensor] | None = None  # what the module sees while it runs
         self.streams = Streams(module, self.mesh, self.name)
@@ -147,9 +152,38 @@ class Parallel:
         found = []
         for owner, name in self.varied:
             table = vars(owner)["_parameters"]
-            if type(table) in PLAIN_TABLES and table[name] is not None and (among is None or owner in among):
-                found.append(Site(owner, table, name, table[name]))
+            p = dict.get(table, name) if type(table) in PLAIN_TABLES else None
+            if p is not None and (among is None or owner in among):
+                found.append(Site(owner, table, name, p))
         return found
+
+    def see_anywhere(self) -> None:
+        """Varied parameters of modules that keep their forward are seen so by whoever reads them to compute: another
+        module that stands around them, a method, a part that a checkpoint computes again in backward.
+        """
+        for owner in {owner: None for owner, _ in self.anywhere}:
+            names = [name for each, name in self.anywhere if each is owner]
+            see = {name: functools.partial(self.seen, (owner, name) in self.once) for name in names}
+            _torch.set_own_parameters(owner, Seen(_torch.own_parameters(owner), see))
+
+    def seen(self, once: bool, p: Tensor) -> Tensor:
+        """A parameter as this rank uses it, for who computes; as it is for who looks after it."""
+        if torch.compiler.is_compiling():
+            return p
+        if self.placed is None and _torch.backward_pass() == -1 and not self._is_read_by_a_method():
+            return p
+        return self.vary([p], [once])[0]
+
+    def _is_read_by_a_method(self) -> bool:
+        """Whether it is looked up as an attribute in a method of the module's or of a part, one that computes."""
+        frame = sys._getframe(3)  # who has looked into the table
+        if frame.f_code is not nn.Module.__getattr__.__code__ or frame.f_back is None:
+            return False
+        code = frame.f_back.f_code
+        if not code.co_argcount or any(word in code.co_name for word in ("init", "reset", "repr")):
+            return False
+        reader = frame.f_back.f_locals.get(code.co_varnames[0])
+        return isinstance(reader, nn.Module) and any(part is reader for part in self.module.modules())
 
     def vary(self, params: list[Tensor], once: Sequence[bool] = ()) -> list[Tensor]:
         """Parameters as each rank uses them in its own way; those that the module has varied are.
@@ -161,8 +195,7 @@ class Parallel:
         done = dict(zip(map(id, rest), pvary(rest, self.name, mesh=self.mesh) if rest else [], strict=True))
         for p, alone in zip(params, once, strict=True) if True in once else ():
             if alone and id(p) in done:  # on all ranks, so that the order of backward is the same on all
-                elsewhere = torch.full((), self.axis.index > 0, device=p.device)
-                done[id(p)] = done[id(p)].masked_fill(elsewhere, 0)
+                done[id(p)] = _on_one_rank(done[id(p)], self.axis.index)
         return [done.get(id(p), p) for p in params]
 
     def cuts_sequence(self, said: bool | None = None) -> bool:
@@ -209,3 +242,24 @@ class Parallel:
             self.streams.cut()
         else:
             self.streams.whole()
+
+
+def _on_one_rank(x: Tensor, index: int) -> Tensor:
+    """``x``, and zeros on others."""
+    if watch.here.watcher is None and not (torch.compiler.is_compiling() or functorch_active() or dual_level_open()):
+        only: Tensor = _OnOneRank.apply(x, index == 0)  # type: ignore[no-untyped-call]
+        return only
+    return x.masked_fill(torch.full((), index > 0, device=x.device), 0)
+
+
+class _OnOneRank(Function):
+    """It saves nothing, which a checkpoint that computes a part again would count."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, here: bool) -> Tensor:
+        ctx.here = here
+        return x.clone() if here else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g if ctx.here else torch.zeros_like(g), None
