@@ -1,4 +1,4 @@
-"""Modules that are not alike on all ranks: data_parallel says on each of them what differs, before it changes anything."""
+"""Modules and optimisers that are not alike on all ranks: each says what differs, and where, before anything is changed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import meshcomm as mc
-from meshcomm.parallel import auto_plan, data_parallel, tensor_parallel
+from meshcomm.parallel import auto_plan, data_parallel, fully_shard, shard_optimizer, tensor_parallel
 
 PLAN = {"0": "column", "2": "row"}
 ADAPTORS: dict[str, Callable[[nn.Module], object]] = {
     "data_parallel": lambda module: data_parallel(module, "x", grads="mean"),
+    "fully_shard": lambda module: fully_shard(module, "x", grads="mean"),
+    "tensor_parallel": lambda module: tensor_parallel(module, PLAN, axis="x"),
+    "auto_plan": lambda module: auto_plan(module, "x"),
+}
+SAID = {
+    "shape": r"'2.weight' torch.float32 \(4, 8\) on index 0; '2.weight' torch.float32 \(6, 8\) on ind",
+    "dtype": r"'2.weight' torch.float32 .* on index 0; '2.weight' torch.float64 .* on ind",
+    "frozen": r"'2.weight' torch.float32 \(4, 8\) on index 0; '2.weight' torch.float32 \(4, 8\) frozen on ind",
+    "bias": r"'2.bias' .* on index 0; 'the module' is a Sequential on ind",
+    "class": r"'1' is a ReLU on index 0; '1' is a Tanh on ind",
 }
 
 
@@ -25,33 +36,68 @@ def odd(how: str, rank: int) -> nn.Module:
         module[2].requires_grad_(False)
     if how == "bias" and rank:
         module[2].bias = None
+    if how == "class" and rank:
+        module[1] = nn.Tanh()
     return module
 
 
 def refused(adaptor: str, how: str, ranks: int) -> None:
     with mc.use_mesh(mc.make_mesh({"x": ranks})) as mesh:
         module = odd(how, mesh.rank)
-        before = {name: p.shape for name, p in module[2].named_parameters()}  # type: ignore[index]
-        with pytest.raises(
-            mc.MeshError, match=r"differ between ranks[\s\S]*along axis 'x'[\s\S]*same module"
-        ) as caught:
+        before = {name: p.shape for name, p in module.named_parameters()}
+        text = rf"modules differ between ranks[\s\S]*along axis 'x' {SAID[how]}[\s\S]*same module"
+        with pytest.raises(mc.MeshError, match=text):
             ADAPTORS[adaptor](module)
-        if how == "bias":
-            assert "[4, 3" in str(caught.value) or "[2, 1" in str(caught.value)
-        else:
-            assert "weight" in str(caught.value)
-        assert {name: p.shape for name, p in module[2].named_parameters()} == before  # type: ignore[index]
+        assert {name: p.shape for name, p in module.named_parameters()} == before
+        assert type(vars(module[2])["_parameters"]) is dict  # type: ignore[index]
 
 
-@pytest.mark.parametrize("how", ["shape", "dtype", "frozen", "bias"])
+@pytest.mark.parametrize("how", SAID)
 @pytest.mark.parametrize("adaptor", ADAPTORS)
 def test_said_on_each_rank(adaptor: str, how: str) -> None:
-    mc.launch(refused, 3, (adaptor, how, 3))
+    mc.launch(refused, 2, (adaptor, how, 2))
 
 
-@pytest.mark.parametrize("adaptor", ["data_parallel"])
-def test_on_processes(adaptor: str, pool4: Any) -> None:
-    pool4.run(refused, adaptor, "shape", 4)
+@pytest.mark.parametrize(("adaptor", "how"), [("data_parallel", "shape"), ("fully_shard", "frozen")])
+def test_on_processes(adaptor: str, how: str, pool4: Any) -> None:
+    pool4.run(refused, adaptor, how, 4)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": lambda params: torch.optim.Adafactor(params),
+    "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
+    "shard_optimizer": lambda params: shard_optimizer(torch.optim.AdamW(params), "x"),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=2),
+}
+WITHOUT = [(kind, "no gradient") for kind in OPTIMIZERS if kind != "LBFGS"]  # which makes them in the step
+
+
+def other_parameters(kind: str, how: str) -> None:
+    with mc.use_mesh(mc.make_mesh({"x": 2})) as mesh:
+        torch.manual_seed(0)
+        module = odd("", 0)
+        if kind == "shard_optimizer":
+            data_parallel(module, "x", grads="mean")
+        else:
+            tensor_parallel(module, PLAN, axis="x")
+        params = list(module.parameters())
+        optimizer: Any = OPTIMIZERS[kind](params[:2] if how == "fewer" and mesh.rank else params)
+
+        def closure() -> Any:
+            loss = module(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        closure()
+        if how == "no gradient" and mesh.rank:
+            params[2].grad = None
+        with pytest.raises(mc.MeshError, match=r"on other ranks[\s\S]*on index 0;[\s\S]*on index 1"):
+            optimizer.step(*[closure] * (kind == "LBFGS"))
+
+
+@pytest.mark.parametrize(("kind", "how"), [*((kind, "fewer") for kind in OPTIMIZERS), *WITHOUT])
+def test_optimizers_of_other_parameters(kind: str, how: str) -> None:
+    mc.launch(other_parameters, 2, (kind, how))
 
 
 def test_a_plan_for_what_is_cut_already() -> None:

@@ -159,6 +159,18 @@ def meshes_among(params: Iterable[Tensor]) -> list[Mesh]:
     return [mesh for module in spread for mesh in vars(module).get(_MESHES, ())]
 
 
+def axes_among(params: Iterable[Tensor]) -> list[Axis]:
+    """Along which the modules are spread that have any of these: their parameters cut, or the same on all ranks."""
+    wanted, found = {id(p) for p in params}, dict[tuple[int, AxisName], Axis]()
+    for module in list(_known):
+        if any(id(p) in wanted for p in module.parameters()):
+            mesh, same = vars(module).get(_COPIES, (None, ()))
+            at = [(mesh, same)] if mesh is not None else []
+            for mesh, axis in [*at, *((part.mesh, part.axis) for parts in parts_of(module).values() for part in parts)]:
+                found[id(mesh), axis] = mesh.axis(axis)
+    return sorted(found.values(), key=lambda axis: str(axis.name))
+
+
 def refuse_copies(where: str, module: nn.Module, fix: str, axis: Axis | None = None) -> None:
     """MeshError for a module that is part of one whose parameters are taken to be the same along ``axis``, or any."""
     for each in known_around(module):

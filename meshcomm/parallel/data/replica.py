@@ -24,7 +24,7 @@ from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.alike import refuse_other_kinds
+from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.data.computed_again import follow, look_for_checkpoints, running, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare
@@ -92,7 +92,7 @@ class Replica:
                 fail(WHERE, f"{name!r} has no shape yet.", fix="run the module once before")
             if not x.is_meta:
                 check.tensor(WHERE, x, self.axis, repr(name))
-        refuse_other_kinds(WHERE, here.items(), self.axis)
+        refuse_other_modules(WHERE, self.module, here.items(), self.axis)
         for x in here.values():
             if x.is_meta and isinstance(x, nn.Parameter):
                 make_room(x, self.mesh.device)

@@ -20,6 +20,7 @@ from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.one_rank import scatter
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import (
     Flat,
     Part,
@@ -157,7 +158,9 @@ def fully_shard(
             are no lists; a choice that matches nothing; a module that is sharded already, or within one that is, or
             that is data parallel; parts that were sharded in another way; a weight that one of them shares; a parameter
             that ``tensor_parallel`` has cut along the same axis, or that is no plain dense tensor; an embedding with
-            sparse gradients or ``max_norm``. In forward: a parameter that is written in place.
+            sparse gradients or ``max_norm``. On all ranks: a module that differs between them in
+            classes, or parameters in names, dtypes, shapes or whether they are trained. In forward: a parameter that is
+            written in place.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -209,11 +212,16 @@ def fully_shard(
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, accumulate_dtype, prefetch, device, offload)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
     _refuse_other_ways(before, policy, mean_over)
-    plan = _owned(module, chosen, ignore, apart | taken)
+    plan, doors = _owned(module, chosen, ignore, apart | taken)
     params = [slot.param for slots in plan.values() for slot in slots]
     own = {*map(id, params)}
     for over in policy.axes:
         refuse_overlap(where, module, over, own)
+    for over in policy.axes:
+        mine = [(slot.name, slot.param) for slots in plan.values() for slot in slots]
+        refuse_other_modules(where, module, mine, over, apart | taken)
+    for part, door in doors.items():
+        _torch.set_own_parameters(part, door)
     real = {name: any(not slot.param.is_meta for slot in slots) for name, slots in plan.items()}
     seed = _shared_seed(policy) if init is not None and any(param.is_meta for param in params) else 0
     made: dict[str, list[Group]] = {}
@@ -408,8 +416,10 @@ def is_plain(param: nn.Parameter) -> bool:
 
 def _owned(
     module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[str], apart: set[nn.Module]
-) -> dict[str, list[Slot]]:
-    """Each unit's parameters: those of which it is the innermost unit around all users."""
+) -> tuple[dict[str, list[Slot]], dict[nn.Module, Door]]:
+    """Each unit's parameters: those of which it is the innermost unit around all users; and the tables to look them up
+    in.
+    """
     where = "fully_shard"
     unit_of = {part: name for name, part in chosen.items()}
     chains: dict[nn.Parameter, list[tuple[str, ...]]] = {}
@@ -458,9 +468,7 @@ def _owned(
     for param, slot in slots.items():
         *_, innermost = itertools.takewhile(lambda names: len({*names}) == 1, zip(*chains[param], strict=False))
         plan[innermost[0]].append(slot)
-    for part, door in doors.items():
-        _torch.set_own_parameters(part, door)
-    return plan
+    return plan, doors
 
 
 def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: list[int], said: str) -> list[Group]:

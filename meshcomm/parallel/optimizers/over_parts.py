@@ -14,10 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshcomm.errors import fail
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.cut_parameters import Part, meshes_among, parts_among
+from meshcomm.parallel.alike import refuse_others
+from meshcomm.parallel.cut_parameters import Part, axes_among, meshes_among, parts_among
 from meshcomm.parallel.optimizers.lbfgs import begin_step, end_step
 from meshcomm.parallel.optimizers.stand_in import evaluated, stand_in
 from meshcomm.parallel.optimizers.whole_steps import step_whole
+from meshcomm.watch import paused
 
 _WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
 _hooks: list[Any] = []
@@ -36,9 +38,24 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
     parts = parts_among(params)
+    _refuse_others(optimizer, params, parts)
     if isinstance(optimizer, LBFGS):
         return _of_vectors(optimizer, args, kwargs, parts, meshes_among(params))
     return _of_whole_tensors(optimizer, args, kwargs, parts) if parts else None
+
+
+def _refuse_others(optimizer: Optimizer, params: Sequence[Tensor], parts: dict[int, list[Part]]) -> None:
+    """Ranks whose optimisers have other parameters, or other gradients, would wait for each other in the step."""
+    kind = f"torch.optim.{type(optimizer).__name__}"
+    what, fix = "the optimizer has other parameters, or gradients, on other ranks.", "the same ones on each rank"
+    with paused(), torch.no_grad():
+        of_vectors = isinstance(optimizer, LBFGS)  # whose gradients are looked for in the step
+        own = params if of_vectors else [p for p in params if id(p) in parts]
+        named = [(repr(parts[id(p)][0].name) if id(p) in parts else "a whole one", p) for p in own]
+        without = " without a gradient"  # shapes differ where they are cut unevenly
+        lines = [f"{name} {p.dtype}{without * (p.grad is None and not of_vectors)}" for name, p in named]
+        for axis in axes_among(params):
+            refuse_others(kind, what, lines, axis, fix)
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

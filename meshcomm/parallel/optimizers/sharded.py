@@ -26,6 +26,7 @@ from meshcomm.collectives.agree import agree
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.alike import lines_of, refuse_others
 from meshcomm.parallel.cut_parameters import parts_among
 from meshcomm.parallel.fingerprints import fingerprint_of
 from meshcomm.parallel.optimizers.gradient_dtypes import put_gradient
@@ -227,20 +228,20 @@ class _Steps:
                 p.detach().copy_(torch.cat(own).view(p.shape))
 
     def _agree(self, params: Sequence[Tensor], sparse: bool) -> None:
-        """All ranks have the same parameters, where they have not said so yet, and no sparse gradients."""
+        """All ranks have equal parameters, whose values are compared once, and no sparse gradients."""
         if sparse:
             fail(WHERE, "a gradient is sparse.", fix="an embedding with sparse=False")
         known = tuple(map(id, params))
+        fix = "data_parallel(module, ...), or parameters of the same values in the same order on each rank"
+        what = "parameters of the optimizer have other shapes or dtypes on other ranks, or no gradients there."
+        refuse_others(WHERE, what, [*lines_of(params), f"a {self._kind}: new {known != self._agreed}"], self.axis, fix)
         if self._agreed == known:
             return
         self._agreed = known
-        kinds = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params]
-        rows = agree([_number(kinds), _number([fingerprint_of(p) for p in params])], self.axis)
-        for at, what in enumerate(("shapes or dtypes", "values")):
-            if len({row[at] for row in rows}) > 1:
-                self._agreed = ()
-                fix = "data_parallel(module, ...), or parameters of the same values in the same order on each rank"
-                fail(WHERE, f"parameters of the optimizer have other {what} on other ranks.", fix=fix)
+        rows = agree([_number([fingerprint_of(p) for p in params])], self.axis)
+        if any(row != rows[0] for row in rows):
+            self._agreed = ()
+            fail(WHERE, "parameters of the optimizer have other values on other ranks.", fix=fix)
 
     def _agree_on_settings(self, optimizer: Optimizer) -> None:
         """All ranks make the same step: of parts that were made by others nobody could tell afterwards."""

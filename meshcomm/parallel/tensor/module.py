@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.later_values import wait_for_values
@@ -93,7 +94,7 @@ def tensor_parallel(
     Backward: of a column an all_reduce of the gradient of its input, once for several columns of one input. Gradients
         of what is replicated are the same on all ranks; of ``"sequence"`` they are summed over ``axis``.
 
-    Cost: at the start one broadcast of the parameters, and of the generators' states; one of 8
+    Cost: at the start two numbers per rank, one broadcast of the parameters, and of the generators' states; one of 8
         bytes when a module that draws runs for the first time, or after ``torch.manual_seed``. Per row one all_reduce
         forwards, per input of columns one backwards; with ``sequence`` an all_gather and a reduce_scatter each. A table
         in rows counts as a row, a block that enters as a column, one that leaves as a row; :class:`Column` and
@@ -107,7 +108,8 @@ def tensor_parallel(
             parameter that stands in layers of other styles; a module that is tensor parallel or sharded already, or
             data parallel along ``axis``. In a forward: an argument of a block that needs a gradient and is not said to
             enter; what is whole after random numbers that differ between ranks; on the CPU, after steps 1, 2, 4 and so
-            on, parameters that are whole and differ between ranks.
+            on, parameters that are whole and differ between ranks. On all ranks: a module that differs between them in
+            classes, or parameters in names, dtypes, shapes or whether they are trained.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -143,6 +145,7 @@ def tensor_parallel(
     attributes = list(divided(module, divide, ax))
     attributes += [each for layer in layers.values() for each in layer.counts()]
     attributes += past_forward(module, {*layers, *blocks})
+    refuse_other_modules(WHERE, module, module.named_parameters(), ax)
     state.make_parts(module)
     for part, name, value in attributes:
         setattr(part, name, value)

@@ -15,6 +15,7 @@ from torch import nn
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.mesh import AxisName, Mesh
+from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.tensor.auto.example_inputs import examples_of
 from meshcomm.parallel.tensor.auto.flow import OPAQUE, Flow, Leaf, flow_of
@@ -35,6 +36,7 @@ from meshcomm.parallel.tensor.auto.small_copy import SmallCopy, small_copy_of
 from meshcomm.parallel.tensor.plan import Cut
 from meshcomm.parallel.tensor.state import known_of
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 WHERE = "auto_plan"
 
@@ -106,6 +108,8 @@ def auto_plan(
         fail(WHERE, f"{lazy!r} has no shape yet.", fix="run the module once before")
     if known_of(module) is not None:
         fail(WHERE, "the module is tensor parallel already.", fix="the module as it was, and one plan for all of it")
+    if current_rank() is not None or not here.in_process:
+        refuse_other_modules(WHERE, module, module.named_parameters(), here.axis(axis))
     small, flow, proof = _seen(module, axis, here, example)
     regions, odd = _regions(small.module, flow, n)
     chosen, why = _chosen(regions, proof, small.module)
