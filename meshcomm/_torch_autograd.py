@@ -309,15 +309,15 @@ _engine: Any = find(
 
 
 def watch_checkpoints(look: Callable[[], object]) -> None:
-    """From now on ``look`` is called where a reentrant checkpoint begins: torch's, and those of others that have its
-    name and are there already. Again, for those that have come since.
+    """From now on ``look`` is called where a reentrant checkpoint begins: torch's, those of others that have its name,
+    and reversible layers, which do the same; of those that are there already. Again, for those that have come since.
     """
     if look not in _checkpoint_lookers:
         _checkpoint_lookers.append(look)
-    kinds = list(torch.autograd.Function.__subclasses__())
+    kinds: list[Any] = list(torch.autograd.Function.__subclasses__())
     for kind in kinds:
         kinds += kind.__subclasses__()
-        if kind.__name__ == "CheckpointFunction" and kind not in _watched_checkpoints:
+        if kind.__name__ in ("CheckpointFunction", "_ReversibleFunction") and kind not in _watched_checkpoints:
             _watched_checkpoints.add(kind)
             kind.forward = staticmethod(_looked_at(kind.forward))
 

@@ -869,7 +869,7 @@ FSDP: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 for cause, kwargs, said in FSDP:
     bad("fully_shard", cause, lambda h, kwargs=kwargs: sharded(**kwargs), rf"^meshcomm.fully_shard: {said}")
-bad("fully_shard", "not a module", lambda h: sharded([x(4)]), r"module is not a torch.nn.Module but list")
+bad("fully_shard", "not a module", lambda h: sharded([x(4)]), r"module is not a torch.nn.Module but Tensor")
 bad("fully_shard", "twice", lambda h: sharded(h.sharded, "b"), r"'the module' is sharded already")
 bad("fully_shard", "lazy", lambda h: sharded(nn.LazyLinear(2)), r"parameter '(weight|bias)' is a UninitializedParameter")
 bad("counts", "another module", lambda h: parallel.counts(linear()), r"this Linear is not sharded")

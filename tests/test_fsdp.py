@@ -651,7 +651,7 @@ def test_bytes_between_forward_and_backward_and_at_the_peak() -> None:
         return kept / layer, live.peak / layer
 
     def run(**options: Any) -> tuple[float, float]:
-        return mc.launch(main, ranks=2, args=(options,))[0]
+        return mc.launch(main, ranks=2, args=(options,))[-1]  # by turns a rank's thread makes what both have gathered
 
     kept, peak = run()
     assert kept < 0.5
@@ -717,7 +717,7 @@ def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         moved = [
             (what, dtype)
             for kind, what, dtype, _ in log
-            if kind == "start" and what in ("all_gather", "reduce_scatter")
+            if kind == "start" and what in ("all_gather", "reduce_scatter") and dtype.is_floating_point
         ]
         assert moved == [("all_gather", torch.bfloat16), ("reduce_scatter", reduce_dtype or torch.bfloat16)]
         total = wanted[0][1].float() + wanted[1][1].float()

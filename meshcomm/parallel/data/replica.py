@@ -328,7 +328,7 @@ def _watched(state: Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
                 WHERE,
                 "a parameter has got a gradient of this rank's own while the module's backward pass ran.",
                 got=f"parameter of shape {list(leaves[at].shape)}",
-                fix="checkpoints of torch's, and best with use_reentrant=False",
+                fix="torch.utils.checkpoint(..., use_reentrant=False) for what a Function runs again in its backward",
             )
 
     return look

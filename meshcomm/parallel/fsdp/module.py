@@ -6,7 +6,7 @@ n = size of the axis, p = number of elements of all parameters, u = of the large
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renorma
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 Choice = str | type[nn.Module] | nn.Module
 
 
@@ -99,8 +99,10 @@ def fully_shard(
     it, takes ``state_dict=full_state_dict(module)`` and refuses slices.
 
     Args:
-        module: changed in place. Its parameters may be on the meta device: then one unit after another is made real,
-            initialised and cut, so that no rank ever holds more than its shards and one unit.
+        module: changed in place; or a list of modules, each of which is sharded by itself, as parts of the one around
+            them that comes last (``fully_shard([model.norm, model.head], ...)``). Its parameters may be on the meta
+            device: then one unit after another is made real, initialised and cut, so that no rank ever holds more than
+            its shards and one unit.
         axis: a name, or a tuple of names: the ranks that keep a slice each.
         grads: "sum": gradients are summed, for a loss that you reduce over the ranks (the library's rule). "mean": they
             are averaged over the ranks, for a local loss, as FSDP2 has it. Means over unequal numbers of
@@ -176,6 +178,15 @@ def fully_shard(
     Source: ZeRO stage 3; torch's ``fully_shard``, whose result it is with ``grads="mean"``.
     """
     where = "fully_shard"
+    if isinstance(module, (list, tuple)):
+        for part in _checked_list(module):
+            fully_shard(
+                part, axis, grads=grads, units=units, replica_axis=replica_axis,
+                param_dtype=param_dtype, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype,
+                regather=regather, prefetch=prefetch, whole=whole, offload=offload, ignore=ignore, init=init, sync=sync,
+                methods=methods, mean_over=mean_over, mesh=mesh,
+            )  # fmt: skip
+        return module
     checked_module(where, module)
     ax = check.axis_of(where, axis, mesh)
     if replica_axis is not None:
@@ -259,6 +270,21 @@ def fully_shard(
     wait_for_values(module, where)
     owner.mean = mean_of(module, grads, ax.mesh, tuple(over.name for over in policy.axes), mean_over)
     return module
+
+
+def _checked_list(parts: Sequence[object]) -> Sequence[nn.Module]:
+    """Modules that have nothing in common."""
+    whose: dict[int, int] = {}
+    for at, part in enumerate(parts):
+        checked_module("fully_shard", part)
+        assert isinstance(part, nn.Module)
+        for each in (part, *part.parameters()):
+            if whose.setdefault(id(each), at) != at:
+                what = f"parts {whose[id(each)]} and {at} of the list share a parameter, or are one."
+                fail("fully_shard", what, fix="leave them to the module around them, which gathers its own at once")
+    if not parts:
+        fail("fully_shard", "a list of no modules.", fix="the parts that are to be sharded")
+    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _checked_kinds(dtypes: Mapping[str, object], flags: Mapping[str, object], lists: Mapping[str, object]) -> None:

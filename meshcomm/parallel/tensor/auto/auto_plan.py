@@ -108,10 +108,10 @@ def auto_plan(
         fail(WHERE, f"{lazy!r} has no shape yet.", fix="run the module once before")
     if known_of(module) is not None:
         fail(WHERE, "the module is tensor parallel already.", fix="the module as it was, and one plan for all of it")
-    if current_rank() is not None or not here.in_process:
-        refuse_other_modules(WHERE, module, module.named_parameters(), here.axis(axis))
     small, flow, proof = _seen(module, axis, here, example)
     regions, odd = _regions(small.module, flow, n)
+    if regions and (current_rank() is not None or not here.in_process):
+        refuse_other_modules(WHERE, module, module.named_parameters(), here.axis(axis))
     chosen, why = _chosen(regions, proof, small.module)
     unknown = {
         **odd,
