@@ -69,7 +69,8 @@ def reads(how: str, sharded: bool) -> None:
     alone = Net(how)
     module = copy.deepcopy(tensor_parallel(copy.deepcopy(alone), PLAN, axis="tp", mesh=mesh))
     bias = module.mlp.inner.bias
-    assert isinstance(bias, nn.Parameter)  # as it is, for who looks after it
+    for each in (bias, module.get_parameter("mlp.inner.bias")):
+        assert isinstance(each, nn.Parameter)  # as it is, for who looks after it
     if sharded:
         fully_shard(module, "fsdp", grads="sum", mesh=mesh)
     steps = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (module, alone)]

@@ -234,7 +234,7 @@ class _Steps:
         known = tuple(map(id, params))
         fix = "data_parallel(module, ...), or parameters of the same values in the same order on each rank"
         what = "parameters of the optimizer have other shapes or dtypes on other ranks, or no gradients there."
-        refuse_others(WHERE, what, [*lines_of(params), f"a {self._kind}: new {known != self._agreed}"], self.axis, fix)
+        refuse_others(WHERE, what, [*lines_of(params), f"new: {known != self._agreed}"], self.axis, fix)
         if self._agreed == known:
             return
         self._agreed = known

@@ -29,6 +29,8 @@ from meshcomm.parallel.tensor.streams import Streams
 
 HERE = "_meshcomm_tensor_parallel"
 """Where it stands among the attributes of its module."""
+_KEEPING = ("init", "reset", "repr", "tie", "load", "save")
+"""In names of methods that look after parameters, and compute nothing of them; nor do nn.Module's own."""
 
 
 def known_of(module: nn.Module) -> Parallel | None:
@@ -180,7 +182,8 @@ class Parallel:
         if frame.f_code is not nn.Module.__getattr__.__code__ or frame.f_back is None:
             return False
         code = frame.f_back.f_code
-        if not code.co_argcount or any(word in code.co_name for word in ("init", "reset", "repr")):
+        keeps = code.co_filename == frame.f_code.co_filename or any(word in code.co_name for word in _KEEPING)
+        if keeps or not code.co_argcount:
             return False
         reader = frame.f_back.f_locals.get(code.co_varnames[0])
         return isinstance(reader, nn.Module) and any(part is reader for part in self.module.modules())
