@@ -114,7 +114,13 @@ class Ties:
         for tie in self._ties:
             for each in tie.here:
                 each.param.grad = None
-        yield
+        try:
+            yield
+        except BaseException:
+            for tie, old in zip(self._ties, before, strict=True):
+                for each, g in zip(tie.here, old, strict=True):
+                    each.param.grad = g
+            raise
         with torch.no_grad():
             for tie, old in zip(self._ties, before, strict=True):
                 total = _sum(self._everyone(tie, _sum([each.whole(_gradient(each.param)) for each in tie.here])))
