@@ -154,7 +154,7 @@ $(VENV)/.installed: $(VENV)/.$(SPEC) pyproject.toml
 	touch $@
 
 $(VENV)/.models: $(VENV)/.installed
-	$(PY) $(PIP_INSTALL) --editable '.[models]'
+	$(PY) $(PIP_INSTALL) --editable '.[models,loops]'
 	touch $@
 
 $(VENV)/.linters: $(VENV)/.installed

@@ -29,6 +29,9 @@ from meshcomm.runtime import groups
 from meshcomm.runtime.start import workers
 from meshcomm.runtime.start.workers import WorkerPool
 
+collect_ignore_glob = ["loops/__main__.py", "loops/with_*"]
+"""A program that runs when it is imported, and what needs packages that may be absent."""
+
 collect_ignore = ["warm.py"]  # it has no doctests, and is imported where processes are forked
 
 POOLS = {"pool4", "guarded4", "guarded4_at_the_store", "gloo4", "bare4"}

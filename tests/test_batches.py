@@ -107,6 +107,16 @@ def test_workers_that_read_ahead_are_not_counted() -> None:
     assert (again.epoch, again.done) == (1, 0)
 
 
+def test_who_asks_for_no_more_than_there_is_has_ended_the_epoch() -> None:
+    mesh = mc.make_mesh({"dp": 1})
+    sampler = MeshBatchSampler(8, 4, "dp", mesh=mesh)
+    loader = DataLoader(torch.arange(8), batch_sampler=sampler)
+    for epoch in range(2):
+        given = [rows for _, rows in zip(range(2), sampler.follow(loader), strict=False)]  # range ends first
+        assert torch.cat(given).tolist() == sampler.order(epoch).tolist()
+        assert (sampler.state_dict()["epoch"], sampler.state_dict()["done"]) == (epoch + 1, 0)
+
+
 def test_in_a_checkpoint(tmp_path: Path) -> None:
     def main(ranks: int, stop: int | None) -> Rows:
         mesh, found = mc.make_mesh({"dp": ranks}), []

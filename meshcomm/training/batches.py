@@ -158,7 +158,8 @@ class MeshBatchSampler(Sampler[list[int]]):
             batches: the loader, or whatever else has been made of this sampler and gives one thing per batch.
 
         Returns: an iterator over the rest of the epoch. A batch counts as used once it was given, so that a state that
-            is saved while it is worked on, or later, goes on with the next.
+            is saved while it is worked on, or later, goes on with the next. Who takes the last batch of an epoch and
+            asks for no more has ended the epoch, too.
 
         Cost: before the first batch an all_gather of seven numbers: every rank stands at the same place of the same
             rows.
@@ -166,12 +167,17 @@ class MeshBatchSampler(Sampler[list[int]]):
         Raises:
             MeshError: on every rank, if they do not, with what differs.
         """
+        self.epoch, self.done = self._next()
         self._agree()
         self._followed = True
         for batch in batches:
             self.done += 1
             yield batch
         self.epoch, self.done = self.epoch + 1, 0
+
+    def _next(self) -> tuple[int, int]:
+        """The epoch of the next batch, and its place in it."""
+        return (self.epoch + 1, 0) if self.done >= len(self) else (self.epoch, self.done)
 
     def _agree(self) -> None:
         mine = self.state_dict(checked=False)
@@ -196,7 +202,7 @@ class MeshBatchSampler(Sampler[list[int]]):
                 fix="for batch in sampler.follow(loader)",
             )
         given: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
-        return given | {"epoch": self.epoch, "done": self.done}
+        return given | dict(zip(("epoch", "done"), self._next(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was, on any number of ranks.
