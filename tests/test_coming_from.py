@@ -296,6 +296,33 @@ def alike(names: list[dict[str, Any]], *groups: list[int]) -> bool:
     return all(len(set(each)) == 1 for each in drawn) and drawn[0] != drawn[1]
 
 
+def cut_in_pairs(calls: tuple[str, ...]) -> Callable[[list[Any], list[dict[str, Any]]], bool]:
+    """Each rank has its columns of ``up`` and its rows of ``down`` (of a flat shard: half as many numbers), and these calls
+    were made of it.
+    """
+
+    def judge(found: list[Any], names: list[dict[str, Any]]) -> bool:
+        whole: Mlp = modules_in("model")["model"]
+        right = []
+        for rank, each in enumerate(names):
+            up, down = each["model"].up.weight, each["model"].down.weight
+            columns, rows = whole.up.weight.chunk(2)[rank % 2], whole.down.weight.chunk(2, 1)[rank % 2]
+            if any(call.startswith("fully_shard") for call in calls):
+                right.append((up.numel() + down.numel()) * 2 == columns.numel() + rows.numel())
+            else:
+                right.append(torch.equal(up, columns) and torch.equal(down, rows))
+            made = mc.parallel.parallel_calls(each["model"]) if calls else ()
+            right.append([call.partition("(")[0] for call in made] == [call.partition("(")[0] for call in calls])
+            right.append(all(call in made for call in calls[1:]))
+            right.append(found[rank] is each["model"] or found[rank] == made)
+        return all(right)
+
+    return judge
+
+
+PAIR = ("tensor_parallel", "data_parallel(model, 'dp', grads='mean')")
+
+
 # Changes in place, or gives what only all ranks together can judge.
 TOGETHER: dict[str, Callable[[list[Any], list[dict[str, Any]]], bool]] = {
     'mc.all_reduce_params(params, "dp")': lambda found, names: all(
@@ -333,6 +360,13 @@ TOGETHER: dict[str, Callable[[list[Any], list[dict[str, Any]]], bool]] = {
         ),
         lambda found, names: all(mine is each["model"] for mine, each in zip(found, names, strict=True)),
     ),
+    'mc.parallel.tensor_parallel(model, "auto", axis="tp")': cut_in_pairs(()),
+    'mc.parallel.parallelize(model, mesh, grads="mean")': cut_in_pairs(PAIR),
+    'mc.parallel.parallel_calls(mc.parallel.parallelize(model, mesh, grads="mean"))': cut_in_pairs(PAIR),
+    'mc.parallel.parallelize(model, mesh, grads="mean", axes={"dp": "fsdp"})': cut_in_pairs(
+        ("tensor_parallel", "fully_shard(model, 'dp', grads='mean')")
+    ),
+    'dict(mc.parallel.auto_plan(model, "tp"))': lambda found, names: found == [{"up": "column", "down": "row"}] * 4,
     "mc.parallel.full_state_dict(sharded)": lambda found, names: all(
         torch.equal(each["down.bias"], found[0]["down.bias"]) and len(each) == 4 for each in found
     ),
