@@ -37,6 +37,17 @@ def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Ten
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
+class EachHead(nn.Module):
+    """A norm of heads that has numbers of its own for each of them, as Cohere's and Chameleon's."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(heads, K))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.layer_norm(x, (K,))
+
+
 class Attention(nn.Module):
     """Queries, keys and values apart; ``kv`` heads of keys; norms of heads, or of all of them, or none."""
 
@@ -46,14 +57,18 @@ class Attention(nn.Module):
         self.norms = nn.ModuleList()
         if norm:
             lengths = (K, K) if norm == "head" else (D, kv * K)
-            self.norms.extend(nn.RMSNorm(length) for length in lengths)
+            made = [EachHead(H), EachHead(kv)] if norm == "each" else [nn.RMSNorm(length) for length in lengths]
+            self.norms.extend(made)
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.norm == "all":
             q, k = self.norms[0](q), self.norms[1](k)
-        q, k, v = (each.unflatten(-1, (-1, K)).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (each.unflatten(-1, (-1, K)) for each in (q, k, v))
+        if self.norm == "each":
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         if self.norm == "head":
             q, k = self.norms[0](q), self.norms[1](k)
         return self.o(attended(q, k, v).flatten(2))  # type: ignore[no-any-return]
@@ -237,6 +252,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "few heads": (lambda: Decoder(lambda: Attention(2), Gated), {"layers.*.feed_forward.down": "row"}),
     "one head of keys": (lambda: Decoder(lambda: Attention(1), Gated), {"layers.*.attention.k": Column(kv_heads=1)}),
     "norms of heads": (lambda: Decoder(lambda: Attention(2, "head"), Gated), {"layers.*.attention.norms.*": "summed"}),
+    "norms of each head": (lambda: Decoder(lambda: Attention(2, "each"), Gated),
+                           {"layers.*.attention.k": "column", "layers.*.attention.norms.*": Cut(0)}),
     "norms over heads": (lambda: Decoder(lambda: Attention(H, "all"), Gated),
                          {"layers.*.attention.norms.*": Block("join", "part")}),
     "counted": (lambda: Decoder(Counted, Gated),

@@ -53,6 +53,14 @@ class Leaf:
         """Whether it has at most numbers for single features."""
         return self.kind is None and all(p.ndim <= 1 for p in self.module.parameters())
 
+    def scales_heads(self, features: int) -> bool:
+        """Whether it has a number for each feature of each head, as norms of heads that differ have."""
+        shapes = [p.shape for p in self.module.parameters()]
+        return self.kind is None and all(
+            len(shape) == 2 and shape.numel() == features and all(made[-2:] == shape for made in self.shapes)
+            for shape in shapes
+        )
+
     def length(self, outputs: bool) -> int:
         """How many features go in or come out."""
         weight: Any = self.module.weight

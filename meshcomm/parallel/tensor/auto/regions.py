@@ -76,9 +76,10 @@ def _through(leaf: Leaf) -> tuple[dict[Leaf, None], dict[Leaf, Leaf]]:
     sources: dict[Leaf, None] = {}
     norms: dict[Leaf, Leaf] = {}
     for each in leaf.sources:
-        if each.norm and len(each.sources) == 1 and next(iter(each.sources)).linear:
-            norms[each] = next(iter(each.sources))
-            sources[norms[each]] = None
+        source = next(iter(each.sources)) if len(each.sources) == 1 else None
+        if source is not None and source.linear and (each.norm or each.scales_heads(source.length(outputs=True))):
+            norms[each] = source
+            sources[source] = None
         else:
             sources[each] = None
     return sources, norms
@@ -173,7 +174,9 @@ def _cuts(pair: Pair, flow: Flow, module: nn.Module, n: int, around: str) -> Ite
         joined: dict[str, Block] = {}
         for norm, column in pair.norms.items():
             whole = max(p.numel() for p in norm.module.parameters()) == column.length(outputs=True)
-            if column in pair.columns:
+            if column in pair.columns and not norm.norm:
+                styles |= {f"{norm.path}.{name}": Cut(0) for name, _ in norm.module.named_parameters()}
+            elif column in pair.columns:
                 styles[norm.path] = "replicated" if whole else "summed"
                 joined |= {norm.path: Block("join", "part")} if whole else {}
         styles |= _direct(pair, module, heads, width)
