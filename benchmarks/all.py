@@ -49,6 +49,7 @@ PROGRAMS = {
     "overlap": Program(),
     "context": Program(),
     "experts": Program(),
+    "optimizers": Program(),
     "compiled": Program(),
     "growth": Program(),
 }

@@ -219,10 +219,10 @@ class Decoder(nn.Module):
     """A table, layers, and a head that may be the table."""
 
     def __init__(
-        self, attention: Callable[[], nn.Module], forward: Callable[[], nn.Module], tied: bool = False
+        self, attention: Callable[[], nn.Module], forward: Callable[[], nn.Module], tied: bool = False, places: int = 8
     ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(8, D)
+        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(places, D)
         self.layers = nn.ModuleList(Layer(attention(), forward()) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, V, bias=False)
         if tied:
@@ -249,6 +249,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "plain": (plain, {"0": "column", "2": "row", "4": "column", "5": "row"}),
     "separate": (lambda: Decoder(Attention, Gated), {"layers.*.attention.q": "column", "layers.*.attention.o": "row"}),
     "tied": (lambda: Decoder(Attention, Gated, tied=True), {"tokens": "vocab", "head": Column(gather=True)}),
+    "more places than tokens": (lambda: Decoder(Attention, Gated, places=250), {"tokens": "vocab", "*": "replicated"}),
     "few heads": (lambda: Decoder(lambda: Attention(2), Gated), {"layers.*.feed_forward.down": "row"}),
     "one head of keys": (lambda: Decoder(lambda: Attention(1), Gated), {"layers.*.attention.k": Column(kv_heads=1)}),
     "norms of heads": (lambda: Decoder(lambda: Attention(2, "head"), Gated), {"layers.*.attention.norms.*": "summed"}),

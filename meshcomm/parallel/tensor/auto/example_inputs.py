@@ -36,8 +36,14 @@ def examples_of(module: nn.Module, said: Any, where: str) -> Iterator[Given]:
 
 
 def _ids(module: nn.Module) -> Tensor:
-    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    most = max(tables, default=2)
+    """Tokens of the vocabulary whose length the configuration has, else of the longest table."""
+    tables = {part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)}
+    said = _config(module, "vocab_size")
+    most = said if said in tables else max(tables, default=2)
+    return _ids_of(most)
+
+
+def _ids_of(most: int) -> Tensor:
     low = 3 if most > 8 else 0
     return torch.randint(low, max(low + 1, min(most, 200)), (BATCH, LENGTH), generator=_draws())
 
@@ -119,6 +125,7 @@ def _first_inputs(module: nn.Module) -> Iterator[Tensor]:
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             yield _ids(module)
+            yield _ids_of(part.num_embeddings)
             break
         convolved = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
         dims = next((n for kind, n in convolved.items() if isinstance(part, kind)), 0)

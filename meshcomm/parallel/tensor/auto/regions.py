@@ -281,8 +281,11 @@ def tables_of(flow: Flow, module: nn.Module, n: int) -> tuple[Region | None, set
     if not tables:
         return None, set()
     said = getattr(getattr(module, "config", None), "vocab_size", None)
-    most = max(leaf.length(outputs=False) for leaf in tables)
-    tables = [leaf for leaf in tables if leaf.length(outputs=False) in (said, most)]
+    there = {leaf.length(outputs=False) for leaf in tables}
+    ends = {leaf.length(outputs=True) for leaf in flow.leaves if leaf.linear and set(leaf.users) == {None}}
+    # A table of positions may be longer than that of tokens.
+    lengths = there & {said, *ends} or {max(there)}
+    tables = [leaf for leaf in tables if leaf.length(outputs=False) in lengths]
     rows = {leaf.length(outputs=False) for leaf in tables}
     tied = {id(p) for leaf in tables for p in leaf.module.parameters()}
     heads = [
