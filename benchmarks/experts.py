@@ -139,13 +139,13 @@ def inputs(tokens: int, width: int, mesh: mc.Mesh) -> tuple[Tensor, Tensor, Tens
 
 
 def due(given: Sequence[Tensor], mesh: mc.Mesh) -> int:
-    """Bytes that a rank has to send: the counts, what others have to compute, and what came, each twice."""
+    """Bytes that a rank has to send: the counts, what others have to compute, and what came, both twice."""
     x, choice = given[:2]
     counts = torch.bincount(choice.flatten(), minlength=COUNT).view(mesh.size, -1)
     theirs = mc.all_to_all(counts, "ep", 0, 0)
     row = x.shape[1] * x.element_size()
     others = [each.sum() - each[mesh.rank].sum() for each in (counts, theirs)]
-    numbers = 2 * (mesh.size - 1) * COUNT // mesh.size * counts.element_size()  # there, and for the way back
+    numbers = (mesh.size - 1) * COUNT // mesh.size * counts.element_size()
     return int(2 * sum(others) * row + numbers)
 
 

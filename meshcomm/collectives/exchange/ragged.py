@@ -131,7 +131,7 @@ def all_to_all_ragged(
 
 def _as_they_lie(x: Any, counts: Tensor, axis: Axis, how: dict[str, Any]) -> Any:
     theirs = _counts_from(counts, axis, how)
-    y = all_to_all(x, axis.name, 0, 0, _lengths(counts, axis), _lengths(theirs, axis), **how)
+    y = all_to_all(x, axis.name, 0, 0, lengths_of(counts, axis), lengths_of(theirs, axis), **how)
     return y.then(lambda y: (y, theirs)) if how["async_op"] else (y, theirs)
 
 
@@ -163,7 +163,7 @@ def _counts_from(counts: Tensor, axis: Axis, how: dict[str, Any]) -> Tensor:
     return all_to_all(counts, axis.name, 0, 0, mesh=how["mesh"], timeout=how["timeout"])
 
 
-def _lengths(counts: Tensor, axis: Axis) -> list[Any]:
+def lengths_of(counts: Tensor, axis: Axis) -> list[Any]:
     """How many rows go to each index, or come; under the checker numbers that know along which axes they vary."""
     with paused(), without_modes():
         values = counts.reshape(axis.size, -1).sum(1).tolist()

@@ -11,22 +11,27 @@ and the rows that fn gives go back the same way, each times its weight.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from meshcomm._torch import functorch_active, without_modes
+from meshcomm._torch import functorch_active, nodes_of_graph, without_modes
 from meshcomm.collectives import check
-from meshcomm.collectives.exchange.ragged import all_to_all_ragged
+from meshcomm.collectives.exchange.all_to_all import all_to_all
+from meshcomm.collectives.exchange.ragged import all_to_all_ragged, lengths_of
 from meshcomm.collectives.messages import tie
 from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
-from meshcomm.watch import paused
+from meshcomm.watch import here, paused
 
 _WHERE = "experts"
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+_NEAR = 256
+"""Nodes of a graph that are looked at: more than fn has."""
 
 Fn = Callable[[Tensor, Tensor], Tensor]
 
@@ -105,8 +110,8 @@ def experts(
 
     Backward: the same ways back, of rows; each weight has the gradient of what its expert gave.
 
-    Cost: all_to_alls of the counts, of the rows for experts elsewhere, and of as many rows back; the same two of rows
-        in backward. The host reads the counts, which waits for an accelerator.
+    Cost: all_to_alls of the counts, of the rows for experts elsewhere, and of as many rows back; those of rows in
+        backward. The host reads the counts, which waits for an accelerator.
 
     Raises:
         MeshError: shapes or dtypes that do not fit; a choice that is no expert (on the CPU; elsewhere the device
@@ -146,20 +151,33 @@ def experts(
         kept = torch.arange(flat.shape[0], device=flat.device) - begin[sorted_] < capacity
         dropped, order = (~kept).sum(), order[kept]
         counts = counts.clamp(max=capacity)
-    rows, theirs = all_to_all_ragged(x[order // k], counts.view(ax.size, own), axis, mesh=ax.mesh)
+    mine, token = counts.view(ax.size, own), order // k
+    rows, theirs = all_to_all_ragged(x[token], mine, axis, mesh=ax.mesh)
     expert = torch.arange(own, device=x.device).repeat(ax.size).repeat_interleave(theirs.flatten())
     by_expert = expert.argsort(stable=True)
     given = rows[by_expert]
     found = fn(given, theirs.sum(0))
     with paused(), without_modes():
         _gives(found, given, ax)
-    found = tie(found, given)  # backward goes both ways on all ranks, whatever fn makes of no rows
-    back, _ = all_to_all_ragged(found[by_expert.argsort()], theirs, axis, mesh=ax.mesh)
+    if not _comes_from(found, given):
+        found = tie(found, given)  # backward goes both ways on all ranks, whatever fn makes of no rows
+    sizes = lengths_of(theirs, ax), lengths_of(mine, ax)
+    back = all_to_all(found[by_expert.argsort()], axis, 0, 0, *sizes, mesh=ax.mesh)
     weighted = back * weight.reshape(-1)[order].unsqueeze(1).to(back.dtype)
-    y = weighted.new_zeros(x.shape[0], back.shape[1]).index_add(0, order // k, weighted)
+    y = weighted.new_zeros(x.shape[0], back.shape[1]).index_add(0, token, weighted)
     if not return_dropped:
         return y
     return y, counts.new_zeros(()) if dropped is None else dropped
+
+
+def _comes_from(found: Tensor, given: Tensor) -> bool:
+    """Whether backward from the one reaches the other anyway, or there is none; False where that cannot be seen."""
+    if here.watcher is not None or torch.compiler.is_compiling() or functorch_active():
+        return False
+    if not given.requires_grad or not torch.is_grad_enabled():
+        return True
+    end = given.grad_fn
+    return found.grad_fn is not None and any(node is end for node in islice(nodes_of_graph([found]), _NEAR))
 
 
 def _fits(
