@@ -267,7 +267,7 @@ class PipelineStep(nn.Module):
             and first
             and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _torch.tree_flatten(x)[0])
         )
-        shares = shares_of(weights, cuts, rows) if self._grads == "mean" else [1.0] * count
+        shares = shares_of(weights if last else None, cuts, rows) if self._grads == "mean" else [1.0] * count
         batch = Batch(
             count,
             [rows_from(x, cut) for cut in cuts] if first else (),
