@@ -35,6 +35,7 @@ __all__ = [
     "has_sequence_numbers",
     "leaves_of_graph",
     "next_sequence_number",
+    "nodes_of_graph",
     "primal_of",
     "saved_hooks_on_top",
     "sequence_number",
@@ -361,12 +362,12 @@ def watch_backward(watch: Callable[[Sequence[Any], Sequence[Any], bool], object]
 def leaves_of_graph(roots: Sequence[Any]) -> Iterator[Tensor]:
     """The leaves that a backward pass from these tensors (or edges of the graph) reaches."""
     yield from (root for root in roots if isinstance(root, Tensor) and root.requires_grad and root.grad_fn is None)
-    for node in _nodes_of_graph(roots):
+    for node in nodes_of_graph(roots):
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
 
 
-def _nodes_of_graph(roots: Iterable[Any]) -> Iterator[Any]:
+def nodes_of_graph(roots: Iterable[Any]) -> Iterator[Any]:
     """The nodes that a backward pass from these tensors (or edges of the graph) reaches."""
     waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     seen: set[Any] = {None}

@@ -591,6 +591,13 @@ def test_name_leaves_of_graph() -> None:
     assert [each is x for each in _torch.leaves_of_graph([edge])] == [True]
 
 
+def test_name_nodes_of_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge((x * 2).sum())
+    names = [type(each).__name__ for each in _torch.nodes_of_graph([edge, torch.ones(1)])]
+    assert names == ["SumBackward0", "MulBackward0", "AccumulateGrad"]
+
+
 def test_name_watch_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     looker = functools.partial(seen.append, "begun")
