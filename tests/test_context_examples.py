@@ -1,4 +1,4 @@
-"""The examples of cut sequences and of experts, run as their users run them; both compare with one rank themselves."""
+"""The examples of cut sequences, experts and pipelines, run as their users run them; all compare with one rank themselves."""
 
 from __future__ import annotations
 
@@ -38,8 +38,18 @@ def test_experts_are_evened_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert float(re.search(r"busiest expert has ([\d.]+) x", out)[1]) < 1.6  # type: ignore[index]
 
 
+def test_a_pipeline_is_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, "pipeline.py", "--schedule", "zbv", "--runtime", "in-process")
+    planned, rest = capsys.readouterr().out.split("what ran, in")
+    ran, sent = rest.split("what rank 0 sent")
+    actions = sorted(re.findall(r"\b[FDW]\d\.\d\b", planned))
+    assert len(actions) == 2 * 2 * 4 * 3
+    assert sorted(re.findall(r"\b[FDW]\d\.\d\b", ran)) == actions
+    assert "those of one rank" in sent
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["long_context.py", "mixture_of_experts.py"])
+@pytest.mark.parametrize("name", ["long_context.py", "mixture_of_experts.py", "pipeline.py"])
 def test_under_torchrun(name: str) -> None:
     mesh = "dp=1,cp=2,sp=1" if name.startswith("long") else "dp=1,ep=2"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

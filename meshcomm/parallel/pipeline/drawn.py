@@ -15,8 +15,8 @@ from meshcomm.pictures.picture import LETTER, LINE, Picture, box, element, writt
 
 COLUMNS = 400
 """So many columns a text has at most: of a schedule in steps of one, that of its first steps."""
-WIDE = 30
-"""Columns of a text of times that are not whole numbers."""
+WIDE = 36
+"""Columns of a text of times that are not whole numbers; an action has one at least."""
 _COLOUR = {"F": 0, "B": 1, "D": 3, "W": 2}
 
 
@@ -38,9 +38,11 @@ def _text(simulation: Simulation, stages: Stages) -> str:
     lines = []
     for rank, spans in enumerate(simulation.spans):
         row = ["." * wide] * columns
+        free = 0
         for span in spans:
-            first, last = round(span.begin / step), max(round(span.begin / step), round(span.end / step) - 1)
-            for at in range(first, min(last + 1, columns)):
+            first = max(free, round(span.begin / step))
+            free = max(first + 1, round(span.end / step))
+            for at in range(first, min(free, columns)):
                 row[at] = _label(span.action, stages).ljust(wide) if at == first else "=" * wide
         lines.append(f"rank {rank}".ljust(len(f"rank {len(simulation.spans) - 1}")) + "  " + " ".join(row).rstrip())
     return "\n".join(lines)

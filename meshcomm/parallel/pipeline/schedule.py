@@ -11,7 +11,7 @@ from meshcomm.parallel.pipeline.actions import PLACEMENTS, Action, Stages, Table
 from meshcomm.parallel.pipeline.checked import WHERE, check, read
 from meshcomm.parallel.pipeline.drawn import drawn
 from meshcomm.parallel.pipeline.named import CHUNKS, NAMED, PLACED
-from meshcomm.parallel.pipeline.simulate import Costs, DeadlockError, Simulation, cost_of, simulate
+from meshcomm.parallel.pipeline.simulate import Costs, DeadlockError, Simulation, Span, cost_of, simulate
 from meshcomm.pictures.picture import Picture, Shown
 
 __all__ = ["Action", "Schedule", "Simulation"]
@@ -173,17 +173,29 @@ class Schedule(Shown):
     def _simulated(self) -> Simulation:
         return self.__dict__["_plain"]  # type: ignore[no-any-return]
 
-    def draw(self, costs: Costs | None = None) -> str:
-        """The schedule in letters, a line for each rank."""
-        return str(self.picture(costs))
+    def draw(
+        self, costs: Costs | None = None, ran: Sequence[Sequence[tuple[Action, float, float]]] | None = None
+    ) -> str:
+        """The schedule in letters, a line for each rank; arguments as for :meth:`picture`."""
+        return str(self.picture(costs, ran))
 
-    def svg(self, costs: Costs | None = None) -> str:
-        """The schedule as an ``<svg>`` element."""
-        return self.picture(costs).svg
+    def svg(
+        self, costs: Costs | None = None, ran: Sequence[Sequence[tuple[Action, float, float]]] | None = None
+    ) -> str:
+        """The schedule as an ``<svg>`` element; arguments as for :meth:`picture`."""
+        return self.picture(costs, ran).svg
 
-    def picture(self, costs: Costs | None = None) -> Picture:
-        """The schedule drawn; notebooks show it, ``.save(path)`` writes it."""
-        return drawn(self.simulate(costs), self.stages, repr(self))
+    def picture(
+        self, costs: Costs | None = None, ran: Sequence[Sequence[tuple[Action, float, float]]] | None = None
+    ) -> Picture:
+        """The schedule drawn, with these costs; or what really ran: for each rank its actions with when each began and
+        ended (``step.ran``, gathered). Notebooks show it, ``.save(path)`` writes it.
+        """
+        if ran is None:
+            return drawn(self.simulate(costs), self.stages, repr(self))
+        first = min((begin for row in ran for _, begin, _ in row), default=0.0)
+        spans = tuple(tuple(Span(Action(*a), b - first, e - first) for a, b, e in row) for row in ran)
+        return drawn(Simulation(spans), self.stages, f"what ran of {self!r}")
 
     def __repr__(self) -> str:
         sizes = f"ranks={self.ranks}, chunks={self.chunks}, microbatches={self.microbatches}"
