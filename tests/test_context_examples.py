@@ -51,7 +51,7 @@ def test_a_pipeline_is_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["long_context.py", "mixture_of_experts.py", "pipeline.py"])
 def test_under_torchrun(name: str) -> None:
-    mesh = "dp=1,cp=2,sp=1" if name.startswith("long") else "dp=1,ep=2"
+    mesh = {"long": "dp=1,cp=2,sp=1", "mixture": "dp=1,ep=2", "pipeline": "pp=2,dp=1"}[re.split(r"[_.]", name)[0]]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(EXAMPLES / name), "--mesh", mesh], capture_output=True, text=True, timeout=200, check=False

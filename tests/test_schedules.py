@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import random
 import xml.etree.ElementTree as ET
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm import MeshError
+from meshcomm import MeshError, parallel
 from meshcomm.parallel import Schedule
 
 SIZES = [(n, m) for n in (1, 2, 3, 4, 7) for m in sorted({1, 2, n, n + 1, 2 * n - 1, 2 * n, 3 * n + 2})]
@@ -207,6 +209,12 @@ def test_what_does_not_fit_is_said(call: tuple[Any, ...], said: str) -> None:
 def test_costs_that_are_none(costs: dict[str, float | Sequence[float]], said: str) -> None:
     with pytest.raises(MeshError, match=said):
         schedule("1f1b", 2, 1, 2).simulate(costs)
+
+
+def test_the_function_is_not_hidden_by_the_room_of_its_name() -> None:
+    importlib.import_module("meshcomm.parallel.pipeline.schedule")
+    assert callable(parallel.pipeline)
+    assert inspect.isfunction(parallel.pipeline)
 
 
 def test_pictures() -> None:

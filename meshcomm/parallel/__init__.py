@@ -4,6 +4,8 @@
 """
 
 import importlib
+import sys
+import types
 import typing
 
 if typing.TYPE_CHECKING:
@@ -106,6 +108,19 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for one of 
             raise importlib.import_module("meshcomm.elsewhere").missing(__name__, name)
         value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
         return value
+
+    class _Parallel(types.ModuleType):
+        """``pipeline`` is the function, also when Python has imported the room of this name, and would set it here."""
+
+        @property
+        def pipeline(self):
+            return importlib.import_module("meshcomm.parallel.pipeline.functional").pipeline
+
+        @pipeline.setter
+        def pipeline(self, room):
+            pass
+
+    sys.modules[__name__].__class__ = _Parallel
 
 
 def __dir__() -> list[str]:

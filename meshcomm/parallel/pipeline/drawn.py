@@ -42,7 +42,8 @@ def _text(simulation: Simulation, stages: Stages) -> str:
         for span in spans:
             first = max(free, round(span.begin / step))
             free = max(first + 1, round(span.end / step))
-            for at in range(first, min(free, columns)):
+            row += ["." * wide] * (min(free, COLUMNS) - len(row))
+            for at in range(first, min(free, len(row))):
                 row[at] = _label(span.action, stages).ljust(wide) if at == first else "=" * wide
         lines.append(f"rank {rank}".ljust(len(f"rank {len(simulation.spans) - 1}")) + "  " + " ".join(row).rstrip())
     return "\n".join(lines)
