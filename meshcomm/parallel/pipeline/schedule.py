@@ -45,8 +45,8 @@ class Schedule(Shown):
         >>> schedule.bubble, schedule.peak
         (0.5, (2, 1))
         >>> print(schedule.draw())
-        rank 0  F0 F1 .. B0 == B1 ==
-        rank 1  .. F0 B0 == F1 B1 ==
+        rank 0  F0 F1 .. .. B0 == .. B1 ==
+        rank 1  .. F0 B0 == F1 B1 == .. ..
         >>> Schedule([["F0.0", "D0.0", "W0.0"]]).table[0][1]
         Action(kind='D', chunk=0, microbatch=0)
     """
