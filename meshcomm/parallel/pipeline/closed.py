@@ -28,11 +28,13 @@ def closed(where: str, axis: Axis) -> Iterator[None]:
 
 
 class _Tables(dict[Any, Axis]):
-    """The axes that a rank finds, made of those that it has when they are asked for."""
+    """The axes that a rank finds, made of those that it has."""
 
     def __init__(self, where: str, axis: Axis, holder: Any, tables: dict[Any, Axis]) -> None:
         super().__init__()
         self._where, self._axis, self._holder, self._open = where, axis, holder, tables
+        for key, found in tables.items():
+            self[key] = self._seen(found)
 
     def __missing__(self, key: Any) -> Axis:
         mesh, name = (self._axis.mesh, key) if self._holder is self._axis.mesh else key
@@ -41,10 +43,12 @@ class _Tables(dict[Any, Axis]):
             found: Axis = mesh.axis(name, self._where)
         finally:
             self._holder.axes = self
-        if mesh is self._axis.mesh and set(axes_in(found.name)) & set(axes_in(self._axis.name)):
-            found = _closed(found, self._where)
-        self[key] = found
+        self[key] = found = self._seen(found)
         return found
+
+    def _seen(self, axis: Axis) -> Axis:
+        apart = set(axes_in(axis.name)).isdisjoint(axes_in(self._axis.name))
+        return axis if apart or axis.mesh is not self._axis.mesh else _closed(axis, self._where)
 
 
 def _closed(axis: Axis, where: str) -> Axis:
@@ -64,5 +68,5 @@ class _Closed(Axis):
         """None: who asks wants to communicate."""
         what = f"a stage communicates along axis {self.name!r}, along which its pipeline goes."
         at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
-        fix = "before the pipeline or after it, what all stages need in params: each rank runs its stage at other times"
+        fix = "before the pipeline or after it: each rank runs its stage at other times"
         fail(self.pipeline, what, got=f"mesh {self.mesh.shape}; at {at}", fix=fix)
