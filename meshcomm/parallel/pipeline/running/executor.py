@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshcomm.errors import fail
 from meshcomm.parallel.pipeline.actions import Action
+from meshcomm.parallel.pipeline.closed import closed
 from meshcomm.parallel.pipeline.running.weights_later import WeightsLater
 from meshcomm.parallel.pipeline.running.wires import (
     FORWARD,
@@ -255,9 +256,7 @@ class Pass:
 
     def _through(self, module: nn.Module, x: Any, later: WeightsLater | None) -> Any:
         def fn(x: Any) -> Any:
-            if later is None:
-                return module(x)
-            with later:
+            with closed(WHERE, self.wires.axis), contextlib.nullcontext() if later is None else later:
                 return module(x)
 
         if self.stages.remat and self.trains:
@@ -270,7 +269,8 @@ class Pass:
         if not self.batch.targets:
             self.outputs[microbatch] = y
             return
-        loss = self.stages.loss(y, self.batch.targets[microbatch])
+        with closed(WHERE, self.wires.axis):
+            loss = self.stages.loss(y, self.batch.targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             fail(WHERE, "the loss is no real number.", got=got, fix="loss(output, target) -> a tensor of one element")
