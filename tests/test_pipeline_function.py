@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -236,6 +238,16 @@ def half_precision() -> None:
     outputs = case.piped(w, x)
     assert outputs.dtype == torch.bfloat16
     assert_close(outputs.sum((1, 2)).mean(dtype=torch.float32), loss, rtol=2e-2, atol=2e-2)
+
+
+def test_the_function_is_had_whatever_was_imported_first() -> None:
+    """Its package is called so too, and whoever imports from there sets the attribute of the package above."""
+    code = "from meshcomm import parallel; parallel.Schedule; import meshcomm.parallel.pipeline.named; "
+    subprocess.run(
+        [sys.executable, "-c", code + "assert callable(parallel.pipeline) and 'function' in repr(parallel.pipeline)"],
+        check=True,
+    )
+    assert callable(parallel.pipeline)
 
 
 def test_half_precision() -> None:
