@@ -1,7 +1,7 @@
 """A schedule, or what really ran, drawn: a lane for each rank, time to the right.
 
-rank 0  F0 F1 .. .. B0 == .. B1 ==    F forward, B backward, D and W its halves; then chunk (where there are several) and
-rank 1  .. F0 B0 == F1 B1 == .. ..    microbatch; == goes on with what is left of it, .. is idle
+rank 0  F0 F1 .. .. B0 == .. B1 ==   F forward, B backward, D and W its halves; then chunk (where there are several) and
+rank 1  .. F0 B0 == F1 B1 == .. ..   microbatch; == goes on with what is left of it, .. is idle
 """
 
 from __future__ import annotations
