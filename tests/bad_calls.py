@@ -867,7 +867,20 @@ FSDP: list[tuple[str, dict[str, Any], str]] = [
     ("a mean over no axis", {"mean_over": "tp", "grads": "mean"}, r"no axis 'tp'"),
     ("a mean of sums", {"mean_over": ("a", "b")}, r"mean_over=\('a', 'b'\) with grads='sum'"),
 ]  # fmt: skip
-for cause, kwargs, said in FSDP:
+AXES: list[tuple[str, dict[str, Any], str]] = [
+    ("axes that are a number", {"axes": 3}, r"axes=3 is not a mapping of patterns to axes"),
+    ("axes of nothing", {"axes": {"wte": "a"}}, r"axes: 'wte' names nothing"),
+    ("axes that the mesh has not", {"axes": {"*": "c"}}, r"no axis 'c'"),
+    ("axes that the module has not", {"axes": {"*": "b"}}, r"axes: '\*' goes over 'b', and the module over 'a'"),
+]  # fmt: skip
+for cause, kwargs, said in AXES:
+    bad("data_parallel", cause, lambda h, kwargs=kwargs: ddp(**kwargs), rf"^meshcomm.data_parallel: {said}")
+bad("data_parallel", "nothing to ignore", lambda h: ddp(ignore=["wte"]), r"ignore: 'wte' matches nothing")
+bad("data_parallel", "ignore of text", lambda h: ddp(ignore="bias"), r"ignore='bias' is not a list of patterns")
+for adaptor, make in {"data_parallel": ddp, "fully_shard": sharded}.items():
+    what = r"all parameters were said to vary along 'a'"
+    bad(adaptor, "varying", lambda h, make=make: make(mc.mark_varying(linear(), "a")), what)
+for cause, kwargs, said in FSDP + AXES:
     bad("fully_shard", cause, lambda h, kwargs=kwargs: sharded(**kwargs), rf"^meshcomm.fully_shard: {said}")
 bad("fully_shard", "not a module", lambda h: sharded([x(4)]), r"module is not a torch.nn.Module but Tensor")
 bad("fully_shard", "twice", lambda h: sharded(h.sharded, "b"), r"'the module' is sharded already")

@@ -264,8 +264,7 @@ def composed(shape: dict[str, int], data: tuple[str, ...], ep: str, cp: str | No
             rest = {"router": "replicated", "experts.*": "replicated", "out": "row"}
             parallel.tensor_parallel(ours, {"qkv": "column", **rest}, axis="tp")
         over = tuple(name for name in data if name != ep)
-        parallel.fully_shard(ours.experts, over, grads=grads, mean_over=data if grads == "mean" else None)
-        parallel.fully_shard(ours, data, grads=grads, ignore=["experts.*"])
+        parallel.fully_shard(ours, data, grads=grads, axes={"experts": over})
         place = torch.arange(8) if cp is None else parallel.context_order(8, cp)
         cut = [name for name in data if name != cp]
         optimizers = [torch.optim.AdamW(module.parameters(), 0.05) for module in (ours, whole)]

@@ -95,7 +95,34 @@ def kept_over_replicas(net: Net) -> None:
     fully_shard(net.dense, "fs", grads="mean", replica_axis="ep")
 
 
+def named(net: Net) -> None:
+    fully_shard(net, BOTH, grads="mean", axes={"experts": "fs"})
+
+
+def named_in_data_parallel(net: Net) -> None:
+    data_parallel(net, BOTH, grads="mean", axes={"experts.*": "fs"}, bucket_mb=1e-4)
+
+
+def marked(net: Net) -> None:
+    mc.mark_varying(net.experts, "ep")
+    fully_shard(net, "fs", grads="mean", replica_axis="ep")
+
+
+def marked_in_data_parallel(net: Net) -> None:
+    mc.mark_varying(net.experts, "ep")
+    data_parallel(net, BOTH, grads="mean")
+
+
+def sharded_over_none(net: Net) -> None:
+    fully_shard(net, "ep", grads="mean", replica_axis="fs", axes={"experts": ()})
+
+
 WAYS = [
+    named,
+    named_in_data_parallel,
+    marked,
+    marked_in_data_parallel,
+    sharded_over_none,
     said,
     in_another_order,
     known_from_around,
@@ -138,9 +165,10 @@ def test_three_steps_are_those_of_one_rank(way: Any) -> None:
         assert_close(found[1], dict(experts[own]), rtol=1e-9, atol=1e-9)
 
 
-def test_on_processes(pool4: Any) -> None:
+@pytest.mark.parametrize("way", [named, marked_in_data_parallel])
+def test_on_processes(pool4: Any, way: Any) -> None:
     dense, *experts = alone()
-    for own, found in pool4.run(on_mesh, said):
+    for own, found in pool4.run(on_mesh, way):
         assert_close(found[0], dict(dense), rtol=1e-9, atol=1e-9)
         assert_close(found[1], dict(experts[own]), rtol=1e-9, atol=1e-9)
 
@@ -168,6 +196,20 @@ def test_a_share_of_the_mean(maker: Any, collected: bool) -> None:
     found = mc.launch(main, ranks=8)
     assert max(found) == 0.5
     assert set(found) <= {0.0, 0.5}
+
+
+def marked_on_one_rank() -> None:
+    mesh = mc.make_mesh({"fs": 2, "ep": 2})
+    with mc.use_mesh(mesh):
+        net = Net(0)
+        if mesh.rank == 2:
+            mc.mark_varying(net.experts, "ep")
+        with pytest.raises(mc.MeshError, match="go over other axes on one rank"):
+            data_parallel(net, BOTH, grads="sum")
+
+
+def test_marks_that_differ_are_said_on_all_ranks() -> None:
+    mc.launch(marked_on_one_rank, ranks=4)
 
 
 def test_transforms() -> None:

@@ -130,7 +130,7 @@ class _Sums:
             if (part.mesh.shape, part.mesh.ranks) == (self.mesh.shape, self.mesh.ranks):
                 cut |= set(axes_in(part.axis))
             else:
-                elsewhere *= part.mesh.size_of(part.axis)
+                elsewhere *= part.size
         copies = self.mesh.size / (elsewhere * math.prod(self.mesh.shape[axis] for axis in cut))
         if copies < 1:
             what = f"a parameter of shape {list(p.shape)} is cut in more parts than the mesh has ranks."

@@ -7,7 +7,8 @@ no adaptor, and an adaptor of no other one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -44,9 +45,15 @@ class Part(NamedTuple):
     maker: str
     mesh: Mesh
     axis: AxisName
+    """``()``: this rank has all of it."""
     at: int
     """The index along the axis of the rank that has it."""
     how: Dim | Flat
+
+    @property
+    def size(self) -> int:
+        """In how many parts it is cut."""
+        return self.mesh.size_of(self.axis) if self.axis else 1
 
 
 _CUTS, _MESHES, _COPIES = "_meshcomm_cuts", "_meshcomm_meshes", "_meshcomm_copies"
@@ -78,14 +85,14 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
     watch_total_norms(_refuse_norm)
 
 
-def know_as(module: nn.Module, name: str, maker: str, axis: AxisName) -> None:
-    """What ``maker`` has made of the parameters of a part along ``axis`` is made by a call for a module around it, in
-    which the part is ``name``.
+def know_as(module: nn.Module, name: str, maker: str, along: Collection[AxisName]) -> None:
+    """What ``maker`` has made of the parameters of a part along any of these axes is made by a call for a module around
+    it, in which the part is ``name``.
     """
     for owner in module.modules():
         for key, made in cuts_of(owner).items():
             vars(owner)[_CUTS][key] = tuple(
-                part._replace(name=f"{name}.{part.name}") if (part.maker, part.axis) == (maker, axis) else part
+                part._replace(name=f"{name}.{part.name}") if part.maker == maker and part.axis in along else part
                 for part in made
             )
 
@@ -114,6 +121,15 @@ def known_around(module: nn.Module) -> list[nn.Module]:
 def all_known() -> list[nn.Module]:
     """The modules that adaptors have spread, of all ranks in this process."""
     return list(_known)
+
+
+def named_by(pattern: str, path: str) -> bool:
+    """Whether it names the parameter or a module that holds it."""
+    while path:
+        if fnmatchcase(path, pattern):
+            return True
+        path = path.rpartition(".")[0]
+    return False
 
 
 def checked_module(where: str, module: object) -> None:
@@ -188,9 +204,9 @@ def refuse_overlap(where: str, module: nn.Module, axis: Axis, among: Container[i
     """
     for key, parts in parts_of(module).items():
         for part in parts if among is None or key in among else ():
-            if len({*axis.ranks} & {*part.mesh.axis(part.axis).ranks}) > 1:
+            if part.size > 1 and len({*axis.ranks} & {*part.mesh.axis(part.axis).ranks}) > 1:
                 what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}"
-                fix = "other axes; each axis cuts a parameter once, or has the same of it on all ranks"
+                fix = f"axes={{{part.name!r}: ...}}, the others; each axis cuts a parameter once, or has the same of it"
                 fail(where, f"{what}, and would be taken to be the same along axis {axis.name!r}.", fix=fix)
 
 
@@ -212,7 +228,7 @@ def place_of(p: Tensor, parts: Sequence[Part], elements: tuple[int, int] | None 
             first, last = (0, how.stop - how.start) if elements is None else elements
             place = Place(how.shape, how.start + first, how.start + last, cut=True)
         else:
-            place.cut(how.dim, how.lengths, part.mesh.size_of(part.axis), part.at)
+            place.cut(how.dim, how.lengths, part.size, part.at)
     return place
 
 
@@ -225,7 +241,7 @@ def _refuse_norm(gradients: list[Tensor]) -> None:
             if not p.is_leaf:  # another rank's, of this process, is in the middle of its forward
                 continue
             for part in parts.get(id(p), ()) if p.grad is not None and id(p.grad) in given else ():
-                if part.mesh.size_of(part.axis) > 1:
+                if part.size > 1:
                     what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}: each rank would take the"
                     fix = "parallel.clip_grad_norm(module, max_norm), on every rank"
                     fail("torch.nn.utils.clip_grad_norm_", f"{what} norm of what it has.", fix=fix)

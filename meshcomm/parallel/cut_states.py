@@ -61,7 +61,7 @@ def _cuts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Cut | None]]:
 def _said(parts: Sequence[Part]) -> str:
     said = []
     for part in reversed(parts):
-        of = f"index {part.at} of {part.mesh.size_of(part.axis)} along axis {part.axis!r}"
+        of = f"index {part.at} of {part.size} along axis {part.axis!r}"
         how = part.how
         if isinstance(how, Flat):
             said.append(f"elements {how.start} to {how.stop} of {list(how.shape)}, {of}")

@@ -9,7 +9,8 @@ n = size of the axis.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Literal, TypeVar
 
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 
 from meshcomm.collectives import buckets, check
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import AxisName, Mesh, axes_in
 from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overlap
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import HERE, WHERE, Grads, Replica, replica_of
+from meshcomm.parallel.fewer_axes import all_matched, checked_axes, checked_patterns, fewer_axes
 from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.optimizers.gradient_dtypes import refuse_narrower, watch_wide_gradients
 from meshcomm.parallel.optimizers.over_parts import watch_steps
@@ -45,6 +47,8 @@ def data_parallel(
     buffers: Literal["broadcast", "leave"] = "broadcast",
     methods: Sequence[str] = ("forward",),
     mean_over: AxisName | None = None,
+    axes: Mapping[str, AxisName | tuple[()]] | None = None,
+    ignore: Collection[str] = (),
 ) -> M:
     """Train ``module`` on other data on each rank of ``axis``: its gradients are reduced over the axis.
 
@@ -88,6 +92,12 @@ def data_parallel(
             over: of experts, the axes of the tokens that all_to_all brings, ``("dp", "ep")``. By default those of the
             module around this one that is parallel over more axes, or ``axis``. Where neither
             says it, and an input has just come by all_to_all over another axis, that is an error.
+        axes: patterns of names of parts or parameters, such as ``{"*.experts": "dp"}``, and the axes, of ``axis``,
+            along which these are the same: values and gradients go over them alone, and a "mean" is over the ranks of
+            the whole module. ``()``: over none. What :func:`meshcomm.mark_varying` was told to vary along an axis goes
+            over the others.
+        ignore: patterns of names of parameters and buffers that stay as they are on each rank, and so do their
+            gradients.
 
     Returns: ``module``.
 
@@ -99,7 +109,8 @@ def data_parallel(
         parameter.
 
     Raises:
-        MeshError: not a module; no such axis, ``grads``, ``buffers`` or method; a module that is data parallel or
+        MeshError: not a module; no such axis, ``grads``, ``buffers`` or method; ``axes`` that are not the module's, or
+            that name nothing, as ``ignore``; a module that is data parallel or
             sharded already; a parameter that ``tensor_parallel`` has cut along ``axis``; parameters or buffers that
             have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
             yet; an embedding with ``max_norm``; a tensor on a device that the mesh cannot move. From backward:
@@ -138,14 +149,23 @@ def data_parallel(
     if replica_of(module) is not None:
         fail(WHERE, "the module is data parallel already.", fix="name all axes at once: axis=('dp', 'replica')")
     refuse_sliced(WHERE, module, "pass fully_shard(..., replica_axis=)")
-    refuse_overlap(WHERE, module, ax)
+    checked_patterns(WHERE, "ignore", ignore)
+    every = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    left = {id(x) for name, x in every.items() if any(fnmatchcase(name, each) for each in ignore)}
+    all_matched(WHERE, "ignore", ignore, every)
+    within = axes_in(ax.name)
+    told = checked_axes(WHERE, axes, ax.mesh, within)
+    fewer = fewer_axes(WHERE, module, told, ax.mesh, within, left)
     refuse_renormalised(WHERE, module)
     if isinstance(methods, str) or not isinstance(methods, Collection) or not methods:
         fail(WHERE, f"methods={methods!r} is not a list of names.", fix="('forward',)")
     for name in methods:
         if not isinstance(name, str) or not callable(getattr(module, name, None)):
             fail(WHERE, f"the module has no method {name!r}.", got=type(module).__name__)
-    state = Replica(module, ax.mesh, ax.name, grads, bucket_mb, reduce_dtype, buffers == "broadcast")
+    state = Replica(module, ax.mesh, ax.name, grads, bucket_mb, reduce_dtype, buffers == "broadcast", fewer, left)
+    params = list(module.parameters())
+    for over, at in state.spread.lists(params):
+        refuse_overlap(WHERE, module, over.axis, {id(params[place]) for place in at} - left)
     state.accumulates = accumulate_dtype
     state.make_equal()
     for name in methods:
@@ -218,6 +238,9 @@ def join(module: nn.Module, step: Callable[[], object] | None = None) -> Iterato
         fail("join", f"step is not callable but {type(step).__name__}.", fix="a function of nothing, or None")
     if state.joined:
         fail("join", "a join inside a join of the same module.", fix="one join around the whole loop")
+    if state.spread.fewer:
+        what = f"some parameters go over {[over.axes for over in state.spread.fewer]} alone."
+        fail("join", what, fix="as much data on all ranks: who is done sends no tokens to experts")
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         fail("join", "who is done takes no part in a synchronised batch norm.", fix="do without one of the two")
     state.joined, state.last = True, list(range(state.axis.size))

@@ -35,11 +35,15 @@ class Mean:
     def __init__(self, mesh: Mesh, reduced: tuple[str, ...], over: AxisName | None) -> None:
         self.mesh, self.reduced, self.told = mesh, reduced, over is not None
         self.over = reduced if over is None else mesh.axes_of(over)
-        self.share = self._share()
-        """By which the averages are to be multiplied."""
 
-    def _share(self) -> float:
-        return self.mesh.size_of(self.reduced) / self.mesh.size_of(self.over)
+    def share(self, reduced: tuple[str, ...]) -> float:
+        """By which averages over these axes are to be multiplied."""
+        mine = whole = 1
+        for name in reduced:
+            mine *= self.mesh.shape[name]
+        for name in self.over:
+            whole *= self.mesh.shape[name]
+        return mine / whole
 
     def look(self, where: str, given: tuple[Any, ...]) -> None:
         """MeshError for a module whose input has come from ranks of which nobody has said whether the mean is over
@@ -60,7 +64,6 @@ class Mean:
         """Its module is a part of one whose loss is a mean over more: so is this one's, unless it was said."""
         if not self.told and self.mesh is outer.mesh and set(self.reduced) < set(outer.over):
             self.over = outer.over
-            self.share = self._share()
 
 
 def checked_mean(where: str, grads: str, mesh: Mesh, over: AxisName | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,17 +23,20 @@ from meshcomm.collectives.broadcast import take_from
 from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.data.computed_again import follow, look_for_checkpoints, running, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare
+from meshcomm.parallel.data.spread import Over, Spread
+from meshcomm.parallel.fewer_axes import Fewer
 from meshcomm.parallel.later_values import has_no_values, make_room
 from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
 from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
 
 Grads = Literal["sum", "mean"]
 WHERE = "data_parallel"
+_NONE: Mapping[int, Fewer] = {}
 HERE = "_meshcomm_data_parallel"
 """Where it stands among the attributes of its module."""
 
@@ -56,7 +59,12 @@ class Replica:
         bucket_mb: float,
         dtype: torch.dtype | None,
         buffers: bool,
+        fewer: Mapping[int, Fewer] = _NONE,
+        ignored: Collection[int] = (),
     ) -> None:
+        """``fewer``: by id what is known of parameters and buffers that go over fewer axes; ``ignored``: the ids of
+        those that stay as they are.
+        """
         self.module, self.mesh, self.name, self.grads, self.bucket_mb = module, mesh, axis, grads, bucket_mb
         self.dtype, self.buffers = dtype, buffers
         self.accumulates: torch.dtype | None = None
@@ -68,6 +76,7 @@ class Replica:
         self.sparse = [
             part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         ]
+        self.spread = Spread(module, Over(mesh, axes_in(self.axis.name), WHERE), fewer, ignored)
         self.syncs = True
         self.again: bool | None = None
         """Parts are computed again in backward; None: no method has run yet."""
@@ -86,17 +95,26 @@ class Replica:
 
     def make_equal(self) -> None:
         """Parameters and buffers take the values of index 0, where they have any."""
-        here: dict[str, Tensor] = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        here = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        here = self.spread.without_ignored(here)
         for name, x in here.items():
             if nn.parameter.is_lazy(x):
                 fail(WHERE, f"{name!r} has no shape yet.", fix="run the module once before")
             if not x.is_meta:
                 check.tensor(WHERE, x, self.axis, repr(name))
-        refuse_other_modules(WHERE, self.module, here.items(), self.axis)
+        values, named = list(here.values()), list(here.items())
+        self.spread.refuse_others(WHERE)
+        for over, at in self.spread.lists(values):
+            refuse_other_modules(WHERE, self.module, [named[place] for place in at], over.axis)
         for x in here.values():
             if x.is_meta and isinstance(x, nn.Parameter):
                 make_room(x, self.mesh.device)
-        take_from(0, [x for x in here.values() if not has_no_values(x)], self.axis, self.bucket_mb)
+        self._take_from(0, [x for x in values if not has_no_values(x)])
+
+    def _take_from(self, src: int, tensors: Sequence[Tensor]) -> None:
+        """Have the values of an index, along the axes along which they are the same."""
+        for over, at in self.spread.lists(tensors):
+            take_from(src, [tensors[place] for place in at], over.axis, self.bucket_mb)
 
     # ---------------------------------------------------------------------------------------------------- a method
 
@@ -116,7 +134,7 @@ class Replica:
             return self._alone(method, args, kwargs)
         if self.joined:
             self._speak(True)
-        sites = sites_of(self.module)
+        sites = self._sites()
         leaves = leaves_of(sites, func)
         self._widen(leaves, func)
         varied = self._varied(leaves)
@@ -127,6 +145,10 @@ class Replica:
         if self.buffers and self.module.training and not func:
             self.send_buffers()
         return result
+
+    def _sites(self) -> list[Site]:
+        """Where parameters stand that are the same on several ranks."""
+        return self.spread.known(sites_of(self.module))
 
     def _widen(self, leaves: Sequence[Tensor], transformed: bool) -> None:
         """Gradients of the leaves have the dtype in which they are added up; a copy of a parameter does not know it."""
@@ -149,7 +171,7 @@ class Replica:
 
     def _alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method whose gradients stay on this rank."""
-        sites = sites_of(self.module)
+        sites = self._sites()
         leaves = [] if functorch_active() or dual_level_open() else leaves_of(sites, transformed=False)
         self._widen(leaves, transformed=False)
         own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
@@ -162,7 +184,7 @@ class Replica:
     def computes_again(self) -> None:
         """A reentrant checkpoint begins in the module: its part will be computed again, outside of its methods."""
         if watch.here.watcher is None and not (functorch_active() or dual_level_open()):
-            if self.share != 1:
+            if self._shares(leaves_of(self._sites(), transformed=False)) != {1.0}:
                 what = "a reentrant checkpoint in a module whose loss is a mean over other axes than those it is on."
                 fail(WHERE, what, fix="checkpoints of torch's with use_reentrant=False")
             self.again = True
@@ -194,10 +216,8 @@ class Replica:
         """What is in ``.grad`` and was not reduced is, by all ranks."""
         if not self.collected:
             return
-        leaves = leaves_of(sites_of(self.module), transformed=False)
-        with torch.no_grad():
-            how = self._how(leaves)._replace(around=None)
-            sums = sums_alone(leaves, self.axis, self.bucket_mb, how, all_do=True)
+        leaves = leaves_of(self._sites(), transformed=False)
+        sums = self._sums_alone(leaves, all_do=True)
         for p, g in zip(leaves, sums, strict=True):
             if g is not None:
                 p.grad = g
@@ -224,34 +244,64 @@ class Replica:
 
     def _compare_gradients(self, leaves: Sequence[Tensor]) -> None:
         names = {id(p): name for name, p in self.module.named_parameters()}
-        self.compared = compare(WHERE, [names.get(id(leaf), "a parameter") for leaf in leaves], leaves, self.axis)
+        for over, at in self.spread.lists(leaves):
+            mine = [leaves[place] for place in at]
+            called = [names.get(id(leaf), "a parameter") for leaf in mine]
+            self.compared |= over.axis.size > 1 and compare(WHERE, called, mine, over.axis)
 
     def _varied(self, leaves: list[Tensor]) -> list[Tensor]:
-        if not leaves:
-            return []
+        varied, collected = list(leaves), _Collected(self, leaves)
         plain = not (torch.compiler.is_compiling() or functorch_active() or dual_level_open())
+        lists = self.spread.lists(leaves)
         if plain and watch.here.watcher is None:
-            varied = vary_tree(leaves, self.axis, self.bucket_mb, self._how(leaves))
-            return varied if self.share == 1 else [with_gradient_over(x, self.axis, 1 / self.share) for x in varied]
+            for over, at in lists:
+                share = self.share(over)
+                mine = vary_tree([leaves[place] for place in at], over.axis, self.bucket_mb, self._how(collected, at))
+                for place, x in zip(at, mine, strict=True):
+                    varied[place] = x if share == 1 else with_gradient_over(x, self.axis, 1 / share)
+            return varied
         if plain and self.collected:
             fail("no_sync", "gradients that were collected before cannot be reduced under check_vma.")
-        varied = pvary(leaves, self.name, mesh=self.mesh, bucket_mb=self.bucket_mb)
-        n = self.axis.size / self.share
-        return varied if self.grads == "sum" else [with_gradient_over(x, self.axis, n) for x in varied]
+        for over, at in lists:
+            mine, n = [leaves[place] for place in at], 1.0
+            if over.axes:
+                mine, n = pvary(mine, over.axis.name, mesh=self.mesh, bucket_mb=self.bucket_mb), float(over.axis.size)
+            n /= self.share(over)
+            for place, x in zip(at, mine, strict=True):
+                varied[place] = x if self.grads == "sum" else with_gradient_over(x, self.axis, n)
+        return varied
 
-    @property
-    def share(self) -> float:
-        """By what averages are multiplied."""
-        return 1.0 if self.mean is None else self.mean.share
+    def share(self, over: Over) -> float:
+        """By what averages over these axes are multiplied."""
+        return 1.0 if self.mean is None else self.mean.share(over.axes)
 
-    def _how(self, leaves: Sequence[Tensor]) -> How:
-        look = functools.partial(_watched, self, leaves)
+    def _shares(self, leaves: Sequence[Tensor]) -> set[float]:
+        return {self.share(over) for over, _ in self.spread.lists(leaves)}
+
+    def _sums_alone(self, leaves: list[Tensor], *, all_do: bool) -> list[Tensor | None]:
+        """What was collected, reduced; with nothing of a backward pass."""
+        found: list[Tensor | None] = [None] * len(leaves)
+        collected = _Collected(self, leaves)
+        with torch.no_grad():
+            for over, at in self.spread.lists(leaves):
+                how = self._how(collected, at)
+                how = how._replace(around=None) if all_do else how
+                mine = [leaves[place] for place in at]
+                sums = sums_alone(mine, over.axis, self.bucket_mb, how, all_do=all_do)
+                for place, total in zip(at, sums, strict=True):
+                    found[place] = total
+        return found
+
+    def _how(self, collected: _Collected, at: Sequence[int]) -> How:
+        """How gradients are summed of those of the leaves that go over the same axes."""
+        leaves = [collected.leaves[place] for place in at]
+        look = functools.partial(_watched, self, leaves, collected.leaves)
         ids = {id(_torch.own_parameters(part)["weight"]) for part in self.sparse}
         rows = frozenset(at for at, leaf in enumerate(leaves) if id(leaf) in ids) if ids else frozenset()
         return How(
             self.grads,
             self.dtype,
-            _Collected(self, leaves),
+            functools.partial(_collected_at, collected, at) if self.spread.fewer else collected,
             look,
             self._late,
             self._inside,
@@ -270,16 +320,18 @@ class Replica:
         """From now on ``.grad`` is this rank's own part."""
         if self.grads == "sum" and not self.collected:
             with torch.no_grad():
-                for p in self.module.parameters():
-                    if p.grad is not None:
-                        p.grad = p.grad / self.axis.size
+                leaves = leaves_of(self._sites(), transformed=False)
+                for over, at in self.spread.lists(leaves):
+                    for p in (leaves[place] for place in at):
+                        if p.grad is not None:
+                            p.grad = p.grad / over.axis.size
         self.collected = True
 
     def send_buffers(self) -> None:
         """Buffers take the values of index 0."""
-        tensors = list(self.module.buffers())
+        tensors = list(self.spread.without_ignored(dict(self.module.named_buffers())).values())
         if tensors and self.syncs:
-            take_from(self.last[0] if self.joined else 0, tensors, self.axis, self.bucket_mb)
+            self._take_from(self.last[0] if self.joined else 0, tensors)
 
     # ------------------------------------------------------------------------------------------------- running out
 
@@ -299,22 +351,21 @@ class Replica:
                 break
             if self.buffers and self.module.training:
                 self.send_buffers()
-            leaves = leaves_of(sites_of(self.module), transformed=False)
-            with torch.no_grad():
-                sums = sums_alone(leaves, self.axis, self.bucket_mb, self._how(leaves))
+            leaves = leaves_of(self._sites(), transformed=False)
+            sums = self._sums_alone(leaves, all_do=False)
             if step is not None:
                 for p, g in zip(leaves, sums, strict=True):
                     if g is not None:
                         p.grad = g if p.grad is None else p.grad + g
                 step()
         if step is None:
-            take_from(self.last[0], [*self.module.parameters(), *self.module.buffers()], self.axis, self.bucket_mb)
+            self._take_from(self.last[0], [*self.module.parameters(), *self.module.buffers()])
 
 
-def _watched(state: Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
+def _watched(state: Replica, leaves: Sequence[Tensor], every: Sequence[Tensor]) -> Callable[[int], None]:
     """Finds a gradient that came to a leaf, during a backward pass, on another way than its own."""
     if state.apart(collecting=False):
-        state.look_after(leaves)
+        state.look_after(every)
 
     def seen() -> list[tuple[Tensor | None, int]]:
         return [(g, 0 if g is None else version_of(g)) for g in (leaf.grad for leaf in leaves)]
@@ -332,6 +383,10 @@ def _watched(state: Replica, leaves: Sequence[Tensor]) -> Callable[[int], None]:
             )
 
     return look
+
+
+def _collected_at(collected: _Collected, places: Sequence[int], at: int) -> Tensor | None:
+    return collected(places[at])
 
 
 class _Collected:
@@ -361,6 +416,10 @@ class _Own(Function):
     @staticmethod
     def forward(ctx: Any, state: Replica, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.state = state
+        ctx.shares = [1.0] * len(leaves)
+        for over, at in state.spread.lists(leaves):
+            for place in at:
+                ctx.shares[place] = state.share(over)
         ctx.set_materialize_grads(False)
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
@@ -368,7 +427,6 @@ class _Own(Function):
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.state.apart(collecting=True)
         ctx.state.collect()
-        share = ctx.state.share
         if (dtype := ctx.state.accumulates) is not None:
             gs = tuple(None if g is None else g.to(dtype) for g in gs)
-        return None, *(gs if share == 1 else [None if g is None else g * share for g in gs])
+        return None, *[g if g is None or share == 1 else g * share for g, share in zip(gs, ctx.shares, strict=True)]

@@ -5,21 +5,21 @@ The parameters of a unit that are alike in dtype and in whether they need a grad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from meshcomm import _torch
+from meshcomm.collectives.agree import agree, begin_to_agree
 from meshcomm.collectives.rule import Rule, apply, rule_named
-from meshcomm.errors import fail
+from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.flat_buffers import Layout
-from meshcomm.parallel.fsdp.marks import begin_to_hear
 from meshcomm.parallel.fsdp.memory import Memory
 from meshcomm.parallel.fsdp.offload import Copies, pinned
 from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
@@ -61,17 +61,17 @@ class Flow:
         """Wait for all reductions, in the order in which they were started; and hear which gradients there are."""
         if not self.flight:
             return
-        heard = begin_to_hear([mark for sums in self.flight for mark in sums.marks], self.policy.axes)
+        reductions = [reduction for sums in self.flight for reduction in sums.reductions]
+        heard = begin_to_hear_all([(each.marks, each.policy) for each in reductions])
         self.advance()
         for sums in self.flight:
             sums.land()
-        start = 0
         found = heard()
         for sums in self.flight:
             sums.bring()
         self.copies.landed()
-        for sums in self.flight:
-            sums.marks = found[start : (start := start + len(sums.marks))]
+        for reduction, marks in zip(reductions, found, strict=True):
+            reduction.marks = marks
         self.flight.clear()
         self.memory.clear()
 
@@ -134,6 +134,13 @@ class Group:
             if first.dtype != self.shard.dtype or first.device != self.shard.device:
                 self._make_again()
         return self.shard
+
+    def refuse_writes(self, unit: str) -> NoReturn:
+        """Some were written in place while they were gathered."""
+        what = f"parameters of {unit or 'the module'!r} were written in place during forward: what was gathered and"
+        fix = "write to them outside of forward, each rank to its slices, as optimizers do; or keep them whole: ignore="
+        got = f"one of {names([slot.name for slot in self.slots[:8]])}"
+        fail("fully_shard", f"{what} what each rank keeps are not the same any more.", got=got, fix=fix)
 
     def is_swapped(self) -> bool:
         """Whether somebody (``functional_call``) has put other tensors in the place of parameters."""
@@ -236,8 +243,8 @@ class Group:
         mean = self.owner.mean
         dtype, wide = self.shard.dtype, self.policy.accumulate_dtype
         total = total.to(dtype if wide is None else torch.promote_types(dtype, wide))
-        if mean is not None and mean.share != 1:
-            total = total * mean.share
+        if mean is not None and (share := mean.share(self.policy.names)) != 1:
+            total = total * share
         return total if total.device == self.shard.device else self.owner.copies.back(total, self.shard.device)
 
     def pieces(self, total: Tensor, needy: Sequence[int]) -> Sequence[Tensor]:
@@ -277,15 +284,11 @@ def _is_told(axis: Axis, x: Tensor) -> bool:
 class Sums:
     """The gradients of a unit's parameters in one backward pass, and whether there are any."""
 
-    __slots__ = ("marks", "owner", "reductions")
+    __slots__ = ("owner", "reductions")
 
     def __init__(self, owner: Flow) -> None:
         self.owner = owner
         self.reductions: list[_Reduction] = []
-        self.marks: list[int] = []
-        """Of each parameter that gets gradients whether this rank has one, or has collected one; once the sums have
-        landed, whether any rank has.
-        """
 
     def add(
         self, group: Group, needy: list[int], gradients: Sequence[Tensor | None], *, collects: bool, later: bool
@@ -304,10 +307,9 @@ class Sums:
                 collected[at] = mark
             group.kept = packed.detach(), collected
         else:
-            self.marks += marks
             if adds_up:
                 packed = packed.to(group.policy.travels(packed.dtype))
-            self.reductions.append(_Reduction(group, needy, packed, later))
+            self.reductions.append(_Reduction(group, needy, packed, later, marks))
 
     def advance(self) -> None:
         """Each one takes its step."""
@@ -327,18 +329,25 @@ class Sums:
     def pieces(self) -> list[Tensor | None]:
         """The gradients of the shards, none where no rank has one."""
         found: list[Tensor | None] = [piece for reduction in self.reductions for piece in reduction.pieces()]
-        if not all(self.marks):
-            found = [piece if mark else None for piece, mark in zip(found, self.marks, strict=True)]
+        marks = [mark for reduction in self.reductions for mark in reduction.marks]
+        if not all(marks):
+            found = [piece if mark else None for piece, mark in zip(found, marks, strict=True)]
         return found
 
 
 class _Reduction:
     """A sum of gradients over the ranks on its way."""
 
-    __slots__ = ("_group", "_is_brought", "_needy", "_over_replicas", "_value")
+    __slots__ = ("_group", "_is_brought", "_needy", "_over_replicas", "_value", "marks", "policy")
 
-    def __init__(self, group: Group, needy: Sequence[int], packed: Tensor, later: bool) -> None:
-        policy = group.policy
+    def __init__(
+        self, group: Group, needy: Sequence[int], packed: Tensor, later: bool, marks: Sequence[int] = ()
+    ) -> None:
+        self.policy = policy = group.policy
+        self.marks = marks
+        """Of each parameter that gets gradients whether this rank has one, or has collected one; once the sums have
+        landed, whether any rank has.
+        """
         self._group, self._needy = group, needy
         self._over_replicas = self._is_brought = False
         self._value: Any = for_later(later, group.scatter, packed)
@@ -381,3 +390,57 @@ class _Reduction:
         total = self.brought()
         self._group.owner.copies.landed()
         return self._group.pieces(total, self._needy)
+
+
+# ------------------------------------------------------------------------------------ which gradients any rank has
+# Marks of parameters, 0 or 1, of which the ranks hear which ones any of them has set: 62 to a word of the host's.
+
+_BITS = 62
+"""Of a word, that hold a mark each."""
+
+
+def _begin_to_hear(marks: list[int], over: Sequence[Axis]) -> Callable[[], list[int]]:
+    """Begin to ask who has set them, over the first axis; what is given asks the others, and waits: for no device."""
+    axes = [axis for axis in over if axis.size > 1]
+    if not (axes and marks):
+        return lambda: marks
+    words = _words(marks)
+    first = begin_to_agree(words, axes[0], op="bor")
+
+    def hear() -> list[int]:
+        [found] = settled(first)
+        for axis in axes[1:]:
+            [found] = agree(found, axis, op="bor")
+        if list(found) == words:
+            return marks
+        bits = "".join([f"{word:0{_BITS}b}"[::-1] for word in found])
+        return [*map(int, bits[: len(marks)])]
+
+    return hear
+
+
+def _words(marks: Sequence[int]) -> list[int]:
+    """The marks, 0 or not, as bits."""
+    bits = "".join(["1" if mark else "0" for mark in marks])
+    return [int(bits[at : at + _BITS][::-1], 2) for at in range(0, len(marks), _BITS)]
+
+
+def begin_to_hear_all(every: Sequence[tuple[Sequence[int], Policy]]) -> Callable[[], list[Sequence[int]]]:
+    """The same of many lists, each over the axes that its gradients are reduced over."""
+    over: dict[tuple[str, ...], list[int]] = {}
+    for at, (_, policy) in enumerate(every):
+        over.setdefault(policy.names, []).append(at)
+    heard = [
+        (places, _begin_to_hear([mark for at in places for mark in every[at][0]], every[places[0]][1].axes))
+        for places in over.values()
+    ]
+
+    def hear() -> list[Sequence[int]]:
+        found: list[Sequence[int]] = [marks for marks, _ in every]
+        for places, hears in heard:
+            marks, start = hears(), 0
+            for at in places:
+                found[at] = marks[start : (start := start + len(found[at]))]
+        return found
+
+    return hear

@@ -66,15 +66,15 @@ def open_unit(unit: Any) -> None:
     """Forward of a unit of a module begins: its parameters are whole now."""
     unit.traced.append([])
     owner = unit.owner
-    policy = unit.policy
     if len(unit.traced) > 1:
         return
     if owner.quiet:
         fail("no_sync", "gradients are not collected in compiled code.", fix="compile what is inside the module")
-    if policy.offload:
+    if unit.policy.offload:
         fail("fully_shard", "offload=True does not go into one graph.", fix="compile without fullgraph=True")
-    share = 1.0 if owner.mean is None else owner.mean.share
     for group in unit.groups:
+        policy = group.policy
+        share = 1.0 if owner.mean is None else owner.mean.share(policy.names)
         pieces = [dict.__getitem__(*slot.sites[0]) for slot in group.slots]  # dynamo knows it by this name alone
         unit.traced[0] += pieces
         dtypes = policy.param_dtype, policy.reduce_dtype or policy.accumulate_dtype

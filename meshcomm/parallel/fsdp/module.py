@@ -5,8 +5,8 @@ n = size of the axis, p = number of elements of all parameters, u = of the large
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -18,29 +18,35 @@ from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.one_rank import scatter
-from meshcomm.errors import fail, names
-from meshcomm.mesh import Axis, AxisName, Mesh
-from meshcomm.parallel.alike import refuse_other_modules
+from meshcomm.errors import fail
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.parallel.alike import refuse_other_modules, refuse_others
 from meshcomm.parallel.cut_parameters import (
     Flat,
     Part,
-    all_known,
     checked_module,
     know,
     know_as,
-    known_around,
     refuse_copies,
     refuse_overlap,
 )
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import Grads
+from meshcomm.parallel.fewer_axes import all_matched, axis_over, checked_axes, checked_patterns, fewer_axes
 from meshcomm.parallel.fsdp import from_meta
+from meshcomm.parallel.fsdp.choice_of_units import (
+    Choice,
+    called_outside,
+    parameters_of_units,
+    parts_sharded_before,
+    refuse_other_ways,
+    units_chosen,
+)
 from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.groups import Group
-from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
-from meshcomm.parallel.fsdp.state import all_matched
-from meshcomm.parallel.fsdp.units import Sharded, Unit, is_sharded, owner_of, register, sharded_of
+from meshcomm.parallel.fsdp.slots import Policy, Slot
+from meshcomm.parallel.fsdp.units import Sharded, Unit, owner_of, register
 from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.optimizers.gradient_dtypes import refuse_narrower, watch_wide_gradients
 from meshcomm.parallel.optimizers.over_parts import watch_steps
@@ -49,7 +55,7 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
-Choice = str | type[nn.Module] | nn.Module
+WHERE = "fully_shard"
 
 
 @Op("fully_shard", composed=True)
@@ -72,6 +78,7 @@ def fully_shard(
     sync: bool = True,
     methods: Collection[str] = (),
     mean_over: AxisName | None = None,
+    axes: Mapping[str, AxisName | tuple[()]] | None = None,
     mesh: Mesh | None = None,
 ) -> M:
     """Keep 1/n of each parameter, its gradient and its optimiser state; gather a unit's parameters when it runs.
@@ -139,6 +146,11 @@ def fully_shard(
             over: of experts, the axes of the tokens that all_to_all brings, ``("fsdp", "ep")``. By default those of the
             module around this one that is sharded over more axes, or ``axis`` and ``replica_axis``. Where neither
             says it, and an input has just come by all_to_all over another axis, that is an error.
+        axes: patterns of names of parts or parameters, such as ``{"*.experts": "efsdp"}``, and the axes, of ``axis``
+            and ``replica_axis``, that these are sharded over in place of ``axis``: those along which they are the
+            same, as experts are not along the axis of :func:`experts`. ``()``: over none. Their gradients are reduced
+            over these and over ``replica_axis``, if they are not cut along it, and a "mean" is over the ranks of the
+            whole module. What :func:`meshcomm.mark_varying` was told to vary along an axis goes over the others.
         mesh: the current mesh by default.
 
     Returns: ``module``.
@@ -156,7 +168,8 @@ def fully_shard(
     and :func:`no_sync` do not go into it.
 
     Raises:
-        MeshError: no such axis; a replica axis that has a part of the other one; flags that are no bools, patterns that
+        MeshError: no such axis; a replica axis that has a part of the other one; ``axes`` that are not the module's, or
+            of what is cut along them, or that name nothing; flags that are no bools, patterns that
             are no lists; a choice that matches nothing; a module that is sharded already, or within one that is, or
             that is data parallel; parts that were sharded in another way; a weight that one of them shares; a parameter
             that ``tensor_parallel`` has cut along the same axis, or that is no plain dense tensor; an embedding with
@@ -177,14 +190,14 @@ def fully_shard(
 
     Source: ZeRO stage 3; torch's ``fully_shard``, whose result it is with ``grads="mean"``.
     """
-    where = "fully_shard"
+    where = WHERE
     if isinstance(module, (list, tuple)):
         for part in _checked_list(module):
             fully_shard(
                 part, axis, grads=grads, units=units, replica_axis=replica_axis,
                 param_dtype=param_dtype, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype,
                 regather=regather, prefetch=prefetch, whole=whole, offload=offload, ignore=ignore, init=init, sync=sync,
-                methods=methods, mean_over=mean_over, mesh=mesh,
+                methods=methods, mean_over=mean_over, axes=axes, mesh=mesh,
             )  # fmt: skip
         return module
     checked_module(where, module)
@@ -208,11 +221,11 @@ def fully_shard(
     refuse_copies(where, module, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
     claim(module, where)
     refuse_renormalised(where, module)
-    apart, before = _sharded_parts(module, ax)
+    apart, before = parts_sharded_before(module, ax)
     taken = {inner for part in before.values() for inner in part.modules()}
     _refuse_narrower(module, accumulate_dtype, param_dtype, ignore, apart | taken)
-    chosen = {name: part for name, part in _chosen(module, () if before and units is None else units, methods).items()
-              if part not in apart and part not in taken}  # fmt: skip
+    found = units_chosen(module, () if before and units is None else units, methods)
+    chosen = {name: part for name, part in found.items() if part not in apart and part not in taken}
     all_matched(where, "whole", kept_whole, chosen)
     known = {name for name in methods if any(hasattr(part, str(name)) for part in chosen.values())}
     all_matched(where, "methods", methods, known)
@@ -221,42 +234,42 @@ def fully_shard(
         init = from_meta.reset
     device = ax.mesh.device if offload else _device(module, ax)
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, accumulate_dtype, prefetch, device, offload)
+    told = checked_axes(where, axes, ax.mesh, policy.names)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
-    _refuse_other_ways(before, policy, mean_over)
-    plan, doors = _owned(module, chosen, ignore, apart | taken)
-    params = [slot.param for slots in plan.values() for slot in slots]
-    own = {*map(id, params)}
-    for over in policy.axes:
-        refuse_overlap(where, module, over, own)
-    for over in policy.axes:
-        mine = [(slot.name, slot.param) for slots in plan.values() for slot in slots]
-        refuse_other_modules(where, module, mine, over, apart | taken)
+    refuse_other_ways(before, policy, mean_over)
+    policies = _Policies(module, policy, told, {id(p) for part in apart | taken for p in part.parameters()})
+    plan, doors = parameters_of_units(module, chosen, ignore, apart | taken)
+    slots_of_all = [slot for slots in plan.values() for slot in slots]
+    params = [slot.param for slot in slots_of_all]
+    policies.refuse_overlaps(params)
+    policies.refuse_others(slots_of_all, apart | taken)
     for part, door in doors.items():
         _torch.set_own_parameters(part, door)
     real = {name: any(not slot.param.is_meta for slot in slots) for name, slots in plan.items()}
     seed = _shared_seed(policy) if init is not None and any(param.is_meta for param in params) else 0
     made: dict[str, list[Group]] = {}
-    loads = [0] * ax.size
     units_of = {*chosen.values(), *before.values()}
     for number, (name, part) in enumerate(reversed(chosen.items())):  # the root last: it may share what units use
         inside = [each for each in from_meta.parts_of_unit(part, units_of) if each in empty]
         from_meta.fill(inside, params, policy.device, init, seed + number)
         keep = whole if isinstance(whole, bool) else any(fnmatchcase(name, pattern) for pattern in whole)
         said = f"unit {name!r} of {type(module).__name__}" if name else f"{type(module).__name__} itself"
-        made[name] = _groups(owner, plan[name], keep, sync and real[name], loads, said)
+        made[name] = _groups(owner, plan[name], keep, sync and real[name], policies, said)
     if sync:
-        _share_buffers(module, policy)
+        _share_buffers(module, policies)
     for name, part in chosen.items():
         unit = Unit(owner, name, part, made[name], regather, policy)
         owner.units.append(unit)
         _attach(unit, part, methods)
-    know(module, ax.mesh, {id(slot.param): _part(ax, group, at, slot) for group, at, slot in owner.slots()})
+    made_of = {id(slot.param): _part(group, at, slot) for group, at, slot in owner.slots()}
+    know(module, ax.mesh, made_of)
     for name, part in before.items():
-        owner.take_in(owner_of(where, part), name)
-        know_as(part, name, where, ax.name)
+        inner = owner_of(where, part)
+        owner.take_in(inner, name)
+        know_as(part, name, where, {group.policy.axis.name for group, _, _ in inner.slots()})
     place = {part: at for at, part in enumerate(module.modules())}
     owner.units.sort(key=lambda unit: place[unit.module])
-    for part in _entrances(module, {unit.module for unit in owner.units}, apart | taken):
+    for part in called_outside(module, {unit.module for unit in owner.units}, apart | taken):
         owner.entrances.append(part.register_forward_pre_hook(owner.enter_part, prepend=True))
         owner.entrances.append(part.register_forward_hook(owner.leave_part, always_call=True))
     for part in module.modules():
@@ -268,7 +281,7 @@ def fully_shard(
     if accumulate_dtype is not None:
         watch_wide_gradients()
     wait_for_values(module, where)
-    owner.mean = mean_of(module, grads, ax.mesh, tuple(over.name for over in policy.axes), mean_over)
+    owner.mean = mean_of(module, grads, ax.mesh, policy.names, mean_over)
     return module
 
 
@@ -296,8 +309,7 @@ def _checked_kinds(dtypes: Mapping[str, object], flags: Mapping[str, object], li
         if not isinstance(flag, bool):
             fail("fully_shard", f"{name}={flag!r} is not a bool.", fix="True or False")
     for name, patterns in lists.items():
-        if isinstance(patterns, str) or not isinstance(patterns, Collection):
-            fail("fully_shard", f"{name}={patterns!r} is not a list of patterns.", fix="such as ['*.bias']")
+        checked_patterns("fully_shard", name, patterns)
 
 
 def _refuse_narrower(
@@ -314,199 +326,72 @@ def _refuse_narrower(
     refuse_narrower("fully_shard", dtype, {name: p for name, p in own.items() if name not in ignored}, used)
 
 
-# ----------------------------------------------------------------------------------------------------- what is whose
+# ------------------------------------------------------------------------------------------------- cutting and sending
 
 
 def _device(module: nn.Module, axis: Axis) -> torch.device:
     return next((param.device for param in module.parameters() if not param.is_meta), axis.mesh.device)
 
 
-def _chosen(module: nn.Module, units: Iterable[Choice] | None, methods: Collection[str]) -> dict[str, nn.Module]:
-    """The units by name, the module itself first."""
-    found: dict[str, nn.Module] = {"": module}
-    if units is None:
-        found.update(_items_of_lists(module, ""))
-        return found
-    where = "fully_shard"
-    if not isinstance(units, (str, type, nn.Module, Iterable)):
-        fail(where, f"units={units!r} is not a list of parts.", fix='patterns such as "blocks.*", classes or modules')
-    if isinstance(units, nn.Sequential):  # the parts of a list, not a list of parts that are one
-        units = list(units)
-    choices = [units] if isinstance(units, (str, type, nn.Module)) else list(units)
-    named = {name: part for name, part in module.named_modules() if name}
-    picked: set[nn.Module] = set()
-    for choice in choices:
-        if isinstance(choice, str):
-            fits = {name for name in named if fnmatchcase(name, choice) and name.count(".") == choice.count(".")}
-        elif isinstance(choice, type):
-            fits = {name for name, part in named.items() if isinstance(part, choice)}
-        else:
-            fits = {name for name, part in named.items() if part is choice}
-        if not fits:
-            fail(where, f"units: {choice if isinstance(choice, (str, type)) else type(choice).__name__!r} is no part "
-                 "of the module.", got=f"parts {names(list(named)[:8])}")  # fmt: skip
-        for name in fits:
-            items = _items(named[name], methods)
-            if not items:
-                fail(where, f"units: {name!r} has no forward, and no part that has.", fix="a part that is called")
-            picked |= items
-    found.update({name: part for name, part in named.items() if part in picked})
-    return found
+class _Policies:
+    """That of the module, and those of what goes over fewer axes."""
+
+    def __init__(self, module: nn.Module, policy: Policy, told: Mapping[str, tuple[str, ...]], apart: set[int]) -> None:
+        self.module, self.policy = module, policy
+        self.fewer = fewer_axes(WHERE, module, told, policy.axis.mesh, policy.names, apart)
+        self.loads: dict[Policy, list[int]] = {}
+        """How much each rank has of what is kept whole."""
+        self._others: dict[tuple[tuple[str, ...], tuple[str, ...]], Policy] = {}
+
+    def of(self, x: Tensor) -> Policy:
+        """That of a parameter or a buffer."""
+        fewer, policy = self.fewer.get(id(x)), self.policy
+        if fewer is None:
+            return policy
+        replicas = () if policy.replica is None else fewer.of(axes_in(policy.replica.name))
+        axes = fewer.of(axes_in(policy.axis.name)) if fewer.told is None else fewer.told
+        key = axes, tuple(name for name in replicas if name not in axes)
+        if key not in self._others:
+            along = [axis_over(policy.axis.mesh, names, WHERE) for names in key]
+            self._others[key] = replace(policy, axis=along[0], replica=along[1] if key[1] else None)
+        return self._others[key]
+
+    def refuse_overlaps(self, params: Sequence[nn.Parameter]) -> None:
+        """MeshError for a parameter that is cut along an axis of its own already."""
+        over: dict[Policy, set[int]] = {}
+        for param in params:
+            over.setdefault(self.of(param), set()).add(id(param))
+        for policy, own in over.items():
+            for axis in policy.axes:
+                refuse_overlap(WHERE, self.module, axis, own)
+
+    def refuse_others(self, slots: Sequence[Slot], besides: set[nn.Module]) -> None:
+        """MeshError, on every rank, where modules differ; parameters along the axes along which they are the same."""
+        spread: dict[Policy, list[tuple[str, nn.Parameter]]] = {self.policy: []}
+        for slot in slots:
+            spread.setdefault(self.of(slot.param), []).append((slot.name, slot.param))
+        for axis in self.policy.axes:
+            others = [repr(policy.names) for policy in spread if policy is not self.policy]
+            what = "some parameters go over other axes on one rank than on another."
+            refuse_others(WHERE, what, others, axis, "the same axes= on all ranks, and the same mark_varying before")
+        for policy, mine in spread.items():
+            for axis in policy.axes:
+                refuse_other_modules(WHERE, self.module, mine, axis, besides)
+
+    def loads_of(self, policy: Policy) -> list[int]:
+        """What is kept whole adds to it."""
+        return self.loads.setdefault(policy, [0] * policy.axis.size)
 
 
-def _items(part: nn.Module, methods: Collection[str]) -> set[nn.Module]:
-    """What is called of it: itself or, of a container, which has no forward, the items, and theirs."""
-    if _is_called(part) or any(callable(getattr(part, name, None)) for name in methods):
-        return {part}
-    return {each for child in part.children() for each in _items(child, methods)}
-
-
-def _is_called(part: nn.Module) -> bool:
-    if isinstance(part, torch.jit.ScriptModule):
-        return True
-    forward = getattr(part.forward, "__func__", part.forward)
-    return forward is not nn.Module.forward
-
-
-def _items_of_lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList) and "expert" in name.lower():
-            continue  # a rank may call some of them and not others: they are gathered with who calls them
-        if not isinstance(module, nn.ModuleList):
-            found.update(_items_of_lists(child, f"{prefix}{name}."))
-        else:
-            called = {each for each in _items(child, ()) if next(each.parameters(), None) is not None}
-            inside = child.named_modules(prefix=f"{prefix}{name}")
-            found.update({path: part for path, part in inside if part in called})
-    return found
-
-
-def _sharded_parts(module: nn.Module, axis: Axis) -> tuple[set[nn.Module], dict[str, nn.Module]]:
-    """Parts that were sharded over another axis before, and all of theirs: they stay as they are. And by name those
-    that were sharded over this one, which become units of the module.
-    """
-    where, apart, before = "fully_shard", set[nn.Module](), dict[str, nn.Module]()
-    inside: set[nn.Module] = set()
-    for name, part in module.named_modules():
-        owner = sharded_of(part)
-        if part in inside:
-            continue
-        if part is not module and owner is not None:
-            inside.update(part.modules())
-            if owner.policy.axis.name == axis.name:
-                before[name] = part
-            else:
-                apart.update(part.modules())
-        elif is_sharded(part):
-            around = [type(each).__name__ for each in known_around(part) if each is not module and sharded_of(each)]
-            what = f"{name or 'the module'!r} is sharded already{f', as a part of {around[0]}' if around else ''}."
-            fix = (
-                "parts that are gathered by themselves first and the module around them last; or that one alone, with "
-                "units=; a part that goes over another axis, before"
-            )
-            fail(where, what, fix=fix)
-    return apart, before
-
-
-def _refuse_other_ways(before: Mapping[str, nn.Module], policy: Policy, mean_over: AxisName | None) -> None:
-    """MeshError if parts that become units of a module come to their gradients in another way."""
-    for name, part in before.items():
-        owner = owner_of("fully_shard", part)
-        theirs = owner.policy
-        replicas = [None if each.replica is None else each.replica.name for each in (theirs, policy)]
-        pairs: dict[str, list[Any]] = {
-            "mesh": [theirs.axis.mesh, policy.axis.mesh],
-            "grads": [theirs.op, policy.op],
-            "replica_axis": replicas,
-        }
-        if owner.mean is not None and owner.mean.told:
-            pairs["mean_over"] = [owner.mean.over, None if mean_over is None else policy.axis.mesh.axes_of(mean_over)]
-        for key, (inner, outer) in pairs.items():
-            if inner != outer:
-                what = f"{name!r} was sharded with {key}={inner!r}, and the module around it is with {outer!r}."
-                fail(
-                    "fully_shard", what, fix=f"the same {key} in each call: gradients of all of it are reduced together"
-                )
-
-
-def is_plain(param: nn.Parameter) -> bool:
-    """Whether a parameter is numbers alone: dense, and of no class that has another meaning of them, though it may be
-    of one that only has another name.
-    """
-    kind = type(param)
-    own = issubclass(kind, nn.Parameter) and kind.__torch_function__ == nn.Parameter.__torch_function__
-    is_number = kind is nn.Parameter or param.is_floating_point() or param.is_complex()
-    return own and is_number and not nn.parameter.is_lazy(param) and param.layout is torch.strided
-
-
-def _owned(
-    module: nn.Module, chosen: dict[str, nn.Module], ignore: Collection[str], apart: set[nn.Module]
-) -> tuple[dict[str, list[Slot]], dict[nn.Module, Door]]:
-    """Each unit's parameters: those of which it is the innermost unit around all users; and the tables to look them up
-    in.
-    """
-    where = "fully_shard"
-    unit_of = {part: name for name, part in chosen.items()}
-    chains: dict[nn.Parameter, list[tuple[str, ...]]] = {}
-    slots: dict[nn.Parameter, Slot] = {}
-    doors: dict[nn.Module, Door] = {}
-    ignored: set[str] = set()
-    others = {param for part in apart for param in dict.values(_torch.own_parameters(part)) if param is not None}
-    known = [found for found in map(sharded_of, all_known()) if found is not None]
-    others |= {slot.param for found in known for _, _, slot in found.slots()}
-
-    def walk(part: nn.Module, path: str, chain: tuple[str, ...]) -> None:
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part not in apart:
-            fail(where, f"{path[:-1] or 'the module'!r} has sparse gradients, and shards have dense ones.",
-                 fix="sparse=False; or data_parallel, which has both")  # fmt: skip
-        if part in unit_of:
-            chain = (*chain, unit_of[part])
-        for name, param in _torch.own_parameters(part).items():
-            full = f"{path}{name}"
-            pattern = next((each for each in ignore if fnmatchcase(full, each)), None)
-            if param is None or pattern is not None:
-                ignored.add(pattern or "")
-                continue
-            if part in apart:
-                continue
-            if isinstance(part, torch.jit.ScriptModule):
-                fail(where, f"{path[:-1] or 'the module'!r} is torch.jit's, which keeps parameters where nothing can "
-                     "stand in their place.", fix=f"ignore=['{path}*'], torch.compile, or data_parallel")  # fmt: skip
-            if param in others:
-                fail(where, f"parameter {full!r} is one of a part that was sharded before.",
-                     fix="shard all modules that share it in one call; units= says what is gathered alone")  # fmt: skip
-            if not is_plain(param):
-                fail(where, f"parameter {full!r} is a {type(param).__name__}, not a dense Parameter.",
-                     fix=f"exclude it: ignore=[{full!r}]")  # fmt: skip
-            if part not in doors:
-                doors[part] = Door(_torch.own_parameters(part))
-            slot = slots.setdefault(param, Slot(full, param, []))
-            if not any(door is doors[part] and site == name for door, site in slot.sites):  # tables may look equal
-                slot.sites.append((doors[part], name))
-            chains.setdefault(param, []).append(chain)
-        for name, child in part.named_children():
-            walk(child, f"{path}{name}.", chain)
-
-    walk(module, "", ())
-    all_matched(where, "ignore", ignore, ignored)
-    plan: dict[str, list[Slot]] = {name: [] for name in chosen}
-    for param, slot in slots.items():
-        *_, innermost = itertools.takewhile(lambda names: len({*names}) == 1, zip(*chains[param], strict=False))
-        plan[innermost[0]].append(slot)
-    return plan, doors
-
-
-def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: list[int], said: str) -> list[Group]:
+def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, policies: _Policies, said: str) -> list[Group]:
     """Cut the parameters of a unit."""
-    policy = owner.policy
-    kinds: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    kinds: dict[tuple[torch.dtype, bool, Policy], list[Slot]] = {}
     for slot in slots:
-        kinds.setdefault((slot.param.dtype, slot.param.requires_grad), []).append(slot)
+        kinds.setdefault((slot.param.dtype, slot.param.requires_grad, policies.of(slot.param)), []).append(slot)
     groups = []
-    for members in kinds.values():
+    for (_, _, policy), members in kinds.items():
         tensors = [slot.param.detach() for slot in members]
-        layout = Layout([x.shape for x in tensors], policy.axis.size, whole=whole, loads=loads)
+        layout = Layout([x.shape for x in tensors], policy.axis.size, whole=whole, loads=policies.loads_of(policy))
         with torch.no_grad():
             shard = _cut(tensors, layout, policy, sync)
             stored = layout.row(policy.axis.index).total
@@ -514,7 +399,7 @@ def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, loads: l
         shard = shard.cpu() if policy.offload else shard
         for slot in members:
             slot.param.grad = None  # of this rank's own pass, and of the whole
-        groups.append(Group(owner, members, layout, shard, said))
+        groups.append(Group(owner, members, layout, shard, said, policy))
     return groups
 
 
@@ -526,18 +411,23 @@ def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> T
     if axis.index == 0:
         rows = layout.buffer.join(tensors, tensors[0]).view(axis.size, layout.chunk).to(policy.device)
     like = torch.empty(1, layout.chunk, dtype=tensors[0].dtype, device=policy.device)
-    own = scatter(rows, axis.name, src=0, like=like, mesh=mesh)[0]
+    own = scatter(rows, axis.name, src=0, like=like, mesh=mesh)[0] if rows is None or axis.size > 1 else rows[0]
     return own if policy.replica is None else broadcast(own, policy.replica.name, src=0, mesh=mesh)
 
 
-def _share_buffers(module: nn.Module, policy: Policy) -> None:
-    buffers = [each for each in module.buffers() if not each.is_meta]
-    for axis in policy.axes:
-        take_from(0, buffers, axis)
+def _share_buffers(module: nn.Module, policies: _Policies) -> None:
+    over: dict[Policy, list[Tensor]] = {}
+    for each in module.buffers():
+        if not each.is_meta:
+            over.setdefault(policies.of(each), []).append(each)
+    for policy, buffers in over.items():
+        for axis in policy.axes:
+            take_from(0, buffers, axis)
 
 
-def _part(axis: Axis, group: Group, at: int, slot: Slot) -> Part:
+def _part(group: Group, at: int, slot: Slot) -> Part:
     """What this rank keeps of a parameter, for who asks how it is cut."""
+    axis = group.policy.axis
     ranges = tuple(group.layout.range_of(at, index) for index in range(axis.size))
     how = Flat(group.layout.entries[at].shape, *ranges[group.index], ranges)
     return Part(slot.name, "fully_shard", axis.mesh, axis.name, group.index, how)
@@ -576,16 +466,6 @@ class _Entry:
             return method(*args, **kwargs) if self.dtype is None else method(*self._cast(args), **self._cast(kwargs))
         finally:
             self.unit.after()
-
-
-def _entrances(module: nn.Module, units: set[nn.Module], apart: set[nn.Module]) -> Iterator[nn.Module]:
-    """Parts outside of the units that may be called by themselves, such as an encoder: those around units, and what
-    stands beside them.
-    """
-    holders = {part for name, part in module.named_modules() if not units.isdisjoint({*part.modules()} - {part})}
-    for part in {child for holder in holders - units | {module} for child in holder.children()}:
-        if part not in units and part not in apart and _is_called(part) and next(part.parameters(), None) is not None:
-            yield part
 
 
 def _attach(unit: Unit, module: nn.Module, methods: Collection[str]) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshcomm.mesh import Axis
+from meshcomm.mesh import Axis, axes_in
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is the same for all units."""
+    """What is the same for all units, but for parameters that go over fewer axes."""
 
     axis: Axis
     replica: Axis | None
@@ -26,6 +26,11 @@ class Policy:
     prefetch: int
     device: torch.device
     offload: bool
+    names: tuple[str, ...] = field(init=False, compare=False)
+    """Of the axes that gradients are reduced over, written out."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(name for axis in self.axes for name in axes_in(axis.name)))
 
     def travels(self, computed: torch.dtype) -> torch.dtype:
         """In which dtype gradients are reduced."""

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from meshcomm.errors import fail, likely, names
 from meshcomm.parallel.fsdp.slots import Counts
 from meshcomm.parallel.fsdp.units import owner_of
-
-
-def all_matched(where: str, name: str, patterns: Collection[str], found: Iterable[str]) -> None:
-    """Every pattern matches something."""
-    known = list(found)
-    for pattern in patterns:
-        if not any(pattern == each or fnmatchcase(each, pattern) for each in known):
-            got = names(known[:8]) or "there is nothing to match"
-            fix = f"a name or a pattern{likely(pattern, known)}"
-            fail(where, f"{name}: {pattern!r} matches nothing.", got=got, fix=fix)
 
 
 def counts(module: nn.Module) -> Counts:

@@ -16,12 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from meshcomm import _torch
 from meshcomm.collectives.rule import apply, rule_named
-from meshcomm.errors import fail, names
+from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.gathered_again import Again
-from meshcomm.parallel.fsdp.groups import Flow, Group
-from meshcomm.parallel.fsdp.marks import begin_to_hear
+from meshcomm.parallel.fsdp.groups import Flow, Group, begin_to_hear_all
 from meshcomm.parallel.fsdp.memory import Held
 from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_of
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
@@ -199,13 +198,6 @@ class Unit:
                 finally:
                     self.owner.leave()
 
-    def _refuse_writes(self, group: Group) -> NoReturn:
-        whose = repr(self.name or "the module")
-        what = f"parameters of {whose} were written in place during forward: what was gathered and"
-        fix = "write to them outside of forward, each rank to its slices, as optimizers do; or keep them whole: ignore="
-        got = f"one of {names([slot.name for slot in group.slots[:8]])}"
-        fail("fully_shard", f"{what} what each rank keeps are not the same any more.", got=got, fix=fix)
-
     def open_on_demand(self) -> bool:
         """Somebody looks for a parameter outside of this unit's forward; whether forward or backward is under way."""
         return not (torch.compiler.is_compiling() and _torch.in_one_graph()) and self._open_on_demand()
@@ -266,8 +258,7 @@ class Unit:
 
     def _open_as_function(self) -> None:
         """Under ``torch.func`` and ``functional_call``: of plain differentiable operations."""
-        policy = self.policy
-        if policy.op == "mean" and torch.is_grad_enabled():
+        if self.policy.op == "mean" and torch.is_grad_enabled():
             fail(
                 "fully_shard",
                 'under torch.func and functional_call gradients are summed, and this module has grads="mean".',
@@ -275,6 +266,7 @@ class Unit:
             )
         views = []
         for group in self.groups:
+            policy = group.policy
             flat = group.flat_of_slots()
             flat = flat.to(policy.device, policy.param_dtype or flat.dtype)
             if policy.replica is not None:
@@ -309,7 +301,7 @@ class Unit:
             if held is not None:
                 gathered_again.close(held)
             if written and not interrupted:
-                self._refuse_writes(written[0])
+                written[0].refuse_writes(self.name)
 
 
 @dataclass(eq=False)
@@ -440,10 +432,9 @@ class Sharded(Flow):
     def reduce_collected(self) -> None:
         """Reduce what was collected under no_sync, of each group of which any rank has something."""
         groups = [group for unit in self.units for group in unit.groups if group.needy()]
-        marks = [mark for group in groups for mark in group.kept_marks()]
-        found = iter(begin_to_hear(marks, self.policy.axes)())
-        for group in groups:
-            group.reduce_kept([next(found) for _ in group.slots])
+        found = begin_to_hear_all([(group.kept_marks(), group.policy) for group in groups])()
+        for group, marks in zip(groups, found, strict=True):
+            group.reduce_kept(marks)
 
     def _begin_pass(self, first: Unit | None) -> None:
         self.collects = self.quiet

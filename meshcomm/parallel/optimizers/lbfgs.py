@@ -35,7 +35,7 @@ class Over:
         self.mesh = mesh
         shares, lengths = [], []
         for p in params:
-            ways = [part.mesh.size_of(part.axis) for part in parts.get(id(p), ())]
+            ways = [part.size for part in parts.get(id(p), ())]
             shares.append(math.prod(ways) / mesh.size)
             lengths.append(p.numel() * (2 if p.is_complex() else 1))
         self.share = shares[0]

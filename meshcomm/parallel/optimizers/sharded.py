@@ -163,10 +163,10 @@ class _Steps:
         axis = self.axis
         for parts in parts_among(params).values():
             for part in parts:
-                if self.shares.cut == "tensors" and part.mesh.size_of(part.axis) > 1:
+                if self.shares.cut == "tensors" and part.size > 1:
                     what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}, and {self._kind} looks at"
                     fail(WHERE, f"{what} whole tensors.", fix="without shard_optimizer, or AdamW")
-                if len({*axis.ranks} & {*part.mesh.axis(part.axis).ranks}) > 1:
+                if part.size > 1 and len({*axis.ranks} & {*part.mesh.axis(part.axis).ranks}) > 1:
                     what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}, and so are its states."
                     fail(WHERE, what, fix="without shard_optimizer; or an axis along which parameters are the same")
 

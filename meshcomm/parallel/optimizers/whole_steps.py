@@ -71,7 +71,7 @@ def _whole(x: Tensor, parts: Sequence[Part]) -> Tensor:
 
 def _joined(x: Tensor, part: Part, how: Dim) -> Tensor:
     """Cut along a dim, in each of some lengths."""
-    size = part.mesh.size_of(part.axis)
+    size = part.size
     found = all_gather_invariant(x, part.axis, how.dim, mesh=part.mesh)
     if len(how.lengths) == 1:
         return found
@@ -86,6 +86,6 @@ def _part(x: Tensor, parts: Sequence[Part]) -> Tensor:
         if isinstance(how, Flat):
             x = x.reshape(-1)[how.start : how.stop]
         else:
-            size = part.mesh.size_of(part.axis)
+            size = part.size
             x = torch.cat([each.chunk(size, how.dim)[part.at] for each in x.split(how.lengths, how.dim)], how.dim)
     return x

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import Axis
+from meshcomm.parallel.cut_parameters import named_by
 
 WHERE = "tensor_parallel"
 
@@ -124,7 +125,7 @@ def read(module: nn.Module, plan: Mapping[str, Style | str | Block], sequence: b
         if nn.parameter.is_lazy(value):
             fail(WHERE, f"{path!r} has no shape yet.", fix="run the module once before")
         place, _, name = path.rpartition(".")
-        fits = next((each for each in styles if _names(each, path)), None)
+        fits = next((each for each in styles if named_by(each, path)), None)
         if fits is None:
             missing.append(path)
         else:
@@ -210,15 +211,6 @@ def _check_block(pattern: str, how: Block, sequence: bool) -> None:
         fail(WHERE, f"{pattern!r}: {how} has a value that is none.", fix=fix)
     if (how.before == "split" or how.after == "gather") and not sequence:
         fail(WHERE, f"{pattern!r} is {how}, and the sequence is not cut.", fix="pass sequence=True")
-
-
-def _names(pattern: str, path: str) -> bool:
-    """Whether it names the parameter or a module that holds it."""
-    while path:
-        if fnmatchcase(path, pattern):
-            return True
-        path = path.rpartition(".")[0]
-    return False
 
 
 def lengths_of(path: str, length: int, parts: int | tuple[int, ...], axis: Axis, dim: int) -> tuple[int, ...]:
