@@ -139,14 +139,16 @@ def inputs(tokens: int, width: int, mesh: mc.Mesh) -> tuple[Tensor, Tensor, Tens
 
 
 def due(given: Sequence[Tensor], mesh: mc.Mesh) -> int:
-    """Bytes that a rank has to send: the counts, what others have to compute, and what came, both twice."""
+    """Bytes that a rank has to move, as traces count them: the more of what it sends and what it gets, of rows there
+    and back, twice; and the counts.
+    """
     x, choice = given[:2]
     counts = torch.bincount(choice.flatten(), minlength=COUNT).view(mesh.size, -1)
     theirs = mc.all_to_all(counts, "ep", 0, 0)
     row = x.shape[1] * x.element_size()
     others = [each.sum() - each[mesh.rank].sum() for each in (counts, theirs)]
     numbers = (mesh.size - 1) * COUNT // mesh.size * counts.element_size()
-    return int(2 * sum(others) * row + numbers)
+    return int(4 * max(others) * row + numbers)
 
 
 def step_of(layer: Layer, given: Sequence[Tensor]) -> Callable[[], object]:
