@@ -120,6 +120,9 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for one of 
         def pipeline(self, room):
             pass
 
+        def __reduce__(self):  # of functions that are sent to other processes by value it is a global
+            return importlib.import_module, (self.__name__,)
+
     sys.modules[__name__].__class__ = _Parallel
 
 
