@@ -118,6 +118,22 @@ def test_choices_are_looked_at_under_transforms(wrong: int) -> None:
         torch.func.vmap(loss, (None, 0))(drawn(0, 5, D), choice.expand(2, 5, 1) * 0)
 
 
+WRONG_FNS: dict[str, tuple[Any, str]] = {
+    "fewer rows": (lambda rows, counts: rows[:0], r"fn gives f64\[0, 3\] of 1 rows"),
+    "one dim": (lambda rows, counts: rows[:, 0], r"fn gives f64\[1\]"),
+    "nothing": (lambda rows, counts: None, r"fn gives NoneType"),
+    "integers": (lambda rows, counts: rows.long(), r"fn gives i64\[1, 3\][\s\S]*floats"),  # in which weights are 0
+}
+
+
+@pytest.mark.parametrize("which", WRONG_FNS)
+def test_what_fn_gives_is_looked_at(which: str) -> None:
+    fn, said = WRONG_FNS[which]
+    mesh = mc.make_mesh({"ep": 1})
+    with pytest.raises(mc.MeshError, match=said):
+        parallel.experts(drawn(0, 1, D), torch.zeros(1, 1).long(), drawn(1, 1, 1), fn, axis="ep", count=E, mesh=mesh)
+
+
 def test_rows_come_by_expert_then_source_then_token() -> None:
     def main() -> tuple[list[float], list[int]]:
         mesh = mc.make_mesh({"ep": 2})

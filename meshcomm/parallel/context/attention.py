@@ -123,6 +123,7 @@ def context_attention(
     said.mask(mask, causal, order)
     said.documents(documents)
     factor = said.scale(scale)
+    said.flags(regather=regather, return_lse=return_lse)
 
     def run(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Any:
         seen = Seen(
@@ -259,9 +260,14 @@ class _Checked:
     def scale(self, scale: Any) -> float:
         if scale is None:
             return float(self.q.shape[3] ** -0.5) if self.q.shape[3] else 1.0
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
             self.wrong(f"scale={scale!r} is not a number.", "a float, or None for e ** -0.5")
         return float(scale)
+
+    def flags(self, **flags: object) -> None:
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                self.wrong(f"{name}={flag!r} is not a bool.", "True or False")
 
 
 def _expands(found: Tensor, i: Tensor, j: Tensor) -> bool:

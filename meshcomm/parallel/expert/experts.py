@@ -99,7 +99,9 @@ def experts(
         choice: integers ``[t, k]``, from 0 to count - 1.
         weight: ``[t, k]``, floating point; with gradients.
         fn: ``fn(rows, counts)``: rows ``[r, d]`` by own expert, then source, then token; counts int64 ``[count/n]``,
-            how many rows each own expert has, perhaps none; gives ``[r, d']``, as many rows in the same order.
+            how many rows each own expert has, perhaps none; gives ``[r, d']``, as many rows in the same order. Of no
+            rows, too, it is made of its weights, as :func:`grouped_matmul` and :func:`split_rows` do: where ``x`` is
+            frozen, zeros of nothing would leave other ranks to wait in backward.
         axis: a name, or a tuple of names.
         count: of all experts; n divides it.
         capacity: the most rows of one expert from one rank; those that come later in x are dropped, and add nothing.
@@ -116,7 +118,7 @@ def experts(
     Raises:
         MeshError: shapes or dtypes that do not fit; a choice that is no expert (on the CPU; elsewhere the device
             asserts); a count that n does not divide; a capacity that is no number of rows; fn that gives another
-            number of rows; no such axis.
+            number of rows, or integers; no such axis.
         CommError: not every rank came in time; the transport failed.
 
     Example:
@@ -230,6 +232,8 @@ def _gives(found: Any, given: Tensor, axis: Axis) -> None:
         got = shape_text(found.dtype, found.shape) if isinstance(found, Tensor) else type(found).__name__
         what = f"fn gives {got} of {given.shape[0]} rows."
         _wrong(what, axis, f"[{given.shape[0]}, d'], in the order of its rows; of no rows too")
+    if not (found.is_floating_point() or found.is_complex()):
+        _wrong(f"fn gives {shape_text(found.dtype, found.shape)}.", axis, "floats, which the weights multiply")
 
 
 def _wrong(what: str, axis: Axis, fix: str) -> NoReturn:

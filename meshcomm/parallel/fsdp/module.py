@@ -149,8 +149,9 @@ def fully_shard(
         axes: patterns of names of parts or parameters, such as ``{"*.experts": "efsdp"}``, and the axes, of ``axis``
             and ``replica_axis``, that these are sharded over in place of ``axis``: those along which they are the
             same, as experts are not along the axis of :func:`experts`. ``()``: over none. Their gradients are reduced
-            over these and over ``replica_axis``, if they are not cut along it, and a "mean" is over the ranks of the
-            whole module. What :func:`meshcomm.mark_varying` was told to vary along an axis goes over the others.
+            over these and over ``replica_axis``, if ``tensor_parallel`` or :func:`meshcomm.mark_varying` has not said
+            that they differ along it (else they take the values of its index 0), and a "mean" is over the ranks of the
+            whole module. What ``mark_varying`` was told to vary along an axis goes over the others.
         mesh: the current mesh by default.
 
     Returns: ``module``.
