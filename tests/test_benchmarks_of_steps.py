@@ -19,6 +19,7 @@ from benchmarks import guard as guard_costs
 from benchmarks import overlap as overlap_costs
 from benchmarks.common import Budget, as_json
 from benchmarks.tracked import Tracked
+from meshcomm.runtime.process import lending
 
 ROOT = Path(__file__).parent.parent
 TORCHS = train_step.TORCHS
@@ -43,6 +44,19 @@ def test_memory_is_that_of_storages() -> None:
         assert w.grad is not None
         assert seen.now == 4 * kilo
         assert 4 * kilo < seen.peak < 5 * kilo  # w * 2 is gone when the gradient comes
+
+
+def test_shared_memory_counts_at_its_lender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "room", lending.Room())
+    with Tracked() as seen:
+        lent = lending.room.lend(2**20, (), (), patient=False)
+        assert lent.size >= 2**20
+        assert seen.now < 2**14  # no page of it was written
+        lent.part(2**20, torch.uint8).fill_(1)
+        assert 2**20 <= seen.now < 2**20 + 2**14
+        torch.frombuffer(bytearray(2**20), dtype=torch.uint8)[1:].view(torch.uint8)  # as what another lends
+        assert seen.now < 2**20 + 2**14
+    os.close(lent.fd)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +92,7 @@ def test_a_step_on_the_fake_backend(results: Any) -> None:
     assert ours["collectives"] == {"allreduce": 2 * layers - 1}  # the first input needs no gradient
     assert theirs["collectives"] == {"all_reduce": 2 * layers - 1}
     assert ours["at_rest"] < alone["at_rest"] / 4
+    assert theirs["at_rest"] < alone["at_rest"] / 4  # DTensors say the bytes of whole tensors, but have their part
 
 
 @pytest.mark.thorough
