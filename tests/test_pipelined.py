@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm import parallel
@@ -188,3 +190,76 @@ def test_wrong_batches_are_refused_on_every_rank() -> None:
         "different lengths", "weights of shape", "negative", "no numbers but str",
     ], strict=True):  # fmt: skip
         assert part in text
+
+
+class OfItsInput(nn.Module):
+    """Linear layers whose weights are made of the input, and of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(D, D), nn.Linear(D, D * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.tanh()
+        return functional.linear(x, self.made(x[:1]).view(D, D)) + functional.linear(x, weight) + x @ weight
+
+
+class Derivative(nn.Module):
+    """What an energy gives by its derivatives, one of them differentiated again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.detach().requires_grad_()
+        [force] = torch.autograd.grad(self.energy(z).sum(), z, create_graph=True)
+        [plain] = torch.autograd.grad(self.energy(z).sum(), z)
+        return x - force + plain
+
+
+class Odd(nn.Module):
+    """Complex weights, one of one dim, and under torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.row = nn.Linear(D, D), nn.Parameter(torch.randn(D))
+        self.turn = nn.Parameter(torch.randn(D, D, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.linear(torch.complex(x, x), torch.view_as_complex(self.turn))
+        return y.imag * functional.linear(x, self.row)[:, None] + torch.func.vmap(self.linear)(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.layers, x, use_reentrant=False)
+        return y
+
+
+def weights_come_later(kind: type[nn.Module]) -> None:
+    """Backward in halves is the whole one."""
+    mesh = mc.make_mesh({"pp": 2})
+    torch.manual_seed(0)
+    stages = [nn.Linear(D, D).to(F64), kind().to(F64)]
+    whole = copy.deepcopy(nn.Sequential(*stages))
+    step = parallel.pipelined(
+        stages[mesh.rank], "pp", loss=functional.mse_loss, microbatches=2, grads="mean", schedule="zb-h1", mesh=mesh
+    )
+    x, y = batch(0, 4)
+    step(x, y)
+    sum(functional.mse_loss(whole(x[at]), y[at]) / 2 for at in (slice(2), slice(2, 4))).backward()  # type: ignore[union-attr]
+    pairs = [
+        (p.grad, q.grad) for p, q in zip(stages[mesh.rank].parameters(), whole[mesh.rank].parameters(), strict=True)
+    ]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [OfItsInput, Derivative, Odd, Checkpointed])
+def test_weights_of_whatever_layers_come_later(kind: type[nn.Module]) -> None:
+    mc.launch(weights_come_later, ranks=2, args=(kind,))

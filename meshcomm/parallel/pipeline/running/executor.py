@@ -96,7 +96,7 @@ class _Arrive(Function):
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, arrival: Arrival, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        ctx.arrival = arrival
+        ctx.arrival, ctx.begins_stage = arrival, True
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
@@ -256,7 +256,7 @@ class Pass:
 
     def _through(self, module: nn.Module, x: Any, later: WeightsLater | None) -> Any:
         def fn(x: Any) -> Any:
-            with closed(WHERE, self.wires.axis), contextlib.nullcontext() if later is None else later:
+            with closed(WHERE, self.wires.axis), contextlib.nullcontext() if later is None else later.forward():
                 return module(x)
 
         if self.stages.remat and self.trains:
@@ -293,7 +293,8 @@ class Pass:
             gradients = list(self._came(action))
         with self._timed(action):
             if gradients:
-                torch.autograd.backward(alive.edges, gradients)
+                with contextlib.nullcontext() if alive.later is None else alive.later.opened():
+                    torch.autograd.backward(alive.edges, gradients)
         found = alive.arrival.taken()
         if action.kind == "B":
             del self.alive[chunk, microbatch]

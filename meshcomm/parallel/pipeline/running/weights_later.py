@@ -6,11 +6,14 @@
                 weight ──┘                      W   gradient of weight = g.T @ x, and on into whatever weight is made of
 
 Under the mode each ``torch.nn.functional.linear`` whose weight requires grad is such a node. What uses weights
-otherwise has their gradients with those of its inputs.
+otherwise has their gradients with those of its inputs; so has a linear layer whose weight is made of the stage's input,
+or by operations which backward goes through once only.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,11 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from meshcomm._torch import functorch_active
+from meshcomm.errors import fail
+
+WHERE = "pipelined"
 
 
 class Product(NamedTuple):
@@ -36,6 +44,28 @@ class WeightsLater(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._products: list[Product] = []
+        self.open = False
+        """Whether the backward that runs is the pipeline's, and not one that a stage does within its forward."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Backward for the inputs: what a checkpoint within a stage computes again is what forward has computed."""
+        self.open = True
+        try:
+            with self:
+                yield
+        finally:
+            self.open = False
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Forward, for the first time or again."""
+        was, self.open = self.open, False
+        try:
+            with self:
+                yield
+        finally:
+            self.open = was
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear and torch.is_grad_enabled():
@@ -43,7 +73,8 @@ class WeightsLater(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not weight.requires_grad:
+        ranks = weight.ndim, 1 if bias is None else bias.ndim
+        if not weight.requires_grad or ranks != (2, 1) or functorch_active() or not _separate(weight, bias):
             return functional.linear(input, weight, bias)
         x = input
         kind = x.device.type
@@ -70,7 +101,7 @@ class WeightsLater(TorchFunctionMode):
             g = gradient.reshape(-1, gradient.shape[-1])
             if weight is not None:
                 edges.append(weight)
-                gradients.append(g.t() @ x.reshape(-1, x.shape[-1]))
+                gradients.append(g.t() @ x.reshape(-1, x.shape[-1]).conj())
             if bias is not None:
                 edges.append(bias)
                 gradients.append(g.sum(0))
@@ -81,6 +112,37 @@ class WeightsLater(TorchFunctionMode):
 
 def _edge(x: Tensor | None) -> GradientEdge | None:
     return get_gradient_edge(x) if x is not None and x.requires_grad else None
+
+
+_KEEPS: dict[type, bool] = {}
+"""For each type of autograd's own nodes whether it saves tensors."""
+
+
+def _separate(*weights: Tensor | None) -> bool:
+    """Whether backward may go into what these are made of by itself: they are parameters, or these cut or gathered, and
+    not made of what the stage is given.
+    """
+    left = [x.grad_fn for x in weights if x is not None and x.grad_fn is not None]
+    while left:
+        node: Any = left.pop()
+        if getattr(node, "begins_stage", False) or _saves(node):
+            return False
+        left += [after for after, _ in node.next_functions if after is not None]
+    return True
+
+
+def _saves(node: Any) -> bool:
+    """Whether it keeps tensors, which are gone after backward."""
+    kind = type(node)
+    function = getattr(kind, "_forward_cls", None)
+    if function is None:
+        if kind not in _KEEPS:
+            _KEEPS[kind] = any(name.startswith("_raw_saved_") for name in dir(node))
+        return _KEEPS[kind]
+    try:
+        return bool(node._raw_saved_tensors)
+    except RuntimeError:  # backward has been there: weights that are gathered once for all microbatches
+        return not function.__module__.startswith("meshcomm.")
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
@@ -102,5 +164,11 @@ class _Linear(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_weight, of_bias = ctx.edges
-        ctx.later.keep(Product(of_weight, of_bias, x.detach(), g.detach()))
-        return None, g @ weight if ctx.needs_input_grad[1] else None, None, None, None, None
+        if ctx.later.open:
+            ctx.later.keep(Product(of_weight, of_bias, x.detach(), g.detach()))
+        elif torch.is_grad_enabled():  # a derivative that a stage takes, and that is differentiated again
+            weight = getattr(of_weight.node, "variable", None)
+            if weight is None:
+                what = "a stage differentiates what it computes, by weights that are made of other tensors."
+                fail(WHERE, what, fix='a schedule without D and W, such as "1f1b"')
+        return None, g @ weight.conj() if ctx.needs_input_grad[1] else None, None, None, None, None
