@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshcomm.errors import fail
 from meshcomm.parallel.data.replica import Replica, replica_of
@@ -158,15 +159,32 @@ def reduced_once(modules: Iterable[nn.Module]) -> Iterator[None]:
     sent then; nothing where they have no adaptors, or are under :func:`no_sync` already.
     """
     found = [adaptor for module in modules for adaptor in _found_in(module) if not _is_quiet(adaptor)]
+    shared = _shared(found)
+    before = [p.grad for p in shared]
+    for p in shared:
+        p.grad = None
+    reduced: dict[nn.Parameter, Tensor | None] = {}
     with contextlib.ExitStack() as stack:
         for adaptor in found:
             stack.enter_context(adaptor.no_sync())
         yield
     for adaptor in found:
         adaptor.reduce_collected()
+        for p in {*adaptor.module.parameters()} & {*shared}:
+            reduced.setdefault(p, p.grad)
+            p.grad = None
+    for p, old in zip(shared, before, strict=True):
+        g = reduced[p]
+        p.grad = old if g is None else g if old is None else old + g
     for adaptor in found:
         if isinstance(adaptor, Replica) and adaptor.buffers and adaptor.module.training:
             adaptor.send_buffers()
+
+
+def _shared(found: Iterable[Sharded | Replica]) -> list[nn.Parameter]:
+    """Parameters that several replicas have, such as two stages of a model on one rank: the first one reduces them."""
+    held = collections.Counter(p for each in found if isinstance(each, Replica) for p in {*each.module.parameters()})
+    return [p for p, times in held.items() if times > 1]
 
 
 def _is_quiet(adaptor: Sharded | Replica) -> bool:

@@ -105,7 +105,7 @@ def pipelined(
         MeshError: no such axis; no modules, not the same number on all ranks, or not as many as the schedule wants;
             ``microbatches``, ``grads``, ``loss``, ``remat`` or a schedule that are none, or differ between ranks.
             From a step, on every rank and before anything runs: a batch that is missing where it is needed, without
-            rows, or of other lengths; weights that do not fit.
+            rows, or of other lengths; weights that do not fit; ``check_vma``.
         CommError: a stage gives other shapes or dtypes than it did for a batch like this; another rank has failed.
 
     Example:
@@ -232,6 +232,9 @@ class PipelineStep(nn.Module):
 
     def _begin(self, x: Any, targets: Any, weights: Any, *, evaluates: bool) -> Pass:
         """All ranks agree on the batch; errors are raised by all of them."""
+        if here.watcher is not None:
+            what = "a pipeline's step under check_vma: each rank runs its stage at other times than the others."
+            fail(WHERE, what, fix="with mc.check_vma(False): around the step; parallel.pipeline is one that is checked")
         axis = self._mesh.axis(self._axis, WHERE)
         first, last = 0 in self._numbers, self._last in self._numbers
         problem, said, cuts = "", [-1, -1, 0], []
@@ -324,8 +327,6 @@ class PipelineStep(nn.Module):
                 row[0], row[1] = total, _DTYPES.index(total.dtype)
             row = broadcast(row, axis.name, src, mesh=axis.mesh)
             found = row[0].to(_DTYPES[int(row[1])])
-        if here.watcher is not None:
-            here.watcher.made_whole(found, WHERE, axis.mesh)
         return found
 
     # --------------------------------------------------------------------------------------------------------- names
