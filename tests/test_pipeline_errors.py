@@ -55,6 +55,8 @@ def trained(wrong: str, **how: Any) -> None:
         how["microbatches"] = 4 + mesh.rank
     if wrong == "other schedules":
         how["schedule"] = ["1f1b", "gpipe"][mesh.rank % 2]
+    if wrong == "a table that is wrong on one rank":
+        how["schedule"] = [["F0.0"], ["F0.0", "B0.0"]] if mesh.rank == 1 else "1f1b"
     given: dict[str, Any] = {"loss": MSE, "microbatches": 4, "grads": "mean", "mesh": mesh, **how}
     with mc.use_mesh(mesh):
         step = parallel.pipelined(stages, "pp", **given)
@@ -85,6 +87,7 @@ ALL = {
     "more stages on one rank": r"each rank has the same number of stages, and these have \[1, 2, 2, 2\]",
     "other numbers of microbatches": "microbatches, grads or remat are not the same on all ranks",
     "other schedules": "schedule, microbatches, grads or remat are not the same on all ranks",
+    "a table that is wrong on one rank": "rank 0 misses B0.0",
     "other rows": "ranks have batches of different lengths for targets",
 }
 

@@ -147,3 +147,49 @@ def moves(path: str) -> None:
 
 def test_states_move(tmp_path: Path) -> None:
     mc.launch(moves, ranks=4, args=(str(tmp_path),))
+
+
+class Places(nn.Module):
+    """The gradient of the token is a part of that of the places, where there is one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.places = nn.Parameter(torch.zeros(1, 1, D)), nn.Parameter(torch.zeros(1, 2, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.token.expand(len(x), -1, -1), x[:, None]], 1) + self.places
+
+
+def collects() -> list[Any]:
+    mesh = mc.make_mesh({"dp": 2})
+    model = parallel.data_parallel(Places(), "dp", grads="mean", mesh=mesh)
+    with parallel.no_sync(model):
+        for _ in range(3):
+            (model(torch.ones(1, D)) * torch.arange(1.0, 9).view(2, D)).sum().backward()
+    parallel.reduce_gradients(model)
+    return [p.grad.view(-1)[:D].tolist() for p in model.parameters() if p.grad is not None]
+
+
+def test_gradients_that_share_memory_are_added_up_once() -> None:
+    assert mc.launch(collects, ranks=2) == [[[3.0, 6.0, 9.0, 12.0]] * 2] * 2
+
+
+def has_both_ends() -> None:
+    """The embedding is in two stages of a rank."""
+    mesh = mc.make_mesh({"pp": 2, "dp": 2})
+    stages, rank, whole = parallel.split_stages(made(), 4), mesh.coordinate["pp"], made()
+    mine = [parallel.data_parallel(stages[at], "dp", grads="sum", mesh=mesh) for at in (rank, 3 - rank)]
+    step = parallel.pipelined(mine, "pp", loss=loss, microbatches=2, grads="mean", schedule="zbv", mesh=mesh)
+    both = batch(0)
+    for _ in range(2):
+        step(*(each.chunk(2)[mesh.coordinate["dp"]] for each in both))
+        (2 * loss(whole(both[0]), both[1])).backward()
+    expected = dict(whole.named_parameters())
+    for name, p in step.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name].grad, rtol=1e-9, atol=1e-9)
+    with mc.check_vma(mesh=mesh), pytest.raises(mc.MeshError, match="step under check_vma"):
+        step(*both)
+
+
+def test_a_parameter_of_two_stages_of_a_rank_is_reduced_once() -> None:
+    mc.launch(has_both_ends, ranks=4)

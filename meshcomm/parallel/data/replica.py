@@ -429,4 +429,17 @@ class _Own(Function):
         ctx.state.collect()
         if (dtype := ctx.state.accumulates) is not None:
             gs = tuple(None if g is None else g.to(dtype) for g in gs)
-        return None, *[g if g is None or share == 1 else g * share for g, share in zip(gs, ctx.shares, strict=True)]
+        return None, *[
+            g if g is None or share == 1 else g * share for g, share in zip(_own(gs), ctx.shares, strict=True)
+        ]
+
+
+def _own(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each with memory of its own, such as one that is a part of another: a next one may be added to it where it is."""
+    seen: set[int] = set()
+    found: list[Tensor | None] = []
+    for g in gradients:
+        at = 0 if g is None else g.untyped_storage().data_ptr()
+        found.append(g.clone() if g is not None and at in seen else g)
+        seen.add(at)
+    return found

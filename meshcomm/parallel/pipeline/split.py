@@ -38,6 +38,8 @@ def split_stages(
     others do nothing, and stops behind its last block; what the model was called with travels along. What is before
     the blocks or behind them and asks for a parameter has it: one that several stages have, as a tied embedding, is
     tied by name (``stage.tied_parameters``), and ``pipelined`` adds up its gradients.
+    Where two stages of one rank have it, as "zbv" places the first and the last, give ``fully_shard`` a
+    ``copy.deepcopy`` of each: it shards a parameter once.
 
     Type: as the model's
     Args:

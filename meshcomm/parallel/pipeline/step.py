@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +147,14 @@ def pipelined(
             f"each rank has the same number of stages, and these have {counts}.",
             fix="split_stages(model, ranks * stages of each); nn.Identity() where there is nothing to do",
         )
-    plan = Schedule.of(schedule, ax.size, len(own), int(microbatches))
+    problem = ""
+    with held():
+        try:
+            plan = Schedule.of(schedule, ax.size, len(own), int(microbatches))
+        except MeshError as error:
+            problem = str(error)
+    if any(wrong for [wrong] in agree([int(bool(problem))], ax)):
+        _raise_everywhere(problem, ax)
     said = hashlib.blake2b(repr((plan.table, plan.placement, grads, remat)).encode(), digest_size=8).digest()
     every = agree([int.from_bytes(said, "little", signed=True), int(microbatches)], ax)
     if any(each != every[0] for each in every):
@@ -289,10 +296,7 @@ class PipelineStep(nn.Module):
 
     def _refuse(self, problem: str, every: Sequence[Sequence[int]], axis: Axis) -> None:
         if any(each[2] for each in every):
-            with paused():
-                said = all_gather_object(problem, axis.name, mesh=axis.mesh)
-            index, text = next((at, each) for at, each in enumerate(said) if each)
-            raise MeshError(problem or f"{text}\n  at: index {index} of axis {axis.name!r}")
+            _raise_everywhere(problem, axis)
         if len({tuple(each[:2]) for each in every}) > 1:
             what = "ranks have begun different passes: step and evaluate, or with gradients and without."
             fail(WHERE, what, fix="the same call on every rank, in the same grad mode")
@@ -390,6 +394,14 @@ class PipelineStep(nn.Module):
             )
             raise RuntimeError(f"meshcomm.pipelined: {what}.")
         return Unfit(missing, unexpected)
+
+
+def _raise_everywhere(problem: str, axis: Axis) -> NoReturn:
+    """What is wrong here, or else on the first rank where something is."""
+    with paused():
+        said = all_gather_object(problem, axis.name, mesh=axis.mesh)
+    index, text = next((at, each) for at, each in enumerate(said) if each)
+    raise MeshError(problem or f"{text}\n  at: index {index} of axis {axis.name!r}")
 
 
 def _send_back(x: Any, run: Pass) -> None:
