@@ -170,7 +170,8 @@ def reduced_once(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     for adaptor in found:
         adaptor.reduce_collected()
-        for p in {*adaptor.module.parameters()} & {*shared}:
+        own = {*adaptor.module.parameters()} if isinstance(adaptor, Replica) else set()
+        for p in own.intersection(shared):
             reduced.setdefault(p, p.grad)
             p.grad = None
     for p, old in zip(shared, before, strict=True):

@@ -132,17 +132,14 @@ def _separate(*weights: Tensor | None) -> bool:
 
 
 def _saves(node: Any) -> bool:
-    """Whether it keeps tensors, which are gone after backward."""
+    """Whether it keeps tensors, which are gone after backward; those that gather or cut parameters here keep none."""
     kind = type(node)
     function = getattr(kind, "_forward_cls", None)
-    if function is None:
-        if kind not in _KEEPS:
-            _KEEPS[kind] = any(name.startswith("_raw_saved_") for name in dir(node))
-        return _KEEPS[kind]
-    try:
-        return bool(node._raw_saved_tensors)
-    except RuntimeError:  # backward has been there: weights that are gathered once for all microbatches
-        return not function.__module__.startswith("meshcomm.")
+    if function is not None:
+        return function is _Linear or not function.__module__.startswith("meshcomm.")
+    if kind not in _KEEPS:
+        _KEEPS[kind] = any(name.startswith("_raw_saved_") for name in dir(node))
+    return _KEEPS[kind]
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
