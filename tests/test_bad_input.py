@@ -43,6 +43,7 @@ NO_ROW = {
     "CommError": "an error", "MeshError": "an error", "VaryingError": "an error", "Plan": "what plan gives",
     "Piece": "what pieces gives", "Column": "a tuple: tensor_parallel looks at it",
     "Row": "as Column", "Vocab": "as Column", "Cut": "as Column", "Block": "as Column", "TensorPlan": "what auto_plan gives",
+    "PipelineStep": "what pipelined gives",
     "backend": "no arguments", "current_mesh": "no arguments", "device": "no arguments", "get_dist_info": "no arguments",
     "is_distributed": "no arguments", "local_rank": "no arguments", "local_world_size": "no arguments", "node_rank": "no arguments",
     "rank": "no arguments", "shutdown": "no arguments", "world_size": "no arguments",

@@ -61,7 +61,13 @@ WANTED: dict[Callable[[], object], dict[str, int]] = {
         "Metrics.reduce b": 1,
         "Metrics.reduce b f64[2, 2]": 1,
     },
-    sharded: {"scatter a": 1, "all_gather a f32[8]": 1, "reduce_scatter a f32[16]": 1, "all_reduce a i64[1]": 1},
+    sharded: {
+        "all_gather a i64[2]": 2,
+        "scatter a": 1,
+        "all_gather a f32[8]": 1,
+        "reduce_scatter a f32[16]": 1,
+        "all_reduce a i64[1]": 1,
+    },
 }
 
 

@@ -394,7 +394,8 @@ class _Collected:
 
     def __init__(self, state: Replica, leaves: Sequence[Tensor]) -> None:
         self.state, self.leaves = state, leaves
-        self.number, self.taken = -2, set[int]()
+        self.number = -2
+        self.taken: set[int] = set()
 
     def __call__(self, at: int) -> Tensor | None:
         if (number := _torch.backward_pass()) != self.number:  # another one through the same graph
