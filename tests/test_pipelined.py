@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,6 +105,42 @@ def test_five_steps_in_process(case: tuple[Any, ...]) -> None:
 
 def test_five_steps_on_processes(pool4: Any) -> None:
     pool4.run(equals_one_rank, 4, 1, 6, halves(4, 6), [8, 3])
+
+
+def threads_of_a_step(microbatches: int, schedule: str) -> int:
+    """How many are started, where what goes between stages is too large for an envelope."""
+    mesh = mc.make_mesh({"pp": 4})
+    wide, rows = 600, 2 * microbatches
+    stages = [nn.LayerNorm(wide, dtype=F64) for _ in range(4)]
+    for number, stage in enumerate(stages):
+        nn.init.normal_(stage.weight, generator=torch.Generator().manual_seed(number))
+    whole, own = nn.Sequential(*copy.deepcopy(stages)), stages[mesh.rank]
+    x, y = torch.randn(2, rows, wide, dtype=F64, generator=torch.Generator().manual_seed(9))
+    step = parallel.pipelined(
+        own, "pp", loss=functional.mse_loss, microbatches=microbatches, grads="mean", schedule=schedule, mesh=mesh
+    )
+    step(x, y)
+    step.zero_grad()
+    started: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        start = threading.Thread.start
+        patch.setattr(threading.Thread, "start", lambda self: (started.append(self.name), start(self)))
+        found = step(x, y)
+    expected = functional.mse_loss(whole(x), y)
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close([p.grad for p in own.parameters()], [p.grad for p in whole[mesh.rank].parameters()])
+    torch.testing.assert_close(step.evaluate(x), whole(x).detach() if mesh.rank == 3 else None)
+    return len([name for name in started if name.startswith("meshcomm")])
+
+
+def test_messages_between_stages_need_no_threads(pool4: Any) -> None:
+    assert pool4.run(threads_of_a_step, 9, "1f1b") == [0] * 4
+
+
+def test_large_messages_where_no_memory_is_shared(gloo4: Any) -> None:
+    """There it is one for each that comes, so that it comes while the rank computes."""
+    assert gloo4.run(threads_of_a_step, 9, "1f1b") == [9, 18, 18, 9]
 
 
 class Part(nn.Module):

@@ -215,6 +215,10 @@ class _Told(threading.local):
     """Whether the call is waited for later: its primitives then give a Pending where they would have to wait."""
     waits = False
     """Whether who makes the call waits for it nevertheless."""
+    takes = False
+    """Whether nobody stands still until a message of this call is here that is received later: what of it comes in a
+    second step is then taken by who waits for it, without a thread.
+    """
 
 
 told = _Told()

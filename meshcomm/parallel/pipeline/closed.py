@@ -15,12 +15,18 @@ from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 
 @contextmanager
-def closed(where: str, axis: Axis) -> Iterator[None]:
-    """Inside, a collective along ``axis``, or along axes that it is part of, is refused; ``where`` names the caller."""
+def closed(where: str, axis: Axis, before: dict[str, Any] | None = None) -> Iterator[None]:
+    """Inside, a collective along ``axis``, or along axes that it is part of, is refused; ``where`` names the caller.
+    ``before``: empty at first, and the same each time: what was made there is used again.
+    """
     rank = current_rank() if axis.mesh.in_process else None
     holder: Any = axis.mesh if rank is None else rank
     tables = holder.axes
-    holder.axes = _Tables(where, axis, holder, tables)
+    before = {} if before is None else before
+    made = before.get("tables")
+    if made is None or not made.is_of(where, axis, holder, tables):
+        before["tables"] = made = _Tables(where, axis, holder, tables)
+    holder.axes = made
     try:
         yield
     finally:
@@ -35,6 +41,11 @@ class _Tables(dict[Any, Axis]):
         self._where, self._axis, self._holder, self._open = where, axis, holder, tables
         for key, found in tables.items():
             self[key] = self._seen(found)
+
+    def is_of(self, *given: object) -> bool:
+        """Whether it would be made of these."""
+        mine = self._where, self._axis, self._holder, self._open
+        return all(a is b for a, b in zip(mine, given, strict=True))
 
     def __missing__(self, key: Any) -> Axis:
         mesh, name = (self._axis.mesh, key) if self._holder is self._axis.mesh else key

@@ -126,7 +126,7 @@ class Schedule(Shown):
         """How many ranks there are along the axis."""
         return len(self.table)
 
-    @property
+    @cached_property
     def stages(self) -> Stages:
         """Where the stages are."""
         return Stages(self.ranks, self.chunks, self.placement)
@@ -159,6 +159,12 @@ class Schedule(Shown):
                 most = max(most, alive)
             found.append(most)
         return tuple(found)
+
+    @cached_property
+    def order(self) -> tuple[dict[Action, int], ...]:
+        """For each rank the place of each action in its row; that of a D is also said of the B in its stead."""
+        rows = [{action: at for at, action in enumerate(row)} for row in self.table]
+        return tuple({**{a._replace(kind="B"): at for a, at in row.items() if a.kind == "D"}, **row} for row in rows)
 
     def simulate(self, costs: Costs | None = None, send: float = 0.0) -> Simulation:
         """When each action begins and ends, if "F", "B", "D", "W" take as long as ``costs`` says: a number for each

@@ -34,7 +34,7 @@ from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.group_link import GroupLink, Message, both, options_for
 from meshcomm.runtime.transports.post import Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.protocol import Empty
-from meshcomm.runtime.transports.underway import Walker, apart
+from meshcomm.runtime.transports.underway import Taken, Walker, apart
 
 T = TypeVar("T")
 
@@ -376,6 +376,8 @@ class ProcessLink(GroupLink):
 
         large = any(torch.Size(shape).numel() * dtype.itemsize > ROOM for _, shape, dtype, _, _ in wants)
         if parcels and (large or len(kept) > len(posts)):
+            if told.later and told.takes and self.shares_memory and not posts:  # it is read where it lies
+                return cast(list[Tensor], Taken(cast(Any, self._end(envelopes, (), keep=kept)), opened))
 
             def steps() -> list[Tensor]:
                 self._wait("exchange", envelopes)

@@ -148,6 +148,7 @@ class Pass:
         self.total: Tensor | None = None
         self.outputs: dict[int, Any] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
+        self.closing: dict[str, Any] = {}
         self.ran: list[Ran] = []
         self.peak = 0
 
@@ -195,19 +196,26 @@ class Pass:
             tag = self.wires.tag(OUTLINE, stage, action.microbatch)
             self.known[stage, action.microbatch] = self.wires.receive_outline(src, tag)
         self._ask(action)
-        return self.asked.pop(action).wait()
+        tensors = self.asked.pop(action).wait()
+        self.wires.proven(src, self._place(kind, stage, action.microbatch)[1])
+        return tensors
+
+    def _place(self, kind: int, stage: int, microbatch: int) -> tuple[int, int]:
+        """The rank of a stage, and where in its row it does what this kind of message is about."""
+        rank, chunk = self.schedule.place(stage)
+        return rank, self.schedule.order[rank][Action("F" if kind == FORWARD else "B", chunk, microbatch)]
 
     def _give(
         self, kind: int, stage: int, to: int, microbatch: int, tensors: Sequence[Tensor], outline: Outline | None
     ) -> None:
         """To stage ``to``."""
-        dst = self.schedule.place(to)[0]
+        dst, taken = self._place(kind, to, microbatch)
         if dst == self.rank:
             self.handed[kind, stage, microbatch] = outline, [x.detach() for x in tensors]
             return
         if outline is not None and not self.told:
-            self.wires.send_outline(outline, dst, self.wires.tag(OUTLINE, stage, microbatch))
-        self.wires.send(tensors, dst, self.wires.tag(kind, stage, microbatch))
+            self.wires.send_outline(outline, dst, self.wires.tag(OUTLINE, stage, microbatch), taken)
+        self.wires.send(tensors, dst, self.wires.tag(kind, stage, microbatch), taken)
 
     # --------------------------------------------------------------------------------------------------- actions
 
@@ -256,7 +264,8 @@ class Pass:
 
     def _through(self, module: nn.Module, x: Any, later: WeightsLater | None) -> Any:
         def fn(x: Any) -> Any:
-            with closed(WHERE, self.wires.axis), contextlib.nullcontext() if later is None else later.forward():
+            split = contextlib.nullcontext() if later is None else later.forward()
+            with closed(WHERE, self.wires.axis, self.closing), split:
                 return module(x)
 
         if self.stages.remat and self.trains:
@@ -269,7 +278,7 @@ class Pass:
         if not self.batch.targets:
             self.outputs[microbatch] = y
             return
-        with closed(WHERE, self.wires.axis):
+        with closed(WHERE, self.wires.axis, self.closing):
             loss = self.stages.loss(y, self.batch.targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -7,12 +7,18 @@
     always        the tensors, in order; their gradients back
 
 A message's tag says which stage it leaves, for which microbatch, and whether it is an outline, a forward or a gradient.
+
+What is sent is kept until it is certain that it was taken: who sends what it makes later in its row than it takes this
+has taken this. ::
+
+    this rank   sends to action 3 of rank 1 ───┐         gets what action 5 of rank 1 makes: lets go of what it sent
+    rank 1                                     3   4   5 ──┘
 """
 
 from __future__ import annotations
 
 import struct
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +32,7 @@ from meshcomm.collectives.messages import EXCHANGE
 from meshcomm.errors import CommError, shape_text, text
 from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view, pack, unpack
-from meshcomm.runtime.call import Post, Want
+from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.pending import then
 from meshcomm.work import Work
 
@@ -90,41 +96,44 @@ class Wires:
 
     def __init__(self, axis: Axis, stages: int, microbatches: int) -> None:
         self.axis, self._stages, self._microbatches = axis, stages, microbatches
-        self._sent: deque[Work[None]] = deque()
+        self._most = 2 * axis.size
+        """As many as a schedule that goes on steadily has on the way to one rank."""
+        self._sent: dict[int, deque[tuple[int, Work[None]]]] = defaultdict(deque)
+        """By rank: where in its row it takes each."""
 
     def tag(self, kind: int, stage: int, microbatch: int) -> int:
         """Of a message that leaves ``stage``."""
         return _FIRST_TAG + (stage * self._microbatches + microbatch) * _KINDS + kind
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> None:
-        """Begin to; they stay as they are until :meth:`finish`."""
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int, taken: int) -> None:
+        """Begin to; they stay as they are until :meth:`finish`. ``taken``: where in its row ``dst`` takes them."""
         posts: list[Post] = [(x.detach().resolve_conj().contiguous(), dst, tag) for x in tensors]
         if posts:
             kind = posts[0][0].dtype, tuple(posts[0][0].shape)
             work = made(
                 EXCHANGE, (), self.axis, kind, True, lambda link: then(link.exchange(posts, []), lambda _: None)
             )
-            self._sent.append(work)
+            self._sent[dst].append((taken, work))
 
     def receive(self, leaves: Sequence[Leaf], src: int, tag: int) -> Work[list[Tensor]]:
-        """Begin to."""
+        """Begin to. Nobody's actions wait for what they have sent: it may be taken in the wait."""
         device = self.axis.mesh.device
         wants: list[Want] = [(src, leaf.shape, leaf.dtype, tag, device) for leaf in leaves]
         if not wants:
             return Work([])
         kind = wants[0][2], wants[0][1]
         work: Work[list[Tensor]] = made(
-            EXCHANGE, (), self.axis, kind, True, lambda link: then(link.exchange([], wants), list)
+            EXCHANGE, (), self.axis, kind, True, lambda link: then(_asked(link, wants), list)
         )
         return work
 
-    def send_outline(self, outline: Outline, dst: int, tag: int) -> None:
+    def send_outline(self, outline: Outline, dst: int, tag: int, taken: int) -> None:
         """It is read by who has not seen one like it."""
         data = pack(_torch.tree_unflatten(list(outline.leaves), outline.form), "what the stage gives")
         row = bytearray(_HEAD.pack(len(data))) + data[: _ROW - _HEAD.size]
         row += bytes(_ROW - len(row))
         rest = data[_ROW - _HEAD.size :]
-        self.send([byte_view(row), *([byte_view(rest)] if rest else [])], dst, tag)
+        self.send([byte_view(row), *([byte_view(rest)] if rest else [])], dst, tag, taken)
 
     def receive_outline(self, src: int, tag: int) -> Outline:
         """Wait for one."""
@@ -138,15 +147,39 @@ class Wires:
         leaves, form = _torch.tree_flatten(unpack(data, self.axis.mesh.device))
         return Outline(tuple(leaves), form)
 
+    def proven(self, src: int, made: int) -> None:
+        """What came was made at place ``made`` of the row of ``src``: let go of what it has taken until then."""
+        sent = self._sent[src]
+        for _ in range(len(sent)):
+            taken, work = sent.popleft()
+            if taken <= made:
+                work.wait()  # it is over
+            else:
+                sent.append((taken, work))
+
     def forget_sent(self) -> None:
-        """Let go of what the others have taken, where looking costs nobody anything."""
-        while not self.axis.mesh.in_process and self._sent and self._sent[0].done():
-            self._sent.popleft().wait()
+        """Let go of what the others have taken and nothing has proven, where looking costs nobody anything; but if it
+        is little: each look is a thread's.
+        """
+        if self.axis.mesh.in_process:
+            return
+        for sent in self._sent.values():
+            while len(sent) > self._most and sent[0][1].done():
+                sent.popleft()[1].wait()
 
     def finish(self) -> None:
         """Until everything is sent."""
-        while self._sent:
-            self._sent.popleft().wait()
+        for sent in self._sent.values():
+            while sent:
+                sent.popleft()[1].wait()
+
+
+def _asked(link: Any, wants: Sequence[Want]) -> Any:
+    told.takes = True
+    try:
+        return link.exchange([], wants)
+    finally:
+        told.takes = False
 
 
 def refuse_change(stage: int, microbatch: int, was: Outline, now: Outline) -> None:
