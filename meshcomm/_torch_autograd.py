@@ -31,8 +31,10 @@ __all__ = [
     "forward_ad_shared",
     "forward_ad_state",
     "forward_mode_on",
+    "function_of",
     "generator_cells",
     "has_sequence_numbers",
+    "keeps_tensors",
     "leaves_of_graph",
     "next_sequence_number",
     "nodes_of_graph",
@@ -377,6 +379,22 @@ def nodes_of_graph(roots: Iterable[Any]) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [following for following, _ in node.next_functions]
+
+
+def function_of(node: Any) -> type[Function] | None:
+    """The Function that somebody wrote whose node of the graph this is; None for autograd's own."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+_keep_tensors: dict[type, bool] = {}
+
+
+def keeps_tensors(node: Any) -> bool:
+    """Whether nodes of this type of autograd's own save tensors, which are gone after backward."""
+    kind = type(node)
+    if kind not in _keep_tensors:
+        _keep_tensors[kind] = any(name.startswith("_raw_saved_") for name in dir(node))
+    return _keep_tensors[kind]
 
 
 _hooks_on_top: Any = find(

@@ -598,6 +598,31 @@ def test_name_nodes_of_graph() -> None:
     assert names == ["SumBackward0", "MulBackward0", "AccumulateGrad"]
 
 
+def test_name_function_of() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    x = torch.ones(2, requires_grad=True)
+    assert _torch.function_of(Twice.apply(x).grad_fn) is Twice
+    assert _torch.function_of((x * 2).grad_fn) is None
+
+
+def test_name_keeps_tensors() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert [_torch.keeps_tensors(y.grad_fn) for y in (x * x, x.exp(), x.view(2, 1), x + x)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_name_watch_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     looker = functools.partial(seen.append, "begun")

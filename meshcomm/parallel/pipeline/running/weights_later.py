@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshcomm._torch import functorch_active
+from meshcomm._torch import function_of, functorch_active, keeps_tensors
 from meshcomm.errors import fail
 
 WHERE = "pipelined"
@@ -114,10 +114,6 @@ def _edge(x: Tensor | None) -> GradientEdge | None:
     return get_gradient_edge(x) if x is not None and x.requires_grad else None
 
 
-_KEEPS: dict[type, bool] = {}
-"""For each type of autograd's own nodes whether it saves tensors."""
-
-
 def _separate(*weights: Tensor | None) -> bool:
     """Whether backward may go into what these are made of by itself: they are parameters, or these cut or gathered, and
     not made of what the stage is given.
@@ -133,13 +129,10 @@ def _separate(*weights: Tensor | None) -> bool:
 
 def _saves(node: Any) -> bool:
     """Whether it keeps tensors, which are gone after backward; those that gather or cut parameters here keep none."""
-    kind = type(node)
-    function = getattr(kind, "_forward_cls", None)
-    if function is not None:
-        return function is _Linear or not function.__module__.startswith("meshcomm.")
-    if kind not in _KEEPS:
-        _KEEPS[kind] = any(name.startswith("_raw_saved_") for name in dir(node))
-    return _KEEPS[kind]
+    function = function_of(node)
+    if function is None:
+        return keeps_tensors(node)
+    return function is _Linear or not function.__module__.startswith("meshcomm.")
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
