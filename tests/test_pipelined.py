@@ -300,3 +300,19 @@ def weights_come_later(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("kind", [OfItsInput, Derivative, Odd, Checkpointed])
 def test_weights_of_whatever_layers_come_later(kind: type[nn.Module]) -> None:
     mc.launch(weights_come_later, ranks=2, args=(kind,))
+
+
+def half_precision() -> None:
+    mesh = mc.make_mesh({"pp": 2})
+    values: Tensor = torch.linspace(0.9, 1.1, 64, dtype=torch.bfloat16)
+    step = parallel.pipelined(
+        nn.Identity(), "pp", loss=lambda y, _: y.mean(), microbatches=64, grads="mean", schedule="gpipe", mesh=mesh
+    )
+    with torch.no_grad():
+        loss = step(values[:, None], values)
+    assert loss.dtype == torch.bfloat16
+    assert loss == values.float().mean().bfloat16()
+
+
+def test_a_loss_in_half_precision_is_added_up_in_float32() -> None:
+    mc.launch(half_precision, ranks=2)

@@ -145,7 +145,8 @@ class Pass:
         self.handed: dict[tuple[int, int, int], tuple[Outline | None, Sequence[Tensor]]] = {}
         """What stages of this rank give to each other: by kind, stage that it leaves, and microbatch."""
         self.asked: dict[Action, Work[list[Tensor]]] = {}
-        self.total: Tensor | None = None
+        self._total: Tensor | None = None  # in no half precision: there may be many
+        self._ends_in = torch.float32
         self.outputs: dict[int, Any] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
         self.closing: dict[str, Any] = {}
@@ -262,6 +263,11 @@ class Pass:
             self.alive[chunk, microbatch] = Alive(arrival, edges, outline.wanted, later)
         self._give(FORWARD, stage, stage + 1, microbatch, tensors, outline)
 
+    @property
+    def total(self) -> Tensor | None:
+        """The loss of all microbatches, where the last stage is."""
+        return None if self._total is None else self._total.to(self._ends_in)
+
     def _through(self, module: nn.Module, x: Any, later: WeightsLater | None) -> Any:
         def fn(x: Any) -> Any:
             split = contextlib.nullcontext() if later is None else later.forward()
@@ -285,10 +291,10 @@ class Pass:
             fail(WHERE, "the loss is no real number.", got=got, fix="loss(output, target) -> a tensor of one element")
         share = self.batch.shares[microbatch]
         scaled = loss.reshape(()) if share == 1 else loss.reshape(()) * share
-        own = scaled.detach()
-        self.total = own if self.total is None else self.total + own
+        own = loss.detach().reshape(()).to(torch.promote_types(loss.dtype, torch.float32)) * share
+        self._total, self._ends_in = own if self._total is None else self._total + own, loss.dtype
         if self.trains:
-            leaves = [Leaf((), own.dtype, True)] if scaled.requires_grad else []
+            leaves = [Leaf((), loss.dtype, True)] if scaled.requires_grad else []
             edges = [get_gradient_edge(scaled)] if leaves else []
             self.alive[chunk, microbatch] = Alive(arrival, edges, leaves, later)
 
