@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 made: list[Callable[[], object]] = []
-"""Who is told where one of our errors is made: tracebacks.py."""
+"""Who is told where one of our errors is made: runtime/tracebacks.py."""
 
 
 class OurError(Exception):

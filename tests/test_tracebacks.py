@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meshcomm as mc
-from meshcomm import tracebacks
+from meshcomm.runtime import tracebacks
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = "(frames of meshcomm are left out; MESHCOMM_TRACEBACK=full shows them)"

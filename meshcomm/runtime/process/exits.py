@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from meshcomm import tracebacks
 from meshcomm.errors import CommError
+from meshcomm.runtime import tracebacks
 
 # A process that has used next to no time for so long has threads that wait, and none that lets go of tensors.
 _QUIET = 0.03

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from meshcomm import tracebacks
 from meshcomm.errors import MeshError, fail, text
+from meshcomm.runtime import tracebacks
 from meshcomm.runtime.process import home
 from meshcomm.runtime.start import by_value, rendezvous, world
 from meshcomm.runtime.start.launchers import LOOPBACK

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from meshcomm import _torch, tracebacks
+from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
+from meshcomm.runtime import tracebacks
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process import exits, forks

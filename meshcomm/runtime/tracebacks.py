@@ -15,7 +15,7 @@ from typing import Any
 
 from meshcomm.errors import OurError, made
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 _TOLD = "(frames of meshcomm are left out; MESHCOMM_TRACEBACK=full shows them)\n"
 _installed = False
