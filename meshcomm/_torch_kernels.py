@@ -13,7 +13,7 @@ fewer heads g, each of which serves h / g of q::
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,21 @@ from torch import Tensor
 
 from meshcomm._versions import find
 
-__all__ = ["AttentionKernel", "attention_kernel"]
+__all__ = ["Attention", "AttentionKernel", "attention_kernel"]
 
 _OPS = "torch.ops.aten._scaled_dot_product_"
 _SLOWER = "context_attention takes longer and more memory on {}"
+
+
+class Attention(NamedTuple):
+    """What is computed: of q ``[b, h, s, e]`` and keys and values, by a mask of bools, with which causal is False."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
 
 
 class AttentionKernel:
@@ -35,30 +46,17 @@ class AttentionKernel:
         self.ahead: Any = find(_OPS + forward, _SLOWER.format(where))
         self.back: Any = find(_OPS + backward, _SLOWER.format(where))
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    def takes(self, of: Attention) -> bool:
         """Whether it does on this machine; users of torch switch kernels off by ``torch.nn.attention.sdpa_kernel``."""
         raise NotImplementedError
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, of: Attention) -> tuple[Tensor, Tensor]:
         """``[b, h, s, f]``, and ``[b, h, s]`` the log of the sum of exponentials: float32, of float64 float64, -inf
-        where nothing is seen. ``mask``: bool, with which causal is False.
+        where nothing is seen.
         """
         raise NotImplementedError
 
-    def backward(
-        self,
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, of: Attention, g: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, of which these k and v may be some, if ``out`` and ``lse`` are those of all; lse
         is +inf where nothing was seen.
         """
@@ -66,29 +64,18 @@ class AttentionKernel:
 
 
 class _OnCPU(AttentionKernel):
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
-        return q.device.type == "cpu" and q.dtype in _FLOATS and q.shape[-1] == v.shape[-1]
+    def takes(self, of: Attention) -> bool:
+        return of.q.device.type == "cpu" and of.q.dtype in _FLOATS and of.q.shape[-1] == of.v.shape[-1]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, of: Attention) -> tuple[Tensor, Tensor]:
+        q, k, v, mask, causal, scale = of
         out, lse = self.ahead(q, k, v, 0.0, causal, attn_mask=_added(mask, q.dtype), scale=scale)
         if mask is not None:  # the kernel says 0
             lse = lse.masked_fill(mask.any(-1).logical_not(), -torch.inf)
         return out, lse
 
-    def backward(
-        self,
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, of: Attention, g: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, mask, causal, scale = of
         found: tuple[Tensor, Tensor, Tensor] = self.back(
             g, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q.dtype), scale=scale
         )
@@ -96,31 +83,21 @@ class _OnCPU(AttentionKernel):
 
 
 class _Flash(AttentionKernel):
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    def takes(self, of: Attention) -> bool:
+        q, k, v, _, causal, _ = of
         return (
-            _narrow_on_cuda(q, k, v, mask, causal)
+            _narrow_on_cuda(of)
             and q.shape[-1] <= _WIDEST
             and torch.backends.cuda.can_use_flash_attention(_asked(q, k, v, None, causal))
         )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, of: Attention) -> tuple[Tensor, Tensor]:
+        q, k, v, _, causal, scale = of
         out, lse, *_ = self.ahead(*_by_rows(q, k, v), 0.0, causal, False, scale=scale)
         return out, lse
 
-    def backward(
-        self,
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, of: Attention, g: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, causal, scale = of
         none = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)  # of no dropout
         lengths = None, None, q.shape[2], k.shape[2]
         given = *_by_rows(g, q, k, v, out), lse.contiguous()
@@ -129,29 +106,17 @@ class _Flash(AttentionKernel):
 
 
 class _CuDNN(AttentionKernel):
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
-        return _narrow_on_cuda(q, k, v, mask, causal) and torch.backends.cuda.can_use_cudnn_attention(
-            _asked(q, k, v, None, causal)
-        )
+    def takes(self, of: Attention) -> bool:
+        q, k, v, _, causal, _ = of
+        return _narrow_on_cuda(of) and torch.backends.cuda.can_use_cudnn_attention(_asked(q, k, v, None, causal))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, of: Attention) -> tuple[Tensor, Tensor]:
+        q, k, v, _, causal, scale = of
         out, lse, *_ = self.ahead(*_by_rows(q, k, v), None, True, 0.0, causal, False, scale=scale)
         return out, lse.view(q.shape[:3])
 
-    def backward(
-        self,
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, of: Attention, g: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, causal, scale = of
         none = q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)  # of no dropout
         lengths = None, None, q.shape[2], k.shape[2]
         given = *_by_rows(g, q, k, v, out), lse.contiguous().unsqueeze(-1)
@@ -160,7 +125,8 @@ class _CuDNN(AttentionKernel):
 
 
 class _Efficient(AttentionKernel):
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    def takes(self, of: Attention) -> bool:
+        q, k, v, mask, causal, _ = of
         if q.device.type != "cuda" or q.dtype not in _FLOATS[1:] or (q.shape[-1] | v.shape[-1]) % _ALIGNED:
             return False
         k, v = (_repeated(x, q) for x in (k, v))
@@ -169,9 +135,8 @@ class _Efficient(AttentionKernel):
             _asked(q, k, v, bias, causal)
         )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, of: Attention) -> tuple[Tensor, Tensor]:
+        q, k, v, mask, causal, scale = of
         given = _by_rows(q, _repeated(k, q), _repeated(v, q))
         out, lse, *_ = self.ahead(*given, _aligned(mask, q, k), True, 0.0, causal, scale=scale)
         lse = lse.narrow(-1, 0, q.shape[2])
@@ -180,18 +145,8 @@ class _Efficient(AttentionKernel):
             out, lse = out.masked_fill(none.unsqueeze(-1), 0), lse.masked_fill(none, -torch.inf)
         return out, lse
 
-    def backward(
-        self,
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, of: Attention, g: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, mask, causal, scale = of
         none = q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)  # of no dropout
         lse = F.pad(lse, (0, -lse.shape[-1] % _LOGS), value=torch.inf)
         given = *_by_rows(g, q, _repeated(k, q), _repeated(v, q)), _aligned(mask, q, k), *_by_rows(out), lse
@@ -212,19 +167,18 @@ _KERNELS = {
 }
 
 
-def attention_kernel(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-) -> AttentionKernel | None:
-    """What computes attention of these ``[b, h, s, e]``, the first that takes them; None: nothing but mathematics."""
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:  # of no keys some divide by zero, which ends the process
+def attention_kernel(of: Attention) -> AttentionKernel | None:
+    """What computes this, the first that takes it; None: nothing but mathematics."""
+    if any(0 in x.shape for x in of[:3]):  # of no keys some divide by zero, which ends the process
         return None
     for kernel in _KERNELS.values():
-        if kernel.ahead is not None and kernel.back is not None and kernel.takes(q, k, v, mask, causal):
+        if kernel.ahead is not None and kernel.back is not None and kernel.takes(of):
             return kernel
     return None
 
 
-def _narrow_on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
+def _narrow_on_cuda(of: Attention) -> bool:
+    q, k, v, mask, causal, _ = of
     return (
         q.device.type == "cuda"
         and q.dtype in _FLOATS[2:]

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from meshcomm import _torch_kernels
-from meshcomm._torch_kernels import _KERNELS, AttentionKernel
+from meshcomm._torch_kernels import _KERNELS, Attention, AttentionKernel
 
 B, H, S, T, E = 2, 4, 6, 10, 8
 ELSEWHERE = ("flash", "cudnn", "efficient")
@@ -134,13 +134,14 @@ def equals_mathematics(
 ) -> None:
     """Forward, and backward by the log of keys of which these are half."""
     bias = None if mask is None else torch.zeros(mask.shape, device=q.device).masked_fill_(~mask, -torch.inf)
-    out, lse = kernel.forward(q, k, v, mask, causal, SCALE)
+    of = Attention(q, k, v, mask, causal, SCALE)
+    out, lse = kernel.forward(of)
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32
     assert_close((out.double(), lse.double()), products(q, k, v, bias, causal), rtol=tolerance, atol=tolerance)
     twice = torch.logaddexp(lse, lse).masked_fill(lse == -torch.inf, torch.inf)
     g = torch.ones((), dtype=q.dtype, device=q.device).expand(out.shape)
-    found = kernel.backward(g, q, k, v, out, twice, mask, causal, SCALE)
+    found = kernel.backward(of, g, out, twice)
     expected = gradients(g, q, k, v, out, twice, bias, causal)
     assert_close(found, tuple(expected), rtol=tolerance, atol=8 * tolerance)
 
@@ -152,9 +153,10 @@ def test_torch_s_own_rules_take_it(name: str) -> None:
     with FakeTensorMode():
         q, k, v = (torch.empty(B, h, s, E, dtype=dtype, device="cuda") for h, s in ((H, S), (2, T), (2, T)))
         mask = torch.ones(S, T, dtype=torch.bool, device="cuda") if name == "efficient" else None
-        out, lse = kernel.forward(q, k, v, mask, False, SCALE)
+        of = Attention(q, k, v, mask, False, SCALE)
+        out, lse = kernel.forward(of)
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (B, H, S), torch.float32)
-        found = kernel.backward(out, q, k, v, out, lse, mask, False, SCALE)
+        found = kernel.backward(of, out, out, lse)
         assert [(g.shape, g.dtype, g.device.type) for g in found] == [(x.shape, dtype, "cuda") for x in (q, k, v)]
 
 
@@ -168,7 +170,7 @@ def test_who_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         with FakeTensorMode():
             q, k, v = (torch.empty(B, H, s, w, dtype=dtype, device="cuda") for s, w in ((S, e), (T, e), (T, f)))
             seen = torch.ones(S, T, dtype=torch.bool, device="cuda") if mask else None
-            found = _torch_kernels.attention_kernel(q, k, v, seen, causal)
+            found = _torch_kernels.attention_kernel(Attention(q, k, v, seen, causal, SCALE))
         return next((name for name, kernel in _KERNELS.items() if kernel is found), None)
 
     assert chosen(torch.bfloat16) == "flash"
@@ -191,6 +193,6 @@ def test_on_a_gpu(name: str, masked: bool, causal: bool) -> None:
     q, k, v = (x.to("cuda") for x in (q, k, v))
     mask = None if mask is None else mask.to("cuda")
     kernel = _KERNELS[name]
-    if not kernel.takes(q, k, v, mask, causal):
+    if not kernel.takes(Attention(q, k, v, mask, causal, SCALE)):
         pytest.skip(f"this GPU has no {name}")
     equals_mathematics(kernel, q, k, v, mask, causal, 2e-2)

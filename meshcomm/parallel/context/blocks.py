@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm._torch import attention_kernel
+from meshcomm._torch import Attention, attention_kernel
 from meshcomm.parallel.context.order import Piece, pieces, places
 
 Mask = Callable[[Tensor, Tensor], Tensor]
@@ -83,9 +83,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The result ``[b, h, s, e]``, and the log of the sum of exponentials ``[b, h, s]``, -inf where nothing is seen."""
-    causal = diagonal and mask is None
-    if (kernel := attention_kernel(q, k, v, mask, causal)) is not None:
-        return kernel.forward(q, k, v, mask, causal, scale)
+    of = Attention(q, k, v, mask, diagonal and mask is None, scale)
+    if (kernel := attention_kernel(of)) is not None:
+        return kernel.forward(of)
     return by_hand(q, k, v, _with_diagonal(mask, diagonal, q, k), scale)
 
 
@@ -115,9 +115,9 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v where ``out`` and ``lse`` are those of all keys, lse +inf where nothing was seen."""
-    causal = diagonal and mask is None
-    if g_lse is None and (kernel := attention_kernel(q, k, v, mask, causal)) is not None:
-        return kernel.backward(g, q, k, v, out, lse, mask, causal, scale)
+    of = Attention(q, k, v, mask, diagonal and mask is None, scale)
+    if g_lse is None and (kernel := attention_kernel(of)) is not None:
+        return kernel.backward(of, g, out, lse)
     z = _scores(q, k, _with_diagonal(mask, diagonal, q, k), scale)
     p = (z - lse.unsqueeze(-1)).exp()
     g, q, k, v, out = (x.to(p.dtype) for x in (g, q, k, v, out))
