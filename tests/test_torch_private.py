@@ -1234,27 +1234,36 @@ def attention() -> tuple[list[Tensor], Tensor]:
 
 def kernel() -> _torch.AttentionKernel:
     (q, k, v), seen = attention()
-    found = _torch.attention_kernel(q, k, v, seen)
+    found = _torch.attention_kernel(_torch.Attention(q, k, v, seen, False, 0.3))
     assert isinstance(found, _torch.AttentionKernel)
     return found
 
 
+def test_name_Attention() -> None:  # noqa: N802
+    (q, k, v), seen = attention()
+    assert tuple(_torch.Attention(q, k, v, seen, False, 0.3)) == (q, k, v, seen, False, 0.3)
+
+
 def test_name_attention_kernel() -> None:
     (q, k, v), _ = attention()
-    assert _torch.attention_kernel(q, k[:, :, :0], v[:, :, :0]) is None, "that would end the process"
-    assert _torch.attention_kernel(q, k, v[..., :3]) is None
-    assert _torch.attention_kernel(*(x.to("meta") for x in (q, k, v))) is None
+    for given, why in (
+        ((q, k[:, :, :0], v[:, :, :0]), "that would end the process"),
+        ((q, k, v[..., :3]), "values narrower than keys"),
+        ([x.to("meta") for x in (q, k, v)], "no kernel of a device without memory"),
+    ):
+        assert _torch.attention_kernel(_torch.Attention(*given, None, False, 0.3)) is None, why
 
 
 def test_name_AttentionKernel() -> None:  # noqa: N802
     (q, k, v), seen = attention()
-    out, lse = kernel().forward(q, k, v, seen, False, 0.3)
+    out, lse = kernel().forward(_torch.Attention(q, k, v, seen, False, 0.3))
     z = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~seen, -math.inf)
     p = torch.softmax(z, -1).masked_fill(~seen, 0)
     assert_close(out, p @ v.repeat_interleave(2, 1))
     assert_close(lse, z.logsumexp(-1))
-    causal = kernel().forward(q, k, v, None, True, 0.3)
-    assert_close(causal, kernel().forward(q, k, v, torch.ones_like(seen).tril(), False, 0.3))
+    causal = kernel().forward(_torch.Attention(q, k, v, None, True, 0.3))
+    triangle = torch.ones_like(seen).tril()
+    assert_close(causal, kernel().forward(_torch.Attention(q, k, v, triangle, False, 0.3)))
 
 
 def test_its_backward() -> None:
@@ -1263,9 +1272,10 @@ def test_its_backward() -> None:
     z = (leaves[0] @ leaves[1].repeat_interleave(2, 1).mT * 0.3).masked_fill(~seen, -1e30)
     y = torch.softmax(z, -1).masked_fill(~seen, 0) @ leaves[2].repeat_interleave(2, 1)
     g = torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view_as(y).cos()
-    out, lse = kernel().forward(q, k, v, seen, False, 0.3)
+    of = _torch.Attention(q, k, v, seen, False, 0.3)
+    out, lse = kernel().forward(of)
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    assert_close(kernel().backward(g, q, k, v, out, lse, seen, False, 0.3), torch.autograd.grad(y, leaves, g))
+    assert_close(kernel().backward(of, g, out, lse), torch.autograd.grad(y, leaves, g))
 
 
 def test_name_without_memory() -> None:
