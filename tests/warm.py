@@ -6,6 +6,7 @@ torch imports its compiler at the first step of an optimizer or the first ``vmap
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import warnings
 
@@ -17,3 +18,6 @@ with warnings.catch_warnings():
     torch.func.jvp(torch.sin, (torch.ones(()),), (torch.ones(()),))
 gc.collect()
 gc.freeze()
+
+# A rank that ends by a signal says where it was, in what pytest shows as this test's stderr.
+faulthandler.enable()
