@@ -11,7 +11,7 @@ with _LaterCollection():  # what is imported here may be what makes one fall due
     from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
     from meshcomm.collectives.place import argmax, argmin, axis_index, axis_size
     from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
-    from meshcomm.errors import CommError, MeshError, VaryingError
+    from meshcomm.errors import CommError, MeshError, VaryingError, VerifyError
     from meshcomm.launch import launch
     from meshcomm.make_mesh import make_mesh
     from meshcomm.mesh import Mesh, current_mesh, use_mesh
@@ -60,19 +60,23 @@ if typing.TYPE_CHECKING:
     )
     from meshcomm.training.reductions import all_reduce_params, weighted_mean
     from meshcomm.training.split_rows import split_rows
+    from meshcomm.verifying.report import Finding, Report
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CommError",
+    "Finding",
     "Mesh",
     "MeshBatchSampler",
     "MeshError",
     "Metrics",
     "Plan",
+    "Report",
     "Trace",
     "TraceEvent",
     "VaryingError",
+    "VerifyError",
     "Work",
     "all_gather",
     "all_gather_invariant",
@@ -187,6 +191,7 @@ _LATER = {
         ),
         "meshcomm.training.reductions": "all_reduce_params weighted_mean",
         "meshcomm.training.split_rows": "split_rows",
+        "meshcomm.verifying.report": "Finding Report",
     }.items()
     for name in names.split()
 }

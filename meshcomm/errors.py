@@ -42,6 +42,10 @@ class VaryingError(OurError, RuntimeError):
     """A value used as invariant along an axis on which it varies."""
 
 
+class VerifyError(OurError, AssertionError):
+    """A program that is not what it is on one device: the text is the report of :func:`meshcomm.verify`."""
+
+
 def text(where: str, what: str, *, got: str = "", fix: str = "") -> str:
     """``meshcomm.<where>: <what>`` with a line for what was given and a line for what to do."""
     lines = [f"meshcomm.{where}: {what}"]

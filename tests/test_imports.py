@@ -35,7 +35,9 @@ LAYERS = [
     ("meshcomm.layout",),
     ("meshcomm.spmd",),
     ("meshcomm.objects",),
-    ("meshcomm.training", "meshcomm.tools", "meshcomm.parallel"),
+    ("meshcomm.training", "meshcomm.parallel"),
+    ("meshcomm.verifying",),
+    ("meshcomm.tools",),
     ("meshcomm.__main__",),
 ]
 NARROW = {
@@ -189,7 +191,7 @@ def test_no_import_hides_in_a_function() -> None:
     assert not offenders(hidden_imports)
 
 
-ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel", "__main__")
+ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel", "verifying", "__main__")
 """What stands above the collectives is imported when it is first asked for."""
 
 # What imports when it is first asked for, and what: DTensor takes a second and more.
@@ -200,6 +202,7 @@ LATE = {
         "meshcomm.training.split_rows",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
         "meshcomm.layout.shapes", "meshcomm.layout.show", "meshcomm.parallel", "meshcomm.spmd.types.check_vma", "meshcomm.spmd.random.rng",
+        "meshcomm.verifying.report",
         "meshcomm.spmd.shard_map.function", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.parallel": {"meshcomm.elsewhere"} | {

@@ -1,0 +1,86 @@
+"""What a proof found, as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshcomm.errors import VerifyError, raise_alone
+
+__all__ = ["Finding", "Report"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, of a :class:`Report`.
+
+    ``print(finding)`` shows its text, which is made as all errors of the library: what is wrong and where on the mesh,
+    what came, and what to write instead.
+
+    Args:
+        kind: what was compared, in a word: ``"value"``, ``"vjp"``, ``"jvp"``, ``"second"``, ...
+        line: the line to blame, ``"train.py:33"``; empty where none is known.
+        text: what a person reads.
+    """
+
+    kind: str
+    line: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`verify` and :func:`verify_training` found.
+
+    ``print(report)`` shows all of it: the findings, what was run, the notes.
+
+    Args:
+        name: the function that made it, as its texts begin: ``"verify"``.
+        findings: what is wrong; none of a program that is right.
+        notes: what is no error, and yet good to know: what was skipped, and why.
+        ran: what was run, a line each.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> report = mc.Report(
+        ...     "verify", [mc.Finding("vjp", "train.py:33", "meshcomm.verify: the gradient of input 1 is off.")]
+        ... )
+        >>> report.ok, report.findings[0].line
+        (False, 'train.py:33')
+        >>> print(mc.Report("verify", ran=["{'dp': 2}: value, vjp in float64"]))
+        meshcomm.verify: nothing wrong was found.
+          ran: {'dp': 2}: value, vjp in float64
+    """
+
+    name: str
+    findings: Sequence[Finding] = ()
+    notes: Sequence[str] = ()
+    ran: Sequence[str] = field(default=(), repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found. Notes are no findings."""
+        return not self.findings
+
+    def check(self) -> Report:
+        """This report, if nothing was found.
+
+        Cost: none; each rank judges its own report.
+
+        Raises:
+            VerifyError: with the whole report as its text.
+        """
+        if not self.ok:
+            raise_alone(VerifyError(str(self)))
+        return self
+
+    def __str__(self) -> str:
+        head = [finding.text for finding in self.findings] or [f"meshcomm.{self.name}: nothing wrong was found."]
+        return "\n".join((*head, *_labelled("ran", self.ran), *_labelled("note", self.notes)))
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[str]:
+    return [f"  {label}: " + line.replace("\n", "\n  " + " " * (len(label) + 2)) for line in lines]
