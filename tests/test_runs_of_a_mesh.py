@@ -119,6 +119,18 @@ def test_the_axes_of_a_run_are_those_of_the_run_before(mesh, check_vma):
     assert axes_of(mesh) == first
 
 
+def test_the_compiler_that_looks_at_frames_does_not_have_an_axis(mesh):
+    """It goes on looking after a failure, and counts of references that cross a call are higher then."""
+
+    def fails_to_compile(x):
+        raise ValueError("on purpose")
+
+    with pytest.raises(Exception, match="on purpose"):
+        torch.compile(fails_to_compile, backend="eager", fullgraph=True)(X)
+    assert over(mesh, summed)(X) == 6
+    assert mesh.kept is not None
+
+
 def test_another_function_finds_axes_that_are_new_to_it(mesh):
     over(mesh, summed)(X)
     mine = over(mesh, lambda x: mc.all_gather(mc.shift(x, "b", 1), ("a", "b"), 0), out_specs="n")

@@ -57,7 +57,10 @@ def leave(mesh: Mesh, world: World) -> None:
 
 
 def _nobodys(axes: Axes, mesh: Mesh) -> list[Any] | None:
-    """The links to others, if all axes are of this mesh, at rest, and nobody else has one of them, or its link."""
+    """The links to others, if all axes are of this mesh, at rest, and nobody else has one of them, or its link.
+
+    Counted in this frame alone: while the compiler looks at frames, a function that is given a thing adds one.
+    """
     found = []
     names = list(map(id, axes.values()))
     for key in axes:
@@ -73,21 +76,17 @@ def _nobodys(axes: Axes, mesh: Mesh) -> list[Any] | None:
                 return None
             held += link.references_to(axis)
             found.append(link)
-            if _references(link) > _ALONE + 2:  # the axis's and the list's
+            if sys.getrefcount(link) > _ALONE + 2:  # the axis's and the list's
                 return None
-        if _references(axis) > _ALONE + held:
+        if sys.getrefcount(axis) > _ALONE + held:
             return None
     return found
 
 
-def _references(thing: object) -> int:
-    return sys.getrefcount(thing)
-
-
 def _alone() -> int:
-    """What :func:`_references` says of a thing that nobody has but who asks."""
+    """What Python says of a thing that nobody has but who asks."""
     thing = object()
-    return _references(thing)
+    return sys.getrefcount(thing)
 
 
 _ALONE = _alone()
