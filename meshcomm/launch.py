@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 from meshcomm.errors import fail
 from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.start.request import duration, switch
-from meshcomm.runtime.transports.threads.scheduler import World, current_rank
+from meshcomm.runtime.transports.threads.orders import world_of
+from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ def launch(
         )
         return results
     devices.choose_backend(backend, "launch")
-    return World(ranks, limit).run(lambda: _to_its_end(fn, args, kwargs or {}))
+    return world_of(ranks, limit).run(lambda: _to_its_end(fn, args, kwargs or {}))
 
 
 def _to_its_end(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

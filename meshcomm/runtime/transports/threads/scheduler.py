@@ -291,6 +291,9 @@ class World:
             rank.waits_for = rank.patience = rank.gives_up = None
             self._ready.append(rank)
 
+    def asked(self) -> None:
+        """The rank that runs asks whether something is done; who shows that a run depends on no order listens."""
+
     def look_away(self, rank: Rank) -> None:
         """Let the others run once while ``rank`` polls; raises CommError when it has done so often in vain."""
         self.check()

@@ -106,6 +106,7 @@ class InProcessLink(Defaults):
     def look(self, what: Meeting | Batch, name: str) -> bool:
         """Whether it is over; if not, the others run first."""
         self.check_rank(name)
+        self._rank.world.asked()
         if not what.over:
             self._rank.world.look_away(self._rank)
         return what.over
