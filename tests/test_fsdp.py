@@ -25,7 +25,7 @@ from meshcomm import _torch
 from meshcomm.parallel import fsdp
 from meshcomm.parallel.clip import clip_grad_norm
 from meshcomm.parallel.data.micro_batches import no_sync
-from meshcomm.parallel.fsdp.flat_buffers import Layout
+from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout
 from meshcomm.parallel.fsdp.module import fully_shard
 from meshcomm.parallel.fsdp.state import counts, pieces
 from meshcomm.parallel.full_state import full_state_dict, load_full_state_dict

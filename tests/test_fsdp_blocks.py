@@ -367,31 +367,3 @@ def on_processes() -> list[bool]:
 
 def test_processes(pool4: Any) -> None:
     assert pool4.run(on_processes) == [[True] * 6] * 4
-
-
-def lists() -> None:
-    """Modules of one call, and the module around them; what they share is left to that."""
-    mesh = mc.make_mesh({"fsdp": 2})
-    net, alone = model(), model()
-    options: Options = {"axis": "fsdp", "grads": "mean", "mesh": mesh}
-    parts = [net.norm, net.head]
-    assert fully_shard(parts, **options) is parts
-    fully_shard(tuple(net.layers), **options)
-    fully_shard(net, **options)
-    train(net, mesh.rank)
-    train(alone, 0, of=2)
-    for name, whole in full_state_dict(net).items():
-        assert_close(whole, alone.state_dict()[name], rtol=0, atol=1e-10)
-    tied = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    tied[1].weight = tied[0].weight
-    for odd, text in (
-        (tied, "0 and 1 of the list share a parameter"),
-        ([], "no modules"),
-        ([net.norm, 1], "not a torch.nn"),
-    ):
-        with pytest.raises(mc.MeshError, match=text):
-            fully_shard(odd, **options)  # type: ignore[type-var]
-
-
-def test_lists_of_modules() -> None:
-    mc.launch(lists, 2)

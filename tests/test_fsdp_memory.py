@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.parallel.data.micro_batches import no_sync
-from meshcomm.parallel.fsdp.memory import Memory
+from meshcomm.parallel.fsdp.buffers.memory import Memory
 from meshcomm.parallel.fsdp.module import fully_shard
 from meshcomm.parallel.fsdp.units import owner_of
 

@@ -7,7 +7,7 @@ no adaptor, and an adaptor of no other one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -85,14 +85,14 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
     watch_total_norms(_refuse_norm)
 
 
-def know_as(module: nn.Module, name: str, maker: str, along: Collection[AxisName]) -> None:
-    """What ``maker`` has made of the parameters of a part along any of these axes is made by a call for a module around
-    it, in which the part is ``name``.
+def know_as(modules: Iterable[nn.Module], name: Callable[[str], str], maker: str, along: Collection[AxisName]) -> None:
+    """What ``maker`` has made of the parameters of parts along any of these axes is made by a call for a module around
+    them, in which each has the ``name`` of the one that it had.
     """
-    for owner in module.modules():
+    for owner in {each: None for module in modules for each in module.modules()}:
         for key, made in cuts_of(owner).items():
             vars(owner)[_CUTS][key] = tuple(
-                part._replace(name=f"{name}.{part.name}") if part.maker == maker and part.axis in along else part
+                part._replace(name=name(part.name)) if part.maker == maker and part.axis in along else part
                 for part in made
             )
 

@@ -76,12 +76,19 @@ def checked_mean(where: str, grads: str, mesh: Mesh, over: AxisName | None) -> N
 
 
 def mean_of(
-    module: nn.Module, grads: str, mesh: Mesh, reduced: tuple[AxisName, ...], over: AxisName | None
+    module: nn.Module,
+    grads: str,
+    mesh: Mesh,
+    reduced: tuple[AxisName, ...],
+    over: AxisName | None,
+    mine: Mean | None = None,
 ) -> Mean | None:
-    """What is known of the mean of a module's loss; it is told of modules around it and inside. None for sums."""
+    """What is known of the mean of a module's loss; it is told of modules around it and inside. None for sums.
+    ``mine``: what is known already, of a list of modules.
+    """
     if grads != "mean":
         return None
-    mine = Mean(mesh, tuple(name for axis in reduced for name in axes_in(axis)), over)
+    mine = mine or Mean(mesh, tuple(name for axis in reduced for name in axes_in(axis)), over)
     vars(module)[_NAME] = mine
     for part in module.modules():
         inner = vars(part).get(_NAME)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import fail
 from meshcomm.parallel.data.replica import Replica, replica_of
-from meshcomm.parallel.fsdp.memory import Held
+from meshcomm.parallel.fsdp.buffers.memory import Held
 from meshcomm.parallel.fsdp.units import Sharded, sharded_of
 from meshcomm.runtime.ops import Op
 
@@ -193,7 +193,8 @@ def _is_quiet(adaptor: Sharded | Replica) -> bool:
 
 
 def _found_in(module: nn.Module) -> list[Sharded | Replica]:
-    return [known for part in module.modules() for known in (sharded_of(part), replica_of(part)) if known is not None]
+    every = [known for part in module.modules() for known in (sharded_of(part), replica_of(part)) if known is not None]
+    return list(dict.fromkeys(every))  # modules of a list have one
 
 
 def _adaptors(where: str, module: nn.Module) -> list[Sharded | Replica]:

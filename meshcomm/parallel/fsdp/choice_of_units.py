@@ -16,7 +16,7 @@ from meshcomm.mesh import Axis, AxisName
 from meshcomm.parallel.cut_parameters import all_known, known_around
 from meshcomm.parallel.fewer_axes import all_matched
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
-from meshcomm.parallel.fsdp.units import is_sharded, owner_of, sharded_of
+from meshcomm.parallel.fsdp.units import Sharded, is_sharded, owner_of, sharded_of
 
 Choice = str | type[nn.Module] | nn.Module
 
@@ -109,6 +109,26 @@ def parts_sharded_before(module: nn.Module, axis: Axis) -> tuple[set[nn.Module],
     return apart, before
 
 
+def refuse_sharded(where: str, part: nn.Module) -> None:
+    """MeshError for a module of a list that is sharded already."""
+    if is_sharded(part):
+        fail(where, f"a {type(part).__name__} of the list is sharded already.", fix="each module in one call")
+
+
+def parts_by_owner(before: Mapping[str, nn.Module]) -> Iterator[tuple[Sharded, list[str]]]:
+    """Who stands behind parts that were sharded before, each once, and the names of its modules."""
+    named = {part: name for name, part in before.items()}
+    owners = {id(owner): owner for owner in [owner_of("fully_shard", part) for part in named]}
+    for owner in owners.values():
+        own = owner.units[0].modules
+        missing = [type(part).__name__ for part in own if part not in named]
+        if missing:
+            one = next(named[part] for part in own if part in named)
+            what = f"{one!r} was sharded in one list with a {missing[0]} that is no part of the module."
+            fail("fully_shard", what, fix="lists of modules that are parts of the same one")
+        yield owner, [named[part] for part in own]
+
+
 def refuse_other_ways(before: Mapping[str, nn.Module], policy: Policy, mean_over: AxisName | None) -> None:
     """MeshError if parts that become units of a module come to their gradients in another way."""
     for name, part in before.items():
@@ -197,11 +217,12 @@ def parameters_of_units(
     return plan, doors
 
 
-def called_outside(module: nn.Module, units: set[nn.Module], apart: set[nn.Module]) -> Iterator[nn.Module]:
+def called_outside(roots: Collection[nn.Module], units: set[nn.Module], apart: set[nn.Module]) -> Iterator[nn.Module]:
     """Parts outside of the units that may be called by themselves, such as an encoder: those around units, and what
     stands beside them.
     """
-    holders = {part for name, part in module.named_modules() if not units.isdisjoint({*part.modules()} - {part})}
-    for part in {child for holder in holders - units | {module} for child in holder.children()}:
+    inside = {part for root in roots for part in root.modules()}
+    holders = {part for part in inside if not units.isdisjoint({*part.modules()} - {part})}
+    for part in {child for holder in holders - units | {*roots} for child in holder.children()}:
         if part not in units and part not in apart and _is_called(part) and next(part.parameters(), None) is not None:
             yield part

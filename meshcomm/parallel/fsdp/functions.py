@@ -20,7 +20,7 @@ from meshcomm.collectives.reduce import pvary
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.fsdp import gathered_again, in_graphs
-from meshcomm.parallel.fsdp.flat_buffers import Layout
+from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout
 from meshcomm.runtime.ops import Op
 from meshcomm.work import Work
 

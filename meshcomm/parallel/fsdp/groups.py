@@ -19,9 +19,9 @@ from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.errors import fail, names
 from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
-from meshcomm.parallel.fsdp.flat_buffers import Layout
-from meshcomm.parallel.fsdp.memory import Memory
-from meshcomm.parallel.fsdp.offload import Copies, pinned
+from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout
+from meshcomm.parallel.fsdp.buffers.memory import Memory
+from meshcomm.parallel.fsdp.buffers.offload import Copies, pinned
 from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
 from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
 from meshcomm.parallel.stand_ins import become

@@ -17,7 +17,7 @@ from meshcomm._torch import computed_again, in_graph, let_into_graph
 from meshcomm.collectives.rule import refuse_in_process
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
-from meshcomm.parallel.fsdp.flat_buffers import Layout, layout_with_key
+from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout, layout_with_key
 
 
 def whole(

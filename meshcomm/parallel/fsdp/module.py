@@ -35,18 +35,21 @@ from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import Grads
 from meshcomm.parallel.fewer_axes import all_matched, axis_over, checked_axes, checked_patterns, fewer_axes
 from meshcomm.parallel.fsdp import from_meta
+from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout
 from meshcomm.parallel.fsdp.choice_of_units import (
     Choice,
     called_outside,
     parameters_of_units,
+    parts_by_owner,
     parts_sharded_before,
     refuse_other_ways,
+    refuse_sharded,
     units_chosen,
 )
-from meshcomm.parallel.fsdp.flat_buffers import Layout
 from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.parallel.fsdp.slots import Policy, Slot
-from meshcomm.parallel.fsdp.units import Sharded, Unit, owner_of, register
+from meshcomm.parallel.fsdp.together import Together, checked_list, modules_of, name_around
+from meshcomm.parallel.fsdp.units import Sharded, Unit, register
 from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.optimizers.gradient_dtypes import refuse_narrower, watch_wide_gradients
 from meshcomm.parallel.optimizers.over_parts import watch_steps
@@ -106,10 +109,12 @@ def fully_shard(
     it, takes ``state_dict=full_state_dict(module)`` and refuses slices.
 
     Args:
-        module: changed in place; or a list of modules, each of which is sharded by itself, as parts of the one around
-            them that comes last (``fully_shard([model.norm, model.head], ...)``). Its parameters may be on the meta
-            device: then one unit after another is made real, initialised and cut, so that no rank ever holds more than
-            its shards and one unit.
+        module: changed in place; or a list of modules that are one unit, as parts of the one around them that comes
+            last (``fully_shard([model.norm, model.head], ...)``): the first that runs gathers for all of them, and what
+            it gathered stays until the last has run. They may share parameters; in patterns names begin with the
+            module's place in the list. In one graph of ``torch.compile`` each of them gathers. Parameters may be on the
+            meta device: then one unit after another is made real, initialised and cut, so that no rank ever holds more
+            than its shards and one unit.
         axis: a name, or a tuple of names: the ranks that keep a slice each.
         grads: "sum": gradients are summed, for a loss that you reduce over the ranks (the library's rule). "mean": they
             are averaged over the ranks, for a local loss, as FSDP2 has it. Means over unequal numbers of
@@ -193,13 +198,17 @@ def fully_shard(
     """
     where = WHERE
     if isinstance(module, (list, tuple)):
-        for part in _checked_list(module):
-            fully_shard(
-                part, axis, grads=grads, units=units, replica_axis=replica_axis,
-                param_dtype=param_dtype, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype,
-                regather=regather, prefetch=prefetch, whole=whole, offload=offload, ignore=ignore, init=init, sync=sync,
-                methods=methods, mean_over=mean_over, axes=axes, mesh=mesh,
-            )  # fmt: skip
+        parts = checked_list(where, module)
+        for part in parts:
+            claim(part, where)
+            refuse_copies(where, part, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
+            refuse_sharded(where, part)
+        fully_shard(
+            Together(parts) if len(parts) > 1 else parts[0], axis, grads=grads, units=units, replica_axis=replica_axis,
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype,
+            regather=regather, prefetch=prefetch, whole=whole, offload=offload, ignore=ignore, init=init, sync=sync,
+            methods=methods, mean_over=mean_over, axes=axes, mesh=mesh,
+        )  # fmt: skip
         return module
     checked_module(where, module)
     ax = check.axis_of(where, axis, mesh)
@@ -238,6 +247,7 @@ def fully_shard(
     told = checked_axes(where, axes, ax.mesh, policy.names)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
     refuse_other_ways(before, policy, mean_over)
+    together = [*parts_by_owner(before)]
     policies = _Policies(module, policy, told, {id(p) for part in apart | taken for p in part.parameters()})
     plan, doors = parameters_of_units(module, chosen, ignore, apart | taken)
     slots_of_all = [slot for slots in plan.values() for slot in slots]
@@ -261,16 +271,18 @@ def fully_shard(
     for name, part in chosen.items():
         unit = Unit(owner, name, part, made[name], regather, policy)
         owner.units.append(unit)
-        _attach(unit, part, methods)
+        for each in unit.modules:
+            _attach(unit, each, methods)
     made_of = {id(slot.param): _part(group, at, slot) for group, at, slot in owner.slots()}
     know(module, ax.mesh, made_of)
-    for name, part in before.items():
-        inner = owner_of(where, part)
-        owner.take_in(inner, name)
-        know_as(part, name, where, {group.policy.axis.name for group, _, _ in inner.slots()})
+    for inner, names in together:
+        own, along = inner.units[0].module, {group.policy.axis.name for group, _, _ in inner.slots()}
+        owner.take_in(inner, names)
+        know_as(modules_of(own), name_around(own, names), where, along)
     place = {part: at for at, part in enumerate(module.modules())}
-    owner.units.sort(key=lambda unit: place[unit.module])
-    for part in called_outside(module, {unit.module for unit in owner.units}, apart | taken):
+    owner.units.sort(key=lambda unit: min(place[part] for part in (unit.module, *unit.modules) if part in place))
+    runs = {part for unit in owner.units for part in unit.modules}
+    for part in called_outside(modules_of(module), runs, apart | taken):
         owner.entrances.append(part.register_forward_pre_hook(owner.enter_part, prepend=True))
         owner.entrances.append(part.register_forward_hook(owner.leave_part, always_call=True))
     for part in module.modules():
@@ -281,24 +293,10 @@ def fully_shard(
     watch_steps()
     if accumulate_dtype is not None:
         watch_wide_gradients()
-    wait_for_values(module, where)
-    owner.mean = mean_of(module, grads, ax.mesh, policy.names, mean_over)
+    for part in modules_of(module):
+        wait_for_values(part, where)
+        owner.mean = mean_of(part, grads, ax.mesh, policy.names, mean_over, owner.mean)
     return module
-
-
-def _checked_list(parts: Sequence[object]) -> Sequence[nn.Module]:
-    """Modules that have nothing in common."""
-    whose: dict[int, int] = {}
-    for at, part in enumerate(parts):
-        checked_module("fully_shard", part)
-        assert isinstance(part, nn.Module)
-        for each in (part, *part.parameters()):
-            if whose.setdefault(id(each), at) != at:
-                what = f"parts {whose[id(each)]} and {at} of the list share a parameter, or are one."
-                fail("fully_shard", what, fix="leave them to the module around them, which gathers its own at once")
-    if not parts:
-        fail("fully_shard", "a list of no modules.", fix="the parts that are to be sharded")
-    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _checked_kinds(dtypes: Mapping[str, object], flags: Mapping[str, object], lists: Mapping[str, object]) -> None:

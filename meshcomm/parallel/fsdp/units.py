@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -20,10 +19,11 @@ from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.gathered_again import Again
-from meshcomm.parallel.fsdp.groups import Flow, Group, begin_to_hear_all
-from meshcomm.parallel.fsdp.memory import Held
+from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_of
+from meshcomm.parallel.fsdp.passes import Passes
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
+from meshcomm.parallel.fsdp.together import Between, modules_of, name_around
 from meshcomm.parallel.stand_ins import show_attributes
 from meshcomm.runtime.pending import Pending, settled
 
@@ -31,13 +31,15 @@ _FORWARD, _BACKWARD = 0, 1
 
 
 class Unit:
-    """A module whose parameters are gathered together, before its forward, and let go of after it."""
+    """A module, or several, whose parameters are gathered together, before forward, and let go of after it."""
 
     def __init__(
         self, owner: Sharded, name: str, module: nn.Module, groups: list[Group], regather: bool, policy: Policy
     ) -> None:
         """``regather``: if it is not the outermost one, which keeps what it has until backward has used it."""
         self.owner, self.name, self.module, self.groups, self.policy = owner, name, module, groups, policy
+        self.modules = modules_of(module)
+        self._between = Between(self.modules) if len(self.modules) > 1 else None
         self.regathers_inside = regather
         self.regather = regather and name != ""
         self.depth = 0
@@ -46,7 +48,7 @@ class Unit:
         self.pending: list[Any] | None = None
         self.use: Use | None = None
         """Of the forward pass that is under way."""
-        self._views: list[list[Tensor]] = []
+        self.views: list[list[Tensor]] = []
         """What stands in the place of the parameters while it is open."""
         self._made_at: list[tuple[Group, Tensor, int]] = []
         """Of each group one of them, and its version: a change of any changes it."""
@@ -138,6 +140,12 @@ class Unit:
     def forget_pass(self) -> None:
         """Begin anew, as a unit of another module."""
         self.depth, self.next, self.use, self._entrance, self._again = 0, [None, None], None, None, None
+        self.forget_between()
+
+    def forget_between(self) -> None:
+        """What is kept for others of its modules."""
+        if self._between is not None:
+            self._between.forget()
 
     def drop(self) -> None:
         """Forget what was started ahead and nobody wanted."""
@@ -176,15 +184,15 @@ class Unit:
         if not (self.on_demand and self._is_stood_in()):
             self._open(_BACKWARD if _torch.backward_pass() != -1 else _FORWARD)
 
-    def after(self, *_: Any) -> None:
+    def after(self, part: nn.Module | None = None, *_: Any) -> None:
         """Forward has ended, in one way or another: a hook."""
         if torch.compiler.is_compiling() and _torch.in_one_graph():
             in_graphs.shut_unit(self)
         else:
-            self._end_forward()
+            self._end_forward(part)
 
     @_torch.out_of_graphs
-    def _end_forward(self) -> None:
+    def _end_forward(self, part: nn.Module | None) -> None:
         self.depth -= 1
         if self.depth == 0:
             if self.is_open and not self.on_demand and _torch.backward_pass() != -1:  # a checkpoint may go on at once
@@ -194,6 +202,8 @@ class Unit:
             else:
                 try:
                     if not self.on_demand:
+                        if self._between is not None:
+                            self._between.ended(self, part, self._held())
                         self.shut()
                 finally:
                     self.owner.leave()
@@ -220,6 +230,9 @@ class Unit:
             self._open_as_function()
             return
         self._version = self.version()
+        between = None if phase == _BACKWARD or on_demand else self._between
+        if between is not None and self._open_kept(between.taken(self)):
+            return
         with _torch.outside_dispatch_modes():
             held = self._held() if phase == _BACKWARD else None
             buffers = self.take(phase) if held is None else list(held.fetched())
@@ -231,6 +244,25 @@ class Unit:
                     views = self._connect(phase, buffers)
             else:
                 views = views_of(self.groups, buffers)
+        self._show_written(views)
+        if between is not None:
+            between.opened(self, buffers)
+
+    def _open_kept(self, kept: Any) -> bool:
+        """What another one of its modules has gathered is shown again, if there is something."""
+        if kept is None:
+            return False
+        self.use = kept.use
+        if kept.use is not None:
+            kept.use.token = kept.token
+        if kept.again is not None:
+            self._again = weakref.ref(kept.again)
+            gathered_again.open_places(kept.again, kept.buffers)
+        self._show_written(kept.views)
+        return True
+
+    def _show_written(self, views: list[list[Tensor]]) -> None:
+        """And see whether they are written to."""
         self._show(views)
         if not torch.is_inference_mode_enabled():
             firsts = [mine[0] for mine in views]
@@ -238,7 +270,7 @@ class Unit:
 
     def _is_stood_in(self) -> bool:
         """Whether ``functional_call`` has put others in the place of the parameters that were gathered for it."""
-        return any(shown.get(name) is not self._views[number][at] for shown, name, number, at in self._sites)
+        return any(shown.get(name) is not self.views[number][at] for shown, name, number, at in self._sites)
 
     def _connect(self, phase: int, buffers: list[Tensor]) -> list[list[Tensor]]:
         """The views, whose gradients come back to the shards and of which autograd saves the places."""
@@ -280,7 +312,7 @@ class Unit:
             shown[name] = views[number][at]
         for number, at, param in self._tagged:
             show_attributes(param, views[number][at])
-        self._views, self.is_open = views, True
+        self.views, self.is_open = views, True
 
     def shut(self, *, interrupted: bool = False) -> None:
         """The module has its shards again; of what was written to it in a forward that was ``interrupted`` nothing
@@ -291,7 +323,7 @@ class Unit:
             if self._made_at and self is self.owner.units[0] and self.version() != self._version:
                 written += self.groups
             self.is_open = self.on_demand = False
-            self._views, self._made_at = [], []
+            self.views, self._made_at = [], []
             if self.use is not None:
                 self.use.token = None  # a graph that holds itself would never go
             self.use = None
@@ -305,21 +337,13 @@ class Unit:
 
 
 @dataclass(eq=False)
-class Sharded(Flow):
+class Sharded(Passes):
     """A sharded module as a whole."""
 
-    units: list[Unit] = field(default_factory=list)
-    opened: list[Unit] = field(default_factory=list)
-    """Units that were opened on demand."""
     entrances: list[RemovableHandle] = field(default_factory=list)
     """Hooks of parts outside of the units."""
     outer: Sharded | None = None
     """Of the module around it, which has taken its units in."""
-    held: Held | None = None
-    """What is gathered once, while it is: :func:`meshcomm.parallel.gathered`."""
-    _depth: int = 0
-    _hooks: Any = None
-    _last: list[Unit | None] = field(default_factory=lambda: [None, None])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         """That of the copy of the module, of which it is an attribute."""
@@ -334,13 +358,6 @@ class Sharded(Flow):
                 for at, slot in enumerate(group.slots):
                     yield group, at, slot
 
-    def note(self, unit: Unit, phase: int) -> None:
-        """Remember which unit comes after which."""
-        last = self._last[phase]
-        if last is not None:
-            last.next[phase] = unit
-        self._last[phase] = unit
-
     def copy_units(self, memo: dict[int, Any]) -> None:
         """While the module is copied: all units, which know each other."""
         copied = Sharded(self.policy, self.nothing, mean=self.mean)
@@ -353,28 +370,26 @@ class Sharded(Flow):
             Unit.__init__(new, copied, old.name, part, groups, old.regathers_inside, old.policy)
         register(memo[id(self.units[0].module)], copied)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a unit's forward is under way."""
-        return self._depth > 0
-
-    def take_in(self, inner: Sharded, name: str) -> None:
-        """The units of a part that was sharded by itself before, which is one of this module's: ``name``."""
+    def take_in(self, inner: Sharded, names: Sequence[str]) -> None:
+        """The units of a part that was sharded by itself before, or of some, which are this module's: ``names``."""
+        first = inner.units[0]
+        name = name_around(first.module, names)
         for unit in inner.units:
             unit.drop()
             unit.shut(interrupted=True)
-            unit.owner, unit.name = self, f"{name}.{unit.name}" if unit.name else name
+            unit.owner, unit.name = self, name(unit.name)
             unit.regather = unit.regathers_inside
             unit.forget_pass()
             for group in unit.groups:
                 group.owner = self
                 group.unit = f"unit {unit.name!r} of {type(self.units[0].module).__name__}"
                 for slot in group.slots:
-                    slot.name = f"{name}.{slot.name}"
+                    slot.name = name(slot.name)
         self.units += inner.units
         for hook in inner.entrances:
             hook.remove()
-        vars(inner.units[0].module).pop(_HERE)
+        for part in {first.module, *first.modules}:
+            vars(part).pop(_HERE)
         inner.outer = self
 
     @property
@@ -392,89 +407,14 @@ class Sharded(Flow):
         if not torch.compiler.is_compiling():
             self.now.leave()
 
-    def enter(self, unit: Unit | None) -> None:
-        """The forward of a unit, or of what is none, begins."""
-        if unit is self.units[0]:  # nothing can be left of an earlier call
-            self._depth = 0
-        self._depth += 1
-        if self._depth == 1:
-            if _torch.backward_pass() == -1:
-                self._begin_pass(unit)
-            gathered_again.leave(self._hooks)
-            plain = torch.is_grad_enabled() and not (_torch.functorch_active() or _torch.dual_level_open())
-            regathers = plain and any(part.regather for part in self.units)  # else nothing is saved by place
-            self._hooks = gathered_again.enter() if regathers else None
-
-    def leave(self) -> None:
-        """It has ended."""
-        self._depth -= 1
-        if self._depth == 0:
-            gathered_again.leave(self._hooks)
-            self._hooks = None
-            if _torch.backward_pass() == -1:
-                self._shut_opened()
-                self.copies.landed()
-                self.memory.clear()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """As :func:`meshcomm.parallel.no_sync`.
-
-        The unreduced gradients, all parameters' on each rank, stay in memory until the next backward outside; without
-        it those of micro-batches add up in the shards, 1/n of that, at a reduction each.
-        """
-        before, self.quiet = self.quiet, True
-        try:
-            yield
-        finally:
-            self.quiet = before
-
-    def reduce_collected(self) -> None:
-        """Reduce what was collected under no_sync, of each group of which any rank has something."""
-        groups = [group for unit in self.units for group in unit.groups if group.needy()]
-        found = begin_to_hear_all([(group.kept_marks(), group.policy) for group in groups])()
-        for group, marks in zip(groups, found, strict=True):
-            group.reduce_kept(marks)
-
-    def _begin_pass(self, first: Unit | None) -> None:
-        self.collects = self.quiet
-        for phase, last in enumerate(self._last):
-            if last is not None:
-                last.next[phase] = None
-            self._last[phase] = None
-        for unit in self.units:
-            if unit.pending is not None:
-                unit.drop()
-            unit.shut(interrupted=True)  # what an interrupted call may have left open
-            unit.depth = int(unit is first)
-            unit.forget()
-        self.flight.clear()
-        self.opened.clear()
-
-    def _shut_opened(self) -> None:
-        for unit in self.opened:
-            if unit.on_demand:
-                unit.shut()
-        self.opened.clear()
-
-    def done_with(self, groups: list[Group]) -> None:
-        """What was opened on demand is not needed any more."""
-        for unit in self.opened:
-            if groups is unit.groups and unit.on_demand:
-                unit.shut()
-
-    def land(self) -> None:
-        """And shut what was opened on demand."""
-        super().land()
-        self._shut_opened()
-
 
 _HERE = "_meshcomm_fully_sharded"
 
 
 def register(module: nn.Module, owner: Sharded) -> None:
     """Remember with a module, and nowhere else, that it is sharded: they go together."""
-    vars(module)[_HERE] = owner
+    for part in {module, *owner.units[0].modules}:
+        vars(part)[_HERE] = owner
     know(module, owner.policy.axis.mesh)
 
 
@@ -483,7 +423,7 @@ def sharded_of(module: nn.Module) -> Sharded | None:
     another module.
     """
     owner = vars(module).get(_HERE)
-    return owner if isinstance(owner, Sharded) and owner.units[0].module is module else None
+    return owner if isinstance(owner, Sharded) and module in (owner.units[0].module, *owner.units[0].modules) else None
 
 
 def is_sharded(module: nn.Module) -> bool:
