@@ -32,6 +32,12 @@ def examples_of(module: nn.Module, said: Any, where: str) -> Iterator[Given]:
     params = inspect.signature(module.forward).parameters
     if "config" in vars(module) or any(name in params for name in _MADE):
         yield from _by_names(module, params)
+    elif any(p.kind is p.VAR_KEYWORD for p in params.values()):  # what passes on what it is given, as peft's
+        inside = ((part, inspect.signature(part.forward).parameters) for part in module.modules() if part is not module)
+        for part, own in inside:
+            if any(name in own for name in _MADE):
+                yield from _by_names(part, own)
+                break
     yield from _by_layers(module, params)
 
 
@@ -81,6 +87,9 @@ def _spectrum(module: nn.Module) -> Tensor:
 
 
 def _sound(module: nn.Module) -> Tensor:
+    frames, bins = _config(module, "max_length"), _config(module, "num_mel_bins")
+    if isinstance(frames, int) and isinstance(bins, int):
+        return torch.randn(BATCH, frames, bins, generator=_draws())
     return torch.randn(BATCH, 800, generator=_draws())
 
 
@@ -107,6 +116,10 @@ def _by_names(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Ite
         given = {name: _MADE[name](module) for name in names}
         if "pixel_values" in given and given["pixel_values"].shape[-1] > 32:
             yield (), {**given, "pixel_values": _picture(module, 32)}  # what only convolves takes any size
+        if "input_features" in given:  # frames may come first
+            turned = {**given, "input_features": given["input_features"].transpose(1, 2)}
+            yield (), turned
+            yield (), {**turned, **rest}
         yield (), given
         yield (), {**given, **rest}
 
