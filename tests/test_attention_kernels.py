@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
-from meshcomm import _torch_kernels
-from meshcomm._torch_kernels import _KERNELS, Attention, AttentionKernel
+from meshcomm import _torch
+from meshcomm._torch.kernels import _KERNELS, Attention, AttentionKernel
 
 B, H, S, T, E = 2, 4, 6, 10, 8
 ELSEWHERE = ("flash", "cudnn", "efficient")
@@ -164,13 +164,13 @@ def test_who_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """By device, dtype, mask and widths, of a torch whose CUDA takes everything."""
     for can in ("flash", "cudnn", "efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{can}_attention", lambda params: True)
-    monkeypatch.setattr(_torch_kernels, "_asked", lambda *given: None)
+    monkeypatch.setattr(_torch.kernels, "_asked", lambda *given: None)
 
     def chosen(dtype: torch.dtype, mask: bool = False, causal: bool = False, e: int = E, f: int = E) -> str | None:
         with FakeTensorMode():
             q, k, v = (torch.empty(B, H, s, w, dtype=dtype, device="cuda") for s, w in ((S, e), (T, e), (T, f)))
             seen = torch.ones(S, T, dtype=torch.bool, device="cuda") if mask else None
-            found = _torch_kernels.attention_kernel(Attention(q, k, v, seen, causal, SCALE))
+            found = _torch.kernels.attention_kernel(Attention(q, k, v, seen, causal, SCALE))
         return next((name for name, kernel in _KERNELS.items() if kernel is found), None)
 
     assert chosen(torch.bfloat16) == "flash"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm import _torch_kernels, parallel
+from meshcomm import _torch, parallel
 
 Run = Callable[..., list[Any]]
 F64 = torch.float64
@@ -390,7 +390,7 @@ def test_without_a_kernel_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         return [y.detach(), *torch.autograd.grad(y.sin().sum(), mine)]
 
     fast = mc.launch(main, ranks=2)
-    monkeypatch.setattr(_torch_kernels._KERNELS["on_cpu"], "ahead", None)
+    monkeypatch.setattr(_torch.kernels._KERNELS["on_cpu"], "ahead", None)
     assert_close(fast, mc.launch(main, ranks=2), rtol=1e-12, atol=1e-12)
 
 

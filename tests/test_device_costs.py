@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
-from meshcomm import _torch, _torch_autograd
+from meshcomm import _torch
 from meshcomm.collectives import overlap
 from meshcomm.parallel import data_parallel, fully_shard, no_sync, reduce_gradients
 from meshcomm.parallel.fsdp import offload
@@ -506,7 +506,7 @@ def test_offloaded_numbers_are_those_of_one_rank(
     bus: Bus, can_call_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_call_back:
-        monkeypatch.setattr(_torch_autograd, "_after_backward", None)
+        monkeypatch.setattr(_torch.autograd, "_after_backward", None)
     expected = numbers_of(layers())
     found = numbers_of(offloaded(mc.make_mesh({"a": 1})))
     assert found[0] == pytest.approx(expected[0])

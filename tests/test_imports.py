@@ -24,7 +24,7 @@ MODULES = sorted(
 LAYERS = [
     ("meshcomm.errors", "meshcomm.watch", "meshcomm.elsewhere"),
     ("meshcomm._versions", "meshcomm._trees"),
-    ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups", "meshcomm._torch_kernels"),
+    ("meshcomm._torch",),
     ("meshcomm.pictures",),
     ("meshcomm.runtime",),
     ("meshcomm.launch",),
@@ -48,20 +48,10 @@ NARROW = {
     "meshcomm.elsewhere": (),
     "meshcomm._trees": (),
     "meshcomm._versions": (),
-    "meshcomm._torch": (
-        "meshcomm._versions",
-        "meshcomm._trees",
-        "meshcomm._torch_autograd",
-        "meshcomm._torch_groups",
-        "meshcomm._torch_kernels",
-        "meshcomm.errors",
-    ),
-    "meshcomm._torch_autograd": ("meshcomm._versions", "meshcomm.errors"),
-    "meshcomm._torch_groups": ("meshcomm._versions", "meshcomm.errors"),
-    "meshcomm._torch_kernels": ("meshcomm._versions",),
 }
-PRIVATE = ("meshcomm._torch", "meshcomm._torch_autograd", "meshcomm._torch_groups", "meshcomm._torch_kernels")
+PRIVATE = tuple(module for module in MODULES if f"{module}.".startswith("meshcomm._torch."))
 """Where private names of torch stand."""
+NARROW |= dict.fromkeys(PRIVATE, ("meshcomm._torch", "meshcomm._trees", "meshcomm._versions", "meshcomm.errors"))
 
 
 def under(module: str, package: str) -> bool:

@@ -34,7 +34,7 @@ def test_the_first_launch_that_uses_an_accelerator_draws_as_the_next(
 ) -> None:
     module, _, _ = stand_in(monkeypatch)
     if not waits:
-        monkeypatch.setattr("meshcomm._torch._has_tracker", False)
+        monkeypatch.setattr("meshcomm._torch.random._has_tracker", False)
 
     def draws() -> list[float]:
         mesh, found = mc.make_mesh({"a": 3}), []

@@ -18,7 +18,7 @@ import torch_names
 from conftest import PoolWith
 
 import meshcomm as mc
-from meshcomm import _torch, _torch_groups, _trees, _versions
+from meshcomm import _torch, _trees, _versions
 
 HERE = Path(__file__).resolve().parent
 
@@ -107,8 +107,8 @@ def bare4() -> Iterator[PoolWith]:
 def do_without() -> None:
     """They import meshcomm before they see a variable of ours: so what the search has found is changed."""
     for name, value in {"_GATHERS": False, "_SCATTERS": False, "_has_store": False, "_missing": ["_a_name"]}.items():
-        assert hasattr(_torch_groups, name)
-        setattr(_torch_groups, name, value)
+        assert hasattr(_torch.groups, name)
+        setattr(_torch.groups, name, value)
 
 
 def on_a_grid() -> list[Any]:
@@ -153,7 +153,7 @@ def test_groups_that_the_public_way_cannot_make_are_refused(bare4: Any) -> None:
 def test_compiling_is_refused_without_its_operations() -> None:
     name = "torch.ops._c10d_functional.all_reduce"
     with pytest.raises(mc.MeshError, match=rf"(?s)meshcomm.compile: torch .* has no {name}, which.*run without"):
-        _torch_groups._Lacking("compile", name, "run without torch.compile, or ").all_gather_into_tensor(1)
+        _torch.groups._Lacking("compile", name, "run without torch.compile, or ").all_gather_into_tensor(1)
 
 
 # ------------------------------------------------------------------------------------------------------ what is said
@@ -239,4 +239,4 @@ def test_own_trees_as_prefixes() -> None:
 def test_names_are_looked_for_by_their_functions() -> None:
     """No function was left out: what is private stands in a text that is looked for."""
     assert {"torch.distributed.ProcessGroup._allgather_base", "torch.Tensor._version"} <= set(NAMES)
-    assert _torch_groups.functional is torch.ops._c10d_functional
+    assert _torch.groups.functional is torch.ops._c10d_functional

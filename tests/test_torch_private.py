@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
-from meshcomm import _torch, _torch_autograd, _torch_groups
+from meshcomm import _torch
 from meshcomm.runtime.process import reuse
 
 
@@ -246,7 +246,7 @@ def test_name_shares_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu:gloo,xpu:xccl", False),
     ):
         assert _torch.shares_communicators(backend) is shares
-    monkeypatch.setattr(_torch_groups, "_sets", False)
+    monkeypatch.setattr(_torch.groups, "_sets", False)
     assert not _torch.shares_communicators("nccl")
 
 
@@ -286,7 +286,7 @@ def new_groups(folder: str) -> list[int]:
     rank = dist.get_rank()
     mc.shutdown()
     with pytest.MonkeyPatch.context() as patch:
-        for place in (_torch, _torch_groups):
+        for place in (_torch, _torch.groups):
             patch.setattr(place, "connect", lambda group, device: seen.append(group.size()))
         mc.init(init_method=f"file://{folder}/all", rank=rank, world_size=4, timeout=200)
         mc.make_mesh({"a": 2, "b": 2})
@@ -402,10 +402,10 @@ def test_name_version_of() -> None:
 def test_name_version_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2).add_(1)
     assert _torch.version_hint(x) == _torch.version_of(x) > 0
-    monkeypatch.setattr(_torch_autograd, "_sees_writes", False)
+    monkeypatch.setattr(_torch.autograd, "_sees_writes", False)
     assert _torch.version_hint(x) == 0
     with pytest.raises(mc.MeshError, match=r"has no torch.Tensor._version, which seeing changes in place needs"):
-        _torch_autograd._no_versions(x)  # what version_of is then
+        _torch.autograd._no_versions(x)  # what version_of is then
 
 
 class Noted(torch.autograd.Function):
@@ -487,8 +487,8 @@ def test_name_current_node() -> None:
 
 
 def test_without_the_private_names_no_node_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_autograd, "_current_node", None)
-    monkeypatch.setattr(_torch_autograd, "_next_number", None)
+    monkeypatch.setattr(_torch.autograd, "_current_node", None)
+    monkeypatch.setattr(_torch.autograd, "_next_number", None)
     assert (_torch.current_node(), _torch.next_sequence_number()) == (None, 0)
     with mc.use_mesh(mc.make_mesh({"dp": 1})):
         y = mc.pvary(torch.ones(1, requires_grad=True), "dp")
@@ -539,7 +539,7 @@ def test_name_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     (y := 2 * x).register_hook(hook)
     y.sum().backward()
     assert seen == [True, True]  # asked for, and called when all was done
-    monkeypatch.setattr(_torch_autograd, "_after_backward", None)
+    monkeypatch.setattr(_torch.autograd, "_after_backward", None)
     (y := 2 * x).register_hook(hook)
     y.sum().backward()
     assert seen[2:] == [False]
@@ -559,7 +559,7 @@ def test_name_watch_backward() -> None:
 
 def test_watch_backward_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torch.autograd._engine_run_backward
-    monkeypatch.setattr(_torch_autograd, "_engine", None)
+    monkeypatch.setattr(_torch.autograd, "_engine", None)
     with _torch.watch_backward(lambda *_: pytest.fail("called")):
         assert torch.autograd._engine_run_backward is own
 
@@ -576,9 +576,9 @@ def test_name_generator_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.randn(900, generator=other), torch.randn(900, generator=one))
     for name, value in {"_WORDS": 600, "_BEFORE": 12, "_FARTHEST": 30}.items():  # of a torch that keeps them otherwise
         with monkeypatch.context() as patch:
-            patch.setattr(_torch_autograd, name, value)
+            patch.setattr(_torch.random, name, value)
             assert _torch.generator_cells(one) is None
-    monkeypatch.setattr(_torch_autograd, "_CDATA", False)
+    monkeypatch.setattr(_torch.random, "_CDATA", False)
     assert _torch.generator_cells(one) is None
 
 
@@ -626,7 +626,7 @@ def test_name_keeps_tensors() -> None:
 def test_name_watch_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     looker = functools.partial(seen.append, "begun")
-    monkeypatch.setattr(_torch_autograd, "_checkpoint_lookers", [])
+    monkeypatch.setattr(_torch.autograd, "_checkpoint_lookers", [])
 
     class CheckpointFunction(torch.autograd.Function):  # somebody else's
         @staticmethod
@@ -1008,7 +1008,7 @@ class Thrice(torch.autograd.Function):
 def test_name_plain_apply(monkeypatch: pytest.MonkeyPatch, without: bool) -> None:
     """Under a transform it makes a node outside of it."""
     if without:
-        monkeypatch.setattr(_torch, "_plain", None)
+        monkeypatch.setattr(_torch.autograd, "_plain", None)
     w, made, apply = torch.ones(2, requires_grad=True), list[Tensor](), _torch.plain_apply(Thrice)
 
     def fn(z: Tensor) -> Tensor:
@@ -1029,7 +1029,7 @@ def test_name_plain_apply(monkeypatch: pytest.MonkeyPatch, without: bool) -> Non
 @pytest.mark.parametrize("without", [False, True])
 def test_name_shortened(monkeypatch: pytest.MonkeyPatch, without: bool) -> None:
     """Forward, backward, derivatives of backward, a graph that is kept, and the attributes are as they were."""
-    monkeypatch.setattr(_torch_autograd, "_nodes", not without)
+    monkeypatch.setattr(_torch.autograd, "_nodes", not without)
 
     class Scaled(torch.autograd.Function):
         @staticmethod
@@ -1093,8 +1093,10 @@ def test_name_without_modes() -> None:
 def test_name_watch_total_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms are seen, under a name that was imported before too; clipping by a number, or by a given norm, is none."""
     home = torch.nn.utils.clip_grad
-    monkeypatch.setattr(home, _torch._GROUPING, getattr(home, _torch._GROUPING))  # put back at the end
-    monkeypatch.setattr(_torch, "_lookers", [])
+    monkeypatch.setattr(
+        home, _torch.watching._GROUPING, getattr(home, _torch.watching._GROUPING)
+    )  # put back at the end
+    monkeypatch.setattr(_torch.watching, "_lookers", [])
     seen: list[int] = []
     p, total = torch.nn.Parameter(torch.ones(2)), torch.nn.utils.get_total_norm
     p.grad = torch.ones(2)
@@ -1114,8 +1116,8 @@ def test_name_watch_total_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_total_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has it in another shape nothing is seen."""
-    monkeypatch.setattr(_torch, "_GROUPING", "no_such_name")
-    monkeypatch.setattr(_torch, "_lookers", [])
+    monkeypatch.setattr(_torch.watching, "_GROUPING", "no_such_name")
+    monkeypatch.setattr(_torch.watching, "_lookers", [])
     _torch.watch_total_norms(lambda tensors: None)
     assert not hasattr(torch.nn.utils.clip_grad, "no_such_name")
 
@@ -1138,7 +1140,7 @@ def test_name_watch_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.zeros(2), torch.ones(2)
     x.untyped_storage().copy_(y.untyped_storage().clone())
     assert (x.tolist(), [each is x.untyped_storage() for each in seen]) == ([1, 1], [True])
-    monkeypatch.setattr(_torch, "_count_of", None)
+    monkeypatch.setattr(_torch.watching, "_count_of", None)
     y.untyped_storage().clone()
     assert len(seen) == 2
 
@@ -1157,7 +1159,7 @@ def test_name_of_tensor() -> None:
 def test_name_counts_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it cannot be told no memory of results is kept."""
     assert _torch.counts_uses()
-    monkeypatch.setattr(_torch, "_count_of", None)
+    monkeypatch.setattr(_torch.watching, "_count_of", None)
     assert not _torch.counts_uses()
     reserve = reuse.Reserve()
     for _ in range(3):

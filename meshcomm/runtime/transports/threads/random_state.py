@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshcomm import _torch
+from meshcomm._torch import random as of_torch
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.transports.threads import numpy_state, twister
 
@@ -60,7 +60,7 @@ class RandomState:
         if (device := accelerator.in_use()) is not None:
             self._device = device.get_rng_state()
         else:
-            self._waiting = _torch.seeds_in_wait(unused)
+            self._waiting = of_torch.seeds_in_wait(unused)
 
     def load(self) -> None:
         """Make these states the global ones."""
@@ -92,7 +92,7 @@ class RandomState:
             if unused is not None and self._seed is not None:
                 unused.manual_seed(self._seed)  # takes effect when it is used first
         elif device is None:
-            _torch.set_seeds_in_wait(unused, self._waiting)
+            of_torch.set_seeds_in_wait(unused, self._waiting)
         else:  # another rank was the first to use it: as if this one had been
             device.manual_seed(torch.Generator().initial_seed())
             for call, _ in filter(None, self._waiting[2]):

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from meshcomm._torch import functorch_active, leaves_of_graph, version_hint, watch_backward
+from meshcomm._torch.autograd import functorch_active, leaves_of_graph, version_hint, watch_backward
 from meshcomm.errors import fail, shape_text
 
 

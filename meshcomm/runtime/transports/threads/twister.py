@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshcomm._torch_autograd import generator_cells
+from meshcomm._torch.random import generator_cells
 
 State = list[Any]
 """torch's, Python's numbers, and the normal number that is kept for the next call of ``gauss``."""

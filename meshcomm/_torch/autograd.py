@@ -1,11 +1,8 @@
-"""The private names of torch behind autograd, forwards and backwards, and behind the memory of random numbers: a part
-of :mod:`meshcomm._torch`.
-"""
+"""The private names of torch behind autograd, and whether a transform is active: a part of :mod:`meshcomm._torch`."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import operator
 import sys
@@ -32,18 +29,20 @@ __all__ = [
     "forward_ad_state",
     "forward_mode_on",
     "function_of",
-    "generator_cells",
+    "functorch_active",
     "has_sequence_numbers",
     "keeps_tensors",
     "leaves_of_graph",
     "next_sequence_number",
     "nodes_of_graph",
+    "plain_apply",
     "primal_of",
     "saved_hooks_on_top",
     "sequence_number",
     "set_forward_ad_state",
     "set_sequence_number",
     "shortened",
+    "unwrapped",
     "version_hint",
     "version_of",
     "view_again",
@@ -80,6 +79,70 @@ def shortened(kind: type[Function], *slots: str) -> type[Function]:
         own = {"__slots__": slots, "__module__": node.__module__, "apply": kind.backward}
         kind._backward_cls = type(node.__name__, (node,), own)
     return kind
+
+
+class _Old(Function):
+    """A Function that torch refuses under a transform."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+_try_old: Callable[[Tensor], Tensor] = _Old.apply
+
+
+def _functorch_refuses() -> bool:
+    try:
+        _try_old(torch.ones((), device="cpu"))
+    except RuntimeError:
+        return True
+    return False
+
+
+functorch_active: Callable[[], bool] = find(
+    "torch._C._are_functorch_transforms_active", "every collective takes some µs longer", _functorch_refuses
+)
+"""Whether a torch.func transform is active."""
+
+
+_PLAIN = "torch.autograd.function._SingleLevelFunction"
+_plain: Any = find(_PLAIN, "work that was begun outside of a torch.func transform cannot be waited for inside")
+
+
+def plain_apply(cls: type[Function], *slots: str) -> Any:
+    """``apply`` of a Function with forward and backward that looks for no transform: for :func:`outside_transforms`.
+    ``slots``: as in :func:`shortened`.
+    """
+    if _plain is not None:
+        plain: Any = type(cls.__name__, (_plain,), {name: vars(cls)[name] for name in ("forward", "backward")})
+        return shortened(plain, *slots).apply
+
+    def apply(*args: Any) -> Any:
+        if functorch_active():
+            fail("Work.wait", **lack(_PLAIN, "wait outside of the transform, or "))
+        return cls.apply(*args)
+
+    return apply
+
+
+_IS_WRAPPED, _INNER = "torch._C._functorch.is_functorch_wrapped_tensor", "torch._C._functorch.get_unwrapped"
+_UNDER_FUNC = "check_vma under torch.func is refused"
+_is_wrapped: Any = find(_IS_WRAPPED, _UNDER_FUNC)
+_inner: Any = find(_INNER, _UNDER_FUNC)
+
+
+def unwrapped(x: Tensor) -> Tensor | None:
+    """What a torch.func transform has wrapped in ``x``, or None."""
+    if _is_wrapped is None or _inner is None:
+        if functorch_active():
+            fail("check_vma", **lack(f"{_IS_WRAPPED} or {_INNER}", "shard_map(check_vma=False), or "))
+        return None
+    return _inner(x) if _is_wrapped(x) else None
 
 
 def _one() -> Tensor:
@@ -412,59 +475,3 @@ def saved_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 
 def _as_it_is(x: Any) -> Any:
     return x
-
-
-# ---------------------------------------------------------------------------------------------------- random numbers
-
-_CDATA = has("torch.Generator._cdata", "each change-over between ranks of one process takes some µs longer")
-_WORDS = 624
-"""How many numbers a generator has; ``get_state`` makes a tensor of twice their size. In it they lie side by side::
-
-    seed, left, seeded, next | 624 words | a float and a double that are kept for the next call of normal_, if they are
-"""
-_BEFORE, _BEHIND = 20, 28
-_HEADER = 24  # of what get_state gives, whose words have twice the length
-_FARTHEST = 256
-
-
-def _cells(generator: torch.Generator, start: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * size).from_address(generator._cdata + start)).cast("B")  # type: ignore[attr-defined]
-
-
-def _words(generator: torch.Generator) -> bytes:
-    state = generator.get_state()
-    wide = ctypes.string_at(state.data_ptr() + _HEADER, 8 * _WORDS)
-    return b"".join([wide[i : i + 4] for i in range(0, 8 * _WORDS, 8)])
-
-
-def _place(generator: torch.Generator) -> int | None:
-    """Where in it its words begin. Only where they seem to is more looked at than any generator must have."""
-    words = _words(generator)
-    for start in range(_BEFORE, _FARTHEST, 4):
-        if _cells(generator, start, 16) == words[:16]:
-            return start if _cells(generator, start, len(words)) == words else None
-    return None
-
-
-def _alike(one: torch.Generator, other: torch.Generator) -> bool:
-    """Whether both give the same numbers from now on."""
-    draws = [(each.get_state(), torch.empty(3).normal_(generator=each), _words(each)) for each in (one, other)]
-    return bool(torch.equal(draws[0][0], draws[1][0]) and torch.equal(draws[0][1], draws[1][1]))
-
-
-def generator_cells(generator: torch.Generator) -> memoryview | None:
-    """The memory of its state, to be copied and written; None where a trial does not show that this is it."""
-    if not _CDATA:
-        return None
-    one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    torch.empty(3).normal_(generator=one)  # of pairs: one is kept
-    start, size = _place(one), _BEFORE + 4 * _WORDS + _BEHIND
-    if start is None or {start, _place(other), _place(generator)} != {start}:
-        return None
-    mine, others = (_cells(each, start - _BEFORE, size) for each in (one, other))
-    before, kept = other.get_state(), bytes(others)
-    others[:] = mine
-    if not _alike(one, other):
-        return None
-    others[:] = kept
-    return _cells(generator, start - _BEFORE, size) if torch.equal(other.get_state(), before) else None

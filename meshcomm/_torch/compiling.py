@@ -1,0 +1,93 @@
+"""The private names of torch behind its compiler: a part of :mod:`meshcomm._torch`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from meshcomm._torch.autograd import functorch_active
+from meshcomm._versions import find
+
+__all__ = [
+    "at_trace_time",
+    "computed_again",
+    "in_graph",
+    "in_one_graph",
+    "let_into_graph",
+    "out_of_graphs",
+    "transformed_in_graph",
+]
+
+
+# torch.compiler's own decorators import all of the compiler, a second and more, into programs that never compile.
+
+F = TypeVar("F", bound=Callable[..., Any])
+_waiting: list[Callable[..., Any]] = []
+
+
+def at_trace_time(fn: F) -> F:
+    """Have dynamo call ``fn`` while it traces and take the result as a constant, as ``assume_constant_result`` does."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def in_graph(fn: F) -> F:
+    """Have dynamo make one node of ``fn``, as ``allow_in_graph`` does, once :func:`let_into_graph` was traced."""
+    _waiting.append(fn)
+    return fn
+
+
+@at_trace_time
+def let_into_graph() -> bool:
+    """Call before a function that is decorated with :func:`in_graph`."""
+    while _waiting:
+        torch.compiler.allow_in_graph(_waiting.pop())
+    return True
+
+
+_FRAMES = "torch._C._dynamo.eval_frame."
+_set_strategy: Any = find(_FRAMES + "set_code_exec_strategy", "fully_shard imports all of the compiler")
+_strategy: Any = find(_FRAMES + "_FrameExecStrategy", "fully_shard imports all of the compiler")
+_action: Any = find(_FRAMES + "_FrameAction", "fully_shard imports all of the compiler")
+
+
+def out_of_graphs(fn: F) -> F:
+    """Have dynamo trace neither ``fn``, a plain function, nor what it calls: graphs end before it and begin after."""
+    if _strategy is None or _action is None or _set_strategy is None:
+        return torch.compiler.disable(fn)  # type: ignore[no-any-return]
+    _set_strategy(fn.__code__, _strategy(_action.SKIP, _action.SKIP))
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return fn
+
+
+@at_trace_time
+def transformed_in_graph() -> bool:
+    """Whether dynamo traces what is inside of a transform of ``torch.func``."""
+    return functorch_active()
+
+
+@at_trace_time
+def in_one_graph() -> bool:
+    """Whether dynamo traces what was compiled with ``fullgraph=True``."""
+    try:  # where a graph is traced the compiler is there: nobody shall import it for this
+        return bool(sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().one_graph)
+    except (AttributeError, KeyError):  # nothing is traced, or torch has no such name any more: then graphs break
+        return False
+
+
+@contextlib.contextmanager
+def computed_again() -> Iterator[None]:
+    """What is traced into a graph inside is not kept for its backward, which computes it again."""
+    kept, _ = create_selective_checkpoint_contexts(_again)
+    kept.ac_graph_id = 0  # of which region it is: torch compares them
+    with kept:
+        yield
+
+
+def _again(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
