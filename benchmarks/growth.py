@@ -1,7 +1,7 @@
 """How costs grow: with ranks, leaves, works, calls, axes, units and meshes. One run, exponents, no assertions.
 
     python -m benchmarks.growth                   # some minutes: 8192 ranks, 10,000 leaves, 1,000,000 calls
-    python -m benchmarks.growth --quick           # small sizes: seconds, for CI
+    python -m benchmarks.growth --quick           # small sizes, a third of the time for each: ten seconds of one core, for CI
     python -m benchmarks.growth --only "in-process" --only trees
     python -m benchmarks.growth --json out.json
 
@@ -53,6 +53,8 @@ MOST, ENOUGH, LONG, SHORT = 5, 0.25, 1.5, 0.02
 """Of one size: calls, seconds after which no third call is needed, after which no second one, and which calls that are
 shorter than that fill together: the least of five of some microseconds is what else the machine did.
 """
+SOONER = 3
+"""A quick run has so many times less of these seconds."""
 
 Prepare = Callable[[int], Iterator[Call]]
 """For a size: a generator that yields what is timed, between what comes before and after."""
@@ -471,20 +473,22 @@ def _saved_model(n: int) -> Iterator[Call]:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def seconds(call: Call) -> float:
+def seconds(call: Call, sooner: float = 1) -> float:
     """The least time of this process: of at least two calls, if they are short, and of at most five, or as many as
     take no time.
     """
     taken: list[float] = []
+    total, short, enough, long = 0.0, SHORT / sooner, ENOUGH / sooner, LONG / sooner
     gc.collect()
     gc.disable()
     try:
-        while (sum(taken) < SHORT and len(taken) < 1000) or (
-            len(taken) < MOST and sum(taken) < (ENOUGH if len(taken) > 1 else LONG)
+        while (total < short and len(taken) < 1000) or (
+            len(taken) < MOST and total < (enough if len(taken) > 1 else long)
         ):
             start = time.process_time()
             call()
             taken.append(time.process_time() - start)
+            total += taken[-1]
     finally:
         gc.enable()
     return max(min(taken), 1e-7)
@@ -502,12 +506,14 @@ def measure_curve(curve: Curve, quick: bool) -> dict[int, float]:
     for n in curve.few if quick else curve.sizes:
         prepared = contextlib.contextmanager(curve.prepare)(n)
         with prepared as call:
-            found[n] = seconds(call)
+            found[n] = seconds(call, SOONER if quick else 1)
     return found
 
 
 def measure_curves(options: Namespace) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
+    gc.collect()
+    gc.freeze()  # what is imported stays: to look through it before each size took longer than the calls
     for curve in CURVES:
         if options.only and curve.group not in options.only:
             continue
