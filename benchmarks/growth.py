@@ -1,7 +1,7 @@
 """How costs grow: with ranks, leaves, works, calls, axes, units and meshes. One run, exponents, no assertions.
 
     python -m benchmarks.growth                   # some minutes: 8192 ranks, 10,000 leaves, 1,000,000 calls
-    python -m benchmarks.growth --quick           # small sizes, a third of the time for each: ten seconds of one core, for CI
+    python -m benchmarks.growth --quick           # small sizes, a third of the time for each: some ten seconds
     python -m benchmarks.growth --only "in-process" --only trees
     python -m benchmarks.growth --json out.json
 

@@ -20,7 +20,7 @@ from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.hooks.stack import log_of
-from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.pending import Pending, TimedOutError, then
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import BEGAN, ENDED, Record, failed, made, noted
 from meshcomm.runtime.start.request import duration
@@ -138,17 +138,23 @@ class Work(Generic[T]):
 
     def _finish(self, timeout: float | None) -> Any:
         source = self._source
-        grad, inference = self._modes
-        if isinstance(source, _Follow) or (
-            here.watcher is None
-            and not _torch.functorch_active()
-            and torch.is_grad_enabled() == grad
-            and torch.is_inference_mode_enabled() == inference
-        ):
+        if isinstance(source, _Follow):
             return source.wait(timeout)
+        grad, inference = self._modes
+        transformed = _torch.functorch_active()
+        if not transformed and torch.is_grad_enabled() == grad and torch.is_inference_mode_enabled() == inference:
+            watcher = here.watcher
+            if watcher is None:
+                return source.wait(timeout)
+            here.watcher = None  # as `paused` does it, which takes longer
+            try:
+                with _torch.without_modes():
+                    return source.wait(timeout)
+            finally:
+                here.watcher = watcher
         with contextlib.ExitStack() as stack:
             stack.enter_context(paused())
-            if _torch.functorch_active():
+            if transformed:
                 stack.enter_context(_torch.outside_transforms())
             if torch.is_inference_mode_enabled() != inference:
                 stack.enter_context(torch.inference_mode(inference))
@@ -275,6 +281,23 @@ class _Follow(Source):
         except TimedOutError:
             raise TimedOutError from None
         return self._fn(value)
+
+
+def looked_at(work: Work[T], look: Callable[[T], object]) -> Work[T]:
+    """The same work, whose result is given to ``look`` first, in which no mode sees anything and nobody watches."""
+
+    def seen(value: T) -> T:
+        look(value)
+        return value
+
+    if work._over:
+        with paused(), _torch.without_modes():
+            seen(work._value)
+    else:
+        if work._source.bare:
+            work._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        work._source = then(work._source, seen)
+    return work
 
 
 def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[Any]:

@@ -7,7 +7,7 @@ varies along other axes, if it can be said by axes at all: then the same ranks h
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class HasGrid(Protocol):
@@ -34,6 +34,10 @@ class Grid:
     def __init__(self, shape: dict[str, int], ranks: tuple[int, ...]) -> None:
         self.shape, self.ranks = shape, ranks
         self._moved: dict[tuple[Grid, frozenset[str]], Moved | None] = {}
+        self.joined: dict[Any, Any] = {}
+        """What types on it make together, for who joins them."""
+        self.given: dict[Any, Any] = {}
+        """What collectives over its axes make of types, for who calls them."""
 
     def moved(self, axes: frozenset[str], to: Grid) -> Moved | None:
         """Along which axes of another mesh varies what varies along these of this one; None if that cannot be said."""

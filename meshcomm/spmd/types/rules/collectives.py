@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.layout.notation import parse_arrow
 from meshcomm.mesh import AxisName, Mesh
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import call_site, outermost, site_of
 from meshcomm.runtime.ops import Op, ops
 from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.grids import grid_of
@@ -37,7 +38,11 @@ from meshcomm.spmd.types.vma import (
     join,
 )
 from meshcomm.watch import here
-from meshcomm.work import Work
+from meshcomm.work import Work, looked_at
+
+
+_MOST = 1024
+"""Types of results that are remembered."""
 
 
 class Collectives(Core):
@@ -135,23 +140,32 @@ class Collectives(Core):
         named: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """What a collective gives, with its types noted."""
-        origin = Origin(op.name, call_site())
-        given = [_gives(op, kind, axes, self._all, origin) for kind in kinds or (INVARIANT,)]
+        frame = outermost(sys._getframe(1))
+        place = op.name, axes, id(frame.f_code), frame.f_lasti
+        known, given = self.grid.given, []
+        for kind in kinds or (INVARIANT,):
+            found = known.get((kind, place))
+            if found is None:  # remembered by the instruction, for types say where they come from
+                if len(known) >= _MOST:
+                    known.clear()
+                origin = Origin(op.name, site_of(frame))
+                found = known[kind, place] = _gives(op, kind, axes, self._all, origin), origin, frame.f_code
+            given.append(found[0])
+            origin = found[1]
+        del frame  # what is noted later must not hold the user's variables
 
-        def noted(result: Any) -> Any:
+        def noted(result: Any) -> None:
             for i, y in enumerate((result,) if isinstance(result, Tensor) else tree_flatten(result)[0]):
                 if isinstance(y, Tensor):
                     self._note(y, given[min(i, len(given) - 1)], of)
                     if made.any or op.cuts:
                         x = of[i] if i < len(of) and isinstance(of[i], Tensor) else None
                         collected(op, x, y, origin, axes, named)
-            return result
 
-        def noted_later(result: Any) -> Any:
-            with without_modes():
-                return noted(result)
-
-        return result.then(noted_later) if isinstance(result, Work) else noted(result)
+        if isinstance(result, Work):
+            return looked_at(result, noted)
+        noted(result)
+        return result
 
     def _taken(self, op: Op, x: Tensor, axes: frozenset[str], named: Mapping[str, Any]) -> tuple[Type, Tensor]:
         """One leaf of what a collective takes: its type, and itself or its pvary."""
