@@ -283,10 +283,10 @@ class _Follow(Source):
         return self._fn(value)
 
 
-def looked_at(work: Work[T], look: Callable[[T], object]) -> Work[T]:
+def looked_at(work: Work[R], look: Callable[[R], object]) -> Work[R]:
     """The same work, whose result is given to ``look`` first, in which no mode sees anything and nobody watches."""
 
-    def seen(value: T) -> T:
+    def seen(value: R) -> R:
         look(value)
         return value
 

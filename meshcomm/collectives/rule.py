@@ -403,7 +403,11 @@ def _backward_only(rule: Rule) -> type[Function]:
         if tree.__class__ is list:
             ctx.call_site, y = tree
         elif link.hears or profiler_on():
-            y = rule.announced(x, axis, params, True, tree)
+            told.node = ctx
+            try:
+                y = rule.announced(x, axis, params, True, tree)
+            finally:
+                told.node = None
         else:
             y = run(x, axis, *params)
         if saves:

@@ -109,9 +109,9 @@ class Call(NamedTuple):
         return made
 
     @property
-    def apart(self) -> tuple[Any, ...]:
-        """Its fields without the axis, and without what a link sees of it."""
-        return (*self[:_AXIS], None, *self[_AXIS + 1 : _SEEN])
+    def apart(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Its fields before the axis, and those behind it up to what a link sees of it."""
+        return self[:_AXIS], self[_AXIS + 1 : _SEEN]
 
     # ------------------------------------------------------------------------------------------------------ its text
 
@@ -215,6 +215,8 @@ class _Told(threading.local):
     """Whether the call is waited for later: its primitives then give a Pending where they would have to wait."""
     waits = False
     """Whether who makes the call waits for it nevertheless."""
+    node: Any = None
+    """The node of autograd that is being made of the call, where somebody hears it."""
     takes = False
     """Whether nobody stands still until a message of this call is here that is received later: what of it comes in a
     second step is then taken by who waits for it, without a thread.

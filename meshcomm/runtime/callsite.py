@@ -82,8 +82,17 @@ def call_spot(depth: int) -> Spot:
 def site_at(spot: Spot) -> CallSite:
     """In which line it stands."""
     code, place = spot
-    line = next((line for first, last, line in code.co_lines() if first <= place < last), None)
-    return CallSite(code.co_filename, line or code.co_firstlineno)
+    found = _sites.get((id(code), place))
+    if found is None:
+        line = next((line for first, last, line in code.co_lines() if first <= place < last), None)
+        if len(_sites) >= _MOST_FILES:
+            _sites.clear()
+        found = _sites[id(code), place] = code, CallSite(code.co_filename, line or code.co_firstlineno)
+    return found[1]
+
+
+_sites: dict[tuple[int, int], tuple[CodeType, CallSite]] = {}
+"""Those that were asked for: of a trace there may be a million, of few."""
 
 
 def called_in(frame: FrameType) -> tuple[str, CallSite] | None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from meshcomm._torch_autograd import backward_pass
 from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, messages_of, told
-from meshcomm.runtime.callsite import CallSite, call_site, in_backward
+from meshcomm.runtime.callsite import CallSite, Spot, call_spot, site_at
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.tracing.event import TraceEvent, bytes_of, bytes_of_several
@@ -33,7 +34,8 @@ class Record:
         "backward", "began", "ended", "error", "returned", "waited",
     )  # fmt: skip
 
-    def __init__(self, axis: _Place, what: Running, backward: bool, site: CallSite) -> None:
+    def __init__(self, axis: _Place, what: Running, backward: bool, site: CallSite | Spot) -> None:
+        """``site``: the user's line, or the instruction, of which the line is asked when the trace is."""
         name, given, call, _, later, _, form = what
         self._axis, self._primitive, self._call, self._form = axis, name, call.apart, form
         self._several: tuple[Any, ...] = ()
@@ -60,6 +62,8 @@ class Record:
     def event(self, origin: int) -> TraceEvent:
         """What is known by now; times count from ``origin``."""
         axis, name, ended, site, dtype = self._axis, self._primitive, self.ended, self._site, self._dtype
+        if not isinstance(site, CallSite):
+            site = self._site = site_at(site)
         shape, given = self._shape, self._given
         if self._form is not None:
             shape, *given = self._form(axis.size, shape, *given)
@@ -70,7 +74,8 @@ class Record:
             assert dtype is not None
             figures = bytes_of(name, math.prod(shape), dtype.itemsize, given, axis.size, axis.index)
         send, recv = map(tuple, given) if name == "all_to_all" else ((), ())
-        call = Call._make((*self._call, (), send, recv, messages, None, False))
+        before, behind = self._call
+        call = Call._make((*before, None, *behind, (), send, recv, messages, None, False))
         return TraceEvent(
             operation=call.what, called=call.text, primitive=name,
             axis=axis.name, size=axis.size, rank=axis.rank, place=axis.place,
@@ -104,20 +109,21 @@ class Recorder(Hook):
     def __init__(self, axis: Axis, records: list[Record]) -> None:
         self.records = records
         self._place = _Place(axis)
-        self._announced: tuple[Call | None, CallSite] = None, CallSite("", 0)
+        self._announced: tuple[Call | None, CallSite | Spot] = None, CallSite("", 0)
 
     def announce(self, call: Call) -> None:
         """Leave the user's line at the node of autograd that is being made, if one is."""
-        if call.needs_grad:
-            node = sys._getframe(3).f_locals.get("ctx")
-            if isinstance(node, torch.autograd.function.FunctionCtx):
-                site = node.call_site = _site(in_backward())  # type: ignore[attr-defined]
-                self._announced = call, site
+        node = told.node
+        if node is not None:
+            site = node.call_site = _site(backward_pass() != -1)
+            self._announced = call, site
 
     def run(self, what: Running) -> Any:
         """Record it, and when it has ended."""
-        backward, (announced, site) = in_backward(), self._announced
-        record = Record(self._place, what, backward, site if announced is what.call else _site(backward))
+        backward, (announced, site) = backward_pass() != -1, self._announced
+        if announced is not what.call:
+            site = _site(True) if backward else call_spot(3)
+        record = Record(self._place, what, backward, site)
         self.records.append(record)
         try:
             result = what.go()
@@ -127,8 +133,7 @@ class Recorder(Hook):
         if isinstance(result, Pending):
             record.returned = _clock()
             return _Watched(result, record)
-        record.end()
-        record.returned = record.ended
+        record.returned = record.ended = _clock()
         return result
 
 
@@ -208,17 +213,17 @@ def detach(axis: Axis, records: list[Record]) -> None:
 # ---------------------------------------------------------------------------------------------------- call sites
 
 
-def _site(backward: bool) -> CallSite:
+def _site(backward: bool) -> CallSite | Spot:
     """The user's line that a primitive is due to: that of the node which autograd is running, if it is known; else of
     this call.
     """
     if backward:
         for frame in _library_frames():
             if frame.f_code.co_name == "backward" and frame.f_code.co_filename.startswith(_PACKAGE):
-                left: CallSite | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
+                left: CallSite | Spot | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
                 if left is not None:
                     return left
-    return call_site()
+    return call_spot(3)
 
 
 def _library_frames() -> Iterator[FrameType]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshcomm.runtime.call import Call, Post, Want, for_later, told
+from meshcomm.runtime.call import Call, Post, Want, told
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults
@@ -152,6 +152,8 @@ class _Stack(tuple[Hook, ...]):
 
     here: _Here
     compare: bool
+    defer: tuple[Hook, ...]
+    """Those that may read a tensor later."""
 
 
 _lock = threading.RLock()
@@ -162,6 +164,7 @@ def _change(link: Any, change: Callable[[tuple[Hook, ...]], tuple[Hook, ...]]) -
         before, stack = link.hooks, _Stack(change(link.hooks))
         stack.here = before.here if before else _Here()
         stack.compare = any(hook.compares for hook in stack)
+        stack.defer = tuple(hook for hook in stack if type(hook).defers is not Hook.defers)
         own = _own_class(type(link))
         if stack:
             link.hooks, link.__class__ = stack, _with_hooks(own)
@@ -192,7 +195,8 @@ def _with_hooks(kind: Any) -> type:
         kind.refuse(self, where, why, axis)
 
     def copies(self: Any, name: str, x: torch.Tensor) -> bool:
-        for hook in self.hooks:
+        hooks = self.hooks  # none once the last one was taken off
+        for hook in hooks.defer if hooks else ():
             if hook.defers(name, x):
                 return False
         return bool(kind.copies(self, name, x))
@@ -249,7 +253,13 @@ def _hooked(name: str, own: Callable[..., Any], form: Form | None = None) -> Cal
         what = tuple.__new__(Running, seen)  # half of what its own way costs
         for hook in stack[:-1]:
             what = what._replace(go=partial(hook.run, what))
-        return for_later(False, last.run, what) if later else last.run(what)  # a hook may make calls of its own
+        if not later:
+            return last.run(what)
+        told.later = False  # a hook may make calls of its own; as `for_later` does it, which takes longer
+        try:
+            return last.run(what)
+        finally:
+            told.later = later
 
     primitive.__name__, primitive.__doc__ = name, own.__doc__
     return primitive
