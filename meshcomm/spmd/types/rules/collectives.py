@@ -40,7 +40,6 @@ from meshcomm.spmd.types.vma import (
 from meshcomm.watch import here
 from meshcomm.work import Work, looked_at
 
-
 _MOST = 1024
 """Types of results that are remembered."""
 
