@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
+
+Given = ParamSpec("Given")
+R = TypeVar("R")
 
 
 class Watcher(Protocol):
@@ -43,6 +47,9 @@ class Watcher(Protocol):
     def made_whole(self, x: Tensor, what: str, mesh: Any) -> None:
         """Note that ``x`` is invariant along all axes of ``mesh``."""
 
+    def gathered(self, name: str, whole: Sequence[Tensor], of: Sequence[Tensor], axes: Any, mesh: Any) -> None:
+        """Note that ``whole`` were gathered of these leaves, and that their gradients are summed over ``axes``."""
+
 
 class _Here(threading.local):
     watcher: Watcher | None = None
@@ -58,6 +65,17 @@ here = _Here()
 def paused() -> AbstractContextManager[None]:
     """What runs inside is the library's own: who watches this thread, if anybody, does not look at it."""
     return nullcontext() if here.watcher is None else watched_by(None)
+
+
+def out_of_sight(fn: Callable[Given, R]) -> Callable[Given, R]:
+    """Decorate what is the library's own as a whole: who watches this thread does not look at what it does."""
+
+    @functools.wraps(fn)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> R:
+        with paused():
+            return fn(*args, **kwargs)
+
+    return run
 
 
 @contextmanager

@@ -34,6 +34,10 @@ class Fewer(NamedTuple):
         """What is left of these."""
         return tuple(axis for axis in axes if axis not in self.varies)
 
+    def others(self, within: Axes) -> Axes:
+        """Those of these along which a pattern says that it is another one."""
+        return () if self.told is None else tuple(axis for axis in within if axis not in self.told)
+
 
 def axis_over(mesh: Mesh, axes: Axes, where: str) -> Axis:
     """These as one axis, or this rank by itself where there are none."""

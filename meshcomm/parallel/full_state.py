@@ -29,6 +29,8 @@ from meshcomm.parallel.weights.sent_parts import Sent, Strip, Writing, parts_in
 from meshcomm.parallel.weights.taken_parts import Loading
 from meshcomm.parallel.weights.whole_tensors import opened
 from meshcomm.runtime.ops import Op
+from meshcomm.spmd.types.told import keep_types
+from meshcomm.watch import out_of_sight
 
 Shared = Literal["copy", "drop"]
 
@@ -45,6 +47,7 @@ def full_state_dict(
     module: nn.Module, dst: int | None, *, shared: Shared = "copy", mesh: Mesh | None = None
 ) -> dict[str, Tensor] | None: ...
 @Op("full_state_dict", "all ranks of the mesh call", compared=("dst",))
+@out_of_sight
 def full_state_dict(
     module: nn.Module, dst: int | None = None, *, shared: Shared = "copy", mesh: Mesh | None = None
 ) -> dict[str, Tensor] | None:
@@ -145,6 +148,7 @@ def _boxes(found: Entries, batch: list[Path], mine: set[tuple[str, tuple[int, ..
 
 
 @Op("save_full_state_dict", "all ranks of the mesh call", compared=("path", "max_shard_size"))
+@out_of_sight
 def save_full_state_dict(
     module: nn.Module,
     path: str | os.PathLike[str],
@@ -223,6 +227,7 @@ def save_full_state_dict(
 
 
 @Op("load_full_state_dict", "all ranks of the mesh call")
+@out_of_sight
 def load_full_state_dict(
     module: nn.Module,
     state_or_path: Mapping[str, Any] | str | os.PathLike[str],
@@ -303,6 +308,7 @@ def load_full_state_dict(
             refuse_names(where, module, given, found)
         team.all(loading.check)
         team.all(loading.fill)
+        keep_types(module)
     return found
 
 

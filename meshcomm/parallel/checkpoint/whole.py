@@ -29,6 +29,8 @@ from meshcomm.parallel.checkpoint.reader import OURS, Reader
 from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, random_states, set_random_states
 from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_both, merged
 from meshcomm.runtime.ops import Op
+from meshcomm.spmd.types.told import keep_types
+from meshcomm.watch import out_of_sight
 
 _GROUPS: Path = ("optim", "param_groups")
 
@@ -49,6 +51,7 @@ class Checkpoint(NamedTuple):
 
 
 @Op("checkpoint.save", "all ranks of the mesh call", compared=("path", "step", "keep"))
+@out_of_sight
 def save(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -156,6 +159,7 @@ def save(
 
 
 @Op("checkpoint.load", "all ranks of the mesh call", compared=("path", "keys", "optimizer"))
+@out_of_sight
 def load(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -233,6 +237,7 @@ def load(
     team.all(lambda: restoring.refuse_unused(unused))
     team.all(restoring.check)
     team.all(restoring.read)
+    keep_types(module)
     if random and states is not None:
         team.all(lambda: set_random_states(states))
     return found

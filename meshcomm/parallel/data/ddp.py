@@ -29,12 +29,15 @@ from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, refuse_renormalised, refuse_sliced
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
+from meshcomm.spmd.types.told import tell
+from meshcomm.watch import out_of_sight
 
 M = TypeVar("M", bound=nn.Module)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @Op("data_parallel", "parameters and buffers invariant", composed=True)
+@out_of_sight
 def data_parallel(
     module: M,
     axis: AxisName,
@@ -172,6 +175,11 @@ def data_parallel(
         setattr(module, name, Around(state.call, getattr(module, name)))
     setattr(module, HERE, state)
     know(module, ax.mesh, copies=ax.name)
+    for x in every.values():
+        known = fewer.get(id(x))
+        if id(x) not in left:
+            same = within if known is None else known.of(within) if known.told is None else known.told
+            tell(WHERE, x, ax.mesh, () if known is None else known.others(within), same)
     watch_steps()
     if accumulate_dtype is not None:
         watch_wide_gradients()

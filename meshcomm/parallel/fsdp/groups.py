@@ -28,6 +28,7 @@ from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.pending import Pending, settled
+from meshcomm.spmd.types.vma import lie_apart
 
 _GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
 
@@ -103,6 +104,7 @@ class Group:
         """Make the parameters views of ``shard``, what the layout has stored here."""
         policy = self.policy
         self.shard = shard = pinned(shard, policy.device) if policy.offload else shard
+        lie_apart(shard)
         pieces = self.layout.cut(shard, self.index)
         self._params = [slot.param for slot in self.slots]
         for param, piece in zip(self._params, pieces, strict=True):

@@ -56,12 +56,15 @@ from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
+from meshcomm.spmd.types.told import tell
+from meshcomm.watch import out_of_sight
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 WHERE = "fully_shard"
 
 
 @Op("fully_shard", composed=True)
+@out_of_sight
 def fully_shard(
     module: M,
     axis: AxisName,
@@ -275,6 +278,7 @@ def fully_shard(
             _attach(unit, each, methods)
     made_of = {id(slot.param): _part(group, at, slot) for group, at, slot in owner.slots()}
     know(module, ax.mesh, made_of)
+    policies.tell_types(slots_of_all, sync)
     for inner, names in together:
         own, along = inner.units[0].module, {group.policy.axis.name for group, _, _ in inner.slots()}
         owner.take_in(inner, names)
@@ -376,6 +380,20 @@ class _Policies:
         for policy, mine in spread.items():
             for axis in policy.axes:
                 refuse_other_modules(WHERE, self.module, mine, axis, besides)
+
+    def tell_types(self, slots: Sequence[Slot], buffers: bool) -> None:
+        """Say along which axes parameters and buffers vary now."""
+        for slot in slots:
+            policy = self.of(slot.param)
+            cut = axes_in(policy.axis.name) if policy.axis.name else ()
+            self._tell(slot.param, cut, policy.names)
+        for each in self.module.buffers() if buffers else ():
+            self._tell(each, (), self.of(each).names)
+
+    def _tell(self, x: Tensor, cut: tuple[str, ...], over: tuple[str, ...]) -> None:
+        fewer = self.fewer.get(id(x))
+        others = () if fewer is None else fewer.others(self.policy.names)
+        tell(WHERE, x, self.policy.axis.mesh, (*cut, *others), over)
 
     def loads_of(self, policy: Policy) -> list[int]:
         """What is kept whole adds to it."""

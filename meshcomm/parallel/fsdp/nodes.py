@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshcomm import _torch
+from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Group, Sums
 
@@ -84,6 +85,19 @@ def connect(
 def views_of(groups: list[Group], buffers: Sequence[Tensor]) -> list[list[Tensor]]:
     """The parameters in gathered buffers."""
     return [group.layout.views(buffer) for group, buffer in zip(groups, buffers, strict=True)]
+
+
+def views_as_function(groups: list[Group]) -> list[list[Tensor]]:
+    """The same, gathered of whatever stands in the place of the parameters, by plain differentiable operations."""
+    views = []
+    for group in groups:
+        policy = group.policy
+        flat = group.flat_of_slots()
+        flat = flat.to(policy.device, policy.param_dtype or flat.dtype)
+        if policy.replica is not None:
+            flat = apply(rule_named("pvary"), flat, policy.replica)
+        views.append(group.layout.views(apply(rule_named("all_gather"), flat, policy.axis, (0, None))))
+    return views
 
 
 class Use:

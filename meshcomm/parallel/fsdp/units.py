@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshcomm import _torch
-from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Group
-from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_of
+from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_as_function, views_of
 from meshcomm.parallel.fsdp.passes import Passes
-from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
+from meshcomm.parallel.fsdp.slots import Door, Policy, Slot, raw
 from meshcomm.parallel.fsdp.together import Between, modules_of, name_around
 from meshcomm.parallel.stand_ins import show_attributes
 from meshcomm.runtime.pending import Pending, settled
+from meshcomm.watch import here, paused
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -223,6 +223,17 @@ class Unit:
         return True
 
     def _open(self, phase: int, on_demand: bool = False) -> None:
+        watcher = here.watcher
+        if watcher is None:
+            self._gather(phase, on_demand)
+            return
+        with paused():
+            self._gather(phase, on_demand)
+        for group, views in zip(self.groups, self.views, strict=True):
+            leaves = [raw(*slot.sites[0]) for slot in group.slots]
+            watcher.gathered("fully_shard", views, leaves, group.policy.names, group.policy.axis.mesh)
+
+    def _gather(self, phase: int, on_demand: bool) -> None:
         if self.is_open:
             self.shut()
         odd = _torch.functorch_active() or _torch.dual_level_open() or True in [g.is_swapped() for g in self.groups]
@@ -296,16 +307,7 @@ class Unit:
                 'under torch.func and functional_call gradients are summed, and this module has grads="mean".',
                 fix='reduce the loss and shard with grads="sum", or use the functions of meshcomm.parallel.fsdp',
             )
-        views = []
-        for group in self.groups:
-            policy = group.policy
-            flat = group.flat_of_slots()
-            flat = flat.to(policy.device, policy.param_dtype or flat.dtype)
-            if policy.replica is not None:
-                flat = apply(rule_named("pvary"), flat, policy.replica)
-            whole = apply(rule_named("all_gather"), flat, policy.axis, (0, None))
-            views.append(group.layout.views(whole))
-        self._show(views)
+        self._show(views_as_function(self.groups))
 
     def _show(self, views: list[list[Tensor]]) -> None:
         for shown, name, number, at in self._sites:

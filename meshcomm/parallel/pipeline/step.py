@@ -35,6 +35,7 @@ from meshcomm.parallel.weights.names_in_files import Unfit
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.grids import grid_of
+from meshcomm.spmd.types.told import as_told
 from meshcomm.spmd.types.vma import Origin, Type, declare, declared
 from meshcomm.watch import here, paused
 
@@ -198,6 +199,7 @@ class PipelineStep(nn.Module):
             for x in (*stage.parameters(), *stage.buffers()):
                 along = {*declared(x), *axes_in(axis.name)}
                 declare(x, Type(dict.fromkeys(sorted(along), Origin(WHERE, leaf=True)), grid=grid_of(axis.mesh)))
+                as_told(x)
         know(self, axis.mesh)
 
     # ------------------------------------------------------------------------------------------------------- a batch

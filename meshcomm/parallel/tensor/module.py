@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
 from meshcomm.parallel.cut_states import mark_states
@@ -24,11 +24,14 @@ from meshcomm.parallel.tensor.plan import WHERE, Block, Style, divided, read
 from meshcomm.parallel.tensor.state import HERE, Parallel, known_of
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
+from meshcomm.spmd.types.told import tell
+from meshcomm.watch import out_of_sight
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @Op("tensor_parallel", "what goes in and comes out is invariant", composed=True)
+@out_of_sight
 def tensor_parallel(
     module: M,
     plan: Mapping[str, str | Style | Block] | Literal["auto"],
@@ -158,6 +161,11 @@ def tensor_parallel(
     params = dict(module.named_parameters(remove_duplicate=False))
     know(module, ax.mesh, {id(params[path]): Part(path, WHERE, ax.mesh, ax.name, ax.index, how)
                            for path, how in state.cuts.items()})  # fmt: skip
+    cut, along = {id(params[path]) for path in state.cuts}, axes_in(ax.name)
+    for p in params.values():
+        tell(WHERE, p, ax.mesh, along if id(p) in cut else (), along)
+    for each in module.buffers():
+        tell(WHERE, each, ax.mesh, (), along)
     mark_states(module)
     watch_steps()
     wait_for_values(module, WHERE)

@@ -19,6 +19,7 @@ from meshcomm.spmd.types.checker import Checker
 from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.leaf_numbers import next_time, numbered
 from meshcomm.spmd.types.seen_changes import moment
+from meshcomm.spmd.types.told import as_told
 from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here, watched_by
 
@@ -123,6 +124,7 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
     For :func:`check_vma`, of tensors that it has not seen: parameters, batches, what libraries made.
 
     Type: exactly as declared. It holds for the tensor object, in all later checks; ``()`` is invariant along all axes.
+    Along an axis along which an adaptor has cut a parameter, before or after, that varies, whatever is declared.
     Outside of checks it is remembered too: :func:`meshcomm.parallel.clip_grad_norm` goes by it.
 
     Args:
@@ -156,5 +158,6 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
         if not isinstance(leaf, Tensor):
             fail("mark_varying", f"x{path} is no tensor but {type(leaf).__name__}.", fix="a tensor, pytree or module")
         declare(leaf, kind)
+        as_told(leaf)
         numbered(leaf, kind.axes, f"{name}{path}")
     return x

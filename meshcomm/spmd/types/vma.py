@@ -262,8 +262,13 @@ def held(x: Tensor) -> Type | None:
 
 def declare(x: Tensor, kind: Type) -> None:
     """Note the type of ``x`` as somebody says that it is, whatever it was; that says nothing of other views."""
-    setattr(x, NAME, kind.seen(x.requires_grad))
     setattr(x, _DECLARED, tuple(sorted(kind.axes)))
+    note_by_hand(x, kind)
+
+
+def note_by_hand(x: Tensor, kind: Type) -> None:
+    """Note the type of ``x``, which no operation gave it."""
+    setattr(x, NAME, kind.seen(x.requires_grad))
     stamp(x)
     by_hand(x)
     in_spite(x)
@@ -321,9 +326,26 @@ def says_all(x: Tensor, kind: Type, grid: Grid) -> bool:
     return type(before) is Type and before.axes == kind.axes and before.grid is grid and not any_lent()
 
 
+_APART = "_meshcomm_apart"
+"""The attribute of a storage that has leaves beside each other, which share no element."""
+
+
+def lie_apart(x: Tensor) -> None:
+    """Note that leaves in the storage of ``x`` share no element: what is written into one says nothing of others."""
+    if (storage := storage_of(x)) is not None:
+        setattr(storage, _APART, True)
+
+
+def lies_apart(x: Tensor) -> bool:
+    """Whether that was noted."""
+    return getattr(storage_of(x), _APART, False) is True
+
+
 def is_written(storage: torch.UntypedStorage | None, kind: Type, grid: Grid) -> bool:
-    """Whether :func:`write` of that on a mesh would find it noted on a storage already."""
+    """Whether :func:`write` of that on a mesh would find it noted on a storage already, or there is nothing to note."""
     before = getattr(storage, WRITTEN, None)
+    if before is None and getattr(storage, _APART, False) is True:
+        return True
     if before is None or any_lent():
         return False
     return type(before) is not Type or (kind.axes <= before.axes and before.grid is grid)

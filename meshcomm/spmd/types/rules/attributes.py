@@ -11,7 +11,7 @@ from meshcomm.spmd.types.rules.operands import SIMPLE, along_of, text_of, tracke
 from meshcomm.spmd.types.rules.torch_rules import Kind
 from meshcomm.spmd.types.rules.writes import Writes, of_leaf
 from meshcomm.spmd.types.seen_changes import stamp
-from meshcomm.spmd.types.vma import Type, made_like, marked, unmark
+from meshcomm.spmd.types.vma import Type, lie_apart, lies_apart, made_like, marked, unmark
 
 
 class Attributes(Writes):
@@ -39,6 +39,8 @@ class Attributes(Writes):
             self._note(g, self._of_gradient(mine), (x,))
             if x.is_leaf:
                 of_leaf(g)
+                if lies_apart(x):  # as parts of fully sharded parameters do, and their gradients
+                    lie_apart(g)
 
     def _own_leaf(self, x: Tensor, begins: bool) -> None:
         """What was made in the image of something that varies, and becomes a leaf, is each rank's own."""

@@ -200,6 +200,19 @@ class Collectives(Core):
             x = self.vary(x, missing, name)
         return kind, x
 
+    def gathered(self, name: str, whole: Sequence[Tensor], of: Sequence[Tensor], axes: AxisName, mesh: Mesh, /) -> None:
+        """Note that ``whole`` were gathered of these leaves: each rank uses its own, and their gradients are summed."""
+        with without_modes():
+            along = self._axes_of(name, axes, mesh) if axes else frozenset[str]()
+            origin = Origin(name, call_site())
+            for y, x in zip(whole, of, strict=True):
+                kind = self.type_of(x)
+                if kind is not None:
+                    begun = along - kind.axes
+                    self._note(y, kind.begins(begun, origin) if begun else kind)
+                elif y.requires_grad:
+                    self._unknown(x, [x], name)
+
     def joined(self, name: str, fn: Any, operands: Sequence[Tensor], axis: AxisName, mesh: Mesh | None, /) -> Any:
         """Call what gives tensors that vary along the axes of all that it takes."""
         with self._apart():
