@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshcomm._torch_autograd import backward_pass
+from meshcomm._torch.autograd import backward_pass
 from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, messages_of, told
 from meshcomm.runtime.callsite import CallSite, Spot, call_spot, site_at
