@@ -245,6 +245,21 @@ def torchs(kind: str) -> nn.Module:
     return layer if kind == "layer" else nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
+class Convolved(nn.Module):
+    """All of its products are convolutions of single places, whose features come before the places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Conv1d(D, D, 1) for _ in range(4))
+        self.up, self.down = nn.Conv1d(D, 32, 1), nn.Conv1d(32, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        q, k, v = (each(x).unflatten(1, (-1, K)).transpose(2, 3) for each in (self.q, self.k, self.v))
+        x = x + self.o(attended(q, k, v).flatten(2).transpose(1, 2))
+        return x + self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "plain": (plain, {"0": "column", "2": "row", "4": "column", "5": "row"}),
     "separate": (lambda: Decoder(Attention, Gated), {"layers.*.attention.q": "column", "layers.*.attention.o": "row"}),
@@ -269,8 +284,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gate and up in turn": (lambda: Decoder(Attention, lambda: InOne(True)), {"layers.*.feed_forward.both": "column"}),
     "experts": (lambda: Decoder(Attention, Experts), {"layers.*.feed_forward.experts.up": Cut(1, 2)}),
     "a name in another": (lambda: nn.Sequential(AsBert(), AsBert(), AsBert()), {"*.output.dense": "row"}),
-    "torch's layer": (lambda: torchs("layer"), {"linear1": "column", "linear2": "row"}),
-    "torch's encoder": (lambda: torchs("encoder"), {"layers.*.linear1": "column", "layers.*.linear2": "row"}),
+    "torch's layer": (lambda: torchs("layer"), {"linear1": "column", "linear2": "row", "self_attn": "heads"}),
+    "torch's encoder": (lambda: torchs("encoder"), {"layers.*.linear1": "column", "layers.*.self_attn": "heads"}),
+    "convolutions of places": (Convolved, {"q": "column", "o": "row", "up": "column", "down": "row"}),
 }  # fmt: skip
 """How it is made, and what its plan says among other things."""
 

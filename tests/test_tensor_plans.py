@@ -711,7 +711,7 @@ def refused() -> None:
         ("*.out_proj", "column"),
         ("a", "column"),
     ):
-        wrong("torch's MultiheadAttention is whole", heads, {pattern: style, "*": "replicated"})
+        wrong("torch's MultiheadAttention is cut as a whole", heads, {pattern: style, "*": "replicated"})
     wrong("nothing is left for 'nobody'", Mixture(), {**EXPERTS, "nobody": Block()})
     wrong("no attribute that is an int is called 'config.head'", Fused(linear, 2), rest(), divide=["config.head"])
     wrong("config.heads = 4 is not divisible by 3", Fused(linear, 2), rest(), divide={"config.heads": 3})

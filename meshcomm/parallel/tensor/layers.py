@@ -13,7 +13,8 @@ from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
 from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import Dim
 from meshcomm.parallel.tensor.functions import heads_of, own_rows, vocab_embedding
-from meshcomm.parallel.tensor.kinds import Kind, does_as_known, is_as_known, kind_of, mixes_features
+from meshcomm.parallel.tensor.kinds.multihead import attended, cut_of, refuse_odd
+from meshcomm.parallel.tensor.kinds.products import Kind, does_as_known, is_as_known, kind_of, mixes_features
 from meshcomm.parallel.tensor.plan import (
     OF_PARAMETERS,
     WHERE,
@@ -64,18 +65,21 @@ def _refuse_cut_attention(module: nn.Module, owned: Mapping[nn.Module, Mapping[s
     """Torch's own compares its sizes with those of what it is given, and reads the weights of its last layer."""
     for whole in module.modules():
         if isinstance(whole, nn.MultiheadAttention):
-            for part in whole.modules():
-                for each in owned.get(part, {}).values():
-                    if not isinstance(each.style, str):
-                        what = f"{each.path!r} is {each.style}, but torch's MultiheadAttention is whole or not at all."
-                        fix = "'replicated'; or attention of Linear layers, whose q, k and v are columns"
-                        fail(WHERE, what, fix=fix)
+            named = [each for part in whole.modules() for each in owned.get(part, {}).values()]
+            cut = any(each.style == "heads" for each in named)
+            for each in named:
+                if not isinstance(each.style, str) or (cut and each.style != "heads"):
+                    what = f"{each.path!r} is {each.style}, but torch's MultiheadAttention is cut as a whole."
+                    fix = "'heads' for all of it, or 'replicated'"
+                    fail(WHERE, what, fix=fix)
 
 
 def past_forward(module: nn.Module, changed: Container[nn.Module]) -> Iterator[tuple[nn.Module, str, int]]:
     """The attributes by which layers of torch, in evaluation, read weights past the forward of their parts; off where a
     part has a forward of ours: whose, which, and what it is then."""
     for part in module.modules():
+        if isinstance(part, nn.TransformerEncoder) and any(inner in changed for inner in part.modules()):
+            yield part, "use_nested_tensor", 0
         if isinstance(part, nn.TransformerEncoderLayer) and any(inner in changed for inner in part.modules()):
             yield part, "activation_relu_or_gelu", 0
 
@@ -90,6 +94,8 @@ def _layer(params: Sequence[Named], state: Parallel) -> Layer | None:
     for each in params:
         if type(each.style) is not type(style) or each.style != style:
             fail(WHERE, f"a layer has parameters of two styles, {each.path!r} and others.", fix="name the layer")
+    if style == "heads":
+        return _Heads(p, state)
     if style == "split":
         return _Split(p.owner, state)
     kind = kind_of(p.owner)
@@ -135,6 +141,9 @@ class _OfKind(Layer):
     def __init__(self, module: Any, state: Parallel, style: Any, kind: Kind) -> None:
         super().__init__(module, state)
         self.how, self.kind = style, kind
+        if kind.features != -1 and (state.sequence if style.sequence is None else style.sequence):
+            what = f"a {type(module).__name__} has the sequence last, where it is not cut."
+            fail(WHERE, what, fix=f"{type(style).__name__}(sequence=False), or a Linear on the transposed")
 
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
         """On its one input, whatever that is called."""
@@ -206,19 +215,19 @@ class _Column(_OfKind):
         if not self.how.gather:
             state.streams.cut()
             return y
-        here, n = y.shape[-1], state.axis.size
+        here, n, dim = y.shape[self.kind.features], state.axis.size, self.kind.features
         lengths = [here // parts] * parts if isinstance(parts, int) else [length // n for length in parts]
         gather: Callable[..., Tensor] = all_gather if inside else all_gather_invariant
-        pieces = [gather(piece, state.name, -1, mesh=state.mesh) for piece in y.split(lengths, -1)]
+        pieces = [gather(piece, state.name, dim, mesh=state.mesh) for piece in y.split(lengths, dim)]
         if not inside:
             state.streams.whole()
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def _of_shared_heads(self, x: Tensor) -> Tensor:
         layer = self.module
         whole = self.state.vary([layer.weight] if layer.bias is None else [layer.weight, layer.bias])
         y = self.kind.multiply(x, self._mine(whole[0], self.kind.outputs))
-        return y if layer.bias is None else y + self._mine(whole[1], 0)
+        return y if layer.bias is None else y + self.kind.along_features(self._mine(whole[1], 0))
 
     def _mine(self, whole: Tensor, dim: int) -> Tensor:
         state, heads = self.state, self.how.kv_heads or 1
@@ -250,7 +259,7 @@ class _Row(_OfKind):
             input = self._split(input)
         y = state.leave(self.kind.multiply(input, self.module.weight), sequence)
         if bias is not None:
-            y = y + (state.vary([bias])[0] if sequence else bias)
+            y = y + self.kind.along_features(state.vary([bias])[0] if sequence else bias)
         if self.how.enter:
             y = state.enter(y, sequence)
             state.streams.cut()
@@ -258,9 +267,10 @@ class _Row(_OfKind):
 
     def _split(self, input: Tensor) -> Tensor:
         state = self.state
+        dim = self.kind.features
         if self.module in state.inside:
-            return input.chunk(state.axis.size, -1)[state.axis.index]
-        return shard(input, state.name, -1, mesh=state.mesh)
+            return input.chunk(state.axis.size, dim)[state.axis.index]
+        return shard(input, state.name, dim, mesh=state.mesh)
 
 
 class _Vocab(_OfKind):
@@ -356,6 +366,29 @@ class _OfParameters(Layer):
             own["_parameters"] = table
 
 
+class _Heads(Layer):
+    """Torch's attention, or its ``out_proj``, which it reads and does not call."""
+
+    def __init__(self, p: Named, state: Parallel) -> None:
+        super().__init__(p.owner, state)
+        path = p.path.rpartition(".")[0]
+        self.around: Any = p.owner
+        if not isinstance(p.owner, nn.MultiheadAttention) and path.rpartition(".")[2] == "out_proj":
+            self.around = state.module.get_submodule(path.rpartition(".")[0])
+        refuse_odd(self.around, path, state)
+
+    def cut(self, p: Named) -> Dim | None:
+        return cut_of(p, self.around)
+
+    def varies(self, p: Named) -> bool:
+        return self.state.sequence and p.owner is not self.around and p.name == "bias"
+
+    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
+        if self.module is not self.around:
+            return method(*args, **kwargs)
+        return attended(self.state, self.module, *args, **kwargs)
+
+
 class _Split(Layer):
     """On all of it; the result is cut."""
 
@@ -371,7 +404,7 @@ class _Split(Layer):
 
 
 _LAYERS: dict[type, tuple[str, type[_OfKind], tuple[str, ...]]] = {
-    Column: ("column", _Column, ("Linear", "Conv1D", "Embedding")),
-    Row: ("row", _Row, ("Linear", "Conv1D")),
+    Column: ("column", _Column, ("Linear", "Conv1D", "Conv1d of kernel 1", "Embedding")),
+    Row: ("row", _Row, ("Linear", "Conv1D", "Conv1d of kernel 1")),
     Vocab: ("vocab", _Vocab, ("Embedding",)),
 }

@@ -71,8 +71,10 @@ def tensor_parallel(
             is done. The first one that fits counts, so that ``"*": "replicated"`` may come last.
 
             ``"column"``, :class:`Column`: a ``Linear`` of whose outputs each rank computes a part; so are GPT-2's
-            ``Conv1D``, whose weight lies the other way, and an ``Embedding``, which is cut along its width.
-            ``"row"``, :class:`Row`: a ``Linear`` or ``Conv1D`` of whose inputs each rank has a part.
+            ``Conv1D``, whose weight lies the other way, torch's ``Conv1d`` with a kernel of 1, and an ``Embedding``,
+            which is cut along its width.
+            ``"row"``, :class:`Row`: a ``Linear``, ``Conv1D`` or such a ``Conv1d`` of whose inputs each rank has a part.
+            ``"heads"``: torch's ``MultiheadAttention``, all of it: each rank computes some of its heads.
             ``"vocab"``, :class:`Vocab`: an ``Embedding`` of which each rank has some rows; with ``sequence`` its result
             is cut.
             ``"replicated"``: whole, and used in the same way on all ranks.

@@ -88,7 +88,7 @@ Style = str | Column | Row | Vocab | Cut
 _SHORT: dict[str, Column | Row | Vocab] = {"column": Column(), "row": Row(), "vocab": Vocab()}
 OF_PARAMETERS = ("replicated", "sequence", "summed", "once")
 """What is said of single parameters, whatever their module is; so is :class:`Cut`."""
-_STYLES = (*_SHORT, *OF_PARAMETERS, "split")
+_STYLES = (*_SHORT, *OF_PARAMETERS, "split", "heads")
 
 
 class Named(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
-from meshcomm.parallel.tensor.kinds import kind_of
+from meshcomm.parallel.tensor.kinds.products import kind_of
 
 _SHAPES = re.compile(
     r"size of tensor a|is invalid for input of size|shapes cannot be multiplied|[Ss]izes of tensors must match"

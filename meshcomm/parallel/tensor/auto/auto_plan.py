@@ -26,6 +26,7 @@ from meshcomm.parallel.tensor.auto.regions import (
     Candidate,
     Region,
     experts_of,
+    heads_of,
     pairs_of,
     past_forward,
     region_of,
@@ -185,7 +186,9 @@ def _regions(module: nn.Module, flow: Flow, n: int) -> tuple[list[Region], dict[
     for leaf in flow.leaves:
         if leaf in taken or not _large(leaf, flow):
             continue
-        if leaf.linear and leaf.outputs:
+        if type(leaf.module).forward is nn.MultiheadAttention.forward:
+            found.append(heads_of(leaf, n))
+        elif leaf.linear and leaf.outputs:
             found += [single_of(leaf, n)] if _large(leaf, flow, 2) else []
         elif leaf.kind is None and not isinstance(leaf.module, (*OPAQUE, *_CONVOLUTIONS)):
             experts = experts_of(leaf, flow, n)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshcomm.parallel.tensor.auto.example_inputs import Given
-from meshcomm.parallel.tensor.kinds import Kind, kind_of
+from meshcomm.parallel.tensor.kinds.products import Kind, kind_of
 
 OPAQUE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 """Layers of torch's that read their weights themselves."""
@@ -137,12 +137,15 @@ def flow_of(module: nn.Module, example: Given) -> Flow:
     for path, part in module.named_modules():
         handles.append(part.register_forward_pre_hook(before(path, part), with_kwargs=True))
         handles.append(part.register_forward_hook(after(path, part), with_kwargs=True))
+    kept = [(part, dict(vars(part))) for part in module.modules()]
     try:
         with _Softmaxes(stack) as softmaxes, torch.enable_grad():
             result = module(*example[0], **example[1])
     finally:
         for handle in handles:
             handle.remove()
+        for part, held in kept:
+            _take_back(part, held)
     params = {id(p): leaf for leaf in leaves.values() for p in leaf.module.parameters()}
     read: set[int] = set()
     order = list(dict.fromkeys(owner.values()))
@@ -157,6 +160,15 @@ def flow_of(module: nn.Module, example: Given) -> Flow:
     for source in end.sources:
         source.users[None] = None
     return Flow(order + rest, given, result, read)
+
+
+def _take_back(part: nn.Module, before: dict[str, Any]) -> None:
+    """Attributes that a call has set to what it computed, as recurrent layers keep states, are what they were."""
+    for name, x in list(vars(part).items()):
+        if isinstance(x, Tensor) and x.grad_fn is not None and before.get(name) is not x:
+            vars(part).pop(name)
+            if name in before:
+                vars(part)[name] = before[name]
 
 
 def _is_leaf(part: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from meshcomm.parallel.tensor.auto.found_plan import Line, TensorPlan
 from meshcomm.parallel.tensor.auto.regions import Candidate
 from meshcomm.parallel.tensor.auto.small_copy import SmallCopy
-from meshcomm.parallel.tensor.kinds import kind_of
+from meshcomm.parallel.tensor.kinds.products import kind_of
 from meshcomm.parallel.tensor.plan import Block, Column, Cut, Row, Style, Vocab
 
 
@@ -89,9 +89,16 @@ def _divided(exact: dict[str, int], modules: list[str], module: nn.Module) -> di
 def _layer(module: nn.Module, path: str, of_params: Mapping[str, Any]) -> str:
     """The layer that a parameter belongs to, if all of it has one style; else the parameter."""
     around, _, _ = path.rpartition(".")
+    if of_params[path] == "heads":
+        return _attention(module, around) or path
     inside = [each for each in of_params if each.rpartition(".")[0] == around]
     whole = around and not any(each.startswith(f"{around}.") and each not in inside for each in of_params)
     return around if whole and all(of_params[each] == of_params[path] for each in inside) else path
+
+
+def _attention(module: nn.Module, path: str) -> str:
+    """The path of torch's attention of which this is the path, or that of its ``out_proj``."""
+    return path if isinstance(module.get_submodule(path), nn.MultiheadAttention) else path.rpartition(".")[0]
 
 
 def _params(module: nn.Module, of_params: Mapping[str, Style]) -> dict[str, Style]:
@@ -159,6 +166,8 @@ def _lines(
             layers.setdefault(path.rpartition(".")[0], path)
             if path.endswith("weight"):
                 layers[path.rpartition(".")[0]] = path
+        if style == "heads":
+            layers = {place: path for place, path in layers.items() if _attention(module, place) == place}
         path = next(iter(layers.values()))
         blocks = [around for around, how in of_modules.items() if how.before == "enter"]
         made = [
@@ -188,11 +197,16 @@ def _cut(style: Any, module: nn.Module, path: str, p: Any) -> str:
         dim = kind.inputs
     elif style == "vocab" or isinstance(style, Vocab):
         dim = 0
+    elif style == "heads":
+        heads: Any = module.get_submodule(_attention(module, path.rpartition(".")[0]))
+        return f"{heads.num_heads} heads"
     return "" if dim is None else f"dim {dim} of {p.shape[dim]}"
 
 
 def _sent(style: Any, part: nn.Module, once: float, all_: float, enters: bool) -> tuple[str, float]:
     kind = kind_of(part)
+    if style == "heads" and isinstance(part, nn.MultiheadAttention):
+        return "input's gradient summed, sum of outputs", 2 * all_ * part.embed_dim
     if kind is None:
         return "", 0.0
     weight: Any = part.weight

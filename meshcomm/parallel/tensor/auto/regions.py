@@ -316,6 +316,15 @@ def single_of(leaf: Leaf, n: int) -> Region:
     return Region(key, leaf.path, candidates if fits else [], "" if fits else f"the axis of {n} divides it not")
 
 
+def heads_of(leaf: Leaf, n: int) -> Region:
+    """Torch's attention, whose heads are cut."""
+    attention: Any = leaf.module
+    fits = attention.num_heads % n == 0
+    key = (type(attention), attention.embed_dim, attention.num_heads, attention.kdim, attention.vdim)
+    candidates = [Candidate({leaf.path: "heads"}, {}, {}, "heads cut", frozenset([leaf.path]))]
+    return Region(key, leaf.path, candidates if fits else [], "" if fits else f"{key[2]} heads over {n} ranks")
+
+
 def experts_of(leaf: Leaf, flow: Flow, n: int) -> Region | None:
     """Experts in single parameters: the first product in columns, the last one in rows, and a sum at the end."""
     params = dict(leaf.module.named_parameters())

@@ -3,6 +3,7 @@ that of the inputs.
 
     Linear      weight [out, in]       x @ weight.T + bias
     Conv1D      weight [in, out]       x @ weight + bias        GPT-2's, which is no convolution; known by its name
+    Conv1d      weight [out, in, 1]    weight @ x + bias        torch's, of single places: x is [..., in, s]
     Embedding   weight [rows, out]     weight[ids]
 """
 
@@ -28,14 +29,21 @@ class Kind(NamedTuple):
     """What it does without its bias."""
     counts: tuple[str, ...] = ()
     """Its attributes that say how many outputs there are, and that its forward reads."""
+    features: int = -1
+    """The dim of what goes in and comes out along which the features are."""
 
     def dim_of(self, name: str) -> int:
         """The dim of the outputs of a parameter."""
         return self.outputs if name == "weight" else 0
 
+    def along_features(self, bias: Tensor) -> Tensor:
+        """A bias, to be added to what comes out."""
+        return bias.view(-1, *(1,) * (-1 - self.features))
+
 
 _LINEAR = Kind("Linear", 0, 1, F.linear)
 _CONV1D = Kind("Conv1D", 1, 0, torch.matmul, ("nf",))
+_CONVOLUTION = Kind("Conv1d of kernel 1", 0, 1, F.conv1d, features=-2)
 _EMBEDDING = Kind("Embedding", 1, None, lambda ids, weight: F.embedding(ids, weight))
 
 
@@ -45,12 +53,15 @@ def kind_of(module: nn.Module) -> Kind | None:
         return _LINEAR
     if isinstance(module, nn.Embedding):
         return _EMBEDDING
+    if isinstance(module, nn.Conv1d):
+        same = module.stride == (1,) and module.padding in ((0,), "valid", "same") and module.groups == 1
+        return _CONVOLUTION if same and module.kernel_size == (1,) and type(module.weight) is nn.Parameter else None
     return None if _conv1d(module) is None else _CONV1D
 
 
 def is_as_known(module: nn.Module) -> bool:
     """Whether it has the forward of its kind, and none of its own."""
-    known = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding if isinstance(module, nn.Embedding) else None
+    known = next((kind for kind in (nn.Linear, nn.Embedding, nn.Conv1d) if isinstance(module, kind)), None)
     return type(module).forward is getattr(known or _conv1d(module), "forward", None)
 
 
@@ -74,11 +85,15 @@ def does_as_known(module: nn.Module, kind: Kind, *, rows: bool) -> bool:
             expected = torch.cat([x.view(1, -1) for x in alone if isinstance(x, Tensor)])
             return isinstance(found, Tensor) and found.shape[:-1] == ids.shape and _close(found.flatten(0, 1), expected)
         x = torch.linspace(-1, 1, 2 * weight.shape[kind.inputs or 0], device=weight.device).sin().to(weight.dtype)
-        x = x.view(1, 2, -1)
+        x = x.view(1, 2, -1).transpose(-1, kind.features)
         bias = getattr(module, "bias", None)
         y = kind.multiply(x, weight)
         found = own(x)
-        return isinstance(found, Tensor) and found.shape == y.shape and _close(found, y if bias is None else y + bias)
+        return (
+            isinstance(found, Tensor)
+            and found.shape == y.shape
+            and _close(found, y if bias is None else y + kind.along_features(bias))
+        )
     except Exception:  # whatever it wants, it is not what its kind is given
         return False
 
