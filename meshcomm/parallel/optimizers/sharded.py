@@ -219,13 +219,17 @@ class _Steps:
             flat = torch.cat(mine) if mine else params[0].new_empty(0)
             found = all_gather_invariant(flat, self._name, sizes=sizes, mesh=self.mesh)
             pieces = found.split([last - first for of_rank in zip(*ranges, strict=True) for first, last in of_rank])
+        here = self.axis.index
         for at, p in enumerate(params):
-            own = pieces[at :: len(params)]
+            found_of = pieces[at :: len(params)]
             if p.is_contiguous():
-                for (first, last), piece in zip(ranges[at], own, strict=True):
-                    p.detach().view(-1)[first:last].copy_(piece)
+                flat, kept = p.detach().view(-1), parts.get(id(p))
+                in_place = kept is not None and kept.data_ptr() == flat.data_ptr() + ranges[at][here][0] * p.itemsize
+                for rank, ((first, last), piece) in enumerate(zip(ranges[at], found_of, strict=True)):
+                    if last > first and not (in_place and rank == here):  # its own is there already
+                        flat[first:last].copy_(piece)
             else:
-                p.detach().copy_(torch.cat(own).view(p.shape))
+                p.detach().copy_(torch.cat(found_of).view(p.shape))
 
     def _agree(self, params: Sequence[Tensor], sparse: bool) -> None:
         """All ranks have equal parameters, whose values are compared once, and no sparse gradients."""
