@@ -61,6 +61,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.training.reductions import all_reduce_params, weighted_mean
     from meshcomm.training.split_rows import split_rows
     from meshcomm.verifying.report import Finding, Report
+    from meshcomm.verifying.training.verify import verify_training
 
 __version__ = "0.1.0"
 
@@ -151,6 +152,7 @@ __all__ = [
     "trace",
     "use_mesh",
     "varying_axes",
+    "verify_training",
     "wait",
     "weighted_mean",
     "world_size",
@@ -192,6 +194,7 @@ _LATER = {
         "meshcomm.training.reductions": "all_reduce_params weighted_mean",
         "meshcomm.training.split_rows": "split_rows",
         "meshcomm.verifying.report": "Finding Report",
+        "meshcomm.verifying.training.verify": "verify_training",
     }.items()
     for name in names.split()
 }

@@ -1,0 +1,252 @@
+"""What one rank sees of a training loop: its parts of all that is compared, step by step.
+
+::
+
+    made        start                         parameters, as boxes of the global ones (checkpoint/parts.py)
+    step k      at each optimizer.step()      gradients, and the line that called it
+                at the end                    the loss, parameters, states of the optimiser
+    half way    a checkpoint, which another mesh loads and goes on from
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshcomm._torch import tree_flatten, tree_unflatten
+from meshcomm.errors import fail
+from meshcomm.make_mesh import make_mesh
+from meshcomm.mesh import Mesh, use_mesh
+from meshcomm.parallel.checkpoint.parts import collect, dotted, named
+from meshcomm.parallel.checkpoint.whole import load, save
+from meshcomm.parallel.global_places import Spread
+from meshcomm.runtime.callsite import call_site
+from meshcomm.tracing.traces import trace
+from meshcomm.verifying.training.draws import Drawn, watched
+
+WHERE = "verify_training"
+Make = Callable[[Mesh], tuple[nn.Module, Optimizer, Callable[[Any], Any]]]
+Save = Callable[[str, nn.Module, Optimizer], object]
+START = -1
+"""The step that stands for what was made."""
+
+
+class Part(NamedTuple):
+    """What one rank has of a global tensor: copies."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[tuple[tuple[int, ...], Tensor], ...]
+    """Where each begins in the global tensor, and what is there."""
+
+
+Parts = dict[str, Part | None]
+"""By name; None: a parameter that has no gradient."""
+
+
+class Update(NamedTuple):
+    """One call of ``optimizer.step()``."""
+
+    line: str
+    gradients: Parts
+
+
+class Sent(NamedTuple):
+    """A collective of a step."""
+
+    operation: str
+    axis: Any
+    payload: int
+    line: str
+    backward: bool
+
+
+@dataclass
+class Moment:
+    """What one rank has after one step."""
+
+    loss: Tensor | None = None
+    updates: list[Update] = field(default_factory=list)
+    parameters: Parts = field(default_factory=dict)
+    states: Parts = field(default_factory=dict)
+    sent: list[Sent] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
+
+
+@dataclass
+class Seen:
+    """What one rank has seen."""
+
+    place: dict[str, int]
+    moments: dict[int, Moment] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+    """Parameters that require grad and that the optimiser has."""
+    drew: bool = False
+    """Whether a step has taken random numbers of the rank's own."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is to do."""
+
+    make: Make
+    batches: Sequence[Any]
+    sizes: Mapping[str, int]
+    seed: int
+    dtype: torch.dtype | None
+    first: int
+    last: int
+    """Steps ``first`` to ``last`` - 1."""
+    half: int = START
+    """Save after so many steps."""
+    folder: str = ""
+    """Where; with ``first`` it is loaded from there."""
+    save: Save | None = None
+    load: Save | None = None
+    without_draws: bool = False
+    """Whether dropout is let through, and only looked at."""
+
+
+def train(job: Job) -> Seen:
+    """One rank's run; who launches it has set the default dtype, which is one for all threads."""
+    mesh = make_mesh(job.sizes)
+    with use_mesh(mesh):
+        module, optimizer, step = made(job, mesh)
+        seen = Seen(dict(mesh.coordinate))
+        names = named(module)
+        has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        seen.held = tuple(dict.fromkeys(names.first[id(p)] for p in module.parameters()
+                                        if p.requires_grad and id(p) in has))  # fmt: skip
+        if job.first:
+            (job.load or load)(job.folder, module, optimizer)
+        start = Moment()
+        start.parameters, start.states = everything(module, optimizer)
+        seen.moments[START if not job.first else job.first - 1] = start
+        state = torch.get_rng_state()
+        for number in range(job.first, job.last):
+            seen.moments[number] = one_step(job, module, optimizer, step, number)
+            if number + 1 == job.half:
+                (job.save or save)(job.folder, module, optimizer)
+        seen.drew = not torch.equal(state, torch.get_rng_state())
+    return seen
+
+
+def train_in_process(job: Job) -> Seen:
+    """The same in a process of its own."""
+    with default_dtype(job.dtype):
+        return train(job)
+
+
+def one_step(job: Job, module: nn.Module, optimizer: Optimizer, step: Callable[[Any], Any], number: int) -> Moment:
+    """Take it, and look."""
+    moment = Moment()
+
+    def before_update(*_: Any) -> None:
+        line = call_site()
+        moment.updates.append(Update(str(line), gradients(module)))
+
+    batch = as_dtype(copy.deepcopy(job.batches[number % len(job.batches)]), job.dtype)
+    hook = optimizer.register_step_pre_hook(before_update)
+    try:
+        with trace() as traced, watched(moment.drawn, job.without_draws):
+            loss = step(batch)
+    finally:
+        hook.remove()
+    moment.sent = [Sent(event.operation, event.axis, event.payload, str(event.site or ""), event.backward)
+                   for event in traced.events]  # fmt: skip
+    moment.loss = checked_loss(loss)
+    moment.parameters, moment.states = everything(module, optimizer)
+    return moment
+
+
+def made(job: Job, mesh: Mesh) -> tuple[nn.Module, Optimizer, Callable[[Any], Any]]:
+    """What ``make`` gives under the seed, on all ranks alike; what the rank draws afterwards is its own, unless
+    ``make`` sets a seed.
+    """
+    own, seed = torch.get_rng_state(), 0x5EED_0000_0000 + job.seed
+    torch.manual_seed(seed)
+    given: Any = job.make(mesh)
+    if torch.initial_seed() == seed:
+        torch.set_rng_state(own)
+    if not isinstance(given, (tuple, list)) or len(given) != 3:
+        got = f"{type(given).__name__}" + (f" of {len(given)}" if isinstance(given, (tuple, list)) else "")
+        fail(WHERE, "make gives no module, optimizer and step.", got=got, fix="return module, optimizer, step")
+    module, optimizer, step = given
+    kinds = {"module": (module, nn.Module), "optimizer": (optimizer, Optimizer)}
+    for name, (value, kind) in kinds.items():
+        if not isinstance(value, kind):
+            fail(WHERE, f"the {name} that make gives is no torch {kind.__name__}.", got=type(value).__name__,
+                 fix="return module, optimizer, step")  # fmt: skip
+    if not callable(step):
+        fail(WHERE, "the step that make gives is not callable.", got=type(step).__name__,
+             fix="a function of a batch that trains one step and gives its loss")  # fmt: skip
+    return module, optimizer, step
+
+
+def checked_loss(loss: Any) -> Tensor | None:
+    """As a tensor on the CPU."""
+    if loss is None:
+        return None
+    if isinstance(loss, (int, float)):
+        return torch.tensor(loss, dtype=torch.float64)
+    if not isinstance(loss, Tensor):
+        fail(WHERE, "step gives no loss.", got=type(loss).__name__, fix="a tensor, a number, or None")
+    return loss.detach().to("cpu", copy=True)
+
+
+def gradients(module: nn.Module) -> Parts:
+    """Of the parameters that require any, by name."""
+    here = named(module)
+    return {
+        here.first[id(p)]: None if p.grad is None else copied(here.place(p).of(p.grad))
+        for p in module.parameters()
+        if p.requires_grad
+    }
+
+
+def everything(module: nn.Module, optimizer: Optimizer) -> tuple[Parts, Parts]:
+    """Parameters and buffers, and the states of the optimiser, as this rank has them."""
+    found = collect(module, optimizer)
+    parameters: Parts = {}
+    states: Parts = {}
+    for path, spread in found.tensors.items():
+        if path[0] == "model":
+            parameters[dotted(path[1:])] = copied(spread)
+        else:
+            states[dotted(path[2:] if path[1] == "state" else path[1:])] = copied(spread)
+    return parameters, states
+
+
+def copied(spread: Spread) -> Part:
+    """Copies of the boxes that a rank has."""
+    boxes = [(tuple(box.offsets), box.view.detach().to("cpu", copy=True)) for box in spread.boxes]
+    return Part(tuple(spread.shape), spread.dtype, tuple(boxes))
+
+
+def as_dtype(batch: Any, dtype: torch.dtype | None) -> Any:
+    """With floating tensors in this dtype."""
+    leaves, spec = tree_flatten(batch)
+    if dtype is not None:
+        leaves = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+    return tree_unflatten(leaves, spec)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """torch's for new tensors, which is one for all threads."""
+    before = torch.get_default_dtype()
+    if dtype is None or dtype == before:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
