@@ -193,6 +193,7 @@ LATE = {
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
         "meshcomm.layout.shapes", "meshcomm.layout.show", "meshcomm.parallel", "meshcomm.spmd.types.check_vma", "meshcomm.spmd.random.rng",
         "meshcomm.verifying.report",
+        "meshcomm.verifying.training.verify",
         "meshcomm.spmd.shard_map.function", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.parallel": {"meshcomm.elsewhere"} | {

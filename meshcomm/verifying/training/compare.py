@@ -1,6 +1,6 @@
-"""What ranks have, held against what one rank has: how far it is off, by which factor, what else it is.
+"""What ranks have, held against what one rank has: how far it is off, by which factor, and why.
 
-All of it stands in one place: the parts of all ranks lie beside the whole tensors of the twin, and nothing communicates.
+All of it stands in one place: the parts of all ranks beside the whole tensors of the twin, and nothing communicates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.parallel.global_places import part_of
-from meshcomm.verifying.training.runs import Part, Parts, Seen
+from meshcomm.verifying.training.seen import Part, Parts, Seen
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _NEAR = 1e-3

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshcomm.errors import text
 from meshcomm.verifying.report import Finding
 from meshcomm.verifying.training.draws import Drawn
-from meshcomm.verifying.training.runs import WHERE, Seen
+from meshcomm.verifying.training.seen import WHERE, Seen
 
 
 def dropout_findings(seen: Sequence[Seen], sizes: Mapping[str, int]) -> list[Finding]:

@@ -12,7 +12,7 @@ from meshcomm.errors import text
 from meshcomm.verifying.report import Finding
 from meshcomm.verifying.training import compare
 from meshcomm.verifying.training.compare import Off
-from meshcomm.verifying.training.runs import START, WHERE, Moment, Parts, Seen, Sent
+from meshcomm.verifying.training.seen import START, WHERE, Moment, Parts, Seen, Sent
 
 _SMALL = {"gradient": 1e-4, "state": 1e-4, "parameter": 0.1}
 _REDUCING = ("all_reduce", "reduce_scatter", "pvary", "all_reduce_params", "weighted_mean", "reduce")

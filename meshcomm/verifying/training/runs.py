@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,67 +29,11 @@ from meshcomm.parallel.checkpoint.whole import load, save
 from meshcomm.parallel.global_places import Spread
 from meshcomm.runtime.callsite import call_site
 from meshcomm.tracing.traces import trace
-from meshcomm.verifying.training.draws import Drawn, watched
+from meshcomm.verifying.training.draws import watched
+from meshcomm.verifying.training.seen import START, WHERE, Moment, Part, Parts, Seen, Sent, Update
 
-WHERE = "verify_training"
 Make = Callable[[Mesh], tuple[nn.Module, Optimizer, Callable[[Any], Any]]]
 Save = Callable[[str, nn.Module, Optimizer], object]
-START = -1
-"""The step that stands for what was made."""
-
-
-class Part(NamedTuple):
-    """What one rank has of a global tensor: copies."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[tuple[tuple[int, ...], Tensor], ...]
-    """Where each begins in the global tensor, and what is there."""
-
-
-Parts = dict[str, Part | None]
-"""By name; None: a parameter that has no gradient."""
-
-
-class Update(NamedTuple):
-    """One call of ``optimizer.step()``."""
-
-    line: str
-    gradients: Parts
-
-
-class Sent(NamedTuple):
-    """A collective of a step."""
-
-    operation: str
-    axis: Any
-    payload: int
-    line: str
-    backward: bool
-
-
-@dataclass
-class Moment:
-    """What one rank has after one step."""
-
-    loss: Tensor | None = None
-    updates: list[Update] = field(default_factory=list)
-    parameters: Parts = field(default_factory=dict)
-    states: Parts = field(default_factory=dict)
-    sent: list[Sent] = field(default_factory=list)
-    drawn: list[Drawn] = field(default_factory=list)
-
-
-@dataclass
-class Seen:
-    """What one rank has seen."""
-
-    place: dict[str, int]
-    moments: dict[int, Moment] = field(default_factory=dict)
-    held: tuple[str, ...] = ()
-    """Parameters that require grad and that the optimiser has."""
-    drew: bool = False
-    """Whether a step has taken random numbers of the rank's own."""
 
 
 @dataclass(frozen=True)

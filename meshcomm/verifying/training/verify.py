@@ -18,7 +18,8 @@ from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.verifying.report import Finding, Report
 from meshcomm.verifying.training.dropout import dropout_findings
 from meshcomm.verifying.training.findings import Judge
-from meshcomm.verifying.training.runs import WHERE, Job, Make, Save, Seen, default_dtype, train, train_in_process
+from meshcomm.verifying.training.runs import Job, Make, Save, default_dtype, train, train_in_process
+from meshcomm.verifying.training.seen import WHERE, Seen
 
 Runtime = Literal["in-process", "processes"]
 
@@ -51,8 +52,8 @@ def verify_training(
             hand; ``step(batch)`` takes the whole batch, cuts its own part out (``mc.shard(x, "dp")``), trains one step,
             ``optimizer.step()`` included, and gives the loss: a tensor, a number, or None. ``make`` runs under a
             seed of its own, the same on all ranks.
-        batches: of global values, equal on every rank; pytrees. Used in turn, one a step. What changes from step to step
-            besides, such as a learning rate, goes in here too.
+        batches: of global values, equal on every rank; pytrees. Used in turn, one a step. What changes from step to
+            step besides, such as a learning rate, goes in here too.
         steps: how many.
         meshes: a mapping of axis names to sizes, or a list of them.
         twin: what is right, where it is not ``make`` on a mesh of ones: a plain loop, whose parameters have the same
