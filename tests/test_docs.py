@@ -198,6 +198,7 @@ LACKING: dict[str, set[str]] = {
     "current_mesh": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},
     "is_main": {"Type", "Backward"},
     "main_only": {"Type", "Backward"},
+    "verify_training": {"Type", "Backward"},
 }
 LACKING |= {
     name: {"Type", "Args", "Backward"}

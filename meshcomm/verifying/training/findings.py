@@ -15,7 +15,7 @@ from meshcomm.verifying.training.compare import Off
 from meshcomm.verifying.training.seen import START, WHERE, Moment, Parts, Seen, Sent
 
 _SMALL = {"gradient": 1e-4, "state": 1e-4, "parameter": 0.1}
-_REDUCING = ("all_reduce", "reduce_scatter", "pvary", "all_reduce_params", "weighted_mean", "reduce")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
 class Judge:
@@ -250,7 +250,7 @@ class Judge:
         for moment in here:
             for sent in moment.sent:
                 over = {sent.axis} if isinstance(sent.axis, str) else set(sent.axis)
-                if sent.operation in _REDUCING and over & axes and sent.line and sent.payload >= least:
+                if sent.primitive in _REDUCING and over & axes and sent.line and sent.payload >= least:
                     found.setdefault((sent.line, sent.backward), sent)
         return sorted(found.values(), key=lambda sent: not sent.backward)
 

@@ -103,7 +103,7 @@ def one_step(job: Job, module: nn.Module, optimizer: Optimizer, step: Callable[[
             loss = step(batch)
     finally:
         hook.remove()
-    moment.sent = [Sent(event.operation, event.axis, event.payload, str(event.site or ""), event.backward)
+    moment.sent = [Sent(event.primitive, event.axis, event.payload, str(event.site or ""), event.backward)
                    for event in traced.events]  # fmt: skip
     moment.loss = checked_loss(loss)
     moment.parameters, moment.states = everything(module, optimizer)

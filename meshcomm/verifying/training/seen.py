@@ -38,7 +38,7 @@ class Update(NamedTuple):
 class Sent(NamedTuple):
     """A collective of a step."""
 
-    operation: str
+    primitive: str
     axis: Any
     payload: int
     line: str

@@ -14,6 +14,8 @@ import torch
 from meshcomm.errors import fail, text
 from meshcomm.launch import launch
 from meshcomm.runtime.callsite import CallSite, is_ours
+from meshcomm.runtime.ops import Op
+from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.verifying.report import Finding, Report
 from meshcomm.verifying.training.dropout import dropout_findings
@@ -24,6 +26,7 @@ from meshcomm.verifying.training.seen import WHERE, Seen
 Runtime = Literal["in-process", "processes"]
 
 
+@Op("verify_training", composed=True)
 def verify_training(
     make: Make,
     batches: Sequence[Any],
@@ -219,8 +222,6 @@ def _checked(
     make: object, batches: object, steps: object, meshes: object, twin: object, checkpoint: object, dtype: object,
     seed: object, runtime: object,
 ) -> list[dict[str, int]]:  # fmt: skip
-    if current_rank() is not None:
-        fail(WHERE, "it starts ranks of its own, and this is one.", fix="call it outside of mc.launch")
     for name, fn in {"make": make, "twin": twin}.items():
         if not callable(fn) and not (name == "twin" and fn is None):
             fail(WHERE, f"{name} is not callable but {type(fn).__name__}.",
@@ -244,7 +245,10 @@ def _checked(
         fail(WHERE, f"seed={seed!r} is no int from 0 to 2**31 - 1.", fix="seed=0")
     if runtime not in ("in-process", "processes"):
         fail(WHERE, f"no runtime {runtime!r}.", fix="'in-process' or 'processes'")
-    return checked_meshes(WHERE, meshes)
+    found = checked_meshes(WHERE, meshes)
+    if current_rank() is not None or world.under_launcher():
+        fail(WHERE, "it starts ranks of its own, and this is one.", fix="call it outside of mc.launch and torchrun")
+    return found
 
 
 def checked_meshes(where: str, meshes: object) -> list[dict[str, int]]:
