@@ -95,6 +95,11 @@ class Axis(Answers):
         """Rank of the world to its place on the mesh: ``dp=1,tp=0``."""
         return self.mesh.places()
 
+    @property
+    def group(self) -> str:
+        """The name of its sequence of calls, alike on all of its ranks: that of the mesh, and its own."""
+        return f"{self.mesh._identity}: {self.name if isinstance(self.name, str) else ','.join(self.name)}"
+
     def __repr__(self) -> str:
         at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
         return f"{self.name!r} ({at})"

@@ -17,6 +17,8 @@ _MICRO = 1e6
 _CATEGORY = "collective"
 _KEPT = ("operation", "primitive", "size", "rank", "place", "payload", "wire", "backward", "asynchronous", "error")
 """What stands in a slice as it is."""
+_MEETING = {"group": "", "ranks": (), "key": "", "gradient": 2, "sent": (), "wanted": (), "runs": ((), ()), "asked": ""}
+"""What it meets, and what stands there if it does not say."""
 
 
 def document(
@@ -102,7 +104,10 @@ def _args(event: TraceEvent) -> dict[str, Any]:
     args["dtype"] = None if event.dtype is None else str(event.dtype).removeprefix("torch.")
     args["shape"] = list(event.shape)
     args["at"] = None if event.site is None else f"{event.site.file}:{event.site.line}"
-    args["seconds"] = [event.start, event.issue, event.wait, event.end]
+    args["seconds"] = [event.start, event.issue, event.wait, event.end, event.waited_at]
+    for name, kept in _MEETING.items():
+        if (value := getattr(event, name)) != kept:
+            args[name] = value
     return args
 
 
@@ -129,7 +134,7 @@ def _name(axis: str | list[str]) -> AxisName:
 
 
 def _event(args: dict[str, Any]) -> TraceEvent:
-    start, issue, wait, end = args["seconds"]
+    start, issue, wait, end, *waited_at = args["seconds"]
     file, _, line = (args["at"] or "").rpartition(":")
     dtype = None if args["dtype"] is None else getattr(torch, args["dtype"])
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -137,10 +142,20 @@ def _event(args: dict[str, Any]) -> TraceEvent:
     return TraceEvent(
         **{name: args[name] for name in _KEPT}, called=args.get("called", ""),
         axis=_name(args["axis"]), dtype=dtype, shape=tuple(args["shape"]), start=start, issue=issue, wait=wait, end=end,
-        site=CallSite(file, int(line)) if file else None,
+        site=CallSite(file, int(line)) if file else None, waited_at=waited_at[0] if waited_at else None,
+        **{name: _tuples(args.get(name, kept)) for name, kept in _MEETING.items()},
     )  # fmt: skip
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as what they were."""
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def moved(events: Iterable[TraceEvent], by: float) -> list[TraceEvent]:
     """Events as they were, so many seconds later."""
-    return [replace(e, start=e.start + by, end=None if e.end is None else e.end + by) for e in events]
+
+    def later(time: float | None) -> float | None:
+        return None if time is None else time + by
+
+    return [replace(e, start=e.start + by, end=later(e.end), waited_at=later(e.waited_at)) for e in events]

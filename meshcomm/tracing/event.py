@@ -65,6 +65,26 @@ class TraceEvent:
     """The kind of exception that it raised."""
     called: str = ""
     """The call in words, as errors and dumps say it: "all_reduce f32[8] (op='sum')"."""
+    group: str = ""
+    """Whose sequence of calls it belongs to, alike on all of its ranks: a mesh, and an axis of it."""
+    ranks: tuple[int, ...] = ()
+    """Of the world: those of the group, in order of index."""
+    key: str = ""
+    """What all ranks of the group must give alike: operation, reduce op, root, perm, dtype, shape."""
+    gradient: int = 2
+    """Whether a gradient is needed, and of which leaf, as ``Call.gradient`` says it; 2 where that is not known."""
+    sent: tuple[tuple[int, int, str], ...] = ()
+    """Messages: to which rank of the world, the tag, and dtype and shape."""
+    wanted: tuple[tuple[int, int, str], ...] = ()
+    """Messages that are received: from which rank of the world, the tag, and dtype and shape."""
+    runs: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Of an all_to_all, how many elements go to each index and come from each."""
+    waited_at: float | None = None
+    """When the wait after the call began that saw its end, or the last one; None if nobody has waited, or nobody had
+    to.
+    """
+    asked: str = ""
+    """What the program has asked besides whether it was over, and where: "done() at train.py:7"."""
 
     @property
     def duration(self) -> float | None:

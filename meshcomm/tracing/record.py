@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshcomm._torch.autograd import backward_pass
+from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, messages_of, told
 from meshcomm.runtime.callsite import CallSite, Spot, call_spot, site_at
@@ -30,8 +31,8 @@ class Record:
     """One primitive while it runs. What can be worked out later is: that is most of it."""
 
     __slots__ = (
-        "_axis", "_call", "_dtype", "_form", "_given", "_primitive", "_several", "_shape", "_site", "asynchronous",
-        "backward", "began", "ended", "error", "returned", "waited",
+        "_axis", "_call", "_dtype", "_form", "_given", "_primitive", "_several", "_shape", "_site", "asked",
+        "asynchronous", "backward", "began", "ended", "error", "returned", "waited", "waited_at",
     )  # fmt: skip
 
     def __init__(self, axis: _Place, what: Running, backward: bool, site: CallSite | Spot) -> None:
@@ -40,7 +41,8 @@ class Record:
         self._axis, self._primitive, self._call, self._form = axis, name, call.apart, form
         self._several: tuple[Any, ...] = ()
         if name in _SEVERAL:
-            self._several, given = (bytes_of_several(what, axis.size), messages_of(*what.messages)), (what.x,)
+            self._several = bytes_of_several(what, axis.size), messages_of(*what.messages), _key(what)
+            given = (what.x,)
         x = given[0]
         self._given: Sequence[Any] = given[1:]
         self._dtype: torch.dtype | None = None if x is None else x.dtype
@@ -48,6 +50,8 @@ class Record:
         self.asynchronous = later and not told.waits
         self.backward, self._site = backward, site
         self.waited = 0
+        self.waited_at: int | None = None
+        self.asked: tuple[str, Spot] | None = None
         self.returned: int | None = None
         self.ended: int | None = None
         self.error: str | None = None
@@ -69,10 +73,11 @@ class Record:
             shape, *given = self._form(axis.size, shape, *given)
         messages: Any = (), ()
         if self._several:
-            figures, messages = self._several
+            figures, messages, key = self._several
         else:
             assert dtype is not None
             figures = bytes_of(name, math.prod(shape), dtype.itemsize, given, axis.size, axis.index)
+            key = name, dtype, *(() if name == "all_to_all" else (tuple(shape), *(() if name == "permute" else given)))
         send, recv = map(tuple, given) if name == "all_to_all" else ((), ())
         before, behind = self._call
         call = Call._make((*before, None, *behind, (), send, recv, messages, None, False))
@@ -87,7 +92,16 @@ class Record:
             wait=self.waited / _SECOND,
             end=None if ended is None else (ended - origin) / _SECOND,
             error=self.error,
+            group=axis.group, ranks=axis.ranks, key=repr((call.what, call.given, call.fixed, call.tree, key)),
+            gradient=call.gradient, sent=axis.named(messages[0]), wanted=axis.named(messages[1]), runs=(send, recv),
+            waited_at=None if self.waited_at is None else (self.waited_at - origin) / _SECOND,
+            asked="" if self.asked is None else f"{self.asked[0]} at {site_at(self.asked[1])}",
         )  # fmt: skip
+
+
+def _key(what: Running) -> tuple[Any, ...]:
+    """What must be equal on all ranks, of what is not given one tensor."""
+    return what.key if what.name != "scatter" else (what.name, what.like.dtype, tuple(what.like.shape), *what.args[2:])
 
 
 _SEVERAL = frozenset(("exchange", "scatter", "barrier", "barrier_within"))
@@ -99,8 +113,13 @@ class _Place:
 
     def __init__(self, axis: Axis) -> None:
         self.name, self.size, self.index = axis.name, axis.size, axis.index
+        self.ranks, self.group = axis.ranks, axis.group
         self.rank = axis.ranks[axis.index]
         self.place = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
+
+    def named(self, messages: Sequence[Any]) -> tuple[tuple[int, int, str], ...]:
+        """Messages with the ranks of the world in place of indices."""
+        return tuple((self.ranks[i], tag, shape_text(dtype, shape)) for i, tag, dtype, shape in messages)
 
 
 class Recorder(Hook):
@@ -155,10 +174,13 @@ class _Watched(Pending):
     def wait(self, timeout: float | None) -> Any:
         """Wait, and note how long."""
         record, began = self._record, _clock()
+        if record.ended is None:
+            record.waited_at = began
         try:
             value = self._source.wait(timeout)
         except TimedOutError:
             record.waited += _clock() - began
+            record.asked = "a time-out", call_spot(2)
             raise
         except BaseException as error:
             record.end(error)
@@ -171,6 +193,8 @@ class _Watched(Pending):
     def done(self) -> bool:
         """As the one inside; what is done has ended."""
         done = self._source.done()
+        if self._record.asked is None:
+            self._record.asked = "done()", call_spot(2)
         if done:
             self._record.end()
         return done
