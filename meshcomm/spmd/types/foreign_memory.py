@@ -14,16 +14,17 @@ from torch import Tensor
 
 from meshcomm.spmd.types.seen_changes import storage_of
 
-_lent: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+lent: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+"""By id, the storages of which others may have the memory; empty nearly always."""
 
 
 def lend(x: Tensor) -> None:
     """Others may have the memory of ``x`` from now on."""
     storage = storage_of(x)
-    if storage is None or id(storage) in _lent:
+    if storage is None or id(storage) in lent:
         return
     key = id(storage)
-    _lent[key] = weakref.ref(storage, lambda _: _lent.pop(key, None))
+    lent[key] = weakref.ref(storage, lambda _: lent.pop(key, None))
 
 
 def lend_foreign(x: Tensor) -> None:
@@ -35,15 +36,15 @@ def lend_foreign(x: Tensor) -> None:
 
 def any_lent() -> bool:
     """Whether others have any memory."""
-    return bool(_lent)
+    return bool(lent)
 
 
 def with_the_same_memory(storage: torch.UntypedStorage) -> Iterator[torch.UntypedStorage]:
     """All other storages that are known to lie over the memory of this one, in part or as a whole."""
-    if not _lent:
+    if not lent:
         return
     start = storage.data_ptr()
-    for each in list(_lent.values()):
+    for each in list(lent.values()):
         other = each()
         if other is None or other is storage or other.device != storage.device:
             continue

@@ -28,7 +28,7 @@ from meshcomm._torch import functorch_active, unwrap_if_dead, version_of
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours, outermost
 from meshcomm.spmd.types.core import untraceable
-from meshcomm.spmd.types.foreign_memory import any_lent
+from meshcomm.spmd.types.foreign_memory import lent
 from meshcomm.spmd.types.grids import ANYWHERE
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, READS_ROWS, Kind, kind_of
@@ -53,6 +53,7 @@ from meshcomm.watch import here
 Args = tuple[Any, ...]
 _SEVERAL = frozenset((list, tuple))
 _NUMBERS = frozenset((tuple, list, slice, torch.Size))
+_NONE = None, None
 _MOST = 1024
 """Joins that are remembered: of as many types, and of one pair at as many places."""
 
@@ -79,18 +80,20 @@ class AtOnce(Writes):
         if way is COMPUTES:
             return self._in_place(kind, func, args, kwargs)
         # From here on all in one: a call of Python is what two of these look-ups cost.
-        flat = (*args[0], *args[1:]) if way is READS_ROWS and args and type(args[0]) in _SEVERAL else args
+        flat = args
+        if way is READS_ROWS and args and type(args[0]) in _SEVERAL:
+            flat = args[0] if len(args) == 1 else (*args[0], *args[1:])
         grid, slow = self.grid, writes.any
         whole: Any = None
         second: Any = None
-        more = known = False
+        more = known = graph = False
         try:
             for x in flat:
-                if type(x) is int:
+                one = type(x)
+                if one is int:
                     continue
                 mine = getattr(x, NAME, None)
                 if mine is None:
-                    one = type(x)
                     if one in SIMPLE or (
                         (type(x.start) in SIMPLE and type(x.stop) in SIMPLE and type(x.step) in SIMPLE)
                         if one is slice
@@ -98,16 +101,21 @@ class AtOnce(Writes):
                     ):
                         continue
                     break
-                if (
-                    (mine.grid is not grid and mine.grid is not ANYWHERE)
-                    or ((at := version_of(x)) and at != getattr(x, NOTED_AT, 0))
+                if mine.grid is not grid and mine.grid is not ANYWHERE:
+                    break
+                if (at := version_of(x)) and at != getattr(x, NOTED_AT, 0):
+                    break
+                if not mine.plain:
+                    graph = True
+                elif x.requires_grad:
                     # In a graph since its type was noted: changed in place, or given by a function out of sight.
-                    or (mine.plain and x.requires_grad and not x.is_leaf)
-                    or (
-                        slow
-                        and (written := getattr(x.untyped_storage(), WRITTEN, None)) is not None
-                        and not no_wider(written, mine, grid)
-                    )
+                    if not x.is_leaf:
+                        break
+                    graph = True
+                if (
+                    slow
+                    and (written := getattr(x.untyped_storage(), WRITTEN, None)) is not None
+                    and not no_wider(written, mine, grid)
                 ):
                     break
                 if whole is None:
@@ -123,25 +131,44 @@ class AtOnce(Writes):
             else:
                 known = True
         except (RuntimeError, ValueError, AttributeError):
-            pass  # an inference tensor does not count its changes; some have no storage; a note that was saved is none
+            pass  # nothing is noted; an inference tensor does not count its changes; some have no storage
         transformed = functorch_active()
         if not known or whole is None or (slow and transformed):
             return self._operation(kind, func, args, kwargs)
         if second is None or second.sort is whole.sort:
             result = func(*args, **kwargs) if kwargs else func(*args)
         else:
-            types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None]) if more else (whole, second)
-            if transformed or (joined := self._evened_at_once(kind.name, types, args, flat)) is None:
-                return self._operation(kind, func, args, kwargs)
-            whole, given = joined
-            if given is args:
+            joined: Any = None if graph or more or transformed else self._joined.get((whole, second))
+            if type(joined) is dict:  # it says where
+                frame = sys._getframe(1)
+                joined = joined.get((id(frame.f_code), frame.f_lasti, kind.name), _NONE)[1]
+            if type(joined) is Type:  # and nothing is to be varied, for nothing has a gradient
+                whole = joined
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
-                result = self._run(func, given, kwargs or {}, kind.name, True)
+                types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None]) if more else (whole, second)
+                if transformed or (joined := self._evened_at_once(kind.name, types, args, flat)) is None:
+                    return self._operation(kind, func, args, kwargs)
+                whole, given = joined
+                if given is args:
+                    result = func(*args, **kwargs) if kwargs else func(*args)
+                else:
+                    result = self._run(func, given, kwargs or {}, kind.name, True)
         if type(result) is Tensor and not transformed and getattr(result, NAME, None) is None:  # as note does it
-            setattr(result, NAME, whole if whole.plain != result.requires_grad else whole.seen(whole.plain))
+            if (graph or kwargs) and whole.plain == result.requires_grad:  # else none has a gradient, nor the result
+                setattr(result, NAME, whole.seen(whole.plain))
+            else:
+                setattr(result, NAME, whole)
             base = result._base
-            if base is not None and second is None and getattr(base, NAME, None) is whole:
+            if base is None:
+                if not kind.one_kernel:
+                    try:
+                        if at := version_of(result):
+                            setattr(result, NOTED_AT, at)
+                    except RuntimeError:
+                        pass
+                return result
+            if second is None and getattr(base, NAME, None) is whole:
                 # A view of the operand, or of what that is a view of: they count together.
                 if at:
                     setattr(result, NOTED_AT, at)
@@ -153,8 +180,7 @@ class AtOnce(Writes):
                     setattr(result, NOTED_AT, at)
             except RuntimeError:
                 pass
-            if base is not None:
-                note_base(base, whole, self._known, flat)
+            note_base(base, whole, self._known, flat)
             return result
         for part in result if type(result) is tuple else (result,):
             if type(part) is not Tensor or getattr(part, NAME, None) is not None:
@@ -241,8 +267,7 @@ class AtOnce(Writes):
         even, known = not kind.overwrites, False
         try:
             if (
-                type(mine) is Type
-                and (not (before := version_of(x)) or before == getattr(x, NOTED_AT, 0))
+                (not (before := version_of(x)) or before == getattr(x, NOTED_AT, 0))
                 and (mine.grid is grid or mine.grid is ANYWHERE)
                 and not (x.requires_grad and (mine.plain or torch.is_grad_enabled() or not x.is_leaf))
                 and (type(x) is Tensor or type(x) is Parameter)
@@ -253,7 +278,7 @@ class AtOnce(Writes):
                         continue
                     other = getattr(y, NAME, None)
                     if other is None:
-                        if type(y) in SIMPLE:
+                        if type(y) in SIMPLE or simple((y,)):
                             continue
                         break
                     if (
@@ -261,7 +286,6 @@ class AtOnce(Writes):
                         or ((at := version_of(y)) and at != getattr(y, NOTED_AT, 0))
                         or (other.grid is not grid and other.grid is not ANYWHERE)
                         or (y.requires_grad and (other.plain or torch.is_grad_enabled() or not y.is_leaf))
-                        or (type(y) is not Tensor and type(y) is not Parameter)
                         or (
                             writes.any
                             and (written := getattr(y.untyped_storage(), WRITTEN, None)) is not None
@@ -292,7 +316,7 @@ class AtOnce(Writes):
             setattr(x, NOTED_AT, after)
         else:
             saw(x, before, after)
-        if mine.axes and (written is None or any_lent()):
+        if mine.axes and (written is None or lent):
             self._spread(x, mine)
         return result
 

@@ -129,6 +129,8 @@ class Kind:
     """From how many tensors on what it gives may have sizes that depend on data; 0: never by itself."""
     ordinary: bool = False
     """None of these."""
+    one_kernel: bool = False
+    """One kernel makes its result, which has not been changed since."""
     way: int = 0
     """How to see at once what it does, where all types are known: one of those below, or 0."""
 
@@ -177,7 +179,14 @@ def _kind(func: Any) -> Kind:
     way = COMPUTES if kind.computes else 0
     if ordinary and kind.sized != 1 and not kind.from_data and only_reads(func):
         way = READS_ROWS if takes_rows(func) else READS
-    return replace(kind, ordinary=ordinary, way=way)
+    return replace(kind, ordinary=ordinary, way=way, one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL)
+
+
+_ONE_KERNEL = words(
+    """
+    add sub mul neg exp log sqrt rsqrt relu sigmoid tanh sin cos __add__ __radd__ __sub__ __mul__ __rmul__ __neg__ cat stack
+    """
+)
 
 
 class _Kinds(dict[Any, Kind]):
@@ -207,7 +216,7 @@ _COMPUTES = words(
     """
     add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ pow_ neg_ abs_ sqrt_ rsqrt_ exp_ log_ relu_
     sigmoid_ tanh_ clip_ square_ reciprocal_ masked_fill_ addmm_ index_add_ index_copy_ scatter_ scatter_add_ __iadd__
-    __isub__ __imul__ __itruediv__ copy_ fill_ zero_
+    __isub__ __imul__ __itruediv__ __setitem__ copy_ fill_ zero_
     """
 )
 
