@@ -297,13 +297,13 @@ def test_of_what_numpy_has_made(part: slice, declared: int) -> None:
 
 def test_what_others_have_is_forgotten() -> None:
     gc.collect()
-    before = len(foreign_memory._lent)
+    before = len(foreign_memory.lent)
     z = torch.zeros(2)
     foreign_memory.lend(z)
-    assert len(foreign_memory._lent) == before + 1
+    assert len(foreign_memory.lent) == before + 1
     del z
     gc.collect()
-    assert len(foreign_memory._lent) == before
+    assert len(foreign_memory.lent) == before
 
 
 def test_a_storage_is_copied_into() -> None:

@@ -146,7 +146,9 @@ class AtOnce(Writes):
                 whole = joined
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
-                types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None]) if more else (whole, second)
+                types = (whole, second)
+                if more:
+                    types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None])
                 if transformed or (joined := self._evened_at_once(kind.name, types, args, flat)) is None:
                     return self._operation(kind, func, args, kwargs)
                 whole, given = joined

@@ -184,7 +184,8 @@ def _kind(func: Any) -> Kind:
 
 _ONE_KERNEL = words(
     """
-    add sub mul neg exp log sqrt rsqrt relu sigmoid tanh sin cos __add__ __radd__ __sub__ __mul__ __rmul__ __neg__ cat stack
+    add sub mul neg exp log sqrt rsqrt relu sigmoid tanh sin cos cat stack __add__ __radd__ __sub__ __mul__ __rmul__
+    __neg__
     """
 )
 
