@@ -62,6 +62,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.training.split_rows import split_rows
     from meshcomm.verifying.report import Finding, Report
     from meshcomm.verifying.training.verify import verify_training
+    from meshcomm.verifying.verify import verify
 
 __version__ = "0.1.0"
 
@@ -152,6 +153,7 @@ __all__ = [
     "trace",
     "use_mesh",
     "varying_axes",
+    "verify",
     "verify_training",
     "wait",
     "weighted_mean",
@@ -195,6 +197,7 @@ _LATER = {
         "meshcomm.training.split_rows": "split_rows",
         "meshcomm.verifying.report": "Finding Report",
         "meshcomm.verifying.training.verify": "verify_training",
+        "meshcomm.verifying.verify": "verify",
     }.items()
     for name in names.split()
 }

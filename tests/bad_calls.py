@@ -632,6 +632,24 @@ plain("verify_training", "no module", lambda: mc.verify_training(lambda mesh: 3,
 bad("main_only", "an axis in place of a function", lambda h: mc.main_only("a"), r"fn is not callable but str[\s\S]*main_only\(axis=...\)")
 bad("main_only", "broadcast of text", lambda h: mc.main_only(broadcast="yes"), r"broadcast='yes' is not a bool")
 bad("main_only", "its result cannot be pickled", lambda h: mc.main_only(axis="a", broadcast=True)(threading.Lock)(), r"lock", told=True)
+for cause, given, said in (
+    ("no function", lambda: mc.verify(3, x(4), in_specs="(a n)", out_specs="n"), r"fn is not callable but int"),
+    ("a twin that is none", lambda: mc.verify(abs, x(4), in_specs="(a n)", out_specs="n", twin=3), r"twin is not callable but int"),
+    ("too many specs", lambda: mc.verify(abs, x(4), in_specs=("(a n)", "n"), out_specs="n"), r"in_specs has 2 specs for 1 inputs"),
+    ("names of others", lambda: mc.verify(lambda y: y, x(4), in_specs={"z": "(a n)"}, out_specs="n"), r"in_specs does not name the inputs"),
+    ("a spec of another tree", lambda: mc.verify(abs, x(4), in_specs=({"k": "(a n)"},), out_specs="n"), r"in_specs\[0\] is not a prefix of input"),
+    ("no layout", lambda: mc.verify(abs, x(4), in_specs=3, out_specs="n"), r"a spec is neither a layout nor None but int"),
+    ("no axes at all", lambda: mc.verify(abs, x(4), in_specs="n", out_specs="n"), r"no axis stands in the specs"),
+    ("meshes that are none", lambda: mc.verify(abs, x(4), in_specs="(a n)", out_specs="n", meshes=3), r"meshes=3 are no meshes"),
+    ("a mesh that is none", lambda: mc.verify(abs, x(4), in_specs="(a n)", out_specs="n", meshes=[2]), r"2 in meshes= is no mesh"),
+    ("a size of 0", lambda: mc.verify(abs, x(4), in_specs="(a n)", out_specs="n", meshes={"a": 0}), r"has no size that can be run"),
+    ("what does not divide", lambda: mc.verify(abs, x(3), in_specs="(a n)", out_specs="(a n)", meshes={"a": 2}), r"dim 'n' of length 3 is not divisible"),
+    ("derivatives of others", lambda: mc.verify(abs, x(4), in_specs="(a n)", out_specs="n", derivatives=("grad",)), r"derivatives=\('grad',\)"),
+    ("dtypes of ints", lambda: mc.verify(abs, x(4), in_specs="(a n)", out_specs="n", dtypes=(torch.int64,)), r"dtypes=\(torch.int64,\)"),
+    ("half a seed", lambda: mc.verify(abs, x(4), in_specs="(a n)", out_specs="n", seed=0.5), r"seed=0.5 is not an int"),
+    ("no number of orders", lambda: mc.verify(abs, x(4), in_specs="(a n)", out_specs="n", schedules=-1), r"schedules=-1 is no number of runs"),
+):
+    bad("verify", cause, lambda h, given=given: given(), said)
 bad("fork_rng", "half a seed", lambda h: mc.fork_rng("a", seed=0.5).__enter__(), r"seed=0.5 is not an int")
 bad("fork_rng", "a seed of True", lambda h: mc.fork_rng("a", seed=True).__enter__(), r"seed=True is not an int")
 bad("rng", "no seed in a tuple", lambda h: mc.rng("(a d)", seed=()).__enter__(), r"seed=\(\) is not an int")

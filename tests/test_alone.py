@@ -218,10 +218,12 @@ def test_every_function_is_called() -> None:
         "get_dist_info",
     }
     functions = {name for name in mc.__all__ if inspect.isfunction(getattr(mc, name))}
-    seeds = {"fork_rng", "rng"}
-    assert functions - around - dtensors - rank_free - seeds - {"trace", "comm_budget", "dump_collectives"} <= set(
-        CALLS
-    )
+    seeds, proofs = {"fork_rng", "rng"}, {"verify"}
+    assert functions - around - dtensors - rank_free - seeds - proofs - {
+        "trace",
+        "comm_budget",
+        "dump_collectives",
+    } <= set(CALLS)
 
 
 def test_mesh_and_layout_questions() -> None:

@@ -199,6 +199,7 @@ LACKING: dict[str, set[str]] = {
     "is_main": {"Type", "Backward"},
     "main_only": {"Type", "Backward"},
     "verify_training": {"Type", "Backward"},
+    "verify": {"Type", "Backward"},
 }
 LACKING |= {
     name: {"Type", "Args", "Backward"}

@@ -1,0 +1,282 @@
+"""Whose fault it is: the line to blame for a value or a gradient that is wrong.
+
+::
+
+    a value is wrong        walk back from the output through what is wrong, to the step whose operands are right
+    a gradient is wrong     the checker says where a pvary is missing; else walk on from the input through the
+                            gradients that are wrong, to the step whose own gradient is right
+
+What is right is known where the steps of the ranks and of the twin belong together, and a value of the ranks is a part
+of the twin's, or adds up to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import VaryingError, held
+from meshcomm.make_mesh import make_mesh
+from meshcomm.mesh import Mesh
+from meshcomm.objects.objects import all_gather_object
+from meshcomm.spmd.shard_map.function import shard_map
+from meshcomm.spmd.types.reachable import in_place_of
+from meshcomm.verifying.compare import explained, times
+from meshcomm.verifying.derivatives import Reference
+from meshcomm.verifying.program import Program, in_group
+from meshcomm.verifying.states import UNKNOWN, State, state_of
+from meshcomm.verifying.trail import Followed, Step, follow, is_reduction, paired
+
+_LINE = re.compile(r" at (\S+:\d+)")
+_MEANT = ("a pvary is missing", "multiplies it by the number of ranks", "which its spec", "takes what is invariant")
+
+
+class Blame(NamedTuple):
+    """Where, what else is known, and what to write."""
+
+    line: str = ""
+    told: tuple[str, ...] = ()
+    fix: str = ""
+
+
+def refused(program: Program, mesh: Mesh) -> Blame | None:
+    """What the checker of varying types says of the program."""
+    text = _checked(program, mesh)
+    if text is None or not any(each in text for each in _MEANT):
+        return None
+    head, *lines = text.split("\n")
+    said = {line.strip().partition(": ")[0]: line.strip().partition(": ")[2] for line in lines}
+    what = head.partition(": ")[2]
+    place = _LINE.search(head) or _LINE.search(said.get("got", ""))
+    fix = said.get("fix", "").partition(";")[0]
+    where = _LINE.search(head)
+    if where and fix.endswith("before"):
+        fix += f" {what.partition(' takes')[0]}"
+    return Blame("" if place is None else place[1], (what,), fix)
+
+
+def _checked(program: Program, mesh: Mesh) -> str | None:
+    """What the first rank is told that the checker refuses."""
+    values = iter(leaf.value.clone() for leaf in program.cut)
+    leaves = []
+    wanted = {id(program.cut[i].value) for i in program.wanted}
+    for leaf in program.leaves:
+        x = leaf.value
+        y = next(values) if isinstance(x, Tensor) else x
+        leaves.append(y.requires_grad_() if id(x) in wanted else y)
+    specs = tuple(leaf.spec for leaf in program.leaves)
+    instead = {key: program.cast(x).clone().requires_grad_(x.requires_grad) for key, _, x in program.closed}
+    error = None
+    if not in_group() or mesh.place.rank() in mesh.ranks:
+        with torch.enable_grad(), in_place_of(program.reach.slots, instead), held():
+            try:
+                shard_map(
+                    program.on_leaves(), mesh=mesh, in_specs=specs, out_specs=program.out_specs, check_vma="error"
+                )(*leaves)
+            except VaryingError as raised:
+                error = str(raised)
+            except Exception:
+                error = None
+    if not in_group():
+        return error
+    found = all_gather_object(error, "every", mesh=make_mesh({"every": -1}))
+    return next((each for each in found if each is not None), None)
+
+
+class Story:
+    """The steps of all ranks beside those of the twin."""
+
+    def __init__(self, reference: Reference, ones: Mesh, mesh: Mesh, *, to_error: bool = False) -> None:
+        program, cotangents = reference.program, reference.directions.cotangents
+        self.mesh = mesh
+        self.ranks: list[Followed] = program.run(mesh, lambda rank: follow(rank, cotangents, to_error=to_error))
+        self.other: Followed = program.run(ones, lambda rank: follow(rank, cotangents))[0]
+        self.steps: Sequence[Step] = self.ranks[0].steps
+        self.pairs = paired([rank.steps for rank in self.ranks], self.other.steps)
+        self.takers: dict[int, list[int]] = {}
+        for i, step in enumerate(self.steps):
+            for j in step.of:
+                self.takers.setdefault(j, []).append(i)
+        self._values: dict[int, State] = {}
+        self._gradients: dict[int, State] = {}
+
+    def value(self, i: int) -> State:
+        """Of the result of a step."""
+        if i not in self._values:
+            j = self.pairs.get(i)
+            self._values[i] = (
+                UNKNOWN if j is None
+                else state_of([rank.steps[i].value for rank in self.ranks], self.other.steps[j].value, self.mesh)
+            )  # fmt: skip
+        return self._values[i]
+
+    def gradient(self, i: int) -> State:
+        """Of the gradient of the result of a step."""
+        if i not in self._gradients:
+            self._gradients[i] = self._gradient(i)
+        return self._gradients[i]
+
+    def _gradient(self, i: int) -> State:
+        j = self.pairs.get(i)
+        if j is None:
+            return UNKNOWN
+        found, right = [rank.steps[i].gradient for rank in self.ranks], self.other.steps[j].gradient
+        if all(g is None for g in found) and right is None:
+            return State("right")
+        whole = torch.zeros_like(self.other.steps[j].value) if right is None else right
+        pairs = zip(self.ranks, found, strict=True)
+        return state_of(
+            [torch.zeros_like(rank.steps[i].value) if g is None else g for rank, g in pairs], whole, self.mesh
+        )
+
+    # ------------------------------------------------------------------------------------------------- values
+
+    def blame_value(self, output: int) -> Blame:
+        """Walk back from an output that is wrong."""
+        end = self.ranks[0].outputs[output]
+        if end is None:
+            return Blame()
+        state = self.value(end)
+        if state.name == "partial":
+            return self._lacking(end, state)
+        todo, seen, found = [end], {end}, []
+        while todo:
+            i = todo.pop()
+            before = [j for j in self.steps[i].of if self.value(j).name in ("wrong", "unknown")]
+            if self.value(i).name == "wrong" and not any(self._wrong_before(j) for j in before):
+                found.append(i)
+                continue
+            for j in before:
+                if j not in seen:
+                    seen.add(j)
+                    todo.append(j)
+        if not found:
+            return Blame("", self._right_up_to(end))
+        i = min(found)
+        step = self.steps[i]
+        if is_reduction(step) and step.reduction == "sum":  # of what it takes the mean would be right
+            of = [j for j in step.of if self.value(j).by == "mean"]
+            if of:
+                return self._of_another_size(of[0])
+        parts = [(j, self.value(j)) for j in step.of if self.value(j).name == "partial"]
+        if parts and not step.axis:
+            return self._lacking(*parts[0], used=step.name)
+        state = self.value(i)
+        told = [f"{step.name} gives {_wrongly(state)} of what is right"]
+        why = explained(state.factor, self._sizes(step))
+        told += [why] if why else []
+        told += self._right_up_to(i)
+        return Blame(step.line, tuple(told), self._instead(step, state))
+
+    def _of_another_size(self, i: int) -> Blame:
+        """What a sum takes and of which the mean would be right."""
+        state = self.value(i)
+        while before := [j for j in self.steps[i].of if self.value(j) == state]:
+            i = before[0]
+        step, n = self.steps[i], torch.Size([self.mesh.shape[axis] for axis in state.over]).numel()
+        told = (f"{step.name} gives {n} times of what is to be summed up over {_axis_text(state.over)}",)
+        why = explained(float(n), self._sizes(step))
+        return Blame(step.line, (*told, *([why] if why else []), *self._right_up_to(i)), self._instead(step, state))
+
+    def blame_error(self) -> Blame:
+        """The first step that is other than on one device, or on another rank."""
+        least = min(len(rank.steps) for rank in self.ranks)
+        for i in range(least):
+            steps = [rank.steps[i] for rank in self.ranks]
+            if len({step.key for step in steps}) > 1:
+                said = "; ".join(f"rank {rank}: {step.name}" for rank, step in enumerate(steps[:2]))
+                return Blame(steps[0].line, (f"the ranks do different things from here on: {said}",))
+            if len({step.live for step in steps}) > 1:
+                return Blame(steps[0].line, (f"{steps[0].name} has a gradient on some ranks alone",))
+        for i in range(least):
+            if self._is_other(i) and not any(map(self._is_other, self.steps[i].of)):
+                told = f"{self.steps[i].name} gives what is no part of what it gives there"
+                return Blame(self.steps[i].line, (told, *self._right_up_to(i)))
+        return Blame()
+
+    def _is_other(self, i: int) -> bool:
+        """Whether it is wrong, or has a shape that no part has."""
+        state = self.value(i)
+        return state.name == "wrong" or (i in self.pairs and state is UNKNOWN and self.steps[i].value.numel() > 0)
+
+    def _wrong_before(self, i: int) -> bool:
+        """Whether anything that this was made of is wrong, as far as is known."""
+        todo, seen = [i], {i}
+        while todo:
+            at = todo.pop()
+            name = self.value(at).name
+            if name == "wrong":
+                return True
+            if name == "unknown":
+                todo += [j for j in self.steps[at].of if j not in seen]
+                seen |= set(self.steps[at].of)
+        return False
+
+    def _lacking(self, i: int, state: State, used: str = "") -> Blame:
+        while before := [j for j in self.steps[i].of if self.value(j) == state]:
+            i = before[0]
+        step, over = self.steps[i], _axis_text(state.over)
+        told = f"{step.name} gives what is not yet reduced over {over}" + (f", and {used} takes it" if used else "")
+        return Blame(step.line, (told,), f"mc.all_reduce(it, {over}) after {step.name}")
+
+    def _right_up_to(self, i: int) -> tuple[str, ...]:
+        """The last collective before a step that gives what is right."""
+        known = [j for j in range(i) if self.steps[j].axis and self.value(j).name == "right"]
+        return (f"right up to {self.steps[known[-1]].name}",) if known else ()
+
+    def _sizes(self, step: Step) -> list[tuple[str, int]]:
+        first = [axis for axis in step.axis.split(",") if axis in self.mesh.shape]
+        return [(axis, self.mesh.shape[axis]) for axis in dict.fromkeys([*first, *self.mesh.axis_names])]
+
+    def _instead(self, step: Step, state: State) -> str:
+        if is_reduction(step) and all(self.value(j).name == "right" for j in step.of):
+            return f"leave {step.name} out: what it takes is reduced already"
+        return f"look at {step.name}, whose operands are right"
+
+    # ---------------------------------------------------------------------------------------------- gradients
+
+    def blame_gradient(self, label: str) -> Blame:
+        """Walk on from an input whose gradient is wrong."""
+        start = next((i for i, step in enumerate(self.steps) if step.key[:2] == ("", label)), None)
+        if start is None:
+            return Blame()
+        todo, seen, found = [start], {start}, []
+        while todo:
+            i = todo.pop()
+            after = [k for k in self.takers.get(i, ()) if self.gradient(k).name != "right" and k not in seen]
+            if not any(self.gradient(k).name == "wrong" for k in self.takers.get(i, ())):
+                found.append(i)
+            seen |= set(after)
+            todo += after
+        known = [i for i in found if self.gradient(i).name in ("wrong", "partial")]
+        if not known:
+            return Blame()
+        wrong = [i for i in known if self.gradient(i).name == "wrong"]
+        alike = [i for i in known if self.gradient(i).alike]
+        i = max(wrong or alike or known)
+        takers = [k for k in self.takers.get(i, ()) if self.steps[k].gradient is not None] or self.takers.get(i, [])
+        if not takers:
+            return Blame("", ("no gradient comes back to it",))
+        k = next((k for k in takers if self.steps[k].axis), takers[0])
+        step, state = self.steps[k], self.gradient(i)
+        told = [f"result right; gradients right back to {step.name}, which hands on {_wrongly(state)} of the right one"]
+        why = explained(state.factor, self._sizes(step))
+        fix = f"look at the backward of {step.name}"
+        if state.name == "partial":
+            told = [
+                f"result right; the gradient that {step.name} hands on is one rank's own along {_axis_text(state.over)}"
+            ]
+            fix = f"mc.pvary(its operand, {_axis_text(state.over)}) before {step.name}"
+        return Blame(step.line, (*told, *([why] if why else [])), fix)
+
+
+def _wrongly(state: State) -> str:
+    return "something else" if state.factor is None else times(state.factor)
+
+
+def _axis_text(over: tuple[str, ...]) -> str:
+    return repr(over[0] if len(over) == 1 else over)

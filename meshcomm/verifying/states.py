@@ -1,0 +1,113 @@
+"""What the ranks have of one value of the twin: their parts of it, what adds up to it, or something else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshcomm.layout.notation import Dim, Layout
+from meshcomm.mesh import Mesh
+from meshcomm.spmd.shard_map.assemble import coordinates
+from meshcomm.spmd.shard_map.specs import own_part
+from meshcomm.verifying.compare import difference, relative, scale_of, wide
+
+
+class State(NamedTuple):
+    """Of one value."""
+
+    name: str
+    """``"right"``, ``"partial"``, ``"wrong"``, or ``"unknown"`` where no layout fits the shapes."""
+    over: tuple[str, ...] = ()
+    """Of a partial one: the axes over which it is to be reduced."""
+    by: str = ""
+    """How."""
+    alike: bool = False
+    """Whether all ranks have the same."""
+    factor: float | None = None
+    """Of a wrong one that is a multiple of the right one."""
+
+
+UNKNOWN = State("unknown")
+_REDUCTIONS = ("sum", "mean", "amax", "amin")
+
+
+def state_of(parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bool = False) -> State:
+    """What these parts, in order of rank, are of this value. Of a gradient, what is the same on all ranks may add up
+    to it too.
+    """
+    shape = parts[0].shape
+    if any(x.shape != shape or x.dtype != whole.dtype for x in parts) or len(shape) != whole.ndim:
+        return UNKNOWN
+    layouts = list(_layouts(shape, whole.shape, mesh))
+    if not layouts:
+        return UNKNOWN
+    places, factor = coordinates(mesh), None
+    scale = scale_of([whole])
+    rights = [[own_part(whole, layout, place, mesh) for place in places] for layout in layouts]
+    for right in rights:
+        if all(difference("", 0, x, y, scale) is None for x, y in zip(parts, right, strict=True)):
+            return State("right")
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return State("wrong")
+    for layout, right in zip(layouts, rights, strict=True):
+        free = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in layout.axes]
+        for count in range(1, len(free) + 1):
+            for over in itertools.combinations(free, count):
+                by, alike = _adds_up(parts, right, places, over, scale, ("sum",) if gradient else _REDUCTIONS)
+                if by and (gradient or not alike):
+                    return State("partial", over, by, alike)
+        found = [difference("", 0, x, y, scale) for x, y in zip(parts, right, strict=True)]
+        factors = {None if each is None or each.factor is None else round(each.factor, 6) for each in found}
+        factor = factor or (factors.pop() if len(factors) == 1 else None)
+    return State("wrong", factor=factor)
+
+
+def _layouts(part: Sequence[int], whole: Sequence[int], mesh: Mesh) -> Iterator[Layout]:
+    """How a tensor of the second shape can be cut so that a part has the first one."""
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    if any(n == 0 or m % n if n else m for n, m in zip(part, whole, strict=True)):
+        return
+    ways: list[list[tuple[str, ...]]] = []
+    for n, m in zip(part, whole, strict=True):
+        count = m // n if n else 1
+        ways.append([
+            order
+            for size in range(len(axes) + 1)
+            for order in itertools.permutations(axes, size)
+            if math.prod(mesh.shape[axis] for axis in order) == count
+        ])  # fmt: skip
+    for chosen in itertools.product(*ways):
+        used = [axis for order in chosen for axis in order]
+        if len(set(used)) == len(used):
+            yield Layout(Dim(f"d{i}", order) for i, order in enumerate(chosen))
+
+
+def _adds_up(
+    parts: Sequence[Tensor], right: Sequence[Tensor], places: Sequence[dict[str, int]], over: tuple[str, ...],
+    scale: float, ways: Sequence[str],
+) -> tuple[str, bool]:  # fmt: skip
+    """By which reduction, if any, and whether what is reduced is the same on all ranks."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        groups.setdefault(tuple(n for axis, n in place.items() if axis not in over), []).append(rank)
+    for name in ways if not right[0].is_complex() else ("sum", "mean"):
+        if all(_close(_reduced(name, [parts[r] for r in ranks]), right[ranks[0]], scale) for ranks in groups.values()):
+            return name, all(_close(parts[r], parts[ranks[0]], scale) for ranks in groups.values() for r in ranks)
+    return "", False
+
+
+def _reduced(name: str, parts: Sequence[Tensor]) -> Tensor:
+    stacked = torch.stack(list(parts))
+    if name in ("amax", "amin"):
+        return stacked.amax(0) if name == "amax" else stacked.amin(0)
+    return stacked.sum(0) if name == "sum" else stacked.mean(0)
+
+
+def _close(x: Tensor, y: Tensor, scale: float) -> bool:
+    gap = float((wide(x) - wide(y)).abs().nan_to_num(float("inf")).max()) if x.numel() else 0.0
+    return gap <= 4 * relative(y.dtype) * max(scale, 1e-30)

@@ -1,0 +1,413 @@
+"""verify: a program held against its twin on one device."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import MeshError, described, fail, text
+from meshcomm.make_mesh import make_mesh
+from meshcomm.mesh import Mesh
+from meshcomm.runtime.callsite import is_ours
+from meshcomm.runtime.ops import Op
+from meshcomm.spmd.shard_map.assemble import coordinates
+from meshcomm.spmd.shard_map.specs import in_strings
+from meshcomm.verifying import meshes as sizes
+from meshcomm.verifying.blame import Blame, Story, refused
+from meshcomm.verifying.compare import Difference, difference, explained, scale_of
+from meshcomm.verifying.derivatives import KINDS, Derived, Reference, job_of, reference_of
+from meshcomm.verifying.finite import held_against_differences
+from meshcomm.verifying.program import WHERE, Program, in_group, own_words
+from meshcomm.verifying.report import Finding, Report
+from meshcomm.verifying.schedules import runs_alike
+
+__all__ = ["verify"]
+
+
+@Op("verify", composed=True)
+def verify(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    in_specs: Any,
+    out_specs: Any,
+    meshes: Any = None,
+    twin: Callable[..., Any] | None = None,
+    derivatives: Sequence[str] = KINDS,
+    dtypes: Sequence[torch.dtype] = (torch.float64,),
+    schedules: int = 4,
+    seed: int = 0,
+) -> Report:
+    """Hold a program of one rank against the same program on one device: values, and derivatives of two orders.
+
+    ::
+
+        global inputs ──► twin ───────────────────► value, gradient, tangent, second derivative
+              │ in_specs                                        │ out_specs, in_specs
+              ▼                                                 ▼ the part of each rank
+        parts on ranks ─► fn, as it is written ───► equal?   else: the line to blame, the factor, what to write
+
+    Cotangents and tangents are global values that are drawn once, and each rank takes its own part, so what a rank
+    gives must be its own part of what the twin gives. That one rule covers a missing :func:`pvary`, what is reduced
+    twice or not at all, a loss that is scaled wrongly, and an output that is not what its layout says.
+
+    Args:
+        fn: the function of one rank's parts, as for :func:`shard_map`; it is run as it is written, with no checker
+            that mends it. Tensors that require grad and that it closes over, parameters of modules too, are inputs
+            that are invariant along every axis. What it draws at random has to be drawn under :func:`rng`.
+        inputs: the global values that it takes: pytrees of tensors, modules, anything else. Derivatives are taken by
+            those tensors that require grad, and by all that can be differentiated if none does. Nothing of the
+            user's is changed.
+        in_specs: a layout per input, or one for all; for a pytree a tree of layouts, as in :func:`shard_map`. None is
+            no tensor. A mapping gives them by the names of the parameters.
+        out_specs: the layouts of what it returns, likewise.
+        meshes: on which meshes, each a mapping of axis names to sizes, or a :class:`Mesh`; an axis of the specs that
+            one lacks has size 1. None: each axis of the specs at sizes 2 and 3, and each pair of them at 2 x 2; those
+            that do not divide the inputs are skipped, which the report says. Smallest first, and no further than to
+            the first on which something is wrong.
+        twin: the same function of global values, without a mesh. None: ``fn`` itself on a mesh of ones, whose
+            gradient is then held against finite differences.
+        derivatives: which of ``"vjp"``, ``"jvp"`` and ``"second"``, the VJP of the VJP, beside the value.
+        dtypes: in which dtypes; floating point inputs and what is closed over are cast. Tolerances follow from them:
+            4 eps^(2/3) of the largest element.
+        schedules: in how many drawn orders the ranks of the smallest mesh take turns, where what is heard (``done()``,
+            time-outs, threads, Python objects that ranks share) can make a result depend on it; else in one more. 0:
+            none. In a running group none is drawn.
+        seed: of all that is drawn.
+
+    Returns: a :class:`Report`, the same on every rank. ``.check()`` raises what it found.
+
+    Cost: outside of ranks all of them run in this process. In a running group, of processes or threads, the first
+        ranks of it run each mesh that is small enough, and learn what all have.
+
+    Raises:
+        MeshError: before anything runs: specs of another structure than the inputs; no layout; meshes that are no
+            meshes, or that do not divide the inputs; a twin whose outputs are others.
+        Exception: what ``fn`` raises on one device. What it raises on a mesh alone is a finding.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> def loss(x, w):
+        ...     return mc.all_reduce((x @ w).square().sum(), "dp")
+        >>> x, w = torch.randn(6, 3), torch.randn(3, 2)
+        >>> report = mc.verify(loss, x, w, in_specs=("(dp b) d", "d e"), out_specs="")
+        >>> report.ok, report.findings[0].kind
+        (False, 'vjp')
+        >>> def mended(x, w):
+        ...     return mc.all_reduce((x @ mc.pvary(w, "dp")).square().sum(), "dp")
+        >>> mc.verify(mended, x, w, in_specs=("(dp b) d", "d e"), out_specs="").ok
+        True
+
+    Source: JAX's ``check_grads`` to the second order; the adjoint tests of spmd_types; here against the same program
+        on another mesh.
+    """
+    call = _Call(fn, inputs, in_specs, out_specs, meshes, twin, derivatives, dtypes, schedules, seed)
+    call.checked()
+    return call.run()
+
+
+class _Call:
+    """One call: what was asked for, and what is known so far."""
+
+    def __init__(
+        self, fn: Any, inputs: tuple[Any, ...], in_specs: Any, out_specs: Any, meshes: Any, twin: Any,
+        derivatives: Any, dtypes: Any, schedules: Any, seed: Any,
+    ) -> None:  # fmt: skip
+        if not callable(fn):
+            fail(WHERE, f"fn is not callable but {type(fn).__name__}.", fix="a function of one rank's parts")
+        if twin is not None and not callable(twin):
+            fail(WHERE, f"twin is not callable but {type(twin).__name__}.", fix="the same function of global values")
+        self.fn, self.inputs, self.twin, self.seed = fn, inputs, twin, seed
+        if isinstance(schedules, bool) or not isinstance(schedules, int) or schedules < 0:
+            fail(WHERE, f"schedules={schedules!r} is no number of runs.", fix="how many orders of the ranks; 0 for none")
+        self.schedules = schedules
+        self.kinds = _kinds(derivatives)
+        self.dtypes = _dtypes(dtypes)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            fail(WHERE, f"seed={seed!r} is not an int.", fix="an int")
+        self.in_specs = _in_order(fn, in_strings(in_specs), len(inputs))
+        self.out_specs = in_strings(out_specs)
+        self.axes = sizes.axes_of((self.in_specs, self.out_specs), WHERE)
+        self.notes: list[str] = []
+        self.ran: list[str] = []
+        self.findings: list[Finding] = []
+        if meshes is None and not self.axes:
+            fail(
+                WHERE,
+                "no axis stands in the specs, and meshes is None.",
+                fix='meshes=[{"dp": 2}], or layouts with axes',
+            )
+        asked = sizes.of_axes(self.axes) if meshes is None else sizes.given(meshes, WHERE)
+        ones = dict.fromkeys([*(axis for shape in asked for axis in shape), *self.axes], 1)
+        self.ones = ones
+        self.shapes = [shape | {axis: 1 for axis in ones if axis not in shape} for shape in asked]
+        self.exact = meshes is not None
+
+    def checked(self) -> None:
+        """All that can be wrong before anything runs; meshes that do not fit are skipped where nobody named them."""
+        program = self.program(self.dtypes[0])
+        fits, world = [], _ranks()
+        for shape in self.shapes:
+            total = torch.Size(shape.values()).numel()
+            if world is not None and total > world:
+                self.notes.append(f"{_named(shape)} was skipped: the group has {world} ranks.")
+                continue
+            try:
+                _fits(program, shape)
+                fits.append(shape)
+            except MeshError as error:
+                if self.exact:
+                    raise
+                self.notes.append(f"{_named(shape)} was skipped: {described(error).partition(': ')[2]}")
+        if not fits:
+            fail(WHERE, "none of the meshes can be run.", got="; ".join(self.notes), fix="inputs that they divide")
+        self.shapes = fits
+
+    def program(self, dtype: torch.dtype) -> Program:
+        """The function with its inputs in one dtype."""
+        return Program(self.fn, self.inputs, self.in_specs, self.out_specs, twin=self.twin, dtype=dtype, seed=self.seed)
+
+    def run(self) -> Report:
+        """All dtypes, all meshes; no further than to what is wrong."""
+        for dtype in self.dtypes:
+            self.in_dtype(self.program(dtype))
+            if self.findings:
+                break
+        return Report(WHERE, tuple(self.findings), tuple(dict.fromkeys(self.notes)), tuple(self.ran))
+
+    def in_dtype(self, program: Program) -> None:
+        """All meshes in one dtype."""
+        began = time.perf_counter()
+        ones = program.mesh(self.ones)
+        reference = reference_of(program, ones, self.kinds)
+        kinds = self.known(reference)
+        if self.twin is None and "vjp" in kinds and program.dtype == torch.float64:
+            wrong = held_against_differences(reference, ones)
+            if wrong:
+                self.findings.append(wrong)
+        for shape in self.shapes:
+            if self.findings:
+                return
+            self.on_mesh(reference, shape, program.mesh(shape), ones, kinds)
+        if not self.findings and self.schedules and not in_group():
+            self.in_any_order(reference, kinds)
+        name = str(program.dtype).removeprefix("torch.")
+        took = time.perf_counter() - began
+        self.ran.append(
+            f"{', '.join(map(_named, self.shapes))}: {', '.join(('value', *kinds))} in {name}; {took:.2g} s"
+        )
+
+    def in_any_order(self, reference: Reference, kinds: Sequence[str]) -> None:
+        """Value and gradient on the smallest mesh, whoever of the ranks goes first."""
+        shape = next((shape for shape in self.shapes if any(n > 1 for n in shape.values())), None)
+        if shape is None:
+            return
+        program, job = reference.program, job_of(reference.directions, [kind for kind in kinds if kind == "vjp"])
+        mesh = program.mesh(shape)
+
+        def run() -> list[list[Tensor]]:
+            return [[*each.result.tensors, *each.by.get("vjp", ())] for each in program.run(mesh, job)]
+
+        found = runs_alike(run, self.fn, schedules=self.schedules, seed=self.seed, where=WHERE, on=_named(shape))
+        self.findings += found.findings
+        self.notes += found.notes
+
+    def known(self, reference: Reference) -> list[str]:
+        """The derivatives that the twin has; the report says which it has not, and what proves nothing."""
+        derived = reference.derived
+        for kind, why in derived.failed.items():
+            self.notes.append(f"{_KIND[kind]} was not compared: {why}")
+        kinds = [kind for kind in self.kinds if kind in derived.by and kind not in derived.failed]
+        if self.kinds and not reference.program.targets:
+            self.notes.append("nothing can be differentiated: no input is a floating point tensor.")
+        elif self.kinds and not derived.live:
+            self.notes.append(
+                "no output depends differentiably on an input, as autograd has it: the values alone were compared. "
+                "A detach, or torch.no_grad?"
+            )
+            return []
+        for i, leaf in enumerate(reference.program.targets):
+            if "vjp" in kinds and not derived.by["vjp"][i].any() and leaf.value.numel():
+                self.notes.append(f"the gradient of {leaf.label} is zero everywhere.")
+        return kinds
+
+    # ------------------------------------------------------------------------------------------- on one mesh
+
+    def on_mesh(
+        self, reference: Reference, shape: Mapping[str, int], mesh: Mesh, ones: Mesh, kinds: Sequence[str]
+    ) -> None:
+        """Run it there and compare; what is found is added."""
+        program = reference.program
+        try:
+            found: list[Derived] = program.run(mesh, job_of(reference.directions, kinds))
+        except Exception as error:
+            self.findings.append(_raised(error, shape, reference, mesh, ones))
+            return
+        forms = [each.result.form for each in found]
+        right = reference.derived.result.form
+        if any(form != right for form in forms):
+            rank = next(i for i, form in enumerate(forms) if form != right)
+            what = f"the outputs are others on rank {rank} of {_named(shape)}."
+            if self.twin is not None:
+                fail(WHERE, "the twin returns another structure.", got=f"fn: {forms[rank]}; twin: {right}")
+            self.findings.append(Finding("value", "", text(WHERE, what, got=f"{forms[rank]}; on one device {right}")))
+            return
+        for kind in ("value", *kinds):
+            wrong = list(self.differences(reference, found, mesh, kind))
+            if wrong:
+                self.findings.append(_explained(reference, mesh, ones, kind, wrong))
+                return
+
+    def differences(
+        self, reference: Reference, found: Sequence[Derived], mesh: Mesh, kind: str
+    ) -> Iterable[tuple[int, Difference]]:
+        """What is off: which value, and how on the first rank where it is."""
+        expected, places = reference.expected(kind), coordinates(mesh)
+        scale = scale_of(leaf.value for leaf in expected) or scale_of(leaf.value for leaf in reference.program.cut)
+        program = reference.program
+        parts = [program.parts(mesh, expected, place) for place in places]
+        for i, leaf in enumerate(expected):
+            of = scale_of([leaf.value])
+            for rank, each in enumerate(found):
+                values = each.result.tensors if kind == "value" else each.by[kind]
+                wrong = difference(leaf.label, rank, values[i], parts[rank][i], scale, of=of)
+                if wrong is not None:
+                    yield i, wrong
+                    break
+        if kind == "value":
+            right = reference.derived.result.rest
+            for rank, each in enumerate(found):
+                for (label, got), (_, want) in zip(each.result.rest, right, strict=True):
+                    if not _same(got, want):
+                        yield -1, Difference(label, rank, float("nan"), f"{got!r} where {want!r} is right", None)
+
+
+_KIND = {"vjp": "the VJP", "jvp": "the JVP", "second": "the VJP of the VJP", "value": "the value"}
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:
+        return a is b
+
+
+def _explained(
+    reference: Reference, mesh: Mesh, ones: Mesh, kind: str, wrong: Sequence[tuple[int, Difference]]
+) -> Finding:
+    i, first = wrong[0]
+    blame = _blamed(reference, mesh, ones, kind, i, first)
+    sizes_of = [(axis, n) for axis, n in mesh.shape.items() if n > 1]
+    why = explained(first.factor, sizes_of)
+    told = [first.said, *([why] if why and why not in blame.told else []), *blame.told]
+    if kind != "value" and not any(each.startswith("result right") for each in blame.told):
+        told.insert(1, "result right")
+    if len(wrong) > 1:
+        told.append("wrong too: " + ", ".join(each.label for _, each in wrong[1:4]))
+    off = "" if first.off != first.off else f" by {first.off:.2g}"
+    what = f"{first.label} is off{off} on rank {first.rank} of {_named(mesh.shape)}."
+    return Finding(kind, blame.line, text(WHERE, what, got="; ".join(told), fix=blame.fix))
+
+
+def _blamed(reference: Reference, mesh: Mesh, ones: Mesh, kind: str, i: int, first: Difference) -> Blame:
+    program, found = reference.program, None
+    if mesh.size == 1:
+        return Blame(fix="mend fn or its twin: on one device they differ")
+    if kind != "value":
+        found = refused(program, mesh)
+    if found is None and kind in ("value", "vjp"):
+        try:
+            story = Story(reference, ones, mesh)
+            found = story.blame_value(i) if kind == "value" and i >= 0 else None
+            if kind == "vjp":
+                found = story.blame_gradient(program.targets[i].label)
+        except Exception as error:
+            found = Blame("", (f"its steps could not be followed: {described(error)}",))
+    if kind == "value" and (found is None or not found.line):
+        also = refused(program, mesh)
+        if also is not None:
+            found = also
+    return found or Blame()
+
+
+def _raised(error: Exception, shape: Mapping[str, int], reference: Reference, mesh: Mesh, ones: Mesh) -> Finding:
+    """What fn raises on a mesh alone."""
+    try:
+        blame = Story(reference, ones, mesh, to_error=True).blame_error()
+    except Exception:
+        blame = Blame()
+    what = f"{_named(shape)} raises {type(error).__name__}, and one device does not."
+    got = "; ".join((str(error).replace("\n", "\n       "), *blame.told))
+    return Finding("error", blame.line or _line_of(error), text(WHERE, what, got=got, fix=blame.fix))
+
+
+def _line_of(error: BaseException) -> str:
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not is_ours(name):
+            found = f"{name.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _named(shape: Mapping[str, int]) -> str:
+    """``{'dp': 2}``: axes of one rank are left out."""
+    return str({axis: n for axis, n in shape.items() if n > 1} or dict(shape))
+
+
+def _ranks() -> int | None:
+    """How many a running group has."""
+    return make_mesh({"every": -1}).size if in_group() else None
+
+
+def _fits(program: Program, shape: Mapping[str, int]) -> None:
+    """Whether the inputs can be cut so."""
+    with own_words():
+        for leaf in program.cut:
+            sizes.divides(leaf.spec, tuple(leaf.value.shape), leaf.label, shape, WHERE)
+    for leaf in program.leaves:
+        if not isinstance(leaf.value, Tensor) and leaf.value is not None and leaf.spec is not None:
+            what = f"{leaf.label} is no tensor but {type(leaf.value).__name__}, and its spec is {leaf.spec!r}."
+            fail(WHERE, what, fix="the spec None, or pass a tensor")
+
+
+def _in_order(fn: Callable[..., Any], specs: Any, count: int) -> Any:
+    """A spec per input."""
+    if isinstance(specs, Mapping):
+        target = fn.forward if isinstance(fn, torch.nn.Module) else fn
+        names = list(inspect.signature(target).parameters)[:count]
+        unknown = [name for name in specs if name not in names]
+        if unknown or len(specs) != count:
+            got = f"specs for {list(specs)}; the inputs are {names}"
+            fail(WHERE, "in_specs does not name the inputs.", got=got, fix="a spec per input, by position or by name")
+        return tuple(specs[name] for name in names)
+    if isinstance(specs, (list, tuple)):
+        if len(specs) != count:
+            fail(
+                WHERE,
+                f"in_specs has {len(specs)} specs for {count} inputs.",
+                got=repr(specs),
+                fix="one per input, or a single layout for all",
+            )
+        return tuple(specs)
+    return (specs,) * count
+
+
+def _kinds(given: Any) -> list[str]:
+    kinds = (given,) if isinstance(given, str) else given
+    if not isinstance(kinds, (tuple, list)) or any(kind not in KINDS for kind in kinds):
+        fail(WHERE, f"derivatives={given!r}.", fix='some of "vjp", "jvp", "second"; () for values alone')
+    return [kind for kind in KINDS if kind in kinds]
+
+
+def _dtypes(given: Any) -> list[torch.dtype]:
+    dtypes = (given,) if isinstance(given, torch.dtype) else given
+    good = isinstance(dtypes, (tuple, list)) and dtypes
+    if not good or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes):
+        fail(WHERE, f"dtypes={given!r}.", fix="floating point dtypes, such as (torch.float64, torch.bfloat16)")
+    return list(dtypes)
