@@ -194,7 +194,7 @@ LATE = {
         "meshcomm.layout.shapes", "meshcomm.layout.show", "meshcomm.parallel", "meshcomm.spmd.types.check_vma", "meshcomm.spmd.random.rng",
         "meshcomm.verifying.report",
         "meshcomm.verifying.training.verify",
-        "meshcomm.verifying.report", "meshcomm.verifying.verify",
+        "meshcomm.verifying.verify",
         "meshcomm.spmd.shard_map.function", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.parallel": {"meshcomm.elsewhere"} | {

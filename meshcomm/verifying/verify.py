@@ -123,7 +123,9 @@ class _Call:
             fail(WHERE, f"twin is not callable but {type(twin).__name__}.", fix="the same function of global values")
         self.fn, self.inputs, self.twin, self.seed = fn, inputs, twin, seed
         if isinstance(schedules, bool) or not isinstance(schedules, int) or schedules < 0:
-            fail(WHERE, f"schedules={schedules!r} is no number of runs.", fix="how many orders of the ranks; 0 for none")
+            fail(
+                WHERE, f"schedules={schedules!r} is no number of runs.", fix="how many orders of the ranks; 0 for none"
+            )
         self.schedules = schedules
         self.kinds = _kinds(derivatives)
         self.dtypes = _dtypes(dtypes)
