@@ -139,8 +139,8 @@ def test_messages_between_stages_need_no_threads(pool4: Any) -> None:
 
 
 def test_large_messages_where_no_memory_is_shared(gloo4: Any) -> None:
-    """There it is one for each that comes, so that it comes while the rank computes."""
-    assert gloo4.run(threads_of_a_step, 9, "1f1b") == [9, 18, 18, 9]
+    """Nor where each is larger than what is lent elsewhere."""
+    assert gloo4.run(threads_of_a_step, 9, "1f1b") == [0] * 4
 
 
 class Part(nn.Module):

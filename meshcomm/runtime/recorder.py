@@ -152,7 +152,11 @@ def made(call: Any) -> Call | None:
     return cast("Call | None", call)
 
 
-def noted(record: Record | None, what: str, axis: Any, dtype: torch.dtype | None, shape: Sequence[int]) -> Any:
+Named = tuple[Any, ...]
+"""What makes a call when somebody asks for it."""
+
+
+def noted(record: Record | None, what: str, axis: Any, dtype: torch.dtype | None, shape: Sequence[int]) -> Named:
     """What makes the public call, of this line of the user's, that a record is of; it is made of that from now on.
 
     The axis may be gone when somebody asks. Who asks for this is called by a function of the library.

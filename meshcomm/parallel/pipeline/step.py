@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
-from meshcomm.collectives.broadcast import broadcast
 from meshcomm.errors import MeshError, fail, held, names
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.objects.objects import all_gather_object
@@ -42,6 +42,7 @@ from meshcomm.watch import here, paused
 WHERE = "pipelined"
 _KINDS_KNOWN = 32
 """Of batches whose outlines are remembered."""
+_FLOAT, _BITS = struct.Struct("=d"), struct.Struct("=q")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -226,7 +227,8 @@ class PipelineStep(nn.Module):
         self._end(run)
         if run.batch.wants:
             _send_back(x, run)
-        return self._told(run.total)
+        with torch.no_grad():
+            return self._told(run.total)
 
     @torch.no_grad()
     def evaluate(self, x: Any = None) -> Any:
@@ -264,7 +266,7 @@ class PipelineStep(nn.Module):
             except MeshError as error:
                 problem = str(error)
         trains = torch.is_grad_enabled()
-        needs = hash(tuple(p.requires_grad for p in self.parameters())) if trains else 0
+        needs = hash(tuple(p.requires_grad for p in self._all_parameters())) if trains else 0
         modes = [int(evaluates), int(trains), int(bool(problem)), int(last and targets is not None)]
         own = hash((self.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(axis.mesh.device.type)))
         with paused():
@@ -289,6 +291,11 @@ class PipelineStep(nn.Module):
         )
         wires = Wires(axis, self._last + 1, self.schedule.microbatches)
         return Pass(self._fixed, wires, kind, self._known.pop(kind, {}), batch)
+
+    def _all_parameters(self) -> Iterator[nn.Parameter]:
+        """In order, some more than once."""
+        for part in self.stages.modules():
+            yield from (p for p in vars(part)["_parameters"].values() if p is not None)
 
     def _kind_of(self, x: Any) -> int:
         leaves, form = _torch.tree_flatten(x)
@@ -327,13 +334,9 @@ class PipelineStep(nn.Module):
         """The loss of the last stage, on all ranks."""
         axis = self._mesh.axis(self._axis, WHERE)
         src = self.schedule.place(self._last)[0]
-        with paused(), torch.no_grad():
-            row = torch.zeros(2, dtype=torch.float64, device=axis.mesh.device)
-            if total is not None:
-                row[0], row[1] = total, _DTYPES.index(total.dtype)
-            row = broadcast(row, axis.name, src, mesh=axis.mesh)
-            found = row[0].to(_DTYPES[int(row[1])])
-        return found
+        said = [0, 0] if total is None else [_as_bits(total.item()), _DTYPES.index(total.dtype)]
+        bits, dtype = agree(said, axis, src)[0]
+        return torch.tensor(_of_bits(bits), dtype=_DTYPES[dtype], device=axis.mesh.device)
 
     # --------------------------------------------------------------------------------------------------------- names
 
@@ -396,6 +399,16 @@ class PipelineStep(nn.Module):
             )
             raise RuntimeError(f"meshcomm.pipelined: {what}.")
         return Unfit(missing, unexpected)
+
+
+def _as_bits(x: float) -> int:
+    found: int = _BITS.unpack(_FLOAT.pack(x))[0]
+    return found
+
+
+def _of_bits(x: int) -> float:
+    found: float = _FLOAT.unpack(_BITS.pack(x))[0]
+    return found
 
 
 def _raise_everywhere(problem: str, axis: Axis) -> NoReturn:

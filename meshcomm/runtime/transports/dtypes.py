@@ -21,7 +21,7 @@ from meshcomm.runtime.transports import exact
 
 HALF = (torch.float16, torch.bfloat16)
 
-_PLAIN = frozenset(
+PLAIN = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -52,10 +52,10 @@ def plain(x: Tensor) -> Tensor:
 
 def to_bytes(x: Tensor) -> Tensor:
     """A dense 1-d tensor of a dtype that every backend moves: the elements, or their bytes."""
-    if x.dtype in _PLAIN and x.is_contiguous() and not x.is_neg():
+    if x.dtype in PLAIN and x.is_contiguous() and not x.is_neg():
         return x if x.dim() == 1 else x.view(-1)
     flat = plain(x).reshape(-1)
-    if x.dtype in _PLAIN:
+    if x.dtype in PLAIN:
         return flat
     # One element or none counts as dense whatever its stride, but a view of another width minds.
     return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)

@@ -19,7 +19,7 @@ from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.health import attendance
 from meshcomm.runtime.pending import Pending, begin_all, queued, then
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import recorded
+from meshcomm.runtime.recorder import Named, recorded
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.compiled import TracedLink
@@ -32,7 +32,7 @@ from meshcomm.runtime.transports.device_post import (
 )  # fmt: skip
 from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.group_link import GroupLink, Message, both, options_for
-from meshcomm.runtime.transports.post import Parcel, deliver, expect, open_all, route_of
+from meshcomm.runtime.transports.post import Carrier, Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.protocol import Empty
 from meshcomm.runtime.transports.underway import Taken, Walker, apart
 
@@ -349,6 +349,14 @@ class ProcessLink(GroupLink):
             return self._by_post("exchange", posts, wants, [route_of(self.name, tag) for *_, tag in posts],
                                  [route_of(self.name, want[3]) for want in wants])  # fmt: skip
         return self._by_batch(posts, wants)
+
+    def carrier(self, call: Named) -> Carrier | None:
+        """Who carries messages of which both sides know dtypes and shapes; None where they are to take the usual way.
+        ``call``: what makes them, of the public name and axis.
+        """
+        if not self._on_gloo or self.watched:
+            return None
+        return Carrier(self, self.base, self.log, route_of(self.name, 0), _SMALL if self.shares_memory else None, call)
 
     def _by_post(
         self, where: str, posts: Sequence[Post], wants: Sequence[Want], sent: Sequence[int], got: Sequence[int]

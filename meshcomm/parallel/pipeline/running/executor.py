@@ -32,6 +32,7 @@ from meshcomm.parallel.pipeline.running.wires import (
     FORWARD,
     GRADIENT,
     OUTLINE,
+    Coming,
     Leaf,
     Outline,
     Wires,
@@ -39,9 +40,9 @@ from meshcomm.parallel.pipeline.running.wires import (
     refuse_change,
 )
 from meshcomm.parallel.pipeline.schedule import Schedule
-from meshcomm.work import Work
 
 WHERE = "pipelined"
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Ran(NamedTuple):
@@ -117,14 +118,67 @@ class Alive(NamedTuple):
     later: WeightsLater | None
 
 
-class Stages(NamedTuple):
+class Source(NamedTuple):
+    """Where what an action needs comes from."""
+
+    rank: int
+    kind: int
+    stage: int
+    """The stage that it leaves."""
+    looks: int
+    """The stage whose output it is, or is the gradient of."""
+    made: int
+    """The place in the row of ``rank`` at which it is made."""
+
+
+class Goal(NamedTuple):
+    """Where what an action makes goes to."""
+
+    rank: int
+    taken: int
+    """The place in its row at which it is needed."""
+
+
+class Job(NamedTuple):
+    """An action of this rank, and all that its schedule says of it."""
+
+    action: Action
+    stage: int
+    source: Source | None
+    goal: Goal | None
+
+
+class Stages:
     """What does not change from step to step."""
 
-    modules: Sequence[nn.Module]
-    schedule: Schedule
-    rank: int
-    loss: Callable[[Any, Any], Any]
-    remat: bool
+    def __init__(
+        self, modules: Sequence[nn.Module], schedule: Schedule, rank: int, loss: Callable[[Any, Any], Any], remat: bool
+    ) -> None:
+        self.modules, self.schedule, self.rank, self.loss, self.remat = modules, schedule, rank, loss, remat
+        self.last = schedule.ranks * schedule.chunks - 1
+        """The last stage of the model."""
+        self.jobs = [self._job(action) for action in schedule.table[rank]]
+
+    def _job(self, action: Action) -> Job:
+        kind, chunk, microbatch = action
+        stage = self.schedule.stage(self.rank, chunk)
+        before, after = self._met("F", stage - 1, microbatch), self._met("B", stage + 1, microbatch)
+        if kind == "W":
+            return Job(action, stage, None, None)
+        if kind == "F":
+            after = self._met("F", stage + 1, microbatch)
+            return Job(action, stage, before and Source(before[0], FORWARD, stage - 1, stage - 1, before[1]),
+                       after and Goal(*after))  # fmt: skip
+        before = self._met("B", stage - 1, microbatch)
+        return Job(action, stage, after and Source(after[0], GRADIENT, stage + 1, stage, after[1]),
+                   before and Goal(*before))  # fmt: skip
+
+    def _met(self, kind: str, stage: int, microbatch: int) -> tuple[int, int] | None:
+        """The rank of a stage, and where in its row it does this; None if there is no such stage."""
+        if not 0 <= stage <= self.last:
+            return None
+        rank, chunk = self.schedule.place(stage)
+        return rank, self.schedule.order[rank][Action(kind, chunk, microbatch)]
 
 
 class Pass:
@@ -138,15 +192,14 @@ class Pass:
         self.schedule, self.rank = stages.schedule, stages.rank
         self.known, self.told = known, bool(known)
         self.trains = torch.is_grad_enabled()
-        row = self.schedule.table[self.rank]
-        self.row = [a for a in row if a.microbatch < batch.parts and (self.trains or a.kind == "F")]
-        self.split = {(a.chunk, a.microbatch) for a in self.row if a.kind == "D"}
+        self.row = [job for job in stages.jobs
+                    if job.action.microbatch < batch.parts and (self.trains or job.action.kind == "F")]  # fmt: skip
+        self.split = {job.action[1:] for job in self.row if job.action.kind == "D"}
         self.alive: dict[tuple[int, int], Alive] = {}
         self.handed: dict[tuple[int, int, int], tuple[Outline | None, Sequence[Tensor]]] = {}
         """What stages of this rank give to each other: by kind, stage that it leaves, and microbatch."""
-        self.asked: dict[Action, Work[list[Tensor]]] = {}
-        self._total: Tensor | None = None  # in no half precision: there may be many
-        self._ends_in = torch.float32
+        self.asked: dict[Action, Coming] = {}
+        self._losses: list[tuple[Tensor, float]] = []
         self.outputs: dict[int, Any] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
         self.closing: dict[str, Any] = {}
@@ -155,122 +208,103 @@ class Pass:
 
     # ------------------------------------------------------------------------------------------------ neighbours
 
-    @property
-    def last(self) -> int:
-        """The last stage of the model."""
-        return self.schedule.ranks * self.schedule.chunks - 1
-
-    def _outline(self, stage: int, microbatch: int) -> Outline | None:
-        return self.known.get((stage, microbatch))
-
-    def _source(self, action: Action) -> tuple[int, int, int] | None:
-        """From which rank comes what an action needs, of which kind, and which stage it has left."""
-        stage = self.schedule.stage(self.rank, action.chunk)
-        if action.kind == "F":
-            return None if stage == 0 else (self.schedule.place(stage - 1)[0], FORWARD, stage - 1)
-        if action.kind == "W" or stage == self.last:
-            return None
-        return self.schedule.place(stage + 1)[0], GRADIENT, stage + 1
-
-    def _ask(self, action: Action) -> None:
+    def _ask(self, job: Job) -> None:
         """Begin to receive what an action needs, if it is known how that looks."""
-        source = self._source(action)
-        if source is None or source[0] == self.rank or action in self.asked:
+        source = job.source
+        if source is None or source.rank == self.rank or job.action in self.asked:
             return
-        src, kind, stage = source
-        outline = self._outline(stage - (kind == GRADIENT), action.microbatch)
+        microbatch = job.action.microbatch
+        outline = self.known.get((source.looks, microbatch))
         if outline is not None:
-            leaves = outline.wanted if kind == GRADIENT else outline.tensors
-            self.asked[action] = self.wires.receive(leaves, src, self.wires.tag(kind, stage, action.microbatch))
+            leaves = outline.wanted if source.kind == GRADIENT else outline.tensors
+            tag = self.wires.tag(source.kind, source.stage, microbatch)
+            self.asked[job.action] = self.wires.receive(leaves, source.rank, tag)
 
-    def _came(self, action: Action) -> Sequence[Tensor]:
+    def _came(self, job: Job) -> Sequence[Tensor]:
         """What an action needs of another stage."""
-        source = self._source(action)
+        source, microbatch = job.source, job.action.microbatch
         assert source is not None
-        src, kind, stage = source
-        if src == self.rank:
-            outline, tensors = self.handed.pop((kind, stage, action.microbatch))
+        if source.rank == self.rank:
+            outline, tensors = self.handed.pop((source.kind, source.stage, microbatch))
             if outline is not None:
-                self.known[stage, action.microbatch] = outline
+                self.known[source.stage, microbatch] = outline
             return tensors
-        if kind == FORWARD and not self.told:
-            tag = self.wires.tag(OUTLINE, stage, action.microbatch)
-            self.known[stage, action.microbatch] = self.wires.receive_outline(src, tag)
-        self._ask(action)
-        tensors = self.asked.pop(action).wait()
-        self.wires.proven(src, self._place(kind, stage, action.microbatch)[1])
+        if source.kind == FORWARD and not self.told:
+            tag = self.wires.tag(OUTLINE, source.stage, microbatch)
+            self.known[source.stage, microbatch] = self.wires.receive_outline(source.rank, tag)
+        self._ask(job)
+        tensors = self.asked.pop(job.action).wait()
+        self.wires.proven(source.rank, source.made)
         return tensors
 
-    def _place(self, kind: int, stage: int, microbatch: int) -> tuple[int, int]:
-        """The rank of a stage, and where in its row it does what this kind of message is about."""
-        rank, chunk = self.schedule.place(stage)
-        return rank, self.schedule.order[rank][Action("F" if kind == FORWARD else "B", chunk, microbatch)]
-
-    def _give(
-        self, kind: int, stage: int, to: int, microbatch: int, tensors: Sequence[Tensor], outline: Outline | None
-    ) -> None:
-        """To stage ``to``."""
-        dst, taken = self._place(kind, to, microbatch)
-        if dst == self.rank:
-            self.handed[kind, stage, microbatch] = outline, [x.detach() for x in tensors]
+    def _give(self, kind: int, job: Job, tensors: Sequence[Tensor], outline: Outline | None) -> None:
+        """To the stage behind, or before."""
+        goal, microbatch = job.goal, job.action.microbatch
+        assert goal is not None
+        if goal.rank == self.rank:
+            self.handed[kind, job.stage, microbatch] = outline, [x.detach() for x in tensors]
             return
         if outline is not None and not self.told:
-            self.wires.send_outline(outline, dst, self.wires.tag(OUTLINE, stage, microbatch), taken)
-        self.wires.send(tensors, dst, self.wires.tag(kind, stage, microbatch), taken)
+            self.wires.send_outline(outline, goal.rank, self.wires.tag(OUTLINE, job.stage, microbatch), goal.taken)
+        self.wires.send(tensors, goal.rank, self.wires.tag(kind, job.stage, microbatch), goal.taken)
 
     # --------------------------------------------------------------------------------------------------- actions
 
     def run(self) -> None:
         """All of them."""
-        for at, action in enumerate(self.row):
-            for soon in self.row[at : at + 2]:
-                self._ask(soon)
-            with torch.set_grad_enabled(self.trains):
-                getattr(self, f"_{action.kind.lower()}")(action)
-            self.peak = max(self.peak, len(self.alive))
-            self.wires.forget_sent()
+        do = {"F": self._f, "B": self._b, "D": self._b, "W": self._w}
+        row, wires, alive = self.row, self.wires, self.alive
+        for job, after in zip(row, [*row[1:], None], strict=True):
+            self._ask(job)
+            if after is not None:
+                self._ask(after)
+            do[job.action.kind](job)
+            self.peak = max(self.peak, len(alive))
+            wires.forget_sent()
 
-    @contextlib.contextmanager
-    def _timed(self, action: Action) -> Any:
-        begin = time.perf_counter()
-        yield
-        self.ran.append(Ran(action, begin, time.perf_counter()))
-
-    def _f(self, action: Action) -> None:
+    def _f(self, job: Job) -> None:
+        action, stage = job.action, job.stage
         _, chunk, microbatch = action
-        stage = self.schedule.stage(self.rank, chunk)
         if stage == 0:
             outline, tensors = outline_of(self.batch.inputs[microbatch])
             if self.batch.wants:
-                outline = outline._replace(leaves=tuple(map(_wanting, outline.leaves)))
+                outline = Outline(tuple(map(_wanting, outline.leaves)), outline.form)
         else:
-            tensors = list(self._came(action))
+            tensors = list(self._came(job))
             outline = self.known[stage - 1, microbatch]
         later = WeightsLater() if (chunk, microbatch) in self.split else None
-        with self._timed(action):
-            arrival = Arrival(outline, tensors, self.trains)
-            y = self._through(self.stages.modules[chunk], arrival.tree, later)
-            if stage == self.last:
-                self._ends(action, arrival, y, later)
-                return
-        outline, tensors = outline_of(y)
-        if (stage, microbatch) in self.known:
-            refuse_change(stage, microbatch, self.known[stage, microbatch], outline)
+        begin = time.perf_counter()
+        arrival = Arrival(outline, tensors, self.trains)
+        y = self._through(self.stages.modules[chunk], arrival.tree, later)
+        if stage == self.stages.last:
+            self._ends(action, arrival, y, later)
+        self.ran.append(Ran(action, begin, time.perf_counter()))
+        if stage == self.stages.last:
+            return
+        known = self.known.get((stage, microbatch))
+        outline, tensors = outline_of(y, known)
+        if known is not None and outline is not known:
+            refuse_change(stage, microbatch, known, outline)
         self.known[stage, microbatch] = outline
-        wanted = [x for x in tensors if x.requires_grad]
         if self.trains:
-            edges = [get_gradient_edge(x) for x in wanted]
+            edges = [get_gradient_edge(x) for x in tensors if x.requires_grad]
             self.alive[chunk, microbatch] = Alive(arrival, edges, outline.wanted, later)
-        self._give(FORWARD, stage, stage + 1, microbatch, tensors, outline)
+        self._give(FORWARD, job, tensors, outline)
 
     @property
     def total(self) -> Tensor | None:
-        """The loss of all microbatches, where the last stage is."""
-        return None if self._total is None else self._total.to(self._ends_in)
+        """The loss of all microbatches, where the last stage is; added up in no half precision, for there may be
+        many.
+        """
+        if not self._losses:
+            return None
+        dtype = self._losses[-1][0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        return sum(loss.reshape(()).to(wide) * share for loss, share in self._losses).to(dtype)  # type: ignore[union-attr]
 
     def _through(self, module: nn.Module, x: Any, later: WeightsLater | None) -> Any:
         def fn(x: Any) -> Any:
-            split = contextlib.nullcontext() if later is None else later.forward()
+            split = NOTHING if later is None else later.forward()
             with closed(WHERE, self.wires.axis, self.closing), split:
                 return module(x)
 
@@ -289,46 +323,44 @@ class Pass:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             fail(WHERE, "the loss is no real number.", got=got, fix="loss(output, target) -> a tensor of one element")
-        share = self.batch.shares[microbatch]
-        scaled = loss.reshape(()) if share == 1 else loss.reshape(()) * share
-        own = loss.detach().reshape(()).to(torch.promote_types(loss.dtype, torch.float32)) * share
-        self._total, self._ends_in = own if self._total is None else self._total + own, loss.dtype
+        self._losses.append((loss.detach(), self.batch.shares[microbatch]))
         if self.trains:
-            leaves = [Leaf((), loss.dtype, True)] if scaled.requires_grad else []
-            edges = [get_gradient_edge(scaled)] if leaves else []
-            self.alive[chunk, microbatch] = Alive(arrival, edges, leaves, later)
+            wanted = loss.requires_grad
+            leaves = [Leaf(tuple(loss.shape), loss.dtype, True)] if wanted else []
+            self.alive[chunk, microbatch] = Alive(arrival, [get_gradient_edge(loss)] if wanted else [], leaves, later)
 
-    def _b(self, action: Action) -> None:
+    def _b(self, job: Job) -> None:
+        action = job.action
         _, chunk, microbatch = action
-        stage = self.schedule.stage(self.rank, chunk)
         alive = self.alive[chunk, microbatch]
-        if stage == self.last:
-            gradients = [torch.ones((), dtype=leaf.dtype, device=self.wires.axis.mesh.device) for leaf in alive.leaves]
+        if job.stage == self.stages.last:
+            share, device = self.batch.shares[microbatch], self.wires.axis.mesh.device
+            gradients = [torch.full(leaf.shape, share, dtype=leaf.dtype, device=device) for leaf in alive.leaves]
         else:
-            gradients = list(self._came(action))
-        with self._timed(action):
-            if gradients:
-                with contextlib.nullcontext() if alive.later is None else alive.later.opened():
-                    torch.autograd.backward(alive.edges, gradients)
+            gradients = list(self._came(job))
+        begin = time.perf_counter()
+        if gradients:
+            with NOTHING if alive.later is None else alive.later.opened():
+                torch.autograd.backward(alive.edges, gradients)
+        self.ran.append(Ran(action, begin, time.perf_counter()))
         found = alive.arrival.taken()
         if action.kind == "B":
             del self.alive[chunk, microbatch]
         else:
             kept = alive._replace(arrival=None, edges=(), leaves=())  # type: ignore[arg-type]
             self.alive[chunk, microbatch] = kept
-        if stage:
-            self._give(GRADIENT, stage, stage - 1, microbatch, found, None)
+        if job.stage:
+            self._give(GRADIENT, job, found, None)
         elif self.batch.wants:
             self.input_gradients[microbatch] = found
 
-    _d = _b
-
-    def _w(self, action: Action) -> None:
-        _, chunk, microbatch = action
+    def _w(self, job: Job) -> None:
+        _, chunk, microbatch = job.action
         alive = self.alive.pop((chunk, microbatch))
-        with self._timed(action):
-            if alive.later is not None:
-                alive.later.finish()
+        begin = time.perf_counter()
+        if alive.later is not None:
+            alive.later.finish()
+        self.ran.append(Ran(job.action, begin, time.perf_counter()))
 
 
 def _wanting(leaf: Any) -> Any:

@@ -19,16 +19,17 @@ def rows_of(tree: Any, name: str) -> int:
     """How many rows all tensors of a batch have that have any dims; -1 for what is not given."""
     if tree is None:
         return -1
+    seen = {len(leaf) for leaf in _torch.tree_flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(seen) == 1:
+        return seen.pop()
     lengths = {path: len(leaf) for path, leaf in _torch.tree_leaves_with_path(tree)
                if isinstance(leaf, Tensor) and leaf.ndim}  # fmt: skip
     if not lengths:
         fail(WHERE, f"{name} has no tensor with rows.", got=type(tree).__name__, fix="a batch: rows along dim 0")
     first, *others = lengths.items()
-    for path, length in others:
-        if length != first[1]:
-            what = f"{name}{first[0]} has {first[1]} rows and {name}{path} {length}."
-            fail(WHERE, what, fix="tensors of equal length along dim 0; what all microbatches share without dims")
-    return first[1]
+    path, length = next(each for each in others if each[1] != first[1])
+    what = f"{name}{first[0]} has {first[1]} rows and {name}{path} {length}."
+    fail(WHERE, what, fix="tensors of equal length along dim 0; what all microbatches share without dims")
 
 
 def spans(rows: int, microbatches: int) -> list[tuple[int, int]]:

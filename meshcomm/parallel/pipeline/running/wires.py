@@ -21,7 +21,8 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ from meshcomm.errors import CommError, shape_text, text
 from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view, pack, unpack
 from meshcomm.runtime.call import Post, Want, told
-from meshcomm.runtime.pending import then
+from meshcomm.runtime.recorder import noted
+from meshcomm.runtime.transports.post import Carried, Carrier
+from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.work import Work
 
 OUTLINE, FORWARD, GRADIENT = range(3)
@@ -57,22 +60,32 @@ class Leaf:
         return shape_text(self.dtype, self.shape)
 
 
-class Outline(NamedTuple):
+@dataclass(frozen=True)
+class Outline:
     """A pytree without the values of its tensors."""
 
     leaves: tuple[Any, ...]
     """:class:`Leaf` for each tensor, and whatever else there is as it is."""
     form: Any
 
-    @property
+    @cached_property
     def tensors(self) -> list[Leaf]:
         """Those that travel."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Leaf)]
 
-    @property
+    @cached_property
     def wanted(self) -> list[Leaf]:
         """Those of which gradients travel back."""
         return [leaf for leaf in self.tensors if leaf.wants]
+
+    def is_of(self, leaves: Sequence[Any], form: Any) -> bool:
+        """Whether a pytree of tensors alone looks so."""
+        if len(leaves) != len(self.tensors) or len(leaves) != len(self.leaves) or form != self.form:
+            return False
+        return all(
+            isinstance(x, Tensor) and x.shape == leaf.shape and x.dtype == leaf.dtype and x.requires_grad == leaf.wants
+            for x, leaf in zip(leaves, self.tensors, strict=True)
+        )
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """The pytree with these tensors."""
@@ -82,13 +95,18 @@ class Outline(NamedTuple):
         )
 
 
-def outline_of(tree: Any) -> tuple[Outline, list[Tensor]]:
-    """How a pytree looks, and its tensors."""
+def outline_of(tree: Any, known: Outline | None = None) -> tuple[Outline, list[Tensor]]:
+    """How a pytree looks, and its tensors. ``known``: how it may be expected to look."""
     leaves, form = _torch.tree_flatten(tree)
+    if known is not None and known.is_of(leaves, form):
+        return known, leaves
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     said = [Leaf(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves]  # fmt: skip
     return Outline(tuple(said), form), tensors
+
+
+Coming = Work[list[Tensor]] | Carried
 
 
 class Wires:
@@ -98,33 +116,49 @@ class Wires:
         self.axis, self._stages, self._microbatches = axis, stages, microbatches
         self._most = 2 * axis.size
         """As many as a schedule that goes on steadily has on the way to one rank."""
-        self._sent: dict[int, deque[tuple[int, Work[None]]]] = defaultdict(deque)
+        self._sent: dict[int, deque[tuple[int, Coming]]] = defaultdict(deque)
         """By rank: where in its row it takes each."""
+        self._carrier: Carrier | None = None
+        link = axis.link
+        if isinstance(link, ProcessLink) and axis.mesh.device.type == "cpu" and not _torch.profiler_on():
+            self._carrier = link.carrier(noted(None, "exchange", axis, None, ()))
 
     def tag(self, kind: int, stage: int, microbatch: int) -> int:
         """Of a message that leaves ``stage``."""
         return _FIRST_TAG + (stage * self._microbatches + microbatch) * _KINDS + kind
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int, taken: int) -> None:
-        """Begin to; they stay as they are until :meth:`finish`. ``taken``: where in its row ``dst`` takes them."""
-        posts: list[Post] = [(x.detach().resolve_conj().contiguous(), dst, tag) for x in tensors]
-        if posts:
-            kind = posts[0][0].dtype, tuple(posts[0][0].shape)
-            work = made(
-                EXCHANGE, (), self.axis, kind, True, lambda link: then(link.exchange(posts, []), lambda _: None)
-            )
-            self._sent[dst].append((taken, work))
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int, taken: int, *, agreed: bool = True) -> None:
+        """Begin to; they stay as they are until :meth:`finish`. ``taken``: where in its row ``dst`` takes them;
+        ``agreed``: it knows their shapes and dtypes.
+        """
+        if not tensors:
+            return
+        going = [x.detach().resolve_conj().contiguous() for x in tensors]
+        work: Coming | None = self._carrier.take(going, dst, tag) if agreed and self._carrier is not None else None
+        if work is None:
+            work = self._exchange([(x, dst, tag) for x in going], [], (going[0].dtype, tuple(going[0].shape)))
+        self._sent[dst].append((taken, work))
 
-    def receive(self, leaves: Sequence[Leaf], src: int, tag: int) -> Work[list[Tensor]]:
+    def receive(self, leaves: Sequence[Leaf], src: int, tag: int, *, agreed: bool = True) -> Coming:
         """Begin to. Nobody's actions wait for what they have sent: it may be taken in the wait."""
+        if not leaves:
+            return Work([])
+        if agreed and self._carrier is not None:
+            work = self._carrier.bring([(leaf.shape, leaf.dtype) for leaf in leaves], src, tag)
+            if work is not None:
+                return work
         device = self.axis.mesh.device
         wants: list[Want] = [(src, leaf.shape, leaf.dtype, tag, device) for leaf in leaves]
-        if not wants:
-            return Work([])
-        kind = wants[0][2], wants[0][1]
-        work: Work[list[Tensor]] = made(
-            EXCHANGE, (), self.axis, kind, True, lambda link: then(_asked(link, wants), list)
-        )
+        return self._exchange([], wants, (leaves[0].dtype, leaves[0].shape))
+
+    def _exchange(self, posts: list[Post], wants: list[Want], kind: tuple[Any, Any]) -> Work[list[Tensor]]:
+        told.takes = True
+        try:
+            work: Work[list[Tensor]] = made(
+                EXCHANGE, (), self.axis, kind, True, lambda link: link.exchange(posts, wants)
+            )
+        finally:
+            told.takes = False
         return work
 
     def send_outline(self, outline: Outline, dst: int, tag: int, taken: int) -> None:
@@ -133,16 +167,17 @@ class Wires:
         row = bytearray(_HEAD.pack(len(data))) + data[: _ROW - _HEAD.size]
         row += bytes(_ROW - len(row))
         rest = data[_ROW - _HEAD.size :]
-        self.send([byte_view(row), *([byte_view(rest)] if rest else [])], dst, tag, taken)
+        self.send([byte_view(row), *([byte_view(rest)] if rest else [])], dst, tag, taken, agreed=False)
 
     def receive_outline(self, src: int, tag: int) -> Outline:
         """Wait for one."""
-        [row] = self.receive([Leaf((_ROW,), torch.uint8, False)], src, tag).wait()
+        [row] = self.receive([Leaf((_ROW,), torch.uint8, False)], src, tag, agreed=False).wait()
         raw = bytes(row.cpu().numpy())
         [length] = _HEAD.unpack_from(raw)
         data = bytearray(raw[_HEAD.size : _HEAD.size + length])
         if len(data) < length:
-            [rest] = self.receive([Leaf((length - len(data),), torch.uint8, False)], src, tag).wait()
+            wanted = [Leaf((length - len(data),), torch.uint8, False)]
+            [rest] = self.receive(wanted, src, tag, agreed=False).wait()
             data += bytes(rest.cpu().numpy())
         leaves, form = _torch.tree_flatten(unpack(data, self.axis.mesh.device))
         return Outline(tuple(leaves), form)
@@ -172,14 +207,6 @@ class Wires:
         for sent in self._sent.values():
             while sent:
                 sent.popleft()[1].wait()
-
-
-def _asked(link: Any, wants: Sequence[Want]) -> Any:
-    told.takes = True
-    try:
-        return link.exchange([], wants)
-    finally:
-        told.takes = False
 
 
 def refuse_change(stage: int, microbatch: int, was: Outline, now: Outline) -> None:
