@@ -85,8 +85,13 @@ def take_turns(
 
 
 def steps_in_turns(steps: Mapping[str, Call], repeats: int) -> dict[str, float]:
-    """Called by every process: the median seconds of each step, of those that the slowest one took. Two turns that are
-    not timed come first, and every other turn goes backwards.
+    """The median of each step's :func:`seconds_in_turns`."""
+    return {who: median(each) for who, each in seconds_in_turns(steps, repeats).items()}
+
+
+def seconds_in_turns(steps: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
+    """Called by every process: the seconds of each step, those that the slowest one took. Two turns that are not timed
+    come first, and every other turn goes backwards.
     """
     taken: dict[str, list[float]] = {who: [] for who in steps}
     for turn in range(repeats + 2):
@@ -98,7 +103,7 @@ def steps_in_turns(steps: Mapping[str, Call], repeats: int) -> dict[str, float]:
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn >= 2:
                 taken[who].append(took.item())
-    return {who: median(each) for who, each in taken.items()}
+    return taken
 
 
 # ---------------------------------------------------------------------------------------------------------- budgets
