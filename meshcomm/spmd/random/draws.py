@@ -23,6 +23,8 @@ from meshcomm.spmd.random.philox import Ahead, Part, Stream
 from meshcomm.watch import here
 
 WHERE = "rng"
+_MOST = 1024
+"""Shapes of which the parts are remembered."""
 
 
 # -------------------------------------------------------------------------------------------------- which part it is
@@ -35,6 +37,8 @@ class Cut(NamedTuple):
     layout: Layout
     sizes: Mapping[str, int]
     place: Mapping[str, int]
+    parts: dict[tuple[int, ...], Part]
+    """Those of the shapes that were asked for."""
 
     def part(self, shape: Sequence[int], func: Any) -> Part:
         """Which part of a global tensor this rank draws, given the shape of that part."""
@@ -78,7 +82,6 @@ class Draws(TorchFunctionMode):
         """``handler_of`` gives what takes the place of a random function, and None for others."""
         super().__init__()
         self.cut, self.key, self.handler_of = cut, key, handler_of
-        self._parts: dict[tuple[int, ...], Part] = {}
         self._ahead = Ahead()
         self.count = 0
         self.forks = forks_open()
@@ -147,10 +150,12 @@ class Draws(TorchFunctionMode):
 
     def part(self, shape: Sequence[int], func: Any) -> Part:
         """Which part of a global tensor this rank draws, given the shape of that part."""
-        key = tuple(shape)
-        found = self._parts.get(key)
+        key, parts = tuple(shape), self.cut.parts
+        found = parts.get(key)
         if found is None:
-            found = self._parts[key] = self.cut.part(key, func)
+            if len(parts) >= _MOST:
+                parts.clear()
+            found = parts[key] = self.cut.part(key, func)
         return found
 
     def __exit__(self, *exc: Any) -> None:

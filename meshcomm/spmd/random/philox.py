@@ -6,6 +6,7 @@ Philox4x32-10 makes four 32-bit words of a key and a counter, on int64 tensors, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -23,6 +24,7 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 
 
+@functools.lru_cache(maxsize=256)
 def _keys(key: int) -> list[tuple[int, int]]:
     """Those of the ten rounds, of one of 64 bits."""
     return [((key + i * _W0) & _MASK, ((key >> 32) + i * _W1) & _MASK) for i in range(10)]

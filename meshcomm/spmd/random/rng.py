@@ -77,12 +77,20 @@ def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mes
         ``jax_threefry_partitionable``; DTensor's random operations, which draw what depends on the mesh.
     """
     over = check.mesh_of(WHERE, "", mesh)
-    sizes, text = over.shape, as_text(layout)
-    parsed = parse(WHERE, text, sizes)
     place = over.axis(over.axis_names[0], WHERE).coordinate
-    draws = Draws(Cut(text, parsed, sizes, place), _key(seed), handler_of)
-    with drawing(frozenset(parsed.axes), over), draws:
+    cut, axes = _cut(as_text(layout), tuple(over.shape.items()), tuple(place.items()))
+    draws = Draws(cut, _key(seed), handler_of)
+    with drawing(axes, over), draws:
         yield
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(
+    text: str, sizes: tuple[tuple[str, int], ...], place: tuple[tuple[str, int], ...]
+) -> tuple[Cut, frozenset[str]]:
+    """How tensors are cut, which is the same for each layer and step, and along which axes."""
+    parsed = parse(WHERE, text, dict(sizes))
+    return Cut(text, parsed, dict(sizes), dict(place), {}), frozenset(parsed.axes)
 
 
 def _key(seed: object) -> int:
