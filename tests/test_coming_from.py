@@ -98,6 +98,12 @@ def names_of(rank: int, code: str, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+GATHERED = (
+    'mc.parallel.tensor_parallel(model, {"up": mc.parallel.Column(gather=True), "down": mc.parallel.Row(split=True)}, '
+    'axis="tp")'
+)
+
+
 class Mlp(torch.nn.Module):
     """Two linear layers."""
 
@@ -107,6 +113,10 @@ class Mlp(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+    def encode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x)
         return y
 
 
@@ -346,6 +356,14 @@ TOGETHER: dict[str, Callable[[list[Any], list[dict[str, Any]]], bool]] = {
         ),
         lambda found, names: all(p.grad is not None for each in names for p in each["replica"].parameters()),
     ),
+    "with mc.parallel.gathered(sharded): sharded(x).sum().backward()": lambda found, names: all(
+        p.grad is not None for each in names for p in each["sharded"].parameters()
+    ),
+    'mc.parallel.fully_shard([model.up, model.down], "dp", grads="mean")': lambda found, names: all(
+        mine == [each["model"].up, each["model"].down] for mine, each in zip(found, names, strict=True)
+    ),
+    'mc.parallel.Block("enter", "leave")': lambda found, names: found == [mc.parallel.Block("enter", "leave")] * 4,
+    GATHERED: lambda found, names: all(mine is each["model"] for mine, each in zip(found, names, strict=True)),
     **dict.fromkeys(
         (
             'mc.parallel.data_parallel(model, "dp", grads="mean")',
@@ -355,6 +373,16 @@ TOGETHER: dict[str, Callable[[list[Any], list[dict[str, Any]]], bool]] = {
             'mc.parallel.fully_shard(model, "tp", grads="mean", replica_axis="dp")',
             'mc.parallel.fully_shard(model, "dp", grads="mean", param_dtype=torch.bfloat16)',
             'mc.parallel.fully_shard(model, "dp", grads="mean", regather=False)',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", reduce_dtype=torch.float32)',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", offload=True)',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", ignore=["down.bias"])',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", whole=True)',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", prefetch=2)',
+            'mc.parallel.fully_shard(model, "dp", grads="sum")',
+            'mc.parallel.fully_shard(model, "dp", grads="mean", methods=["encode"])',
+            'mc.parallel.data_parallel(model, "dp", grads="mean", bucket_mb=5, buffers="leave")',
+            'mc.parallel.data_parallel(model, "dp", grads="mean", reduce_dtype=torch.bfloat16)',
+            'mc.parallel.data_parallel(model, "dp", grads="mean", ignore=["down.bias"])',
             'mc.parallel.tensor_parallel(model, {"up": "column", "down": "row"}, axis="tp")',
             'mc.parallel.tensor_parallel(model, {"up": "column", "down": "row"}, axis="tp", sequence=True)',
         ),

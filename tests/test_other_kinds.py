@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshcomm as mc
 from meshcomm.parallel import auto_plan, data_parallel, fully_shard, shard_optimizer, tensor_parallel
@@ -107,5 +107,27 @@ def test_a_plan_for_what_is_cut_already() -> None:
             tensor_parallel(module, PLAN, axis="x")
             with pytest.raises(mc.MeshError, match="auto_plan: the module is tensor parallel already"):
                 auto_plan(module, "x")
+
+    mc.launch(main, 2)
+
+
+class Later(nn.Linear):
+    """Computes when it is asked for the next one."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield super().forward(x)
+
+
+@pytest.mark.parametrize("adaptor", ["data_parallel", "tensor_parallel"])
+def test_what_computes_after_forward(adaptor: str) -> None:
+    def main() -> None:
+        with mc.use_mesh(mc.make_mesh({"x": 2})):
+            module = nn.Sequential(Later(4, 2))
+            if adaptor == "data_parallel":
+                data_parallel(module, "x", grads="mean")
+            else:
+                tensor_parallel(module, {"*": "replicated"}, axis="x")
+            with pytest.raises(mc.MeshError, match="gives a generator, which computes when it has ended"):
+                module(torch.ones(2, 4))
 
     mc.launch(main, 2)

@@ -116,7 +116,8 @@ def data_parallel(
             that name nothing, as ``ignore``; a module that is data parallel or
             sharded already; a parameter that ``tensor_parallel`` has cut along ``axis``; parameters or buffers that
             have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
-            yet; an embedding with ``max_norm``; a tensor on a device that the mesh cannot move. From backward:
+            yet; an embedding with ``max_norm``; a tensor on a device that the mesh cannot move. From forward: one that
+            gives a generator, or is async, and so computes when it has ended. From backward:
             gradients that differ between ranks, because a parameter was used elsewhere.
 
     Parts of the module may be under ``torch.utils.checkpoint``. With ``use_reentrant=True`` all gradients are reduced

@@ -32,7 +32,7 @@ from meshcomm.parallel.data.spread import Over, Spread
 from meshcomm.parallel.fewer_axes import Fewer
 from meshcomm.parallel.later_values import has_no_values, make_room
 from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
-from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
+from meshcomm.parallel.stand_ins import Site, leaves_of, refuse_later, seen_as, sites_of
 
 Grads = Literal["sum", "mean"]
 WHERE = "data_parallel"
@@ -140,6 +140,7 @@ class Replica:
         varied = self._varied(leaves)
         with self._seen_as(sites, leaves, varied):
             result = method(*args, **kwargs)
+        refuse_later(WHERE, self.module, result)
         if self.again and not (func or torch.compiler.is_compiling()):
             self._follow(leaves, result, collects=False)
         if self.buffers and self.module.training and not func:
@@ -177,6 +178,7 @@ class Replica:
         own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
         with self._seen_as(sites, leaves, own):
             result = method(*args, **kwargs)
+        refuse_later(WHERE, self.module, result)
         if self.again and leaves:
             self._follow(leaves, result, collects=True)
         return result

@@ -21,7 +21,7 @@ from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.parallel.cut_parameters import Dim, know
-from meshcomm.parallel.stand_ins import PLAIN_TABLES, Seen, Site, become, seen_as
+from meshcomm.parallel.stand_ins import PLAIN_TABLES, Seen, Site, become, refuse_later, seen_as
 from meshcomm.parallel.tensor.kept_equal import KeptEqual
 from meshcomm.parallel.tensor.plan import WHERE
 from meshcomm.parallel.tensor.shapes_in_forward import explain
@@ -122,7 +122,9 @@ class Parallel:
         begun = self.streams.begin(self.module.training)
         try:
             with self.shown():
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
+            refuse_later(WHERE, self.module, result)
+            return result
         except RuntimeError as error:
             explain(WHERE, self.module, self.axis, self.cuts, error)
             raise

@@ -124,7 +124,8 @@ def auto_plan(
             WHERE,
             f"not sure of {names(some)}{' and others' if len(unknown) > 6 else ''}.",
             got="; ".join(f"{name}: {unknown[name]}" for name in some),
-            fix="unsure='whole', which leaves these whole on all ranks; or a plan by hand (docs/models.md)",
+            fix="plan=auto_plan(module, axis, unsure='whole'), which leaves these whole on all ranks; "
+            "or a plan by hand (docs/models.md)",
         )
     if not chosen:
         what = "nothing in the module can be cut so that it computes the same."
@@ -181,8 +182,8 @@ def _regions(module: nn.Module, flow: Flow, n: int) -> tuple[list[Region], dict[
     taken |= closed
     for pair in pairs_of(flow, taken):
         found.append(region_of(pair, flow, module, n))
-    odd: dict[str, str] = {leaf.path: "its weight is read past its forward" for leaf in closed
-                           if leaf.linear and _large(leaf, flow)}  # fmt: skip
+    odd: dict[str, str] = {leaf.path: "its weight is read past its forward" for leaf in flow.leaves
+                           if leaf in closed and leaf.linear and _large(leaf, flow)}  # fmt: skip
     for leaf in flow.leaves:
         if leaf in taken or not _large(leaf, flow):
             continue
