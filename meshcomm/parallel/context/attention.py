@@ -20,6 +20,7 @@ from torch import Tensor
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange.all_to_all import all_to_all
 from meshcomm.collectives.gather import all_gather
+from meshcomm.collectives.messages import tie
 from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.context.blocks import Mask, Seen
@@ -157,6 +158,9 @@ def _run(
         if heads is not None:
             times = math.lcm(k.shape[1], heads.size) // k.shape[1]
             k, v = (x if times == 1 else x.repeat_interleave(times, 1) for x in (k, v))
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+                # one graph on all ranks, whichever of them each has
+                q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v))
             q, k, v = all_to_all((q, k, v), heads.name, 1, 2, mesh=heads.mesh)
             documents = None if documents is None else all_gather(documents, heads.name, -1, mesh=heads.mesh)
         if documents is not None:
@@ -165,7 +169,9 @@ def _run(
         out, lse = attend(q, k, v, Ring(ring, seen, regather))
         if heads is not None:
             out = all_to_all(out, heads.name, 2, 1, mesh=heads.mesh)
-            lse = all_to_all(lse, heads.name, 2, 1, mesh=heads.mesh) if return_lse else lse
+            if return_lse:
+                lse = all_to_all(lse, heads.name, 2, 1, mesh=heads.mesh)
+                out, lse = tie(out, lse), tie(lse, out)  # backward goes both ways, whichever of them is used
     return (out, lse) if return_lse else out
 
 

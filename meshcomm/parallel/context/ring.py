@@ -43,6 +43,13 @@ class Ring(NamedTuple):
         assert self.axis is not None
         return shift(pair, self.axis.name, offset, mesh=self.axis.mesh, async_op=True)
 
+    def begun_first(self, pair: Pair, needs_grad: bool) -> Any:
+        """The same of the first step: who compares calls compares whether backward will go around as well."""
+        if not needs_grad:
+            return self.begun(pair)
+        with torch.enable_grad():
+            return self.begun((pair[0].requires_grad_(), pair[1].requires_grad_()))
+
     def source(self, step: int) -> int:
         """Whose keys are here."""
         return (self.seen.mine - step) % self.seen.n
@@ -71,7 +78,7 @@ class _Around(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Pair:
         with paused(), without_modes():
-            out, lse, kept = _forward(q, k, v, ring)
+            out, lse, kept = _forward(q, k, v, ring, any(ctx.needs_input_grad))
         ctx.ring = ring
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *(x for pair in kept for x in pair))
@@ -88,19 +95,24 @@ class _Around(Function):
             return *_backward((g, g_lse), q, (k, v), (out, lse), pairs, ctx.ring), None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor, list[Pair]]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, ring: Ring, needs_grad: bool
+) -> tuple[Tensor, Tensor, list[Pair]]:
     n, s, t, dtype = ring.seen.n, q.shape[2], k.shape[2], blocks.wide(q.dtype)
     out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     pair, kept = (k.detach(), v.detach()), []
     for step in range(n):
-        work = ring.begun(pair) if step < n - 1 else None
+        first = step == 0 and n > 1
+        work = ring.begun_first(pair, needs_grad) if first else ring.begun(pair) if step < n - 1 else None
+        pair = pair[0].detach(), pair[1].detach()
         for piece, mask in ring.seen.blocks(s, t, ring.source(step), q.device):
             at, keys = (slice(None), slice(None), piece.queries), (slice(None), slice(None), piece.keys)
             found = blocks.forward(q[at], pair[0][keys], pair[1][keys], mask, piece.diagonal, ring.seen.scale)
             out[at], lse[at] = _merged(out[at], lse[at], *found)
         if work is not None:
-            pair = work.wait()
+            coming = work.wait()
+            pair = coming[0].detach(), coming[1].detach()
             kept += [] if ring.regather else [pair]
     return out.to(q.dtype), lse, kept
 

@@ -25,6 +25,7 @@ from meshcomm.collectives.messages import tie
 from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
+from meshcomm.spmd.types.reachable import Reachable
 from meshcomm.watch import here, paused
 
 _WHERE = "experts"
@@ -163,6 +164,8 @@ def experts(
         _gives(found, given, ax)
     if not _comes_from(found, given):
         found = tie(found, given)  # backward goes both ways on all ranks, whatever fn makes of no rows
+    if not (found.shape[0] or found.requires_grad) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        found = tie(found, [w for _, w in Reachable(fn).tensors.values() if w.requires_grad])
     sizes = lengths_of(theirs, ax), lengths_of(mine, ax)
     back = all_to_all(found[by_expert.argsort()], axis, 0, 0, *sizes, mesh=ax.mesh)
     weighted = back * weight.reshape(-1)[order].unsqueeze(1).to(back.dtype)
