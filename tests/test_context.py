@@ -295,6 +295,44 @@ def test_no_gradient_where_nothing_is_seen(name: str) -> None:
     assert_close(found, list(expected), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("axes", [{"axis": "a"}, {"heads_axis": "b"}, {"axis": "a", "heads_axis": "b"}], ids=str)
+def test_what_some_ranks_need(axes: dict[str, str]) -> None:
+    """Each rank uses another one of the results, and wants the gradients of others of its tensors."""
+
+    def loss_of(rank: int, y: Tensor, lse: Tensor) -> Tensor:
+        return (lse**2).sum() if rank % 2 else y.sin().sum()
+
+    def main() -> list[Tensor]:
+        mesh = mc.make_mesh(dict.fromkeys(axes.values(), 2))
+        parts = [x.chunk(mesh.size, 2)[mesh.rank].clone() for x in drawn(4, 4)]
+        leaves = [x.requires_grad_() for x in (parts if mesh.rank else parts[:1])]
+        y, lse = parallel.context_attention(*parts, **axes, causal=False, return_lse=True, mesh=mesh)
+        return [*torch.autograd.grad(loss_of(mesh.rank, y, lse), leaves)]
+
+    n = 2 ** len(axes)
+    leaves = [x.requires_grad_() for x in drawn(4, 4)]
+    y, lse = dense(*leaves, False)
+    total = sum(loss_of(rank, *both) for rank, both in enumerate(zip(y.chunk(n, 2), lse.chunk(n, 2), strict=True)))
+    whole = torch.autograd.grad(total, leaves)
+    for rank, found in enumerate(mc.launch(main, ranks=n)):
+        for g, of in zip(found, whole, strict=False):
+            assert_close(g, of.chunk(n, 2)[rank], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("axes", [{"axis": "a"}, {"heads_axis": "a"}], ids=str)
+@pytest.mark.parametrize("who", [0, 1])
+def test_gradients_on_some_ranks_only_are_refused(axes: dict[str, str], who: int) -> None:
+    """At the call: in backward the others would not be there, or a rank whose loss needs no gradient would send none."""
+
+    def main() -> None:
+        mesh = mc.make_mesh({"a": 2})
+        mine = [x.chunk(2, 2)[mesh.rank].requires_grad_(mesh.rank == who) for x in drawn(4, 4)]
+        parallel.context_attention(*mine, **axes, mesh=mesh)
+
+    with pytest.raises(mc.CommError, match="different calls(?s:.)* that needs a gradient"):
+        mc.launch(main, ranks=2)
+
+
 def test_checkpoints_and_autocast() -> None:
     def main() -> None:
         mesh = mc.make_mesh({"a": 2})

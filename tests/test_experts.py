@@ -104,6 +104,26 @@ def test_an_fn_that_makes_nothing_of_no_rows(run4: Run) -> None:
     run4(no_rows_no_work)
 
 
+def frozen_and_short() -> None:
+    """The same where x needs no gradient: the weights that fn has tell that others go back."""
+    mesh = mc.make_mesh({"ep": 4})
+    found = []
+    for short in (True, False):
+        own = drawn(99, E, D, 4).chunk(4)[mesh.rank].clone().requires_grad_()
+        usual = by_parts(own)
+
+        def fn(rows: Tensor, counts: Tensor, short: bool = short, usual: Any = usual) -> Tensor:
+            return rows.new_zeros(0, 4) if short and not len(rows) else usual(rows, counts)
+
+        y = parallel.experts(*given(mesh.rank, 2, True), fn, axis="ep", count=E, mesh=mesh)
+        found.append([y, *derivatives(y, [own])])
+    assert_close(*found, rtol=0, atol=0)
+
+
+def test_an_fn_that_makes_nothing_of_no_rows_of_a_frozen_x(run4: Run) -> None:
+    run4(frozen_and_short)
+
+
 @pytest.mark.parametrize("wrong", [E, -1])
 def test_choices_are_looked_at_under_transforms(wrong: int) -> None:
     mesh = mc.make_mesh({"ep": 1})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import meshcomm as mc
@@ -36,6 +37,28 @@ def derivatives(fn: Callable[..., Tensor], rows: Tensor, weights: Tensor, counts
     of_first = [torch.ones((), dtype=y.dtype).expand_as(g) for g in first]
     also = torch.autograd.grad(y, leaves, ones, retain_graph=True)
     return [y, *first, *also, *torch.autograd.grad(first, leaves, of_first)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_without_values_it_is_shapes(dtype: torch.dtype) -> None:
+    """On the meta device and of fake tensors; afterwards the kernel is where it was."""
+    for where in (torch.device("meta"), FakeTensorMode()):
+        with where:
+            rows, w = (
+                torch.empty(5, 8, dtype=dtype).requires_grad_(),
+                torch.empty(3, 8, 16, dtype=dtype).requires_grad_(),
+            )
+            y = parallel.grouped_matmul(rows, w, torch.empty(3, dtype=torch.int64))
+            first = torch.autograd.grad(y.sum(), (rows, w), create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), (rows, w))
+        assert (y.shape, y.dtype) == ((5, 16), dtype)
+        assert [g.shape for g in (*first, *second)] == 2 * [rows.shape, w.shape]
+    grouped._has_kernel.cache_clear()
+    before = grouped._has_kernel("cpu", dtype)
+    grouped._has_kernel.cache_clear()
+    with FakeTensorMode():
+        parallel.grouped_matmul(torch.empty(5, 8, dtype=dtype), torch.empty(3, 8, 16, dtype=dtype), torch.arange(3))
+    assert grouped._has_kernel("cpu", dtype) == before
 
 
 TOLERANCES = {F64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}

@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.ep, self.again = "one", False
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, D // 2)).permute(2, 0, 3, 1, 4)
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, -1, D // 2)).permute(2, 0, 3, 1, 4)
         seen = parallel.context_attention(*heads, axis=self.cp)
         x = x + self.proj(seen.transpose(1, 2).flatten(2))
         return checkpoint(self.mixed, x, use_reentrant=False) if self.again else self.mixed(x)

@@ -152,7 +152,8 @@ def _refuse_others(where: str, every: Sequence[_Here]) -> None:
                     where,
                     f"{name!r} has other values on rank {rank} of the mesh than on rank {before}.",
                     got="parameters that nothing has cut are one, if they have one name",
-                    fix="other names for stages that differ, as in ModuleDict({str(number): layer}); equal replicas",
+                    fix="other names for stages that differ, as in ModuleDict({str(number): layer}); for experts cut "
+                    'by hand tensor_parallel(experts, {"*": Cut(0)}, axis=) of all; equal replicas',
                 )
 
 

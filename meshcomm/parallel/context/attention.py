@@ -98,7 +98,8 @@ def context_attention(
     Raises:
         MeshError: shapes, dtypes or heads that do not fit; an odd length in zigzag, or zigzag that is not causal;
             documents of another length; a mask that gives no bool ``[s, t]``; no such axis.
-        CommError: not every rank came in time; the transport failed.
+        CommError: not every rank came in time; the transport failed. Where ranks compare calls: none of q, k and v
+            requires grad on one rank, and any on another. All ranks use a result, or :func:`tie` it to what they use.
 
     Example:
         >>> import torch, meshcomm as mc

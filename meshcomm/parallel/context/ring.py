@@ -95,9 +95,7 @@ class _Around(Function):
             return *_backward((g, g_lse), q, (k, v), (out, lse), pairs, ctx.ring), None
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, ring: Ring, needs_grad: bool
-) -> tuple[Tensor, Tensor, list[Pair]]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring, needs_grad: bool) -> tuple[Tensor, Tensor, list[Pair]]:
     n, s, t, dtype = ring.seen.n, q.shape[2], k.shape[2], blocks.wide(q.dtype)
     out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)

@@ -100,9 +100,9 @@ def experts(
         choice: integers ``[t, k]``, from 0 to count - 1.
         weight: ``[t, k]``, floating point; with gradients.
         fn: ``fn(rows, counts)``: rows ``[r, d]`` by own expert, then source, then token; counts int64 ``[count/n]``,
-            how many rows each own expert has, perhaps none; gives ``[r, d']``, as many rows in the same order. Of no
-            rows, too, it is made of its weights, as :func:`grouped_matmul` and :func:`split_rows` do: where ``x`` is
-            frozen, zeros of nothing would leave other ranks to wait in backward.
+            how many rows each own expert has, perhaps none; gives ``[r, d']``, as many rows in the same order. It is a
+            module, or has its weights in its closure: where it makes nothing of no rows, these tell that others wait
+            for this rank in backward.
         axis: a name, or a tuple of names.
         count: of all experts; n divides it.
         capacity: the most rows of one expert from one rank; those that come later in x are dropped, and add nothing.

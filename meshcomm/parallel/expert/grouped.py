@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from meshcomm._torch import dual_level_open, functorch_active, without_modes
 from meshcomm.errors import fail, shape_text
@@ -31,6 +32,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DEVICES = ("cpu", "cuda")
 _ALIGNED = 16  # bytes, to which the kernels want rows
+_PLAIN = {Tensor, Parameter}
 _kernel: Any = getattr(F, "grouped_mm", None)
 
 
@@ -60,7 +62,8 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         operand varies along an axis and another does not, the :func:`pvary` that is due sums that one's gradient.
 
     Cost: nothing is sent; r x d x f multiplications, and contiguous copies of operands that lie otherwise. The host
-        reads ``counts`` on the CPU alone, and where there is no kernel.
+        reads ``counts`` on the CPU alone, and where there is no kernel. Fake tensors and those on the meta device give
+        shapes.
 
     Raises:
         MeshError: shapes or dtypes that do not fit; counts that have a negative entry or do not add up to the rows. Of
@@ -77,6 +80,9 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """
     with paused(), without_modes():
         _shapes_fit(rows, weights, counts)
+        valued = _have_values(rows, counts)
+    if not valued:
+        return rows @ weights.sum(0)  # of that shape, dtype and cost, and so are its derivatives
     kind = rows.device.type
     if torch.is_autocast_enabled(kind):
         narrow = torch.get_autocast_dtype(kind)
@@ -93,6 +99,19 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
             wrong = (counts < 0).sum() + (ends[-1:] - rows.shape[0]).abs()
             ends = ends + ends.new_zeros(1).index_select(0, wrong)  # out of range, where they do not fit
         return _by_kernel(rows, weights, ends)
+
+
+def _have_values(rows: Tensor, counts: Tensor) -> bool:
+    """Whether they are more than shapes; fake tensors and those on the meta device are not."""
+    if rows.is_meta:
+        return False
+    if {type(rows), type(counts)} <= _PLAIN or torch.compiler.is_compiling() or functorch_active():
+        return True
+    try:
+        (rows.detach().sum() + counts.sum()).item()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _one_by_one(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -212,7 +231,11 @@ def _shapes_fit(rows: Any, weights: Any, counts: Any) -> None:
         _wrong("counts are not one number for each matrix.", *given, fix=fix)
     if not rows.device == weights.device == counts.device:
         _wrong(f"they are on {rows.device}, {weights.device} and {counts.device}.", *given, fix="all on one device")
-    cast = torch.is_autocast_enabled(rows.device.type) and torch.float64 not in (rows.dtype, weights.dtype)
+    cast = (
+        not rows.is_meta
+        and torch.is_autocast_enabled(rows.device.type)
+        and torch.float64 not in (rows.dtype, weights.dtype)
+    )
     if rows.dtype != weights.dtype and not cast:
         _wrong("rows and weights are of two dtypes.", *given, fix="cast them to one, or use autocast")
 
