@@ -162,23 +162,33 @@ def measure_collectives(repeats: int) -> dict[str, dict[str, float]]:
         "all_gather": lambda x: mc.all_gather(x, "tp"),
         "reduce_scatter": lambda x: mc.reduce_scatter(x, "tp"),
         "shift": lambda x: mc.shift(x, "tp"),
+        "all_reduce, started and waited for": lambda x: mc.all_reduce(x, "tp", async_op=True).wait(),
+        "all_gather, started and waited for": lambda x: mc.all_gather(x, "tp", async_op=True).wait(),
     }
     found = {}
     with mc.use_mesh(mesh):
-        x = mc.mark_varying(torch.ones(16), "tp")
-        for name, call in ours.items():
-
-            def under(mode: Any, call: Callable[[Tensor], object] = call) -> Callable[[], object]:
-                def run() -> None:
-                    with mode():
-                        for _ in range(CHAIN // 10):
-                            call(x)
-
-                return run
-
-            times = take_turns({("plain", name): under(nullcontext), ("checked", name): under(mc.check_vma)}, repeats)
-            found[name] = {who: each[name] / (CHAIN // 10) for who, each in times.items()}
+        for grad in (False, True):
+            x = mc.mark_varying(torch.ones(16, requires_grad=grad), "tp")
+            for what, call in ours.items():
+                name = what + ", with grad" * grad
+                calls = {
+                    ("plain", name): _under(nullcontext, call, x),
+                    ("checked", name): _under(mc.check_vma, call, x),
+                }
+                times = take_turns(calls, repeats)
+                found[name] = {who: each[name] / (CHAIN // 10) for who, each in times.items()}
     return found
+
+
+def _under(mode: Any, call: Callable[[Tensor], object], x: Tensor) -> Callable[[], object]:
+    """Calls of it in a mode, so many that to enter the mode counts for little."""
+
+    def run() -> None:
+        with mode():
+            for _ in range(CHAIN // 10):
+                call(x)
+
+    return run
 
 
 # -------------------------------------------------------------------------------------------------- a training step
