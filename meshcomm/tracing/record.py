@@ -133,7 +133,7 @@ class Recorder(Hook):
     def announce(self, call: Call) -> None:
         """Leave the user's line at the node of autograd that is being made, if one is."""
         node = told.node
-        if node is not None:
+        if node is not None and call.needs_grad:
             site = node.call_site = _site(backward_pass() != -1)
             self._announced = call, site
 
