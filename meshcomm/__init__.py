@@ -17,6 +17,7 @@ with _LaterCollection():  # what is imported here may be what makes one fall due
     from meshcomm.mesh import Mesh, current_mesh, use_mesh
     from meshcomm.runtime.hooks.dumps import dump_collectives
     from meshcomm.runtime.start.world import init, shutdown
+    from meshcomm.runtime.transports.dry.world import is_dry
     from meshcomm.work import Work, wait
 
 if typing.TYPE_CHECKING:
@@ -27,6 +28,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.collectives.messages import exchange, recv, send, tie
     from meshcomm.collectives.one_rank import barrier, gather, reduce, scatter
     from meshcomm.collectives.scan import scan
+    from meshcomm.dry.run import DryRun, dry_run
     from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
     from meshcomm.layout.einsum import einsum
     from meshcomm.layout.plan import Plan, plan
@@ -68,6 +70,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommError",
+    "DryRun",
     "Finding",
     "Mesh",
     "MeshBatchSampler",
@@ -102,6 +105,7 @@ __all__ = [
     "comm_budget",
     "current_mesh",
     "device",
+    "dry_run",
     "dump_collectives",
     "einsum",
     "exchange",
@@ -113,6 +117,7 @@ __all__ = [
     "global_shape",
     "init",
     "is_distributed",
+    "is_dry",
     "is_main",
     "launch",
     "layout_from",
@@ -171,6 +176,7 @@ _LATER = {
         "meshcomm.collectives.messages": "exchange recv send tie",
         "meshcomm.collectives.one_rank": "barrier gather reduce scatter",
         "meshcomm.collectives.scan": "scan",
+        "meshcomm.dry.run": "DryRun dry_run",
         "meshcomm.layout.dtensor": "from_dtensor layout_from placements to_dtensor",
         "meshcomm.layout.einsum": "einsum",
         "meshcomm.layout.plan": "Plan plan",

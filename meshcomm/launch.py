@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from meshcomm.errors import fail
 from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.start.request import duration, switch
+from meshcomm.runtime.transports.dry.world import dry_world
 from meshcomm.runtime.transports.threads.orders import world_of
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
@@ -121,6 +122,10 @@ def _to_its_end(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 def _ranks_present(backend: str | None, limit: timedelta | None, guard: bool | None) -> int | None:
     """How many ranks there are, where this process is one of them: with this backend, time-out and guard."""
+    dry = dry_world()
+    if dry is not None:
+        devices.choose_backend(backend, "launch")
+        return dry.size
     inside = current_rank()
     if inside is not None:
         devices.choose_backend(backend, "launch")

@@ -27,6 +27,8 @@ from meshcomm.runtime.groups import identity
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.start import world
 from meshcomm.runtime.start.request import duration
+from meshcomm.runtime.transports.dry.link import DryPlace
+from meshcomm.runtime.transports.dry.world import dry_world
 from meshcomm.runtime.transports.protocol import Link, Place
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads.scheduler import current_rank
@@ -227,6 +229,9 @@ _MOST = 2**20
 
 def _mesh_over(shape: dict[str, int], ranks: Sequence[int] | None, timeout: timedelta | None, names: Together) -> Mesh:
     """Over whatever ranks there are."""
+    dry = dry_world()
+    if dry is not None:
+        return _sized(shape, ranks, DryPlace(dry), dry.size, "the dry run has", names)
     inside = current_rank()
     if inside is not None:
         return _sized(shape, ranks, _InProcess(), inside.world.size, "mc.launch started", names)

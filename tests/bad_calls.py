@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -1169,6 +1169,34 @@ BUDGETS: list[tuple[str, Callable[[], Any], str]] = [
 ]  # fmt: skip
 for cause, call, said in BUDGETS:
     bad("comm_budget", cause, lambda h, call=call: call(), rf"^meshcomm.comm_budget: {said}")
+
+# ------------------------------------------------------------------------------------------------------------ dry runs
+
+
+def outside() -> None:
+    """A program whose module is there already, with memory."""
+    _MADE(torch.ones(1, 2))
+
+
+_MADE = nn.Linear(2, 2)
+
+
+DRY_RUNS: list[tuple[str, Callable[[], Any], str]] = [
+    ("no mesh", lambda: mc.dry_run(int, {}), r"a mesh is a mapping of axis names to sizes"),
+    ("a size of -1", lambda: mc.dry_run(int, {"dp": -1}), r"axis 'dp' has size -1"),
+    ("too many ranks", lambda: mc.dry_run(int, {"dp": 2**21}), r"2097152 ranks are more than 1048576"),
+    ("no function", lambda: mc.dry_run(cast(Any, 3), {"dp": 2}), r"fn is not callable but int"),
+    ("a rank beyond the mesh", lambda: mc.dry_run(int, {"dp": 2}, ranks=[2]), r"rank 2 is not on the mesh"),
+    ("a rank twice", lambda: mc.dry_run(int, {"dp": 2}, ranks=[1, 1]), r"are not different ints"),
+    ("a module from outside", lambda: mc.dry_run(outside, {"dp": 2}), r"a parameter that was made outside of the dry run"),
+    ("a size that depends on values", lambda: mc.dry_run(lambda: torch.randn(3).nonzero(), {"dp": 2}), r"result of nonzero at "),
+    ("text as a value", lambda: mc.dry_run(lambda: torch.randn(()).item(), {"dp": 2}, host_values=cast(Any, "a")),
+     r"host_values gives 'a' for bad_calls.py"),
+    ("in a dry run", lambda: mc.dry_run(lambda: mc.dry_run(int, {"dp": 2}), {"dp": 2}), r"called inside of a dry run"),
+    ("bytes that nobody sends", lambda: mc.dry_run(lambda: mc.rank() or mc.recv_object("dp", 1), {"dp": 2}), r"receives bytes from rank 1 that"),
+]  # fmt: skip
+for cause, call, said in DRY_RUNS:
+    plain("dry_run", cause, call, rf"^meshcomm.dry_run: [\s\S]*{said}")
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
 

@@ -214,6 +214,7 @@ def test_every_function_is_called() -> None:
         "backend",
         "device",
         "is_distributed",
+        "is_dry",
         "is_main",
         "get_dist_info",
     }
@@ -223,6 +224,7 @@ def test_every_function_is_called() -> None:
         "trace",
         "comm_budget",
         "dump_collectives",
+        "dry_run",
     } <= set(CALLS)
 
 

@@ -185,6 +185,8 @@ LACKING: dict[str, set[str]] = {
     "make_mesh": {"Type", "Backward"},
     "launch": {"Type", "Backward", "Cost"},
     "init": {"Type", "Backward"},
+    "dry_run": {"Type", "Backward"},
+    "is_dry": {"Type", "Args", "Backward", "Raises"},
     "trace": {"Type", "Args", "Backward"},
     "dump_collectives": {"Type", "Backward"},
     "shutdown": {"Type", "Args", "Returns", "Backward", "Cost", "Raises"},

@@ -37,6 +37,7 @@ LAYERS = [
     ("meshcomm.objects",),
     ("meshcomm.training", "meshcomm.parallel"),
     ("meshcomm.verifying",),
+    ("meshcomm.dry",),
     ("meshcomm.tools",),
     ("meshcomm.__main__",),
 ]
@@ -181,7 +182,7 @@ def test_no_import_hides_in_a_function() -> None:
     assert not offenders(hidden_imports)
 
 
-ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel", "verifying", "__main__")
+ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel", "verifying", "dry", "__main__")
 """What stands above the collectives is imported when it is first asked for."""
 
 # What imports when it is first asked for, and what: DTensor takes a second and more.
@@ -195,6 +196,7 @@ LATE = {
         "meshcomm.verifying.report",
         "meshcomm.verifying.training.verify",
         "meshcomm.verifying.verify",
+        "meshcomm.dry.run",
         "meshcomm.spmd.shard_map.function", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.parallel": {"meshcomm.elsewhere"} | {

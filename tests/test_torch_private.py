@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -1285,3 +1285,66 @@ def test_name_without_memory() -> None:
         x = torch.empty(2**40, device="cpu")
     assert type(x) is FakeTensor
     assert x.untyped_storage().nbytes() == 2**42
+
+
+def test_name_is_without_memory() -> None:
+    with _torch.without_memory():
+        x = torch.empty(3)
+        w = nn.Parameter(x)
+    assert [_torch.is_without_memory(each) for each in (x, w, torch.empty(3))] == [True, True, False]
+
+
+def test_name_kind_of() -> None:
+    with _torch.without_memory():
+        x = torch.empty(3)
+        w = nn.Parameter(x)
+    each = (x, w, torch.empty(3), nn.Parameter(torch.empty(3)))
+    assert [_torch.kind_of(y) for y in each] == [Tensor, nn.Parameter, Tensor, nn.Parameter]
+
+
+def test_name_places_like() -> None:
+    with _torch.without_memory():
+        x, y = torch.empty(6), torch.empty(6)
+    place_of = _torch.places_like(x)
+    assert place_of(x[2:]) == place_of(x.view(2, 3)) + 8
+    assert abs(place_of(x) - place_of(y)) > 2**60
+    assert _torch.places_like(torch.empty(1)) is Tensor.data_ptr
+
+
+def test_name_memory_of() -> None:
+    with _torch.without_memory():
+        x, y = torch.empty(6), torch.empty(6)
+    z = torch.empty(6)
+    assert _torch.memory_of(x) == _torch.memory_of(x[2:]) != _torch.memory_of(y)
+    assert _torch.memory_of(z[2:]) == z.data_ptr()
+
+
+def test_name_handled_without_memory() -> None:
+    heard: list[str] = []
+
+    def handle(func: Any, args: Any, kwargs: Any, go: Any) -> Any:
+        heard.append(_torch.operation_name(func))
+        return 7.0 if heard[-1] == "aten::_local_scalar_dense" else go()
+
+    with _torch.handled_without_memory(handle):
+        x = torch.ones(2, 3) @ torch.ones(3, 2)
+        assert x.sum().item() == 7.0
+    assert x.sum().item() == 7.0  # as long as there are such tensors
+    assert x.shape == (2, 2)
+    assert "aten::mm" in heard
+
+
+def test_name_operation_name() -> None:
+    assert _torch.operation_name(torch.ops.aten.add_.Tensor) == "aten::add_"
+
+
+def test_name_written_by() -> None:
+    x, y, out = torch.ones(1), torch.ones(1), torch.ones(1)
+    assert _torch.written_by(torch.ops.aten.add_.Tensor, (x, y), {}) == [x]
+    assert _torch.written_by(torch.ops.aten.add.out, (x, y), {"out": out}) == [out]
+    assert _torch.written_by(torch.ops.aten.add.Tensor, (x, y), {}) == []
+
+
+def test_name_UnknownSizeError() -> None:  # noqa: N802
+    with _torch.without_memory(), pytest.raises(_torch.UnknownSizeError):
+        torch.ones(3).nonzero()

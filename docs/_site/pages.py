@@ -35,7 +35,7 @@ SOURCES = "https://github.com/meshcomm/meshcomm/blob/main"
 LABELS = ("Type", "Args", "Returns", "Backward", "Cost", "Raises", "Example", "Source")
 MODULES = ("meshcomm", "meshcomm.parallel", "meshcomm.parallel.fsdp", "meshcomm.parallel.checkpoint")
 # The rooms in the order in which one learns them; what a room is for, its own docstring says.
-ROOMS = ("", "collectives", "layout", "spmd", "parallel", "objects", "training", "tracing", "runtime")
+ROOMS = ("", "collectives", "layout", "spmd", "parallel", "objects", "training", "tracing", "dry", "runtime")
 WHOLE = "The mesh, the ranks, works and errors"
 
 # ---------------------------------------------------------------------------------------------- a page per public name

@@ -7,9 +7,10 @@ name is missing its function takes a public way, slower or with less, or refuses
 
 from __future__ import annotations
 
-from meshcomm._torch import autograd, compiling, groups, kernels, modules, random, transforms, trees, watching
+from meshcomm._torch import autograd, compiling, fake, groups, kernels, modules, random, transforms, trees, watching
 from meshcomm._torch.autograd import *  # noqa: F403 -- all of it, as __all__ says below
 from meshcomm._torch.compiling import *  # noqa: F403
+from meshcomm._torch.fake import *  # noqa: F403
 from meshcomm._torch.groups import *  # noqa: F403
 from meshcomm._torch.kernels import *  # noqa: F403
 from meshcomm._torch.modules import *  # noqa: F403
@@ -21,6 +22,7 @@ from meshcomm._torch.watching import *  # noqa: F403
 __all__: list[str] = []
 __all__ += autograd.__all__
 __all__ += compiling.__all__
+__all__ += fake.__all__
 __all__ += groups.__all__
 __all__ += kernels.__all__
 __all__ += modules.__all__

@@ -20,7 +20,6 @@ __all__ = [
     "outside_transforms",
     "plain_now",
     "unwrap_if_dead",
-    "without_memory",
     "without_modes",
 ]
 
@@ -65,19 +64,6 @@ _depth_of_modes: Any = find(
 )
 dispatch_modes: Callable[[], int] = _depth_of_modes or (lambda: 1)
 """How many modes see what torch is called for on this thread; one, where it does not tell."""
-
-
-_fake_mode: Any = find(
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    "save_full_state_dict to a .pt file reserves address space for the whole",
-    contextlib.nullcontext,
-)
-
-
-def without_memory() -> contextlib.AbstractContextManager[object]:
-    """Tensors that are made inside have a shape, a dtype and a storage, and no memory."""
-    mode: contextlib.AbstractContextManager[object] = _fake_mode()
-    return mode
 
 
 def plain_now() -> bool:

@@ -310,7 +310,7 @@ def in_buckets(
 def _packed(leaves: list[Tensor], rows: Rows, saves: bool) -> tuple[Tensor, bool, Unpack]:
     """The leaves as one tensor, whether that is a copy, and what takes apart what comes of it."""
     plain, places = _is_plain(), None
-    if plain and len(leaves) > 1 and set(map(type, leaves)) <= _SIMPLE:
+    if plain and len(leaves) > 1 and (set(map(type, leaves)) <= _SIMPLE or set(map(_torch.kind_of, leaves)) <= _SIMPLE):
         leaves = list(map(_torch.unwrap_if_dead, leaves))
         shapes = tuple(map(_shape_of, leaves))  # as they are now: what comes of them may come later
         places = (1, _places(1, shapes)) if rows is ELEMENTS else _places_of(rows, shapes)
@@ -355,10 +355,12 @@ def _beside(parts: Sequence[Tensor], saves: bool) -> tuple[Tensor, bool]:
 
 def _adjacent(leaves: Sequence[Tensor]) -> bool:
     """Whether each begins where the one before it ends, in one storage."""
-    storage = leaves[0].untyped_storage()
-    place, end = leaves[0].data_ptr(), storage.data_ptr() + storage.nbytes()
+    first = leaves[0]
+    at, storage = _torch.places_like(first), first.untyped_storage()
+    place = at(first)
+    end = place - first.storage_offset() * first.element_size() + storage.nbytes()
     for leaf in leaves:
-        if leaf.data_ptr() != place or not leaf.is_contiguous() or leaf.is_conj() or leaf.is_neg():
+        if at(leaf) != place or not leaf.is_contiguous() or leaf.is_conj() or leaf.is_neg():
             return False
         place += leaf.nbytes
     return place <= end and end > 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from meshcomm import _torch
 from meshcomm.errors import MeshError, fail, is_held, names, raise_alone, shape_text, text
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
 from meshcomm.runtime.ops import talks
@@ -105,7 +106,11 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
 def _odd_tensor(where: str, x: object, axis: Axis, name: str) -> None:
     if not isinstance(x, Tensor):
         explain(where, f"{name} is not a tensor but {type(x).__name__}.", axis, fix=_made_of(x))
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
+    if (
+        type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        and not torch.compiler.is_compiling()
+        and not _torch.is_without_memory(x)
+    ):
         fix = "pass .to_local()" if hasattr(x, "to_local") else "pass a plain tensor"
         explain(where, f"{name} is a {type(x).__name__}, whose data is not one dense tensor.", axis, fix=fix)
 

@@ -27,6 +27,7 @@ from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.pending import Pending, settled
 from meshcomm.runtime.process.accelerator import stream_of, take_over
+from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.runtime.transports.protocol import Parts
 
 
@@ -264,7 +265,7 @@ class _Sums:
             if not all(seen.get(at) for at in bucket):
                 asked.setdefault(flags.device, []).append((bucket, flags))
         has = {at for bucket, _ in buckets for at in bucket if seen.get(at)}
-        for some in asked.values():
+        for some in () if is_dry() else asked.values():  # where the others are as this rank, they have no more
             told = torch.cat([flags.detach() != 0 for _, flags in some]).tolist()
             places = [at for bucket, _ in some for at in bucket]
             has |= {at for at, is_there in zip(places, told, strict=True) if is_there}

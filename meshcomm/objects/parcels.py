@@ -25,6 +25,7 @@ from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import calling
+from meshcomm.runtime.transports.dry.world import said_by
 
 FIX = "\n  fix: "
 _ROW = 1024
@@ -141,7 +142,7 @@ class Courier:
 
     def broadcast(self, data: bytearray | None, src: int, problem: str | None = None) -> bytearray:
         """The bytes of ``src``."""
-        with _torch.outside_transforms():
+        with _torch.outside_transforms(), said_by(src):
             row = self._open(data or bytearray(), problem)[src]
             if row.size <= _ROOM:
                 return row.inline
@@ -169,7 +170,7 @@ class Courier:
             me, size = self.axis.index, self.axis.size
             self.meet(problem)
             lengths = [len(data) for data in datas] if datas is not None and me == src else [0] * size
-            with self._called():
+            with self._called(), said_by(src):
                 [every] = self.axis.link.agree(lengths, src)
             out = [bytearray(every[me] if i == src else 0) for i in range(size)]
             step = max(_CHUNK // size, _ROOM)

@@ -10,6 +10,7 @@ import torch
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.start.launchers import detect
+from meshcomm.runtime.transports.dry.world import dry_world
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 
@@ -29,9 +30,13 @@ class Identity:
 
 
 def identity() -> Identity:
-    """By the in-process launch that it is a rank of, else the process group, else the launcher's variables; else it is
-    a plain process, alone.
+    """By the dry run or the in-process launch that it is a rank of, else the process group, else the launcher's
+    variables; else it is a plain process, alone.
     """
+    dry = dry_world()
+    if dry is not None:
+        place = dry.rank, dry.size
+        return Identity(*place, *place, 0, "dry", torch.get_default_device(), True)
     inside = current_rank()
     if inside is not None:
         place = inside.index, inside.world.size

@@ -389,3 +389,12 @@ def _watch(fn: Callable[..., Any]) -> _Watched | None:
 
 
 workers.watch_workers = _watch
+
+
+def together(traces: Sequence[Trace]) -> Trace:
+    """The first one, which has ended, with what others that have ended recorded of other ranks."""
+    first, *others = traces
+    for other in others:
+        first._events += tuple(chrome.moved(other._events, other.began - first.began))
+        first._learn(other._known())
+    return first

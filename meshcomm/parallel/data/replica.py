@@ -442,7 +442,7 @@ def _own(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     seen: set[int] = set()
     found: list[Tensor | None] = []
     for g in gradients:
-        at = 0 if g is None or g.layout != torch.strided else g.untyped_storage().data_ptr()
+        at = 0 if g is None or g.layout != torch.strided else _torch.memory_of(g)
         found.append(g.clone() if g is not None and at and at in seen else g)
         seen.add(at)
     return found

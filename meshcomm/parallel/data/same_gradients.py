@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from meshcomm._torch import is_without_memory
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
@@ -53,6 +54,8 @@ def _norms(leaves: Sequence[Tensor]) -> list[float]:
 
 
 def _norm(g: Tensor) -> float:
+    if is_without_memory(g):
+        return 0.0
     norm: float = torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).item()
     return norm
 

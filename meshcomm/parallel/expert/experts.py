@@ -156,7 +156,11 @@ def experts(
         counts = counts.clamp(max=capacity)
     mine, token = counts.view(ax.size, own), order // k
     rows, theirs = all_to_all_ragged(x[token], mine, axis, mesh=ax.mesh)
-    expert = torch.arange(own, device=x.device).repeat(ax.size).repeat_interleave(theirs.flatten())
+    expert = (
+        torch.arange(own, device=x.device)
+        .repeat(ax.size)
+        .repeat_interleave(theirs.flatten(), output_size=rows.shape[0])
+    )
     by_expert = expert.argsort(stable=True)
     given = rows[by_expert]
     found = fn(given, theirs.sum(0))

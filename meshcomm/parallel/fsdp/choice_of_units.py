@@ -154,7 +154,7 @@ def is_plain(param: nn.Parameter) -> bool:
     """Whether a parameter is numbers alone: dense, and of no class that has another meaning of them, though it may be
     of one that only has another name.
     """
-    kind = type(param)
+    kind = _torch.kind_of(param)
     own = issubclass(kind, nn.Parameter) and kind.__torch_function__ == nn.Parameter.__torch_function__
     is_number = kind is nn.Parameter or param.is_floating_point() or param.is_complex()
     return own and is_number and not nn.parameter.is_lazy(param) and param.layout is torch.strided

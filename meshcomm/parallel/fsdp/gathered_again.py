@@ -57,7 +57,7 @@ def open_places(again: Again, buffers: Sequence[Tensor]) -> None:
     for at, buffer in enumerate(buffers):
         dtype = buffer.dtype
         if not dtype.is_complex:  # a view may be conjugated: keep those
-            first = buffer.data_ptr()
+            first = _torch.places_like(buffer)(buffer)
             spans.append((first, first + buffer.nbytes, dtype, dtype.itemsize, again, at))
 
 
@@ -73,8 +73,8 @@ def close(again: Again) -> None:
 def _pack(x: Tensor) -> tuple[Any, ...]:
     """A view of an open buffer as its place, anything else with its version."""
     spans = _here.open
-    if spans and type(x) in _DENSE:
-        place = x.data_ptr()
+    if spans and ((plain := type(x) in _DENSE) or _torch.is_without_memory(x)):
+        place = x.data_ptr() if plain else _torch.places_like(x)(x)
         for first, last, dtype, width, again, at in spans:
             if first <= place < last and x.dtype == dtype:
                 return again, at, x.size(), x.stride(), (place - first) // width

@@ -110,7 +110,8 @@ class Group:
         for param, piece in zip(self._params, pieces, strict=True):
             become(param, piece)
             gradients_in(policy.accumulate_dtype, param)
-        self._addresses = [piece.data_ptr() for piece in pieces]
+        self._place_of = _torch.places_like(shard)
+        self._addresses = [*map(self._place_of, pieces)]
         sites = [(door, name, slot.param) for slot in self.slots for door, name in slot.sites]
         self._registered = tuple(zip(*sites, strict=True))
         """The doors, the names behind them, and what is registered there."""
@@ -129,7 +130,7 @@ class Group:
 
     def checked(self) -> Tensor:
         """The shard, of which the parameters are views: made again if ``module.to`` or a load has replaced some."""
-        if [*map(Tensor.data_ptr, self._params)] != self._addresses:
+        if [*map(self._place_of, self._params)] != self._addresses:
             self._make_again()
         elif self._is_elsewhere:  # what is empty has no address
             first = self._params[0]
@@ -154,7 +155,7 @@ class Group:
         for at, slot in enumerate(self.slots):
             door, name = slot.sites[0]
             found = raw(door, name)
-            if type(found) is not nn.Parameter or tuple(found.shape) != self.layout.shape_at(at, self.index):
+            if _torch.kind_of(found) is not nn.Parameter or tuple(found.shape) != self.layout.shape_at(at, self.index):
                 return False
             if any(raw(other, alias) is not found for other, alias in slot.sites):
                 return False

@@ -51,7 +51,7 @@ class Entrance:
         captured may use no other one: it serves once.
         """
         same = all(map(is_, self._shards, [group.shard for group in groups])) and self.needy == needy
-        return same and groups[0].policy.device.type == "cpu" and type(self.token) is Tensor
+        return same and groups[0].policy.device.type == "cpu" and _torch.kind_of(self.token) is Tensor
 
 
 def connect(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.gather import all_gather_invariant
@@ -155,8 +156,8 @@ class _Steps:
         optimizer.register_load_state_dict_post_hook(self._cut_states)
 
     def _refuse(self, params: Sequence[Tensor]) -> None:
-        if any(type(p) not in (Tensor, torch.nn.Parameter) for p in params):
-            odd = next(type(p).__name__ for p in params if type(p) not in (Tensor, torch.nn.Parameter))
+        if any(_torch.kind_of(p) not in (Tensor, torch.nn.Parameter) for p in params):
+            odd = next(type(p).__name__ for p in params if _torch.kind_of(p) not in (Tensor, torch.nn.Parameter))
             fail(WHERE, f"a parameter is a {odd}.", fix="plain tensors")
         if any(torch.nn.parameter.is_lazy(p) for p in params):
             fail(WHERE, "a parameter has no shape yet.", fix="initialise it first")
@@ -224,7 +225,8 @@ class _Steps:
             found_of = pieces[at :: len(params)]
             if p.is_contiguous():
                 flat, kept = p.detach().view(-1), parts.get(id(p))
-                in_place = kept is not None and kept.data_ptr() == flat.data_ptr() + ranges[at][here][0] * p.itemsize
+                place_of = _torch.places_like(flat)
+                in_place = kept is not None and place_of(kept) == place_of(flat) + ranges[at][here][0] * p.itemsize
                 for rank, ((first, last), piece) in enumerate(zip(ranges[at], found_of, strict=True)):
                     if last > first and not (in_place and rank == here):  # its own is there already
                         flat[first:last].copy_(piece)

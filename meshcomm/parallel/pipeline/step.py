@@ -33,6 +33,7 @@ from meshcomm.parallel.pipeline.running.wires import Outline, Wires
 from meshcomm.parallel.pipeline.schedule import Schedule
 from meshcomm.parallel.weights.names_in_files import Unfit
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.told import as_told
@@ -306,6 +307,8 @@ class PipelineStep(nn.Module):
     def _refuse(self, problem: str, every: Sequence[Sequence[int]], axis: Axis) -> None:
         if any(each[2] for each in every):
             _raise_everywhere(problem, axis)
+        if is_dry():  # the others say what this rank says, and have other stages
+            return
         if len({tuple(each[:2]) for each in every}) > 1:
             what = "ranks have begun different passes: step and evaluate, or with gradients and without."
             fail(WHERE, what, fix="the same call on every rank, in the same grad mode")
@@ -334,6 +337,9 @@ class PipelineStep(nn.Module):
         """The loss of the last stage, on all ranks."""
         axis = self._mesh.axis(self._axis, WHERE)
         src = self.schedule.place(self._last)[0]
+        if is_dry():  # the number is nobody's
+            agree([0, 0], axis, src)
+            return torch.zeros((), dtype=torch.get_default_dtype() if total is None else total.dtype)
         said = [0, 0] if total is None else [_as_bits(total.item()), _DTYPES.index(total.dtype)]
         bits, dtype = agree(said, axis, src)[0]
         return torch.tensor(_of_bits(bits), dtype=_DTYPES[dtype], device=axis.mesh.device)

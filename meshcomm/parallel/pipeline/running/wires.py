@@ -167,18 +167,20 @@ class Wires:
         row = bytearray(_HEAD.pack(len(data))) + data[: _ROW - _HEAD.size]
         row += bytes(_ROW - len(row))
         rest = data[_ROW - _HEAD.size :]
-        self.send([byte_view(row), *([byte_view(rest)] if rest else [])], dst, tag, taken, agreed=False)
+        with _torch.outside_transforms():
+            self.send([byte_view(row), *([byte_view(rest)] if rest else [])], dst, tag, taken, agreed=False)
 
     def receive_outline(self, src: int, tag: int) -> Outline:
         """Wait for one."""
-        [row] = self.receive([Leaf((_ROW,), torch.uint8, False)], src, tag, agreed=False).wait()
-        raw = bytes(row.cpu().numpy())
-        [length] = _HEAD.unpack_from(raw)
-        data = bytearray(raw[_HEAD.size : _HEAD.size + length])
-        if len(data) < length:
-            wanted = [Leaf((length - len(data),), torch.uint8, False)]
-            [rest] = self.receive(wanted, src, tag, agreed=False).wait()
-            data += bytes(rest.cpu().numpy())
+        with _torch.outside_transforms():
+            [row] = self.receive([Leaf((_ROW,), torch.uint8, False)], src, tag, agreed=False).wait()
+            raw = bytes(row.cpu().numpy())
+            [length] = _HEAD.unpack_from(raw)
+            data = bytearray(raw[_HEAD.size : _HEAD.size + length])
+            if len(data) < length:
+                wanted = [Leaf((length - len(data),), torch.uint8, False)]
+                [rest] = self.receive(wanted, src, tag, agreed=False).wait()
+                data += bytes(rest.cpu().numpy())
         leaves, form = _torch.tree_flatten(unpack(data, self.axis.mesh.device))
         return Outline(tuple(leaves), form)
 

@@ -1,0 +1,308 @@
+"""dry_run: one rank of any mesh, without memory and without the others."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.dry.values import HostRead, HostValues, Values, refuse_unknown_size
+from meshcomm.errors import fail
+from meshcomm.make_mesh import make_mesh
+from meshcomm.mesh import Mesh, use_mesh
+from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, dry_world, inside
+from meshcomm.runtime.transports.threads.random_state import RandomState
+from meshcomm.tracing.traces import Trace, together
+
+__all__ = ["DryRun", "dry_run"]
+
+_WHERE = "dry_run"
+_MOST = 2**20
+"""Ranks."""
+
+
+class DryRun:
+    """What :func:`dry_run` has found.
+
+    ``print(run)`` shows all of it.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> run = mc.dry_run(lambda: mc.all_reduce(torch.ones(4), "dp"), {"dp": 1000})
+        >>> run.trace.summary(), run.ranks, run.host_reads
+        ('1 all_reduce over dp', (0,), ())
+    """
+
+    def __init__(self, shape: Mapping[str, int], ranks: Sequence[int], trace: Trace, reads: Sequence[HostRead]) -> None:
+        self.shape = dict(shape)
+        """The mesh as sizes."""
+        self.ranks = tuple(ranks)
+        """Those that ran, of the mesh's."""
+        self.trace = trace
+        """What they would communicate. Its times are those of the dry run, and say nothing of a real one."""
+        self.host_reads = tuple(reads)
+        """The lines that read a value which a dry run has not."""
+
+    def __repr__(self) -> str:
+        return f"DryRun({self.shape}, ranks={self.ranks})"
+
+    def __str__(self) -> str:
+        lines = [f"{_few(self.ranks)} of {math.prod(self.shape.values())}, mesh {self.shape}", self.trace.table()]
+        return "\n".join([*lines, *(f"host read at {read}" for read in self.host_reads)])
+
+
+def _few(ranks: Sequence[int]) -> str:
+    said = ", ".join(map(str, ranks[:4])) + ", ..." * (len(ranks) > 4)
+    return f"rank{'s' * (len(ranks) > 1)} {said}"
+
+
+def dry_run(
+    fn: Callable[[], object],
+    mesh: Mapping[str, int] | Mesh,
+    *,
+    ranks: Sequence[int] | None = (0,),
+    host_values: HostValues = None,
+) -> DryRun:
+    """Run ``fn`` as one rank, or a few, of a mesh of any size, without memory, devices or other ranks.
+
+    ::
+
+        def step():                                            run.trace       what it communicates, line by line
+            model = parallel.fully_shard(Llama(), "fsdp", ...)     run.host_reads  the lines that read a number
+            model(tokens).mean().backward()
+
+        run = mc.dry_run(step, {"rep": 64, "fsdp": 16, "tp": 8})
+
+    Tensors that are made inside have a shape and a dtype, and no memory and no values: what each operation gives is
+    worked out from shapes. The other ranks are not there either; what they would send has the shape that it would have,
+    and where ranks agree on a number they say what this rank says. So what is known of a call on the mesh (operation,
+    axis, bytes, line) is what it would be, provided that what the program calls does not depend on values.
+
+    Values of the program's own numbers (``torch.tensor(0.0)``, ``torch.arange(8)``, an optimiser's count of steps) are
+    known. Others that the host reads, by ``item()``, ``tolist()``, ``bool(x)``, ``torch.equal``, are ``host_values``.
+
+    Args:
+        fn: the program of one rank, without arguments. It makes its model and its tensors inside, and finds the mesh as
+            the current one; what :func:`make_mesh` makes inside is a mesh over the same ranks. It may run more than
+            once: on each of ``ranks``, and again where a rank needs bytes (an outline, an object) that another one
+            sends, which is then run before it.
+        mesh: axis to size, or a mesh, of which sizes and names are taken.
+        ranks: those that run, numbers in row-major order; all of them when None.
+        host_values: what is read where a value is not known: one number, 0 by default; a mapping of lines to a number,
+            or to the numbers that are read there in turn, ``{"train.py:33": [4, 2]}``; or a function of the line and
+            the dtype.
+
+    Returns: a :class:`DryRun`.
+
+    Cost: nothing is communicated. Random states are as they were.
+
+    Raises:
+        MeshError: sizes that are none, or more than 2**20 ranks; ranks that are not of the mesh; a parameter that was
+            made outside of ``fn``; a tensor whose size depends on values; bytes that no rank sends; called inside of a
+            dry run; what ``fn`` itself does wrong on such a mesh.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> def main():
+        ...     x = torch.randn(8, 4) @ torch.randn(4, 4)
+        ...     if mc.all_reduce(x.sum(), ("dp", "tp")).item() > 100:
+        ...         print("never, for 0 is read")
+        >>> run = mc.dry_run(main, {"dp": 512, "tp": 8})
+        >>> run.trace.count("all_reduce", ("dp", "tp")), run.host_reads[0].count
+        (1, 1)
+
+    Source: torch's fake tensors; the dry runs of compilers and of ``make -n``.
+    """
+    shape, names = _checked_mesh(mesh)
+    if not callable(fn):
+        fail(
+            _WHERE,
+            f"fn is not callable but {type(fn).__name__}.",
+            fix="a function without arguments: one rank's program",
+        )
+    if dry_world() is not None:
+        fail(_WHERE, "called inside of a dry run.", fix="call it outside; mc.is_dry() says where one is")
+    program = _Program(fn, shape, names, host_values)
+    chosen = _checked_ranks(ranks, program.size)
+    outer = RandomState()
+    try:
+        done = [program.run(rank) for rank in chosen]
+    finally:
+        outer.load()
+    reads = dict.fromkeys(read for each in done for read in each.values.reads)
+    return DryRun(shape, chosen, together([each.trace for each in done]), tuple(reads))
+
+
+def _checked_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    if isinstance(mesh, Mesh):
+        return {name: mesh.shape[name] for name in mesh.axis_names}, dict(mesh.names)
+    if not isinstance(mesh, Mapping) or not mesh:
+        fail(_WHERE, "a mesh is a mapping of axis names to sizes.", got=repr(mesh), fix='such as {"fsdp": 64, "tp": 8}')
+    for name, length in mesh.items():
+        if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
+            fail(
+                _WHERE,
+                f"axis {name!r} has size {length!r}.",
+                got=repr(dict(mesh)),
+                fix="a positive int: nobody counts ranks",
+            )
+    if math.prod(mesh.values()) > _MOST:
+        fail(
+            _WHERE,
+            f"{math.prod(mesh.values())} ranks are more than {_MOST}.",
+            got=repr(dict(mesh)),
+            fix="smaller sizes",
+        )
+    return {name: int(length) for name, length in mesh.items()}, {}
+
+
+def _checked_ranks(ranks: Any, size: int) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(size))
+    whole = isinstance(ranks, Sequence) and all(isinstance(r, int) and not isinstance(r, bool) for r in ranks)
+    if not whole or not ranks or len(set(ranks)) != len(ranks):
+        fail(_WHERE, f"ranks={ranks!r} are not different ints.", fix="such as (0,), or None for all of them")
+    outside = [rank for rank in ranks if not 0 <= rank < size]
+    if outside:
+        fail(_WHERE, f"rank {outside[0]} is not on the mesh.", got=f"{size} ranks", fix=f"ranks from 0 to {size - 1}")
+    return tuple(ranks)
+
+
+# ------------------------------------------------------------------------------------------------------ one rank
+
+
+@dataclass
+class _Done:
+    """One rank that has run to its end."""
+
+    trace: Trace
+    values: Values
+
+
+class _Program:
+    """What runs on each rank, and what those that ran have posted."""
+
+    def __init__(
+        self,
+        fn: Callable[[], object],
+        shape: dict[str, int],
+        names: dict[str, tuple[str, ...]],
+        host_values: HostValues,
+    ) -> None:
+        self.fn, self.shape, self.names, self.given = fn, shape, names, host_values
+        self.size = math.prod(shape.values())
+        self._posted: dict[Message, Tensor | None] = {}
+        self._needed: list[tuple[int, Message]] = []
+
+    def run(self, rank: int) -> _Done:
+        """To its end; before it, as far as it takes, those whose messages it needs."""
+        while True:
+            try:
+                return self._once(rank)
+            except MissingError as missing:
+                self._provide(rank, missing)
+
+    def _provide(self, rank: int, missing: MissingError) -> None:
+        """Run the sender until it has posted the message."""
+        message = missing.message
+        if (rank, message) in self._needed:
+            self._nobody(rank, missing)
+        self._needed.append((rank, message))
+        try:
+            while message not in self._posted:
+                try:
+                    self._once(missing.src)
+                    break
+                except MissingError as other:
+                    if message not in self._posted:
+                        self._provide(missing.src, other)
+            if message not in self._posted:
+                self._nobody(rank, missing)
+        finally:
+            self._needed.pop()
+
+    def _nobody(self, rank: int, missing: MissingError) -> None:
+        what = f"rank {rank} receives bytes from rank {missing.src} that it does not send."
+        fix = "send them; or have the program know them where mc.is_dry()"
+        fail(_WHERE, what, got=f"tag {missing.message[3]} over {missing.message[0]}", fix=fix)
+
+    def _once(self, rank: int) -> _Done:
+        world, values, trace = DryWorld(rank, self.size, self._posted), Values(self.given), Trace()
+        operations = Operations(values)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(inside(world))
+            with use_mesh(make_mesh(self.shape, names=self.names or None)):
+                stack.enter_context(trace)
+                stack.enter_context(_torch.handled_without_memory(operations))
+                try:
+                    self.fn()
+                except MissingError as missing:
+                    _drop(missing)
+                    raise MissingError(missing.message) from None
+        return _Done(trace, values)
+
+
+def _drop(missing: MissingError) -> None:
+    """What was under way in a run that begins again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        traceback.clear_frames(missing.__traceback__)
+        gc.collect()
+
+
+class Operations:
+    """What each operation of torch's gives in a dry run."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self._depth = 0
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go: Callable[[], Any]) -> Any:
+        """The result: ``go()``, or what is known."""
+        name = _torch.operation_name(func)
+        if name in _READS:
+            return self.values.read(args[0]) if name == _ITEM else bool(self.values.answer(torch.bool))
+        if self._depth:
+            return go()
+        self._depth += 1
+        try:
+            own = _OWN.get(name)
+            result = go() if own is None else own(func, *args, **kwargs)
+            self.values.follow(func, args, kwargs, result)
+        except _torch.UnknownSizeError:
+            refuse_unknown_size(func, args)
+        finally:
+            self._depth -= 1
+        return result
+
+
+_ITEM = "aten::_local_scalar_dense"
+_READS = (_ITEM, "aten::equal", "aten::allclose")
+
+
+def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As many as are asked for: a number that is larger would make it longer."""
+    if not minlength:
+        refuse_unknown_size(func, (x,))
+    return x.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
+
+
+def _grouped_product(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *more: Any, **rest: Any) -> Tensor:
+    """On the CPU it takes other dtypes than torch knows of."""
+    groups = () if a.ndim != b.ndim or offsets is None else offsets.shape
+    shape = (*groups, a.shape[-2], b.shape[-1]) if offsets is not None else (*a.shape[:-1], b.shape[-1])
+    return a.new_empty(shape, dtype=rest.get("out_dtype") or a.dtype)
+
+
+_OWN: dict[str, Callable[..., Tensor]] = {"aten::bincount": _bincount, "aten::_grouped_mm": _grouped_product}
+"""What is known of sizes where torch alone does not."""

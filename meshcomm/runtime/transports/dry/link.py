@@ -1,0 +1,252 @@
+"""One rank of a mesh whose other ranks are not there: shapes and dtypes of what they would send are known, values are
+not. Nothing moves, so a mesh may have thousands of ranks.
+
+::
+
+    a tensor without memory   link.all_gather(x)  ->  [n, *x.shape], without memory
+    numbers of the host       link.agree([3, 5])  ->  [[3, 5], [3, 5], ...]     the others say what this rank says
+    bytes in a message        want from rank 1    ->  what the run of rank 1 has posted; MissingError, if nobody ran it
+
+The second is right where ranks agree on something, and that is what these numbers are for; the third is for outlines of
+pytrees between stages of a pipeline, and objects that are sent: who runs ranks one after the other (``dry_run``) runs
+the sender first.
+
+n = number of ranks in the group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.errors import fail
+from meshcomm.runtime.call import Post, Want, told
+from meshcomm.runtime.ledger import Ledger
+from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.transports import dtypes, exact
+from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, here
+from meshcomm.runtime.transports.protocol import Defaults, Empty, Link
+
+_ALL, _RUNS, _SAID = -1, -1, -2
+"""To everybody; what stands for a tag where bytes are cut into runs, and where a rank says something to all."""
+
+
+class DryPlace:
+    """Where the ranks are: nowhere, but the one that runs."""
+
+    in_process = False
+
+    def __init__(self, world: DryWorld) -> None:
+        self._run = world
+
+    def rank(self) -> int:
+        """The rank that runs."""
+        return self._run.rank
+
+    def world_size(self) -> int:
+        """How many there would be."""
+        return self._run.size
+
+    def identify(self, shape: Mapping[str, int], ranks: tuple[int, ...]) -> str:
+        """Alike in the runs of all of its ranks."""
+        kind = (*shape.items(), ranks)
+        self._run.made[kind] += 1
+        return f"{dict(shape)} of {ranks[0]} to {ranks[-1]}, {self._run.made[kind]}"
+
+    def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
+        """One that counts."""
+        return cast(Link, DryLink(self._run, ranks, f"{mesh}: {','.join(axis)}"))
+
+    def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+        """There is none."""
+        fix = "what needs one of torch's groups runs on processes: start with torchrun"
+        fail("dry_run", "a dry run has no process group.", fix=fix)
+
+    def device(self) -> torch.device:
+        """The caller's default device."""
+        return torch.get_default_device()
+
+
+class _Arrived(Pending):
+    """What was begun; what it was given stays until somebody waits, as it would."""
+
+    __slots__ = ("_kept", "_value")
+
+    def __init__(self, value: Any, kept: Any) -> None:
+        self._value, self._kept = value, kept
+
+    def wait(self, timeout: float | None) -> Any:
+        """It is there."""
+        self._kept = None
+        return self._value
+
+    def done(self) -> bool:
+        """It is."""
+        return True
+
+    def abandon(self) -> None:
+        """Nobody has to know."""
+        self._kept = None
+
+
+def _result(value: Any, given: Any = None) -> Any:
+    return _Arrived(value, given) if told.later else value
+
+
+class DryLink(Defaults):
+    """The link of one rank to others that are not there."""
+
+    def __init__(self, world: DryWorld, ranks: tuple[int, ...], name: str) -> None:
+        self.size, self.index = len(ranks), ranks.index(world.rank)
+        self._run, self._ranks, self._name = world, ranks, name
+        self._numbers: Counter[tuple[int, ...]] = Counter()
+        self.orders: dict[Any, list[int]] = {}
+        self.ledger = Ledger()
+
+    def copies(self, name: str, x: Tensor) -> bool:
+        """As an accelerator's backend: what it reduces in place begins with a copy."""
+        return name in ("broadcast", "all_reduce")
+
+    def moves_beside(self, device: torch.device) -> bool:
+        """What an accelerator's backend does."""
+        return device.type != "cpu"
+
+    def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
+        """The others say what this rank says."""
+        with _torch.outside_transforms():
+            mine, mean = torch.tensor(values, dtype=torch.int64, device="cpu"), list(values)
+            if src is not None:
+                mean = self._of_host(mine, src if here.source is not None else self.index).tolist()
+                self.broadcast(mine, src)
+            elif op:
+                self.all_reduce(mine, op)
+                mean = dtypes.fold(op, [mine] * self.size).tolist() if op not in exact.EXACT else mean
+            else:
+                self.all_gather(mine)
+        return _result([mean] * (1 if src is not None or op else self.size))  # type: ignore[no-any-return]
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """As large as ``x``."""
+        if _host(x):
+            return cast(Tensor, _result(dtypes.fold(op.removeprefix("exact "), [x] * self.size)))
+        return cast(Tensor, _result(_like(x)))
+
+    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
+        """In place."""
+        return self.all_reduce(x, op) if _host(x) or op in exact.EXACT else cast(Tensor, _result(x))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """n times as large."""
+        y = x.expand(self.size, *x.shape).clone() if _host(x) else x.new_empty(self.size, *x.shape)
+        if _host(x) and here.source is not None:
+            y[here.source] = self._of_host(x, here.source)
+        return cast(Tensor, _result(y, x))
+
+    def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Any:
+        """The same, one behind the other."""
+        first, *others = x.shape
+        if _host(x):
+            return _result(x.repeat(self.size, *(1 for _ in others)), x)
+        return _result(x.new_empty(first * self.size, *others) if empty is None else empty(x, first * self.size), x)
+
+    def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
+        """A row."""
+        if _host(x):
+            return cast(Tensor, _result(dtypes.fold(op.removeprefix("exact "), [x[self.index]] * self.size)))
+        return cast(Tensor, _result(x.new_empty(x.shape[1:]), x))
+
+    def scatter_flat(self, x: Tensor, op: str) -> Any:
+        """The same of what lies so."""
+        return _result(x.new_empty(x.shape[0] // self.size, *x.shape[1:]), x)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        """As many as are received."""
+        if not _host(x):
+            return cast(Tensor, _result(x.new_empty(sum(recv)), x))
+        number = self._count(0, 0, _RUNS)
+        for to, run in zip(self._ranks, x.split(list(send)), strict=True):
+            self._run.posted[self._name, self._run.rank, to, _RUNS, number] = run
+        runs = [self._posted((self._name, src, self._run.rank, _RUNS, number)) if length else x[:0]
+                for src, length in zip(self._ranks, recv, strict=True)]  # fmt: skip
+        return cast(Tensor, _result(torch.cat(runs), x))
+
+    def swap_flat(self, x: Tensor) -> Any:
+        """As many as are given."""
+        return _result(_like(x), x)
+
+    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
+        """What came, or zeros."""
+        y = _like(x) if source is not None else torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return cast(Tensor, _result(y, x))
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """As large as ``x``."""
+        return cast(Tensor, _result(self._of_host(x, src).clone() if _host(x) else _like(x)))
+
+    def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
+        """On ``dst`` as large as ``x``; the backend's copy is there on the others too, until it has been sent."""
+        y = _like(x)
+        return cast("Tensor | None", _result(y if self.index == dst else None, y))
+
+    def gather(self, x: Tensor, dst: int) -> Tensor | None:
+        """On ``dst`` n times as large."""
+        return cast("Tensor | None", _result(x.new_empty(self.size, *x.shape) if self.index == dst else None, x))
+
+    def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
+        """As large as ``like``."""
+        return cast(Tensor, _result(_like(like), x))
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """Bytes as they were posted; of all else only the shapes."""
+        for x, dst, tag in posts:
+            held = None if _torch.is_without_memory(x) else x.clone()
+            self._run.posted[self._message(self._run.rank, self._ranks[dst], tag)] = held
+        got = []
+        for src, shape, dtype, tag, device in wants:
+            message = self._message(self._ranks[src], self._run.rank, tag)
+            held = self._posted(message) if dtype is torch.uint8 else None
+            got.append(torch.empty(shape, dtype=dtype, device=device) if held is None else held)
+        return cast("list[Tensor]", _result(got, posts))
+
+    def _message(self, src: int, dst: int, tag: int) -> Message:
+        return self._name, src, dst, tag, self._count(src, dst, tag)
+
+    def _count(self, *key: int) -> int:
+        self._numbers[key] += 1
+        return self._numbers[key]
+
+    def _posted(self, message: Message) -> Any:
+        if message not in self._run.posted:
+            raise MissingError(message)
+        return self._run.posted[message]
+
+    def _of_host(self, x: Tensor, src: int) -> Tensor:
+        """What the rank of index ``src`` gives where this one gives ``x``; bytes are not those of this rank."""
+        number = self._count(0, 0, _SAID)
+        self._run.posted[self._name, self._run.rank, _ALL, _SAID, number] = x.clone()
+        if src == self.index or (x.dtype is not torch.uint8 and here.source is None):
+            return x
+        return cast(Tensor, self._posted((self._name, self._ranks[src], _ALL, _SAID, number)))
+
+    def barrier(self) -> object:
+        """Everyone is here."""
+        return _result(None)
+
+    def barrier_within(self, seconds: float) -> None:
+        """The same."""
+
+
+def _host(x: Tensor) -> bool:
+    """Whether it holds numbers of the host's: what the library makes of them has memory, outside of all modes."""
+    return not _torch.is_without_memory(x) and _torch.plain_now()
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

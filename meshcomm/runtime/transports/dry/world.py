@@ -1,0 +1,89 @@
+"""Which rank of a dry run this thread is, and what the runs of all of them have posted."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+Message = tuple[str, int, int, int, int]
+"""Of which sequence of calls, from which rank, to which, its tag, and how many like it came before."""
+
+
+class MissingError(Exception):
+    """A message whose bytes only the run of another rank knows."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(f"rank {message[1]} has not run")
+        self.message, self.src = message, message[1]
+
+
+class DryWorld:
+    """The rank that runs, of how many, and what the runs of all of them have posted."""
+
+    def __init__(self, rank: int, size: int, posted: dict[Message, Tensor | None] | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.posted: dict[Message, Tensor | None] = {} if posted is None else posted
+        self.made: Counter[Any] = Counter()
+        """How many meshes like it were made before."""
+
+
+class _Here(threading.local):
+    world: DryWorld | None = None
+    source: int | None = None
+    """The index whose bytes count."""
+
+
+here = _Here()
+
+
+def dry_world() -> DryWorld | None:
+    """That of the dry run that this thread is in."""
+    return here.world
+
+
+@contextmanager
+def inside(world: DryWorld) -> Iterator[None]:
+    """This thread is the rank of a dry run."""
+    before, here.world = here.world, world
+    try:
+        yield
+    finally:
+        here.world = before
+
+
+@contextmanager
+def said_by(index: int) -> Iterator[None]:
+    """What is called inside depends on what the rank of this index says, which may differ from what this one says: in a
+    dry run that one runs first.
+    """
+    before, here.source = here.source, index
+    try:
+        yield
+    finally:
+        here.source = before
+
+
+def is_dry() -> bool:
+    """Whether this is a rank of :func:`dry_run`: tensors have no values, and nothing is sent.
+
+    For what a dry run cannot do, or need not: reading a file, printing numbers.
+
+    Returns: a bool, the same on every rank.
+
+    Cost: none; nobody is asked.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> mc.is_dry()
+        False
+        >>> seen = []
+        >>> run = mc.dry_run(lambda: seen.append(mc.is_dry()), {"dp": 4})
+        >>> seen
+        [True]
+    """
+    return here.world is not None

@@ -1,0 +1,230 @@
+"""What a dry run says of a plan is what a run of it does: each event on each rank, with its bytes and its line."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshcomm as mc
+from meshcomm import parallel
+
+D, WORDS = 8, 11
+PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "embed": "replicated", "head": "replicated"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(model: nn.Module, optimizer: Any = None) -> None:
+    """Two steps, for the order of gradients and the regathers of the second are known from the first."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer
+    for _ in range(2):
+        ids = torch.randint(WORDS, (4, 6))
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        parallel.clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def cut() -> nn.Module:
+    return parallel.tensor_parallel(Net(), {**PLAN, "blocks.*.norm": "replicated"}, axis="tp")
+
+
+def sharded(model: nn.Module, units: Any = ("blocks.*",), **more: Any) -> nn.Module:
+    return parallel.fully_shard(model, "fsdp", grads="mean", units=units, **more)
+
+
+def sequence() -> None:
+    model: Any = parallel.tensor_parallel(Net(), {**PLAN, "blocks.*.norm": "sequence"}, axis="tp", sequence=True)
+    h = mc.shard(model.embed(torch.randint(WORDS, (4, 6))), "tp", dim=1)
+    for block in model.blocks:
+        h = block(h)
+    h.sum().backward()
+
+
+def context() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    parallel.context_attention(q, k, v, axis="cp", heads_axis="u").sum().backward()
+
+
+def experts() -> None:
+    x, w = torch.randn(8, 4, requires_grad=True), torch.randn(2, 4, 4, requires_grad=True)
+    choice = torch.arange(16).reshape(8, 2) % 4
+    weight = torch.rand(8, 2)
+    y = parallel.experts(x, choice, weight, lambda rows, n: parallel.grouped_matmul(rows, w, n), axis="ep", count=4)
+    y.sum().backward()
+
+
+def pipeline(schedule: str, chunks: int = 1) -> None:
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(chunks)]
+    if chunks == 1:
+        sharded(stages[0], units=None)
+    step = parallel.pipelined(stages, "pp", loss=F.mse_loss, microbatches=4, grads="mean", schedule=schedule)
+    x = torch.randn(8, 4)
+    step(x, x)
+
+
+def functional() -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    parallel.pipeline(lambda p, h: torch.tanh(h @ p), w, torch.randn(4, 3, 4), axis="pp").sum().backward()
+
+
+def calls() -> None:
+    """Collectives by themselves, works, what ranks agree on, objects and messages."""
+    other = 1 - mc.current_mesh().coordinate["dp"]  # type: ignore[union-attr]
+    x = torch.randn(4, 4, requires_grad=True)
+    z = mc.all_to_all(mc.reduce_scatter(mc.all_gather(mc.all_reduce(x, "dp"), "tp"), "tp"), "dp", 0, 1)
+    work = mc.all_reduce(mc.all_reduce(mc.shift(z, "tp"), ("dp", "tp"), "mean"), "dp", async_op=True)
+    (work.wait().sum() + mc.broadcast(x, "tp").sum()).backward()
+    flat = x.detach()
+    mc.sync_seed("dp"), mc.barrier("tp"), mc.reduce(flat, "dp"), mc.gather(flat, "dp"), mc.scan(flat, "tp")
+    mc.exchange([(flat, other)], [(other, (4, 4), torch.float32)], "dp")
+    told = "hello" if mc.rank() < 2 else None
+    assert mc.broadcast_object(told, "dp") == "hello"
+    assert len(mc.all_gather_object({"a": 1}, "dp")) == 2
+
+
+PLANS: dict[str, tuple[dict[str, int], Callable[[], Any]]] = {
+    "dp": ({"dp": 3}, lambda: train(parallel.data_parallel(Net(), "dp", grads="mean", bucket_mb=0.001))),
+    "fsdp": ({"fsdp": 2}, lambda: train(sharded(Net(), param_dtype=torch.bfloat16))),
+    "hsdp, tp": ({"rep": 2, "fsdp": 2, "tp": 2}, lambda: train(sharded(cut(), replica_axis="rep"))),
+    "sequence": ({"tp": 2}, sequence),
+    "context": ({"u": 2, "cp": 2}, context),
+    "experts": ({"ep": 2}, experts),
+    "1f1b, fsdp": ({"pp": 2, "fsdp": 2}, lambda: pipeline("1f1b")),
+    "interleaved": ({"pp": 2}, lambda: pipeline("interleaved", 2)),
+    "pipeline": ({"pp": 2}, functional),
+    "calls": ({"dp": 2, "tp": 2}, calls),
+}
+
+
+def rows(trace: mc.Trace, rank: int) -> list[tuple[Any, ...]]:
+    """Its events, without times."""
+    return [
+        (e.called, e.primitive, e.axis, e.size, e.place, e.dtype, e.shape, e.payload, e.wire, str(e.site), e.way, e.asynchronous)
+        for e in trace.events
+        if e.rank == rank
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_events_are_those_of_a_run(name: str) -> None:
+    shape, fn = PLANS[name]
+    mesh = mc.make_mesh(shape)
+
+    def main() -> None:
+        with mc.use_mesh(mesh):
+            fn()
+
+    with mc.trace() as ran:
+        mc.launch(main, ranks=mesh.size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dry = mc.dry_run(fn, shape, ranks=None, host_values=8 if name == "experts" else None)
+    assert ran.events
+    for rank in range(mesh.size):
+        assert rows(dry.trace, rank) == rows(ran, rank)
+    assert bool(dry.host_reads) is (name == "experts")  # what the library reads for itself needs no answer
+    assert not mc.is_dry()
+
+
+def test_a_rank_of_thousands() -> None:
+    shape = {"rep": 64, "fsdp": 16, "tp": 8}
+    run = mc.dry_run(lambda: train(sharded(cut(), replica_axis="rep")), shape, ranks=[0, 8191])
+    assert {(e.rank, e.place) for e in run.trace.events} == {
+        (0, "rep=0, fsdp=0, tp=0"),
+        (8191, "rep=63, fsdp=15, tp=7"),
+    }
+    assert {e.size for e in run.trace.events if e.axis == "rep"} == {64}
+
+
+def test_budgets_hold_in_a_dry_run() -> None:
+    @mc.comm_budget(dp="1 all_reduce")
+    def step() -> None:
+        for _ in range(count):
+            mc.all_reduce(torch.ones(4), "dp")
+
+    count = 1
+    mc.dry_run(step, {"dp": 1000})
+    count = 2
+    with pytest.raises(AssertionError, match="dp: 2 all_reduce on rank 0, allowed 1 all_reduce"):
+        mc.dry_run(step, {"dp": 1000})
+
+
+def test_values_of_the_program_are_known_and_others_are_given() -> None:
+    seen: list[Any] = []
+
+    def main() -> None:
+        count = torch.tensor(2.0)
+        count += torch.arange(3).sum()
+        seen.append(count.item())
+        count.add_(torch.randn(()))  # nobody knows
+        known_to_none = [count, torch.randn(3), torch.randn(()) > 0, mc.all_reduce(torch.ones(()), "dp")]
+        seen.extend(x.tolist() for x in known_to_none)
+
+    before = torch.get_rng_state()
+    run = mc.dry_run(main, {"dp": 4})
+    assert seen == [5.0, 0.0, [0.0] * 3, False, 0.0]
+    assert [(read.line.partition(":")[0], read.count) for read in run.host_reads] == [("test_dry_run.py", 6)]
+    assert torch.equal(torch.get_rng_state(), before)
+    line = run.host_reads[0].line
+    for given, expected in (
+        (1, [1.0, [1.0] * 3, True, 1.0]),
+        ({line: [1, 2, 3]}, [1.0, [2.0, 3.0, 1.0], True, 3.0]),
+        (lambda at, dtype: 7 if at == line and dtype is torch.float32 else 0, [7.0, [7.0] * 3, False, 7.0]),
+    ):
+        seen.clear()
+        mc.dry_run(main, {"dp": 4}, host_values=given)
+        assert seen == [5.0, *expected]
+
+
+def test_optimizers_count_their_steps() -> None:
+    def main() -> None:
+        w = nn.Parameter(torch.randn(3))
+        optimizer = torch.optim.Adam([w], lr=0.1)
+        for _ in range(3):
+            w.sum().backward()
+            optimizer.step()
+        steps.append(optimizer.state[w]["step"].item())
+
+    steps: list[float] = []
+    assert not mc.dry_run(main, {"dp": 2}).host_reads
+    assert steps == [3.0]
+
+
+def test_who_this_process_is() -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"all": -1})
+        inner = mc.launch(lambda: mc.is_dry(), ranks=6)
+        found.append((mc.rank(), mc.world_size(), mesh.coordinate, mc.axis_size("pair"), inner, mc.is_dry()))
+
+    found: list[Any] = []
+    mc.dry_run(main, mc.make_mesh({"a": 3, "b": 2}, names={"pair": ("a", "b")}), ranks=[4])
+    assert found == [(4, 6, {"all": 4}, math.prod((3, 2)), [True], True)]
