@@ -56,7 +56,7 @@ def refused(program: Program, mesh: Mesh) -> Blame | None:
     where = _LINE.search(head)
     if where and fix.endswith("before"):
         fix += f" {what.partition(' takes')[0]}"
-    return Blame("" if place is None else place[1], (what,), fix)
+    return Blame("" if place is None else place[1], (what.removesuffix("."),), fix)
 
 
 def _checked(program: Program, mesh: Mesh) -> str | None:
@@ -166,7 +166,7 @@ class Story:
         if parts and not step.axis:
             return self._lacking(*parts[0], used=step.name)
         state = self.value(i)
-        told = [f"{step.name} gives {_wrongly(state)} of what is right"]
+        told = [f"{step.name} gives {_wrongly(state)} what is right"]
         why = explained(state.factor, self._sizes(step))
         told += [why] if why else []
         told += self._right_up_to(i)
@@ -178,7 +178,7 @@ class Story:
         while before := [j for j in self.steps[i].of if self.value(j) == state]:
             i = before[0]
         step, n = self.steps[i], torch.Size([self.mesh.shape[axis] for axis in state.over]).numel()
-        told = (f"{step.name} gives {n} times of what is to be summed up over {_axis_text(state.over)}",)
+        told = (f"{step.name} gives {n} times what is to be summed up over {_axis_text(state.over)}",)
         why = explained(float(n), self._sizes(step))
         return Blame(step.line, (*told, *([why] if why else []), *self._right_up_to(i)), self._instead(step, state))
 
@@ -263,7 +263,7 @@ class Story:
             return Blame("", ("no gradient comes back to it",))
         k = next((k for k in takers if self.steps[k].axis), takers[0])
         step, state = self.steps[k], self.gradient(i)
-        told = [f"result right; gradients right back to {step.name}, which hands on {_wrongly(state)} of the right one"]
+        told = [f"result right; gradients right back to {step.name}, which hands on {_wrongly(state)} the right one"]
         why = explained(state.factor, self._sizes(step))
         fix = f"look at the backward of {step.name}"
         if state.name == "partial":
@@ -275,7 +275,7 @@ class Story:
 
 
 def _wrongly(state: State) -> str:
-    return "something else" if state.factor is None else times(state.factor)
+    return "something else than" if state.factor is None else times(state.factor)
 
 
 def _axis_text(over: tuple[str, ...]) -> str:

@@ -46,6 +46,8 @@ class Derived:
     """The outputs that depend on what is differentiated."""
     by: dict[str, list[Tensor]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    draws: bool = False
+    """Whether it draws at random other than under rng."""
 
 
 def drawn(leaves: Sequence[Leaf], seed: int) -> list[Leaf]:
@@ -67,14 +69,15 @@ def job_of(
     """What a rank does. ``lenient``: a derivative that torch does not have is no error."""
 
     def job(rank: OnRank) -> Derived:
-        xs = [x.detach().clone().requires_grad_() for x in rank.targets]
+        xs, before = [x.detach().clone().requires_grad_() for x in rank.targets], torch.get_rng_state()
         if xs and kinds:
             with torch.enable_grad():
                 found = _backward(rank, xs, directions, kinds, twin, lenient)
         else:
             with torch.no_grad():
                 found = Derived(_detached(rank([x.detach() for x in xs], twin=twin)))
-        if not directions.cotangents:
+        found.draws = not torch.equal(before, torch.get_rng_state())
+        if not directions.cotangents or any(x.shape != y.shape for x, y in _ends(rank, found, directions)):
             return found
         if "jvp" in kinds and xs:
             try:
@@ -88,6 +91,12 @@ def job_of(
         return found
 
     return job
+
+
+def _ends(rank: OnRank, found: Derived, directions: Directions) -> list[tuple[Tensor, Tensor]]:
+    """The outputs that can have a gradient beside what is pulled back from them."""
+    ys = [y for y in found.result.tensors if differentiable(y)]
+    return list(zip(ys, _part(rank, directions.cotangents), strict=False))
 
 
 def _detached(result: Result) -> Result:
@@ -108,7 +117,9 @@ def _backward(
     if not directions.cotangents or not set(kinds) & {"vjp", "second"}:  # the twin's first run says what there is
         return found
     gs = [g.detach().clone().requires_grad_() for g in _part(rank, directions.cotangents)]
-    pairs = [(y, g) for y, g in zip(ends, gs, strict=True) if y.requires_grad]
+    pairs = [(y, g) for y, g in zip(ends, gs, strict=False) if y.requires_grad]
+    if len(ends) != len(gs) or any(y.shape != g.shape for y, g in pairs):  # the value is wrong already
+        return found
     again = "second" in kinds
     found.by["vjp"] = [torch.zeros_like(x) for x in xs]
     if again:

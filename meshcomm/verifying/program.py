@@ -129,7 +129,7 @@ class Program:
         closed = [self.closed[i] for i in self.shared]
         return [
             *(self.cut[i] for i in self.wanted),
-            *(Leaf(f"{name}, which is closed over", self.cast(x), "...") for _, name, x in closed),
+            *(Leaf(name, self.cast(x), "...") for _, name, x in closed),
         ]
 
     def on_leaves(self) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ def state_of(parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bo
         if all(difference("", 0, x, y, scale) is None for x, y in zip(parts, right, strict=True)):
             return State("right")
     if not (whole.is_floating_point() or whole.is_complex()):
-        return State("wrong")
+        return UNKNOWN  # an index, which is another one on each rank
     for layout, right in zip(layouts, rights, strict=True):
         free = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in layout.axes]
         for count in range(1, len(free) + 1):

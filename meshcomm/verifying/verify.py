@@ -224,6 +224,8 @@ class _Call:
         for kind, why in derived.failed.items():
             self.notes.append(f"{_KIND[kind]} was not compared: {why}")
         kinds = [kind for kind in self.kinds if kind in derived.by and kind not in derived.failed]
+        if derived.draws:
+            self.notes.append(_DRAWS)
         if self.kinds and not reference.program.targets:
             self.notes.append("nothing can be differentiated: no input is a floating point tensor.")
         elif self.kinds and not derived.live:
@@ -288,6 +290,7 @@ class _Call:
                         yield -1, Difference(label, rank, float("nan"), f"{got!r} where {want!r} is right", None)
 
 
+_DRAWS = "random numbers are drawn outside of mc.rng, which are others on each rank and on one device."
 _KIND = {"vjp": "the VJP", "jvp": "the JVP", "second": "the VJP of the VJP", "value": "the value"}
 
 
