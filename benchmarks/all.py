@@ -53,6 +53,7 @@ PROGRAMS = {
     "pipeline": Program(),
     "compiled": Program(),
     "growth": Program(),
+    "verify": Program(),
 }
 
 

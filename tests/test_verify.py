@@ -99,3 +99,90 @@ def test_a_right_program_passes_on_the_meshes_of_its_axes() -> None:
     assert report.ran[0].startswith("{'dp': 2}, {'dp': 3}: value, vjp, jvp, second in float64")
     with pytest.raises(AssertionError, match=r"^meshcomm.verify: the gradient of input 0 is off"):
         mc.verify(hooked, X, W, **SPECS).check()
+
+
+def test_orders_of_the_ranks_and_what_they_share() -> None:
+    """The report says why one order stands for all, and finds what depends on who comes first."""
+    assert any("one order of the ranks stands for all" in note for note in mc.verify(right, X, W, **SPECS).notes)
+    came: list[int] = []
+
+    def who_comes_first(x: Tensor, w: Tensor) -> Tensor:
+        came.append(len(came))
+        y = right(x, w)
+        return y + (0.0 if mc.axis_size("dp") == 1 else float(came[-1] % 2 == len(came)))
+
+    report = mc.verify(who_comes_first, X, W, **SPECS, meshes=DP)
+    assert any("shared Python state" in note for note in report.notes), report
+
+
+def test_trees_modules_numbers_and_what_has_no_derivative() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5))
+
+    def step(batch: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Any]:
+        weights = {name: mc.pvary(x, "dp") for name, x in model.named_parameters()}
+        with mc.rng("(dp b) d", seed=1):
+            logits = torch.func.functional_call(model, weights, (batch["x"],))
+        losses = torch.nn.functional.cross_entropy(logits, batch["y"], reduction="sum")
+        return {"loss": mc.all_reduce(losses, "dp") / 6, "best": logits.argmax(1), "more": None, "n": 3}
+
+    out_specs = {"loss": "", "best": "(dp b)", "more": None, "n": None}
+    batch = {"x": X.float(), "y": torch.arange(6) % 4}
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    report = mc.verify(step, batch, model, in_specs=({"x": "(dp b) d", "y": "(dp b)"}, None), out_specs=out_specs)
+    report.check()
+    assert all(torch.equal(x, before[name]) and x.dtype == torch.float32 for name, x in model.state_dict().items())
+
+    def without(batch: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Any]:
+        losses = torch.nn.functional.cross_entropy(model[0](batch["x"]), batch["y"], reduction="sum")  # type: ignore[index]  # here
+        return {"loss": mc.all_reduce(losses, "dp") / 6, "best": batch["y"], "more": None, "n": 3}
+
+    in_specs = ({"x": "(dp b) d", "y": "(dp b)"}, None)
+    report = mc.verify(without, batch, model, in_specs=in_specs, out_specs=out_specs, meshes=DP)
+    assert report.findings[0].line == line_of(without)
+    assert "the gradient of 0.weight is off" in report.findings[0].text
+
+    report = mc.verify(lambda x: (x > 0).sum(1), X, in_specs="(dp b) d", out_specs="(dp b)", dtypes=(torch.bfloat16,))
+    assert report.ok
+    assert any("no output depends differentiably on an input" in note for note in report.notes)
+
+
+def test_a_twin_of_its_own_and_meshes_that_do_not_divide() -> None:
+    def dense(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).square().sum()
+
+    report = mc.verify(right, X[:4], W, **SPECS, twin=dense).check()
+    assert report.notes[0].startswith("{'dp': 3} was skipped: dim 'b' of length 4 is not divisible")
+    assert not mc.verify(right, X, W, **SPECS, twin=lambda x, w: 2 * dense(x, w)).ok
+    with pytest.raises(mc.MeshError, match=r"^meshcomm.verify: the twin returns another structure"):
+        mc.verify(right, X, W, **SPECS, twin=lambda x, w: [dense(x, w)])
+
+
+def test_a_ring_and_ranks_that_raise() -> None:
+    def ring(x: Tensor, w: Tensor) -> Tensor:
+        n, y = mc.axis_size("cp"), torch.zeros((), dtype=x.dtype)
+        for step in range(n):
+            block = x.unflatten(1, (n, -1))[:, (mc.axis_index("cp") - step) % n]
+            y = y + block @ w
+            w = mc.shift(w, "cp")
+        return y
+
+    specs = {"in_specs": ("(cp b) d", "(cp d) e"), "out_specs": "(cp b) e"}
+    mc.verify(ring, draw(6, 6), draw(6, 2), **specs).check()
+
+    def raises(x: Tensor) -> Tensor:
+        if mc.axis_size("cp") > 1:
+            x = x[:, :2]  # here
+        return x @ x.mT
+
+    report = mc.verify(raises, draw(6, 3), in_specs="(cp b) d", out_specs="(cp b) e", meshes={"cp": 2})
+    assert [each.kind for each in report.findings] == ["value"]
+
+
+def verified(rank_of: Callable[[], int]) -> tuple[bool, str, str]:
+    wrong = mc.verify(lacks_pvary, X, W, **SPECS)
+    return mc.verify(right, X, W, **SPECS).ok, wrong.findings[0].line, wrong.notes[-1]
+
+
+def test_in_a_running_group_all_ranks_get_one_report() -> None:
+    found = mc.launch(verified, ranks=2, args=(lambda: 0,))
+    assert found == [(True, line_of(lacks_pvary), "{'dp': 3} was skipped: the group has 2 ranks.")] * 2

@@ -64,18 +64,27 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def job_of(
-    directions: Directions, kinds: Sequence[str], *, twin: bool = False, lenient: bool = False
+    directions: Directions,
+    kinds: Sequence[str],
+    *,
+    twin: bool = False,
+    lenient: bool = False,
+    seen: Callable[[Result], None] | None = None,
 ) -> Callable[[OnRank], Derived]:
-    """What a rank does. ``lenient``: a derivative that torch does not have is no error."""
+    """What a rank does. ``lenient``: a derivative that torch does not have is no error. ``seen``: is told of the values
+    before there are derivatives.
+    """
 
     def job(rank: OnRank) -> Derived:
         xs, before = [x.detach().clone().requires_grad_() for x in rank.targets], torch.get_rng_state()
         if xs and kinds:
             with torch.enable_grad():
-                found = _backward(rank, xs, directions, kinds, twin, lenient)
+                found = _backward(rank, xs, directions, kinds, twin, lenient, seen)
         else:
             with torch.no_grad():
                 found = Derived(_detached(rank([x.detach() for x in xs], twin=twin)))
+            if seen is not None:
+                seen(found.result)
         found.draws = not torch.equal(before, torch.get_rng_state())
         if not directions.cotangents or any(x.shape != y.shape for x, y in _ends(rank, found, directions)):
             return found
@@ -108,13 +117,16 @@ def _part(rank: OnRank, leaves: Sequence[Leaf]) -> list[Tensor]:
 
 
 def _backward(
-    rank: OnRank, xs: list[Tensor], directions: Directions, kinds: Sequence[str], twin: bool, lenient: bool
-) -> Derived:
+    rank: OnRank, xs: list[Tensor], directions: Directions, kinds: Sequence[str], twin: bool, lenient: bool,
+    seen: Callable[[Result], None] | None,
+) -> Derived:  # fmt: skip
     result = rank(xs, twin=twin)
     found = Derived(_detached(result))
+    if seen is not None:
+        seen(found.result)
     ends = [y for y in result.tensors if differentiable(y)]
     found.live = [i for i, y in enumerate(result.tensors) if y.requires_grad]
-    if not directions.cotangents or not set(kinds) & {"vjp", "second"}:  # the twin's first run says what there is
+    if not directions.cotangents or not set(kinds) & {"vjp", "second"}:
         return found
     gs = [g.detach().clone().requires_grad_() for g in _part(rank, directions.cotangents)]
     pairs = [(y, g) for y, g in zip(ends, gs, strict=False) if y.requires_grad]
@@ -191,10 +203,14 @@ class Reference:
 
 
 def reference_of(program: Program, ones: Mesh, kinds: Sequence[str]) -> Reference:
-    """Run the twin: once for what there is, and again for its derivatives."""
-    result = program.run(ones, job_of(Directions(), kinds, twin=True))[0].result
-    outputs = [Leaf(*leaf) for leaf in zip(result.labels, result.tensors, result.specs, strict=True)]
-    ends, targets, seed = [leaf for leaf in outputs if differentiable(leaf.value)], program.targets, program.seed
-    directions = Directions(drawn(ends, seed + 1), drawn(targets, seed + 2), drawn(targets, seed + 3))
-    derived = program.run(ones, job_of(directions, kinds, twin=True, lenient=True))[0]
+    """Run the twin. Directions are drawn when its outputs are there."""
+    directions, outputs = Directions(), list[Leaf]()
+
+    def found(result: Result) -> None:
+        outputs.extend(Leaf(*leaf) for leaf in zip(result.labels, result.tensors, result.specs, strict=True))
+        ends, targets, seed = [leaf for leaf in outputs if differentiable(leaf.value)], program.targets, program.seed
+        directions.cotangents = drawn(ends, seed + 1)
+        directions.tangents, directions.seconds = drawn(targets, seed + 2), drawn(targets, seed + 3)
+
+    derived = program.run(ones, job_of(directions, kinds, twin=True, lenient=True, seen=found))[0]
     return Reference(program, directions, derived, outputs)

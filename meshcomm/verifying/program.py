@@ -25,8 +25,9 @@ from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.runtime.start import world as processes
+from meshcomm.runtime.transports.threads.orders import world_of
 from meshcomm.runtime.transports.threads.random_state import mixed
-from meshcomm.runtime.transports.threads.scheduler import World, current_rank
+from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.spmd.shard_map.assemble import coordinates, differentiable
 from meshcomm.spmd.shard_map.rank_context import OwnState, begin_body, body_of
 from meshcomm.spmd.shard_map.specs import in_strings, of_leaf, own_part, spec_of_each_leaf
@@ -169,7 +170,7 @@ class Program:
             return self._in_group(mesh, job)
         places = coordinates(mesh)
         slots = self.reach.slots
-        world = World(mesh.world_size, share=True, state=partial(OwnState, slots, self.seed))
+        world = world_of(mesh.world_size, None, share=True, state=partial(OwnState, slots, self.seed))
 
         def body() -> Any:
             begin_body(mesh)  # the thread ends with it

@@ -92,8 +92,8 @@ class _Ready(deque[Rank]):
 class OrderedWorld(World):
     """All ranks of one launch, in turns that an order gives."""
 
-    def __init__(self, size: int, limit: timedelta | None, order: Order) -> None:
-        super().__init__(size, limit)
+    def __init__(self, size: int, limit: timedelta | None, order: Order, **more: Any) -> None:
+        super().__init__(size, limit, **more)
         self._order = order
         self._ready: _Ready = _Ready(self.ranks, order)
         self._within: set[int] = set()  # ranks that wait, or look whether something is done
@@ -174,7 +174,7 @@ def ordered(order: Order) -> Iterator[None]:
         _wanted.reset(token)
 
 
-def world_of(size: int, limit: timedelta | None) -> World:
-    """All ranks of a launch, in the order that is wanted."""
+def world_of(size: int, limit: timedelta | None, **more: Any) -> World:
+    """All ranks of a launch, in the order that is wanted. ``more``: as a World has it."""
     order = _wanted.get()
-    return World(size, limit) if order is None else OrderedWorld(size, limit, order)
+    return World(size, limit, **more) if order is None else OrderedWorld(size, limit, order, **more)
