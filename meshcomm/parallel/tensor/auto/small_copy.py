@@ -74,6 +74,12 @@ def _shortened(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, nn
             yield path, part, kept, stands
 
 
+def _results_of(module: nn.Module) -> dict[int, Any]:
+    """By their ids what a copy has in place of tensors that the last call has left, as recurrent layers keep states."""
+    kept = [x for part in module.modules() for x in vars(part).values() if isinstance(x, Tensor)]
+    return {id(x): x.detach().clone() for x in kept if x.grad_fn is not None}
+
+
 def small_copy_of(module: nn.Module, device: torch.device, dtype: torch.dtype | None, shorter: bool) -> SmallCopy:
     """A copy with random numbers; ``shorter``: with fewer layers."""
     stands: dict[str, dict[str, str]] = {}
@@ -83,7 +89,7 @@ def small_copy_of(module: nn.Module, device: torch.device, dtype: torch.dtype | 
             before.append((part, vars(part)["_modules"]))
             vars(part)["_modules"] = kept
             stands[path] = places
-        made = copy.deepcopy(module)
+        made = copy.deepcopy(module, _results_of(module))
     finally:
         for part, modules in before:
             vars(part)["_modules"] = modules
