@@ -145,6 +145,24 @@ def test_alone() -> None:
     mc.launch(alone_in_a_list, RANKS)
 
 
+def written() -> None:
+    """What a part has written to what was gathered is refused, and is not there the next time."""
+    mesh = mc.make_mesh({"fs": RANKS})
+    first, last = pair()
+    wanted = first(rows(0))
+    fully_shard([first, last], "fs", grads="mean", mesh=mesh)
+    with torch.no_grad():
+        writes = first[0].register_forward_hook(lambda module, *_: nn.init.zeros_(module.weight) * 0)
+        with pytest.raises(mc.MeshError, match="written in place"):
+            first(rows(0))
+        writes.remove()
+        assert_close(first(rows(0)), wanted.detach())
+
+
+def test_written() -> None:
+    mc.launch(written, RANKS)
+
+
 def refused() -> None:
     said: dict[str, Any] = {"axis": "fs", "grads": "mean", "mesh": mc.make_mesh({"fs": RANKS})}
     one, around = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))

@@ -334,6 +334,8 @@ class Unit:
             held = self._held()
             if held is not None:
                 gathered_again.close(held)
+            if written:
+                self.forget_between()
             if written and not interrupted:
                 written[0].refuse_writes(self.name)
 

@@ -88,7 +88,8 @@ def shard_optimizer(optimizer: O, axis: AxisName, *, cut: Cut | None = None, mes
     would make 2 (n-1)/n of it. That is not done here: gradients stay whole and the same on all ranks, for clipping, for
     ``GradScaler`` and for who reads ``.grad``, and ``python -m benchmarks.optimizers`` showed no shorter step of
     training by it on gloo (1.10 to 1.19 of torch's ``ZeroRedundancyOptimizer``, here 0.98 to 1.11).
-    ``fully_shard(regather=False)`` is that way: no whole gradients, and parameters gathered once per step. Before the first step, and after new parameters, two numbers per rank.
+    ``fully_shard(regather=False)`` is that way: no whole gradients, and parameters gathered once per step. Before the
+    first step, and after new parameters, two numbers per rank.
 
     Raises:
         MeshError: no such axis; not an optimiser, or one that is sharded already; LBFGS, whose step is of all
