@@ -54,6 +54,7 @@ PROGRAMS = {
     "compiled": Program(),
     "growth": Program(),
     "verify": Program(),
+    "hangs": Program(),
 }
 
 

@@ -11,7 +11,7 @@ with _LaterCollection():  # what is imported here may be what makes one fall due
     from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
     from meshcomm.collectives.place import argmax, argmin, axis_index, axis_size
     from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
-    from meshcomm.errors import CommError, MeshError, VaryingError, VerifyError
+    from meshcomm.errors import CommError, HangError, MeshError, VaryingError, VerifyError
     from meshcomm.launch import launch
     from meshcomm.make_mesh import make_mesh
     from meshcomm.mesh import Mesh, current_mesh, use_mesh
@@ -62,6 +62,8 @@ if typing.TYPE_CHECKING:
     )
     from meshcomm.training.reductions import all_reduce_params, weighted_mean
     from meshcomm.training.split_rows import split_rows
+    from meshcomm.verifying.hangs.proof import Proof
+    from meshcomm.verifying.hangs.prove import prove_no_hang
     from meshcomm.verifying.report import Finding, Report
     from meshcomm.verifying.training.verify import verify_training
     from meshcomm.verifying.verify import verify
@@ -72,11 +74,13 @@ __all__ = [
     "CommError",
     "DryRun",
     "Finding",
+    "HangError",
     "Mesh",
     "MeshBatchSampler",
     "MeshError",
     "Metrics",
     "Plan",
+    "Proof",
     "Report",
     "Trace",
     "TraceEvent",
@@ -133,6 +137,7 @@ __all__ = [
     "permute",
     "placements",
     "plan",
+    "prove_no_hang",
     "pvary",
     "rank",
     "recv",
@@ -201,6 +206,8 @@ _LATER = {
         ),
         "meshcomm.training.reductions": "all_reduce_params weighted_mean",
         "meshcomm.training.split_rows": "split_rows",
+        "meshcomm.verifying.hangs.proof": "Proof",
+        "meshcomm.verifying.hangs.prove": "prove_no_hang",
         "meshcomm.verifying.report": "Finding Report",
         "meshcomm.verifying.training.verify": "verify_training",
         "meshcomm.verifying.verify": "verify",

@@ -1,11 +1,12 @@
-"""``python -m meshcomm``: the doctor; ``python -m meshcomm explain DIR``: what the dumps of the ranks say."""
+"""``python -m meshcomm``: the doctor; ``explain DIR``: what the ranks' dumps say; ``prove DIR``: what traces do."""
 
 from __future__ import annotations
 
 import sys
 
-from meshcomm.tools import doctor, explain
+from meshcomm.tools import doctor, explain, prove
 
 if __name__ == "__main__":
     wanted = sys.argv[1:]
-    sys.exit(explain.main(wanted[1:]) if wanted[:1] == ["explain"] else doctor.main())
+    asked = {"explain": explain.main, "prove": prove.main}.get(wanted[0]) if wanted else None
+    sys.exit(doctor.main() if asked is None else asked(wanted[1:]))

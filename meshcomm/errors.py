@@ -46,6 +46,10 @@ class VerifyError(OurError, AssertionError):
     """A program that is not what it is on one device: the text is the report of :func:`meshcomm.verify`."""
 
 
+class HangError(OurError, RuntimeError):
+    """A program whose ranks wait for each other for ever, or may: what :func:`meshcomm.prove_no_hang` found."""
+
+
 def text(where: str, what: str, *, got: str = "", fix: str = "") -> str:
     """``meshcomm.<where>: <what>`` with a line for what was given and a line for what to do."""
     lines = [f"meshcomm.{where}: {what}"]

@@ -202,7 +202,7 @@ def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_function_is_called() -> None:
     """All that take an axis or a layout; what makes meshes and ranks is called by the tests themselves."""
     around = {"init", "shutdown", "launch", "make_mesh", "current_mesh", "check_vma", "mark_varying", "use_mesh"}
-    around |= {"varying_axes", "assert_varying", "verify_training"}
+    around |= {"varying_axes", "assert_varying", "verify_training", "prove_no_hang"}
     dtensors = {"from_dtensor", "to_dtensor", "layout_from", "placements", "layout_of", "partition_spec"}  # below
     rank_free = {
         "split_rows",

@@ -202,6 +202,7 @@ LACKING: dict[str, set[str]] = {
     "main_only": {"Type", "Backward"},
     "verify_training": {"Type", "Backward"},
     "verify": {"Type", "Backward"},
+    "prove_no_hang": {"Type", "Backward"},
 }
 LACKING |= {
     name: {"Type", "Args", "Backward"}

@@ -193,7 +193,7 @@ LATE = {
         "meshcomm.training.split_rows",
         "meshcomm.layout.dtensor", "meshcomm.layout.einsum", "meshcomm.layout.plan", "meshcomm.layout.reshard",
         "meshcomm.layout.shapes", "meshcomm.layout.show", "meshcomm.parallel", "meshcomm.spmd.types.check_vma", "meshcomm.spmd.random.rng",
-        "meshcomm.verifying.report",
+        "meshcomm.verifying.report", "meshcomm.verifying.hangs.proof", "meshcomm.verifying.hangs.prove",
         "meshcomm.verifying.training.verify",
         "meshcomm.verifying.verify",
         "meshcomm.dry.run",

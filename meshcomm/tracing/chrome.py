@@ -27,6 +27,7 @@ def document(
     seconds: float,
     compiled: Iterable[AxisName],
     together: Iterable[tuple[str, tuple[str, ...]]] = (),
+    ranks: Iterable[int] = (),
 ) -> dict[str, Any]:
     """The whole file."""
     slices: list[dict[str, Any]] = []
@@ -41,7 +42,7 @@ def document(
                 for event in lane:
                     slices += _slices(event, pid, tid, seconds)
     about = {"made by": "meshcomm", "began": began, "seconds": seconds, "compiled": [_axis(axis) for axis in compiled],
-             "names": [[name, list(axes)] for name, axes in together]}  # fmt: skip
+             "names": [[name, list(axes)] for name, axes in together], "ranks": list(ranks)}  # fmt: skip
     return {"traceEvents": slices, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -111,9 +112,9 @@ def _args(event: TraceEvent) -> dict[str, Any]:
     return args
 
 
-def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tuple[TraceEvent, ...], Any]:
-    """When the trace began, how long it was, what was compiled, the events, and names of several axes, of what
-    :func:`document` gave.
+def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tuple[TraceEvent, ...], Any, list[int]]:
+    """When the trace began, how long it was, what was compiled, the events, names of several axes, and the ranks,
+    of what :func:`document` gave.
     """
     about = file["otherData"]
     if about["made by"] != "meshcomm":
@@ -126,6 +127,7 @@ def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tupl
         tuple(_name(axis) for axis in about["compiled"]),
         tuple(events),
         [(name, tuple(axes)) for name, axes in about.get("names", ())],
+        list(map(int, about.get("ranks", ()))),
     )
 
 

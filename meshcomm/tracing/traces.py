@@ -39,6 +39,7 @@ class Trace(Shown):
         """Axes over which compiled graphs may have communicated, of which a trace knows nothing."""
         self._compiled_now: tuple[AxisName, ...] = ()
         self._names: dict[str, set[tuple[str, ...]]] = {}  # what stands for several axes, on any of the meshes
+        self._heard: set[int] = set()  # the ranks of the world whose calls it would have
         self._home: Rank | None = None
         self._origin = 0
         self._end: int | None = None
@@ -110,6 +111,8 @@ class Trace(Shown):
             if not self._closed:
                 self._learn((name, axes) for name, axes in axis.mesh.names.items())
                 self._axes.append(weakref.ref(axis))
+                every = axis.mesh.in_process and self._home is None
+                self._heard.update(range(axis.mesh.world_size) if every else [axis.ranks[axis.index]])
                 attach(axis, self._records)
 
     def _note_compiled(self, axis: Axis, now: bool = False) -> None:
@@ -142,6 +145,7 @@ class Trace(Shown):
             if not self._closed:
                 self._abroad += chrome.moved(other._events, other.began - self.began)
                 self._learn(other._known())
+                self._heard |= other._heard
                 self.compiled = tuple(dict.fromkeys((*self.compiled, *other.compiled)))
                 self._compiled_now = tuple(dict.fromkeys((*self._compiled_now, *now)))
 
@@ -151,6 +155,16 @@ class Trace(Shown):
     def events(self) -> tuple[TraceEvent, ...]:
         """One per primitive and rank, in the order in which they were issued; those so far, while it is open."""
         return self._so_far() if self._origin and self._end is None else self._events
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is being recorded."""
+        return bool(self._origin) and self._end is None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the world: those whose calls it has, were there none."""
+        return tuple(sorted(self._heard.union(event.rank for event in self.events)))
 
     @property
     def seconds(self) -> float:
@@ -229,7 +243,8 @@ class Trace(Shown):
         """Write it as Chrome trace JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing: a process per rank, a
         track per axis, more of them where works overlap; inside of each slice the call and the wait.
         """
-        text = json.dumps(chrome.document(self.events, self.began, self.seconds, self.compiled, self._known()))
+        document = chrome.document(self.events, self.began, self.seconds, self.compiled, self._known(), self.ranks)
+        text = json.dumps(document)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -250,6 +265,7 @@ class Trace(Shown):
             whole._end += round(_SECOND * max(part.began - whole.began + part.seconds for part in parts))
             for part in parts:
                 whole._learn(part._known())
+                whole._heard |= part._heard
             whole.compiled = tuple(dict.fromkeys(axis for part in parts for axis in part.compiled))
         return whole
 
@@ -257,13 +273,14 @@ class Trace(Shown):
         if self._end is None:
             fail("trace", "a trace that is open cannot be pickled.", fix="leave its with block first")
         return {"began": self.began, "seconds": self.seconds, "compiled": self.compiled, "events": self._events,
-                "names": self._known()}  # fmt: skip
+                "names": self._known(), "ranks": self.ranks}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Trace.__init__(self)
         self.began, self.compiled, self._events = state["began"], state["compiled"], state["events"]
         self._origin, self._end = 1, 1 + round(_SECOND * state["seconds"])
         self._learn(state.get("names", ()))
+        self._heard.update(state.get("ranks", ()))
 
 
 def _loaded(part: object) -> Trace:
@@ -275,13 +292,14 @@ def _loaded(part: object) -> Trace:
         fail("Trace.merge", f"expected a trace or a file, got {type(part).__name__}.")
     with open(part, encoding="utf-8") as file:
         try:
-            began, seconds, compiled, events, together = chrome.read(json.load(file))
+            began, seconds, compiled, events, together, ranks = chrome.read(json.load(file))
         except (ValueError, KeyError, TypeError, AttributeError):
             fail(
                 "Trace.merge", f"{os.fspath(part)!r} is no trace of meshcomm.", fix="a file that Trace.save has written"
             )
     found = Trace()
-    found.__setstate__({"began": began, "seconds": seconds, "compiled": compiled, "events": events, "names": together})
+    found.__setstate__({"began": began, "seconds": seconds, "compiled": compiled, "events": events, "names": together,
+                        "ranks": ranks})  # fmt: skip
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from meshcomm.errors import VerifyError, raise_alone
 
-__all__ = ["Finding", "Report"]
+__all__ = ["Finding", "Report", "labelled"]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ class Report:
 
     def __str__(self) -> str:
         head = [finding.text for finding in self.findings] or [f"meshcomm.{self.name}: nothing wrong was found."]
-        return "\n".join((*head, *_labelled("ran", self.ran), *_labelled("note", self.notes)))
+        return "\n".join((*head, *labelled("ran", self.ran), *labelled("note", self.notes)))
 
 
-def _labelled(label: str, lines: Sequence[str]) -> list[str]:
+def labelled(label: str, lines: Sequence[str]) -> list[str]:
+    """Lines behind a word, those that go on as far in."""
     return [f"  {label}: " + line.replace("\n", "\n  " + " " * (len(label) + 2)) for line in lines]

@@ -1,0 +1,79 @@
+"""What the judge says of the logs of all ranks, as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshcomm.errors import HangError, raise_alone
+from meshcomm.verifying.hangs.agree import meetings_of
+from meshcomm.verifying.hangs.log import Log
+from meshcomm.verifying.hangs.paper import findings_of
+from meshcomm.verifying.report import Finding, labelled
+
+__all__ = ["Proof", "judged"]
+
+_ORDER = (
+    "order: it does not hang on gloo, on shared memory and in one process. It may where calls over several"
+    " communicators run one after the other, as NCCL's do (NCCL User Guide, Using Multiple NCCL Communicators"
+    " Concurrently)."
+)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What :func:`prove_no_hang` found.
+
+    ``print(proof)`` shows all of it: the findings, what was judged, what it does not cover.
+
+    Args:
+        findings: what hangs or may, of kind ``"mismatch"`` (ranks of an axis make different calls), ``"unmatched"`` (a
+            call or message that has no other side), ``"deadlock"`` (ranks that wait in a circle), ``"order"`` (they
+            would, if every call blocked until it is over). None of a program that is proven.
+        unproven: lines on which what a rank does next can depend on more than what was judged: a tensor read on the
+            host, ``done()``, a time-out. With other data or at another time it may go a way that was not judged.
+        ran: what was judged, a line each.
+        notes: what is no error, and yet good to know.
+
+    Example:
+        >>> import meshcomm as mc
+        >>> proof = mc.Proof([mc.Finding("deadlock", "train.py:33", "meshcomm.prove_no_hang: messages wait ...")])
+        >>> proof.ok, proof.findings[0].kind, proof.unproven
+        (False, 'deadlock', ())
+    """
+
+    findings: Sequence[Finding] = ()
+    unproven: Sequence[str] = ()
+    ran: Sequence[str] = field(default=(), repr=False)
+    notes: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found. What is unproven is no finding."""
+        return not self.findings
+
+    def check(self) -> Proof:
+        """This proof, if nothing was found.
+
+        Cost: none; each rank judges its own proof.
+
+        Raises:
+            HangError: with the whole proof as its text.
+        """
+        if not self.ok:
+            raise_alone(HangError(str(self)))
+        return self
+
+    def __str__(self) -> str:
+        head = [finding.text for finding in self.findings] or ["meshcomm.prove_no_hang: nothing hangs."]
+        rest = ("ran", self.ran), ("unproven", self.unproven), ("note", self.notes)
+        return "\n".join((*head, *(line for label, lines in rest for line in labelled(label, lines))))
+
+
+def judged(logs: Mapping[int, Log], unproven: Sequence[str] = (), ran: Sequence[str] = ()) -> Proof:
+    """Whether ranks that do this can hang. A rank has a log if it may call, were it empty."""
+    meetings = meetings_of(logs)
+    findings = meetings.findings
+    stuck = findings_of(logs, meetings, blocking=False)
+    orders = [] if stuck else findings_of(logs, meetings, blocking=True)
+    return Proof((*findings, *stuck, *orders), tuple(dict.fromkeys(unproven)), tuple(ran), (_ORDER,) if orders else ())

@@ -1,0 +1,163 @@
+"""prove_no_hang: of a program, or of a trace of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, overload
+
+from meshcomm.errors import CommError, fail
+from meshcomm.launch import launch
+from meshcomm.make_mesh import make_mesh
+from meshcomm.mesh import Mesh, use_mesh
+from meshcomm.runtime.start import world
+from meshcomm.runtime.transports.threads.scheduler import current_rank
+from meshcomm.tracing.traces import Trace
+from meshcomm.tracing.traces import trace as traced
+from meshcomm.verifying.hangs.proof import Proof, judged
+from meshcomm.verifying.hangs.reads import Reads, said_of
+from meshcomm.verifying.hangs.traced import logs_of, unproven_of
+
+__all__ = ["prove_no_hang"]
+
+_WHERE = "prove_no_hang"
+_MOST = 10_000
+"""Ranks of one process."""
+
+
+@overload
+def prove_no_hang(program: Trace) -> Proof: ...
+@overload
+def prove_no_hang(
+    program: Callable[[], object], mesh: Mapping[str, int] | Mesh, ranks: Sequence[int] | None = None
+) -> Proof: ...
+def prove_no_hang(
+    program: Any, mesh: Mapping[str, int] | Mesh | None = None, ranks: Sequence[int] | None = None
+) -> Proof:
+    """Whether the ranks of a program can wait for each other for ever: it names the calls that part, or the cycle.
+
+    ::
+
+        a log per rank        rank 0  begin all_reduce dp, wait, begin all_gather tp, wait
+                              rank 1  ...
+        (a) calls agree       the k-th call of each group is the same on all of its ranks; messages have another side
+        (b) run on paper      with the waits where they stand: who is stuck is in a "deadlock"
+        (c) once more         with every call blocking where it is made: stuck is an "order"
+
+    Messages are met by source, destination and tag, and collectives by their number: what a rank does next depends on
+    no race, so that one way through stands for all schedules (a Kahn network). What it can depend on beside that, the
+    values of tensors read on the host, ``done()``, and time-outs, is listed in ``unproven``; threads of the program's
+    own, and Python objects that ranks share, are not seen.
+
+    "order" is safe on gloo, on shared memory and in one process, where a call that is under way holds nobody up. On
+    transports where calls over several communicators run one after the other it is not, and NCCL says so of its own
+    ("Using Multiple NCCL Communicators Concurrently").
+
+    Args:
+        program: a function of no arguments, the program of one rank, which finds its mesh as the current one; or a
+            closed trace of all ranks: :meth:`Trace.merge` makes one of those of several processes.
+        mesh: of the function: axis to size, or a mesh, of which sizes and names are taken. Its ranks run in this
+            process, one after the other, until they end or nobody can go on.
+        ranks: those whose logs stand for the others', each for those that are equal to it in what the program reads of
+            its place; all of them when None. All are run where they are ranks of this process, and what is proven of
+            all holds for these.
+
+    Returns: a :class:`Proof`: ``ok``, ``findings`` of kind "mismatch", "unmatched", "deadlock", "order", ``unproven``;
+        ``check()`` raises :class:`HangError`.
+
+    Cost: none on a mesh of the caller's: a function is run on ranks of this process, of a trace nothing is. The judge
+        itself takes half a second for 100,000 calls.
+
+    Raises:
+        MeshError: neither a function nor a trace; a mesh without a function or the other way round; sizes that are
+            none, ranks that are not on the mesh; called on a rank, or under a launcher; a trace that is open, lacks
+            ranks, or of which compiled graphs are not known.
+        Exception: what the program itself raises.
+
+    Example:
+        >>> import torch, meshcomm as mc
+        >>> def main():
+        ...     mesh, x = mc.current_mesh(), torch.ones(4)
+        ...     axes = ("dp", "tp") if mesh.rank in (0, 3) else ("tp", "dp")
+        ...     works = [mc.all_reduce(x, axis, async_op=True) for axis in axes]
+        ...     mc.wait(works)
+        >>> proof = mc.prove_no_hang(main, {"dp": 2, "tp": 2})
+        >>> proof.ok, proof.findings[0].kind
+        (False, 'order')
+
+    Source: MPI's deadlock detectors (wait-for graphs); Kahn, The semantics of a simple language for parallel
+        programming; the NCCL User Guide, Using Multiple NCCL Communicators Concurrently.
+    """
+    if isinstance(program, Trace):
+        if mesh is not None or ranks is not None:
+            fail(_WHERE, "a trace has its mesh and its ranks.", fix="leave mesh and ranks out")
+        return _of_trace(program)
+    if not callable(program):
+        what = f"expected a trace or a function, got {type(program).__name__}."
+        fail(_WHERE, what, fix="prove_no_hang(fn, {'dp': 2}), or a closed trace of all ranks")
+    shape, names = _checked_mesh(mesh)
+    _check_ranks(ranks, math.prod(shape.values()))
+    if current_rank() is not None or world.under_launcher():
+        fail(_WHERE, "called on a rank: it starts ranks of its own.", fix="call it in a plain process")
+    return _of_program(program, shape, names)
+
+
+def _checked_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    if isinstance(mesh, Mesh):
+        shape, names = {name: mesh.shape[name] for name in mesh.axis_names}, dict(mesh.names)
+    else:
+        if not isinstance(mesh, Mapping) or not mesh:
+            fail(_WHERE, "a function needs a mesh to run on.", got=repr(mesh), fix='such as {"dp": 2, "tp": 2}')
+        for name, length in mesh.items():
+            if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
+                got = repr(dict(mesh))
+                fail(_WHERE, f"axis {name!r} has size {length!r}.", got=got, fix="a positive int: nobody counts ranks")
+        shape, names = dict(mesh), {}
+    if math.prod(shape.values()) > _MOST:
+        fail(_WHERE, f"{math.prod(shape.values())} ranks are more than {_MOST}.", got=repr(shape), fix="smaller sizes")
+    return shape, names
+
+
+def _check_ranks(ranks: Any, size: int) -> None:
+    if ranks is None:
+        return
+    ints = isinstance(ranks, Sequence) and all(isinstance(r, Integral) and not isinstance(r, bool) for r in ranks)
+    if not ints or not ranks or len(set(ranks)) != len(ranks):
+        fail(_WHERE, f"ranks={ranks!r} are not different ints.", fix="such as (0, 1), or None for all of them")
+    outside = [rank for rank in ranks if not 0 <= rank < size]
+    if outside:
+        fail(_WHERE, f"rank {outside[0]} is not on the mesh.", got=f"{size} ranks", fix=f"ranks from 0 to {size - 1}")
+
+
+# ------------------------------------------------------------------------------------------------------ what is judged
+
+
+def _of_trace(trace: Trace) -> Proof:
+    logs = logs_of(trace)
+    calls = sum(len(log.issues) for log in logs.values())
+    return judged(logs, unproven_of(trace.events), [f"a trace of {len(logs)} ranks and {calls} calls"])
+
+
+def _of_program(fn: Callable[[], object], shape: dict[str, int], names: Mapping[str, tuple[str, ...]]) -> Proof:
+    size = math.prod(shape.values())
+    reads = {rank: Reads() for rank in range(size)}
+
+    def run() -> None:
+        mesh = make_mesh(shape, names=names)
+        with use_mesh(mesh), reads[mesh.own_index()]:
+            fn()
+
+    error: CommError | None = None
+    with traced() as t:
+        try:
+            launch(run, size)
+        except CommError as raised:
+            error = raised
+    logs = logs_of(t)
+    calls = sum(len(log.issues) for log in logs.values())
+    ran = [f"{size} ranks of {shape}, {calls} calls"]
+    proof = judged(logs, [*said_of(reads), *unproven_of(t.events)], ran)
+    if error is not None and proof.ok:  # it is about something else
+        raise error
+    return proof

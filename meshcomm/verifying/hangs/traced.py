@@ -1,0 +1,88 @@
+"""The logs of all ranks, as a trace has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from meshcomm.errors import fail, few
+from meshcomm.tracing.event import TraceEvent, axis_text
+from meshcomm.tracing.traces import Trace
+from meshcomm.verifying.hangs.log import Group, Issue, Log, Message
+
+__all__ = ["logs_of", "unproven_of"]
+
+_WHERE = "prove_no_hang"
+
+
+def logs_of(trace: Trace) -> dict[int, Log]:
+    """Rank to what it has called and where it has waited."""
+    events = trace.events
+    _checked(trace, events)
+    broken = any(event.error is not None for event in events)  # then nobody's last call may be the last one
+    found = {rank: Log(rank, cut=broken) for rank in trace.ranks}
+    groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+    of_rank: dict[int, list[TraceEvent]] = {rank: [] for rank in found}
+    for event in events:
+        of_rank[event.rank].append(event)
+    for rank, mine in of_rank.items():
+        log, steps = found[rank], list[tuple[float, int, int]]()
+        for event in mine:
+            name = _rolled(event), event.ranks
+            group = groups.get(name)
+            if group is None:
+                group = groups[name] = Group(*name, axis_text(event.axis))
+            number = len(log.issues)
+            log.issues.append(_issue(event, group))
+            steps.append((event.start, 2 * number, number))
+            if not event.asynchronous or event.issue is None:
+                steps.append((event.start, 2 * number + 1, ~number))
+            elif event.waited_at is not None:
+                steps.append((event.waited_at, 2 * number + 1, ~number))
+        log.steps = [step for _, _, step in sorted(steps)]
+    return found
+
+
+def _issue(event: TraceEvent, group: Group) -> Issue:
+    return Issue(
+        group,
+        event.operation,
+        event.key,
+        event.called or event.operation,
+        f"{event.site}{', in backward' if event.backward else ''}" if event.site is not None else "",
+        event.gradient,
+        tuple(Message(*each) for each in event.sent),
+        tuple(Message(*each) for each in event.wanted),
+        event.runs,
+        event.primitive == "exchange",
+    )
+
+
+def _rolled(event: TraceEvent) -> str:
+    """Its sequence of calls: barriers with a time-out count for themselves."""
+    return f"{event.group}, barriers with a time-out" if event.primitive == "barrier_within" else event.group
+
+
+def unproven_of(events: Iterable[TraceEvent]) -> list[str]:
+    """The lines at which what a rank does next can depend on when it asks."""
+    asked = [event.asked for event in events if event.asked]
+    timed = [f"a time-out at {event.site}" for event in events if event.primitive == "barrier_within"]
+    return list(dict.fromkeys((*asked, *timed)))
+
+
+def _checked(trace: Trace, events: Sequence[TraceEvent]) -> None:
+    """Refuse what nothing can be said of."""
+    if trace.is_open:
+        fail(_WHERE, "the trace is open.", got=repr(trace), fix="leave its with block first")
+    if any(not event.ranks for event in events):
+        fail(_WHERE, "the trace is one of an older version, whose events do not say what they meet.", fix="trace again")
+    lacking = sorted({rank for event in events for rank in event.ranks}.difference(trace.ranks))
+    if lacking:
+        got = f"those of ranks {few(trace.ranks)}"
+        fix = "merge the traces of all ranks: mc.Trace.merge(...) of saved files, or of mc.gather_object(t, axis)"
+        fail(_WHERE, f"the trace has no calls of ranks {few(lacking)}, which others call with.", got=got, fix=fix)
+    if trace.compiled:
+        over = ", ".join(map(axis_text, trace.compiled))
+        fix = "trace it under torch.compiler.set_stance('force_eager')"
+        fail(
+            _WHERE, "compiled graphs have communicated, of which the trace knows nothing.", got=f"over {over}", fix=fix
+        )

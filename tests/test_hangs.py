@@ -1,0 +1,245 @@
+"""prove_no_hang: what the judge says of logs, of programs that hang, may hang and cannot, and of traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshcomm as mc
+from meshcomm.tools import prove
+from meshcomm.verifying.hangs.log import Group, Issue, Log, Message
+from meshcomm.verifying.hangs.proof import judged
+
+SQUARE = {"dp": 2, "tp": 2}
+GROUPS = {
+    ("dp", 0): Group("dp", (0, 2), "dp"), ("dp", 1): Group("dp", (1, 3), "dp"),
+    ("tp", 0): Group("tp", (0, 1), "tp"), ("tp", 1): Group("tp", (2, 3), "tp"),
+}  # fmt: skip
+
+
+def kinds(proof: mc.Proof) -> list[str]:
+    return [finding.kind for finding in proof.findings]
+
+
+# ----------------------------------------------------------------------------------------------- logs made by hand
+
+
+def call(rank: int, axis: str, line: int, key: str = "sum") -> Issue:
+    group = GROUPS[axis, rank % 2 if axis == "dp" else rank // 2]
+    return Issue(group, "all_reduce", key, "all_reduce f32[4]", f"a.py:{line}")
+
+
+def test_the_text_of_an_order_is_one_line_with_its_cycle() -> None:
+    logs = {rank: Log(rank) for rank in range(4)}
+    for rank, log in logs.items():
+        for number in [log.begin(call(rank, axis, 17)) for axis in (("dp", "tp") if rank in (0, 3) else ("tp", "dp"))]:
+            log.wait(number)
+    (finding,) = judged(logs).findings
+    assert (finding.kind, finding.line) == ("order", "a.py:17")
+    assert str(finding) == (
+        "meshcomm.prove_no_hang: two axes are used in different orders. rank 0 all_reduce over dp at a.py:17 -> "
+        "rank 2 all_reduce over tp at a.py:17 -> rank 3 all_reduce over dp at a.py:17 -> rank 1 all_reduce over tp at a.py:17 "
+        "-> rank 0; fix: issue them in one order on every rank, or wait between"
+    )
+
+
+def test_waits_where_they_stand_make_a_deadlock_of_it() -> None:
+    logs = {rank: Log(rank) for rank in range(4)}
+    for rank, log in logs.items():
+        for axis in ("dp", "tp") if rank in (0, 3) else ("tp", "dp"):
+            log.call(call(rank, axis, 17))
+    assert kinds(judged(logs)) == ["deadlock"]
+
+
+def test_a_call_that_is_missing_in_the_middle_is_named_by_its_line() -> None:
+    logs = {rank: Log(rank) for rank in (0, 2)}
+    for rank, lines in {0: (1, 2, 3), 2: (1, 3)}.items():
+        for line in lines:
+            logs[rank].call(call(rank, "dp", line))
+    (finding,) = judged(logs).findings
+    assert (finding.kind, finding.line) == ("unmatched", "a.py:2")
+
+
+def test_a_deadlock_behind_another_finding_is_found() -> None:
+    logs = {rank: Log(rank) for rank in range(4)}
+    other = {axis: Group(axis + "2", (0, 1, 2, 3), axis) for axis in ("x", "y")}
+    for rank, log in logs.items():
+        log.call(call(rank, "dp", 1, key="max" if rank == 2 else "sum"))
+        for axis in ("x", "y") if rank else ("y", "x"):
+            log.call(Issue(other[axis], "barrier", "", "barrier", "a.py:2"))
+    assert kinds(judged(logs)) == ["mismatch", "deadlock"]
+
+
+def test_messages_are_met_by_rank_tag_and_order() -> None:
+    group = Group("a", (0, 1), "a")
+    logs = {0: Log(0), 1: Log(1)}
+
+    def message(log: Log, way: str, tag: int, x: str = "f32[2]") -> None:
+        given = {way: (Message(1 - log.rank, tag, x),)}
+        log.wait(log.begin(Issue(group, way, "", way, f"a.py:{tag}", messages=True, **given)))  # type: ignore[arg-type]
+
+    for tag in (1, 2):
+        message(logs[0], "sent", tag)
+    for tag in (2, 1):
+        message(logs[1], "wanted", tag)
+    assert kinds(judged(logs)) == ["deadlock"]
+    message(logs[0], "sent", 3)
+    assert kinds(judged(logs)) == ["unmatched", "deadlock"]
+    message(logs[1], "wanted", 3, "f32[3]")
+    assert kinds(judged(logs)) == ["mismatch", "deadlock"]
+
+
+# --------------------------------------------------------------------------------------------------------- programs
+
+
+def ones() -> Tensor:
+    return torch.ones(4)
+
+
+def crossed(later: bool) -> None:
+    axes = ("dp", "tp") if mc.current_mesh().rank in (0, 3) else ("tp", "dp")
+    works = [mc.all_reduce(ones(), axis, async_op=True) if later else mc.all_reduce(ones(), axis) for axis in axes]
+    mc.wait(works)
+
+
+def in_one_order() -> None:
+    works = [mc.all_reduce(ones(), axis, async_op=True) for axis in ("dp", "tp")]
+    mc.wait(works[::-1] if mc.current_mesh().rank else works)
+
+
+def left_out() -> None:
+    mc.all_reduce(ones(), "dp")
+    if mc.current_mesh().rank != 2:
+        mc.all_reduce(ones(), "tp")
+
+
+def another_op() -> None:
+    mc.all_reduce(ones(), "dp", "max" if mc.current_mesh().rank == 2 else "sum")
+
+
+def ring(later: bool, axis: str = "dp") -> None:
+    other = 1 - mc.current_mesh().coordinate[axis]
+    work = mc.send(ones(), axis, other, async_op=True) if later else mc.send(ones(), axis, other)
+    mc.recv(axis, other, shape=(4,), dtype=torch.float32)
+    mc.wait(work)
+
+
+def exchanged() -> None:
+    other = 1 - mc.current_mesh().coordinate["dp"]
+    mc.exchange([(ones(), other, 0)], [(other, (4,), torch.float32, 0)], "dp")
+
+
+def sent_to_nobody() -> None:
+    if mc.current_mesh().rank == 0:
+        mc.send(ones(), "dp", 1)
+
+
+def backward_on_some() -> None:
+    x = ones().requires_grad_()
+    y = mc.shift(x, "dp")
+    if mc.current_mesh().coordinate["dp"] == 0:
+        y.sum().backward()
+
+
+def reads() -> None:
+    total = mc.all_reduce(ones().sum(), ("dp", "tp"))
+    if total.item() > 3:
+        mc.barrier("dp")
+    work = mc.all_reduce(ones(), "tp", async_op=True)
+    work.done()
+    if mc.current_mesh().rank * ones().sum() > 6:
+        mc.barrier("tp")
+    work.wait()
+
+
+PROGRAMS: list[tuple[str, Callable[[], object], list[str]]] = [
+    ("crossed, waited for at once", lambda: crossed(False), ["deadlock"]),
+    ("crossed, waited for later", lambda: crossed(True), ["order"]),
+    ("in one order", in_one_order, []),
+    ("left out", left_out, ["unmatched"]),
+    ("another op", another_op, ["mismatch"]),
+    ("send before recv", lambda: ring(False), ["deadlock"]),
+    ("send under way before recv", lambda: ring(True), ["order"]),
+    ("exchange", exchanged, []),
+    ("sent to nobody", sent_to_nobody, ["unmatched"]),
+    ("backward on some ranks", backward_on_some, ["unmatched"]),
+]
+
+
+@pytest.mark.parametrize(("program", "found"), [each[1:] for each in PROGRAMS], ids=[each[0] for each in PROGRAMS])
+def test_a_program(program: Callable[[], object], found: list[str]) -> None:
+    proof = mc.prove_no_hang(program, SQUARE)
+    assert kinds(proof) == found, str(proof)
+    assert all("test_hangs.py:" in finding.line for finding in proof.findings)
+    if found:
+        with pytest.raises(mc.HangError, match=r"meshcomm\.prove_no_hang: "):
+            proof.check()
+    else:
+        assert proof.check() is proof
+
+
+def test_what_is_not_proven_is_listed() -> None:
+    proof = mc.prove_no_hang(reads, mc.make_mesh(SQUARE))
+    assert proof.ok
+    said = [line.split(" at ")[0] for line in proof.unproven]
+    assert said == ["item()", "bool()", "done()"]
+    assert proof.unproven[0].endswith("(all ranks read the same there)")
+    assert not proof.unproven[1].endswith("(all ranks read the same there)")
+
+
+def test_an_error_of_the_program_is_raised() -> None:
+    def wrong() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        mc.prove_no_hang(wrong, SQUARE)
+
+
+# ------------------------------------------------------------------------------------------------------------ traces
+
+
+def traced(program: Callable[[], object]) -> mc.Trace:
+    def main() -> None:
+        with mc.use_mesh(mc.make_mesh(SQUARE)):
+            program()
+
+    with mc.trace() as t:
+        mc.launch(main, 4)
+    return t
+
+
+def test_a_folder_of_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, program, code in (("good", exchanged, 0), ("bad", lambda: crossed(True), 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        t = traced(program)
+        t.save(folder / "trace.json")
+        again = mc.Trace.merge([folder / "trace.json"])
+        assert again.ranks == t.ranks == (0, 1, 2, 3)
+        assert str(mc.prove_no_hang(again)) == str(mc.prove_no_hang(t))
+        assert prove.main([str(folder)]) == code
+        assert "4 ranks" in capsys.readouterr().out
+    assert prove.main([str(tmp_path)]) == 2
+    (tmp_path / "other.json").write_text("{}")
+    assert prove.main([str(tmp_path)]) == 2
+    assert "no trace of meshcomm" in capsys.readouterr().err
+
+
+def test_traces_that_are_refused() -> None:
+    def own() -> mc.Trace:
+        with mc.use_mesh(mc.make_mesh({"dp": 2})), mc.trace() as t:
+            mc.all_reduce(ones(), "dp")
+        return t
+
+    mine, other = mc.launch(own, 2)
+    with pytest.raises(mc.MeshError, match=r"the trace has no calls of ranks 1[\s\S]*merge the traces of all ranks"):
+        mc.prove_no_hang(mine)
+    assert mc.prove_no_hang(mc.Trace.merge([mine, other])).ok
+    with pytest.raises(mc.MeshError, match="the trace is open"), mc.trace() as t:
+        mc.prove_no_hang(t)
+    with pytest.raises(mc.MeshError, match="leave mesh and ranks out"):
+        mc.prove_no_hang(mine, SQUARE)  # type: ignore[call-overload]
