@@ -157,6 +157,17 @@ def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             print("|" + "---|" * len(head))
 
 
+def print_by_size(ranks: int, sizes: Mapping[str, Mapping[str, Mapping[str, float]]], peer: str) -> None:
+    """Seconds and peaks of forward and backward, by size, of each candidate, beside those of one of them."""
+    rows = [
+        [size, who, f"{1e3 * one['seconds']:.1f}", f"{one['seconds'] / each[peer]['seconds']:.2f}",
+         f"{one['peak'] / 2**20:.2f}", f"{one['peak'] / each[peer]['peak']:.2f}"]
+        for size, each in sizes.items()
+        for who, one in each.items()
+    ]  # fmt: skip
+    print_table(f"Forward and backward, {ranks} processes", ["", "", "ms", "x peer", "peak MiB", "x peer"], rows)
+
+
 def judged(found: Mapping[str, Any], budgets: Sequence[Budget]) -> dict[str, Any]:
     """Print whether each budget holds. What was found, and that, as it goes to --json."""
     if budgets:
@@ -212,6 +223,15 @@ def options_of(description: str, markdown: bool = False) -> ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
     if markdown:
         parser.add_argument("--markdown", action="store_true", help="print the tables of the docs too")
+    return parser
+
+
+def options_by_size(description: str, flag: str, what: str) -> ArgumentParser:
+    """Those of a benchmark of steps on processes, by one size."""
+    parser = options_of(description)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes on gloo (2 4)")
+    parser.add_argument(flag, type=int, nargs="+", help=what)
+    parser.add_argument("--repeats", type=int, metavar="N", help="steps per number (15; 3 with --quick)")
     return parser
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshcomm as mc
-from benchmarks.common import Budget, judged, options_of, print_table, run, steps_in_turns
+from benchmarks.common import Budget, judged, options_by_size, print_by_size, run, steps_in_turns
 from benchmarks.tracked import Tracked
 from meshcomm import parallel
 
@@ -94,17 +94,10 @@ def on_gloo(lengths: Sequence[int], repeats: int) -> dict[int, dict[str, dict[st
 def report(found: dict[int, dict[int, dict[str, dict[str, float]]]]) -> list[Budget]:
     budgets = []
     for ranks, lengths in found.items():
-        rows = []
+        print_by_size(ranks, {f"{length} places": each for length, each in lengths.items()}, PEER)
         for length, each in lengths.items():
-            peer = each[PEER]
-            rows += [
-                [f"{length} places", who, f"{1e3 * one['seconds']:.1f}", f"{one['seconds'] / peer['seconds']:.2f}",
-                 f"{one['peak'] / 2**20:.1f}", f"{one['peak'] / peer['peak']:.2f}"]
-                for who, one in each.items()
-            ]  # fmt: skip
-            ratio = each[RING]["seconds"] / peer["seconds"]
+            ratio = each[RING]["seconds"] / each[PEER]["seconds"]
             budgets.append(Budget(f"ring over gather and masked attention, {ranks} ranks, {length}", ratio, 0.7, "x"))
-        print_table(f"Forward and backward, {ranks} processes", ["", "", "ms", "x peer", "peak MiB", "x peer"], rows)
     return budgets
 
 
@@ -116,10 +109,7 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = options_of("Attention over a sequence that is cut.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes on gloo (2 4)")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of the whole sequence (2048 4096)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="steps per number (15; 3 with --quick)")
+    parser = options_by_size("Attention over a sequence that is cut.", "--lengths", "of the whole sequence (2048 4096)")
     run(parser, measure, arguments)
 
 

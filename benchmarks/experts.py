@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 import meshcomm as mc
-from benchmarks.common import Budget, judged, options_of, print_table, run, steps_in_turns
+from benchmarks.common import Budget, judged, options_by_size, print_by_size, run, steps_in_turns
 from benchmarks.tracked import Tracked
 from meshcomm import parallel
 
@@ -164,19 +164,12 @@ def step_of(layer: Layer, given: Sequence[Tensor]) -> Callable[[], object]:
 def report(found: dict[int, dict[str, dict[str, dict[str, float]]]]) -> list[Budget]:
     budgets = []
     for ranks, sizes in found.items():
-        rows = []
+        print_by_size(ranks, sizes, PEER)
         for size, each in sizes.items():
-            peer = each[PEER]
-            rows += [
-                [size, who, f"{1e3 * one['seconds']:.1f}", f"{one['seconds'] / peer['seconds']:.2f}",
-                 f"{one['peak'] / 2**20:.2f}", f"{one['peak'] / peer['peak']:.2f}"]
-                for who, one in each.items()
-            ]  # fmt: skip
-            ratio = each[OURS]["seconds"] / peer["seconds"]
+            ratio = each[OURS]["seconds"] / each[PEER]["seconds"]
             budgets.append(Budget(f"experts over all_to_all_single by hand, {ranks} ranks, {size}", ratio, 1.0, "x"))
             sent = each[OURS]["sent"] / each[OURS]["due"]
             budgets.append(Budget(f"bytes sent over what has to be, {ranks} ranks, {size}", sent, 1.0, "x"))
-        print_table(f"Forward and backward, {ranks} processes", ["", "", "ms", "x peer", "peak MiB", "x peer"], rows)
     return budgets
 
 
@@ -189,10 +182,7 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = options_of("Experts that are cut along an axis.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes on gloo (2 4)")
-    parser.add_argument("--tokens", type=int, nargs="+", help="of each rank (256 4096)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="steps per number (15; 3 with --quick)")
+    parser = options_by_size("Experts that are cut along an axis.", "--tokens", "of each rank (256 4096)")
     run(parser, measure, arguments)
 
 
