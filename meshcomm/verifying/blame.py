@@ -255,6 +255,8 @@ class Story:
         known = [i for i in found if self.gradient(i).name in ("wrong", "partial")]
         if not known:
             return Blame()
+        own = [i for i in known if not any(self.steps[k].reduction == "mean" for k in self.takers.get(i, ()))]
+        known = own or known  # what a mean hands on to what is the same on all ranks is a share of it
         wrong = [i for i in known if self.gradient(i).name == "wrong"]
         alike = [i for i in known if self.gradient(i).alike]
         i = max(wrong or alike or known)
