@@ -219,6 +219,18 @@ def test_optimizers_count_their_steps() -> None:
     assert steps == [3.0]
 
 
+def test_modules_change_their_dtype() -> None:
+    def main() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(torch.bfloat16)
+        parallel.data_parallel(model, "dp", grads="mean")(torch.randn(2, 4, dtype=torch.bfloat16)).sum().backward()
+        found.append({p.grad.dtype for p in model.parameters() if p.grad is not None})
+
+    found: list[Any] = []
+    run = mc.dry_run(main, {"dp": 64})
+    assert found == [{torch.bfloat16}]
+    assert run.trace.totals()["dp"].payload >= 2 * (4 * 4 + 3 * 4)
+
+
 def test_who_this_process_is() -> None:
     def main() -> None:
         mesh = mc.make_mesh({"all": -1})

@@ -63,10 +63,20 @@ def handled_without_memory(handle: Handle) -> contextlib.AbstractContextManager[
             go = super().__torch_dispatch__
             if self.in_kernel_invocation:
                 return go(func, types, args, given)
-            return handle(func, args, given, lambda: go(func, types, args, given))
+            try:
+                return handle(func, args, given, lambda: go(func, types, args, given))
+            finally:
+                _let_go(self)
 
     mode: contextlib.AbstractContextManager[object] = Handled(allow_non_fake_inputs=True)
     return mode
+
+
+def _let_go(mode: Any) -> None:
+    """Of the weak references that it keeps to what it has made: ``module.to`` swaps parameters that have none."""
+    made = getattr(getattr(getattr(mode, "fake_tensor_converter", None), "meta_converter", None), "tensor_memo", None)
+    if made:
+        made.clear()
 
 
 def is_without_memory(x: Tensor) -> bool:
