@@ -181,6 +181,18 @@ def test_no_gradient_on_some_ranks_and_dtypes_that_differ() -> None:
     assert mc.launch(main, ranks=2) == pytest.approx([math.sqrt((8 + 16) * 4)] * 2)
 
 
+def test_the_dtype_is_that_of_the_model_on_a_rank_without_parameters() -> None:
+    mesh = mc.make_mesh({"pp": 3})
+
+    def main() -> torch.dtype:
+        stage = (
+            nn.Identity() if mesh.rank == 1 else nn.Linear(2, 2, dtype=torch.float64 if mesh.rank else torch.float32)
+        )
+        return clip_grad_norm(mc.mark_varying(stage, "pp", mesh=mesh), 1.0, mesh=mesh).dtype
+
+    assert mc.launch(main, ranks=3) == [torch.float64] * 3
+
+
 def test_experts_inside_of_a_sharded_module() -> None:
     """Nested, on other axes, and other experts along one that nobody has cut them along."""
     mesh = mc.make_mesh({"fs": 2, "ep": 2})

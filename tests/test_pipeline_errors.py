@@ -39,6 +39,14 @@ class Stage(nn.Module):
             y = mc.all_reduce(y, "pp")
         if wrong == "pvary":
             y = y * mc.pvary(self.layer.bias, "pp")
+        if wrong == "shape at first" and not self.rank:
+            y = y[:, :2]
+        if wrong == "dtype at first" and not self.rank:
+            y = y.double()
+        if wrong == "tree at first" and not self.rank:
+            y = (y, 2 * y)
+        if wrong == "output of the last" and odd:
+            y = y[:, :2]
         if wrong == "other shape" and not self.rank and self.calls == 6:
             y = y[:1]
         if wrong == "other dtype" and not self.rank and self.calls == 6:
@@ -71,11 +79,22 @@ IN_A_STAGE = {
     "raises in backward": (ValueError, "boom"),
     "communicates": (mc.MeshError, COMMUNICATES),
     "pvary": (mc.MeshError, COMMUNICATES),
+    "shape at first": (
+        mc.MeshError,
+        r"stage 1 \(Stage\) fails .* mat1 and mat2[\s\S]*stage 0 gives f32\[2, 2\] for mic",
+    ),
+    "dtype at first": (
+        mc.MeshError,
+        r"stage 1 \(Stage\) fails .* dtype[\s\S]*stage 0 gives f64\[2, 3\] for microbatch 0",
+    ),
+    "tree at first": (mc.MeshError, r"stage 1 \(Stage\) fails .*not tuple[\s\S]*gives f32\[2, 3\], f32\[2, 3\] for"),
+    "output of the last": (mc.MeshError, r"the loss fails [\s\S]*the output is f32\[2, 2\], the target f32\[2, 3\]"),
     "other shape": (mc.CommError, r"stage 0 gives f32\[1, 3\] for microbatch 1, and has given f32\[2, 3\]"),
     "other dtype": (mc.CommError, r"stage 0 gives f64\[2, 3\] for microbatch 1, and has given f32\[2, 3\]"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("wrong", IN_A_STAGE)
 def test_what_goes_wrong_in_a_stage(wrong: str) -> None:
     kind, words = IN_A_STAGE[wrong]

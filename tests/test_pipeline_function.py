@@ -118,6 +118,10 @@ def test_transforms() -> None:
     mc.launch(transforms, ranks=3)
 
 
+def test_transforms_on_processes(pool4: Any) -> None:
+    pool4.run(transforms)
+
+
 def ranks_that_differ() -> None:
     """A stage that is frozen, one that ignores what it gets, a head that only the last rank has."""
     case = Case(2)
@@ -213,10 +217,10 @@ def test_under_a_checker() -> None:
     assert_close(found[2], found[0], rtol=1e-10, atol=1e-10)
 
 
-def compiled() -> None:
+def compiled(backend: str = "aot_eager") -> None:
     case = Case(3)
     found = []
-    for run in (case.piped, torch.compile(case.piped, fullgraph=True, backend="aot_eager")):
+    for run in (case.piped, torch.compile(case.piped, fullgraph=True, backend=backend)):
         w, x = case.w[case.r].clone().requires_grad_(), case.x.clone().requires_grad_()
         loss = run(w, x, case.t, remat=run is not case.piped)
         loss.backward()
@@ -226,6 +230,11 @@ def compiled() -> None:
 
 def test_compiled(pool4: Any) -> None:
     pool4.run(compiled)
+
+
+@pytest.mark.thorough
+def test_compiled_by_inductor(pool4: Any) -> None:
+    pool4.run(compiled, "inductor")
 
 
 def half_precision() -> None:

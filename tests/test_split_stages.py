@@ -167,3 +167,9 @@ def test_a_model_on_the_meta_device() -> None:
 def test_what_cannot_be_cut_is_said(make: type[nn.Module], said: str) -> None:
     with pytest.raises(MeshError, match=said):
         split_stages(make(), 2)
+
+
+def test_what_to_do_with_an_encoder_and_a_decoder() -> None:
+    model = nn.Transformer(D, 2, 2, 2, 8, batch_first=True)
+    with pytest.raises(MeshError, match="hand on its hidden values and the decoder's tokens"):
+        split_stages(model, 2, example=(torch.ones(1, 3, D), torch.ones(1, 2, D)))

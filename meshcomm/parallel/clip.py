@@ -24,6 +24,8 @@ from meshcomm.spmd.types.vma import declared
 from meshcomm.watch import here, paused
 
 _WHERE = "clip_grad_norm"
+_KNOWN = (None, torch.float32, torch.float64)
+"""Dtypes of norms, the widest last; None: of no parameters."""
 
 
 @Op("clip_grad_norm", "gradients as their parameters", composed=True)
@@ -47,9 +49,9 @@ def clip_grad_norm(
         mesh: of all ranks that have a part of the model; by default the largest of the current mesh and those of the
             adaptors.
 
-    Returns: the norm before, ``[]``, the same bits on every rank; float32, or float64 if the module is.
+    Returns: the norm before, ``[]``, the same bits on every rank; float32, or float64 if the module is on any rank.
 
-    Cost: an all_gather of at most 2**a + 1 numbers per rank.
+    Cost: an all_gather of at most 2**a + 2 numbers per rank.
 
     Raises:
         MeshError: not a module; no mesh; a kind of norm that is not
@@ -147,20 +149,24 @@ class _Sums:
 
     def total(self) -> Tensor:
         """The norm over all ranks."""
-        every = all_gather_invariant(self.table[None], self.axes, mesh=self.mesh)
-        self._compare(every)
-        total = every.amax() if math.isinf(self.kind) else every.sum() ** (1 / self.kind)
+        own = torch.full((1,), _KNOWN.index(self.dtype), dtype=self.table.dtype, device=self.device)
+        every, kinds = all_gather_invariant(torch.cat([self.table, own])[None], self.axes, mesh=self.mesh).split(
+            [len(self.table), 1], 1
+        )
+        reads = self.device.type == "cpu" and not is_dry()  # on a device the host would have to wait
+        if reads or (self.dtype is None and not is_dry()):  # for who has no parameters it may
+            self.dtype = _KNOWN[int(kinds.max())]
+        if reads:
+            self._compare(every, 1e-2 if bool((kinds == _KNOWN.index(torch.float32)).any()) else 1e-6)
+        total: Tensor = every.amax() if math.isinf(self.kind) else every.sum() ** (1 / self.kind)
         return total.to(self.dtype or torch.get_default_dtype())
 
     def _uncut(self, place: int) -> list[str]:
         return [axis for at, axis in enumerate(self.axes) if not place & 2**at]
 
-    def _compare(self, every: Tensor) -> None:
-        """What counts once is the same on all ranks that have it."""
-        if every.device.type != "cpu" or is_dry():  # the host would have to wait for the device; there are no values
-            return
+    def _compare(self, every: Tensor, least: float) -> None:
+        """What counts once is the same on all ranks that have it; ``least``: what is a difference."""
         grid = every.view(*self.mesh.shape.values(), -1)
-        least = 1e-6 if self.dtype == torch.float64 else 1e-2
         for place in range(len(self.table) - 1):
             of_place = grid[..., place]
             for axis in self._uncut(place):

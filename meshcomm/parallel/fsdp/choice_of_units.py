@@ -195,7 +195,8 @@ def parameters_of_units(
                      "stand in their place.", fix=f"ignore=['{path}*'], torch.compile, or data_parallel")  # fmt: skip
             if param in others:
                 fail(where, f"parameter {full!r} is one of a part that was sharded before.",
-                     fix="shard all modules that share it in one call; units= says what is gathered alone")  # fmt: skip
+                     fix="shard all modules that share it in one call; units= says what is gathered alone; of stages "
+                         "of a pipeline, which tie it by name, a copy.deepcopy of each")  # fmt: skip
             if not is_plain(param):
                 fail(where, f"parameter {full!r} is a {type(param).__name__}, not a dense Parameter.",
                      fix=f"exclude it: ignore=[{full!r}]")  # fmt: skip

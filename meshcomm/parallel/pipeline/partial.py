@@ -187,10 +187,22 @@ def _part_of(
     return new
 
 
+def by_hand(model: nn.Module) -> str:
+    """What to do with a model that is not cut here."""
+    two = isinstance(model, nn.Transformer) or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    more = (
+        "the first stages have the encoder's blocks and hand on its hidden values and the decoder's tokens; the others"
+        " have the decoder's blocks and hand the encoder's output on with their own"
+        if two
+        else "beside the hidden values a stage hands on what later blocks need, such as the mask or the position bias"
+    )
+    return f"cut it by hand: stages are ordinary modules of one argument, which may be a tuple or a dict; {more}"
+
+
 def proved(model: nn.Module, stages: Sequence[nn.Module], seen: Seen, where: str) -> None:
     """Run the stages, one after the other, on the example: they must give what the model gives."""
     args, kwargs = seen.given
-    fix = "cut it by hand: stages are ordinary modules"
+    fix = by_hand(model)
     try:
         with as_found(model), torch.enable_grad():
             x: Any = kwargs if kwargs and not args else args

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshcomm.errors import fail, few
 from meshcomm.parallel.pipeline.blocks import look
-from meshcomm.parallel.pipeline.partial import PartialModel, proved
+from meshcomm.parallel.pipeline.partial import PartialModel, by_hand, proved
 
 WHERE = "split_stages"
 
@@ -134,8 +134,7 @@ def _of_blocks(model: nn.Module, n: int, costs: Any, example: Any) -> list[nn.Mo
         fail(
             WHERE,
             f"{type(model).__name__} has no row of blocks between which it can be cut: {seen}.",
-            fix="an nn.Sequential of its parts; or example=, if it takes other arguments; or cut it by hand: "
-            "stages are ordinary modules",
+            fix=f"an nn.Sequential of its parts; or example=, if it takes other arguments; or {by_hand(model)}",
         )
     names = {id(part): name for name, part in model.named_modules()}
     parts = [names[id(block)] for block in seen.blocks]

@@ -81,6 +81,9 @@ def pipelined(
     stage to a name that all of them know, as :func:`split_stages` does: they have the value of the first of these, and
     each the gradients of all.
 
+    Random numbers, those of dropout, are drawn from each rank's own state in the order of its actions: the same seed
+    and schedule draw the same again, with ``remat`` too; another schedule, or number of ranks, draws others.
+
     Type: the loss invariant along ``axis``; parameters varying along it.
 
     Args:
@@ -99,7 +102,9 @@ def pipelined(
         stages have the same name, behind ``stages.0.`` and so on.
 
     Backward: part of the step: afterwards each ``.grad`` is what one rank with the whole model has. Gradients add up
-        over steps as torch's do. Those of data parallel and sharded stages are reduced once per stage and step.
+        over steps as torch's do. A stage of whose output the loss does not depend has zeros, where one rank has None
+        (an optimiser's weight decay counts for the one and not for the other). Those of data parallel and sharded
+        stages are reduced once per stage and step.
 
     Cost: per microbatch and stage the bytes of what it gives, and of its gradients back; per step numbers to agree on
         the batch, and a broadcast of the loss. Memory: ``step.schedule.peak`` microbatches.

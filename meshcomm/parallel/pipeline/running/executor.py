@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from meshcomm.errors import fail
+from meshcomm.errors import MeshError, described, fail, text
 from meshcomm.parallel.pipeline.actions import Action
 from meshcomm.parallel.pipeline.closed import closed
 from meshcomm.parallel.pipeline.running.weights_later import WeightsLater
@@ -275,7 +275,8 @@ class Pass:
         later = WeightsLater() if (chunk, microbatch) in self.split else None
         begin = time.perf_counter()
         arrival = Arrival(outline, tensors, self.trains)
-        y = self._through(self.stages.modules[chunk], arrival.tree, later)
+        with NOTHING if self.told else _explained(self._given(job, outline)):
+            y = self._through(self.stages.modules[chunk], arrival.tree, later)
         if stage == self.stages.last:
             self._ends(action, arrival, y, later)
         self.ran.append(Ran(action, begin, time.perf_counter()))
@@ -312,14 +313,23 @@ class Pass:
             return checkpoint(fn, x, use_reentrant=False)
         return fn(x)
 
+    def _given(self, job: Job, outline: Outline) -> tuple[str, str]:
+        """A stage, and what it is given, in words."""
+        stage, microbatch = job.stage, job.action.microbatch
+        name = type(self.stages.modules[job.action.chunk]).__name__
+        given = f"stage {stage - 1} gives {outline}" if stage else f"x has {outline}"
+        return f"stage {stage} ({name})", f"{given} for microbatch {microbatch}"
+
     def _ends(self, action: Action, arrival: Arrival, y: Any, later: WeightsLater | None) -> None:
         """The last stage: its loss, if there is one."""
         _, chunk, microbatch = action
         if not self.batch.targets:
             self.outputs[microbatch] = y
             return
-        with closed(WHERE, self.wires.axis, self.closing):
-            loss = self.stages.loss(y, self.batch.targets[microbatch])
+        target = self.batch.targets[microbatch]
+        said = ("the loss", f"the output is {outline_of(y)[0]}, the target {outline_of(target)[0]}")
+        with NOTHING if self.told else _explained(said), closed(WHERE, self.wires.axis, self.closing):
+            loss = self.stages.loss(y, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             fail(WHERE, "the loss is no real number.", got=got, fix="loss(output, target) -> a tensor of one element")
@@ -361,6 +371,23 @@ class Pass:
         if alive.later is not None:
             alive.later.finish()
         self.ran.append(Ran(job.action, begin, time.perf_counter()))
+
+
+@contextlib.contextmanager
+def _explained(said: tuple[str, str]) -> Iterator[None]:
+    """What torch says of shapes, dtypes and numbers of arguments, when something is given to what it was never given
+    before, with what that is.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, IndexError) as error:
+        if type(error) not in (RuntimeError, TypeError, IndexError):  # those of more than torch's words
+            raise
+        what, given = said
+        fix = "a stage takes what the one before gives: its shapes, its dtypes, and one argument, which may be a pytree"
+        raise MeshError(
+            text(WHERE, f"{what} fails on what it is given: {described(error)}", got=given, fix=fix)
+        ) from error
 
 
 def _wanting(leaf: Any) -> Any:

@@ -30,7 +30,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.collectives.door import made
 from meshcomm.collectives.messages import EXCHANGE
-from meshcomm.errors import CommError, shape_text, text
+from meshcomm.errors import CommError, few, shape_text, text
 from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view, pack, unpack
 from meshcomm.runtime.call import Post, Want, told
@@ -77,6 +77,9 @@ class Outline:
     def wanted(self) -> list[Leaf]:
         """Those of which gradients travel back."""
         return [leaf for leaf in self.tensors if leaf.wants]
+
+    def __str__(self) -> str:
+        return few([str(leaf) for leaf in self.leaves]) if self.leaves else "nothing"
 
     def is_of(self, leaves: Sequence[Any], form: Any) -> bool:
         """Whether a pytree of tensors alone looks so."""
