@@ -1,4 +1,4 @@
-"""``python -m meshcomm``: the doctor, and what dumps say about why ranks hang.
+"""``python -m meshcomm``: the doctor, what dumps say about why ranks hang, and whether a program is that of one rank.
 
-In: this machine, or a folder of dumps. Out: lines to read, and an exit code.
+In: this machine, a folder of dumps, or a function. Out: lines to read, and an exit code.
 """

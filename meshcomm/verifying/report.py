@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshcomm.errors import VerifyError, raise_alone
+from meshcomm.pictures.judged import Verdict, judged
+from meshcomm.pictures.picture import Picture, Shown
 
 __all__ = ["Finding", "Report", "labelled"]
 
@@ -32,10 +34,11 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """What :func:`verify` and :func:`verify_training` found.
 
-    ``print(report)`` shows all of it: the findings, what was run, the notes.
+    ``print(report)`` shows all of it: the findings, what was run, the notes; notebooks draw it, and
+    ``report.picture().save("report.html")`` writes that.
 
     Args:
         name: the function that made it, as its texts begin: ``"verify"``.
@@ -76,6 +79,15 @@ class Report:
         if not self.ok:
             raise_alone(VerifyError(str(self)))
         return self
+
+    def picture(self) -> Picture:
+        """Of it, as notebooks show it: ``.save("report.html")`` writes a file."""
+        meshes = [(line, line.partition("}")[0] + "}") for line in self.ran]
+        told = [(line, tuple(dict.fromkeys(each.kind for each in self.findings if mesh in each.text)))
+                for line, mesh in meshes]  # fmt: skip
+        rows = [Verdict(line, wrong) for line, wrong in told]
+        title = f"meshcomm.{self.name}: {f'{len(self.findings)} found' if self.findings else 'nothing wrong was found'}"
+        return judged(title, str(self), rows)
 
     def __str__(self) -> str:
         head = [finding.text for finding in self.findings] or [f"meshcomm.{self.name}: nothing wrong was found."]

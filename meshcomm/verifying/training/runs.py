@@ -148,11 +148,22 @@ def checked_loss(loss: Any) -> Tensor | None:
 def gradients(module: nn.Module) -> Parts:
     """Of the parameters that require any, by name."""
     here = named(module)
-    return {
+    found: Parts = {
         here.first[id(p)]: None if p.grad is None else copied(here.place(p).of(p.grad))
         for p in module.parameters()
         if p.requires_grad
     }
+    return _with_aliases(found, here.aliases)
+
+
+def _with_aliases(found: Parts, aliases: Mapping[str, str]) -> Parts:
+    """A parameter with several names under each of them: stages of a pipeline have some of them."""
+    more: Parts = {}
+    for alias, name in aliases.items():
+        for key, part in found.items():
+            if key == name or key.startswith(f"{name}."):
+                more[alias + key[len(name) :]] = part
+    return found | more
 
 
 def everything(module: nn.Module, optimizer: Optimizer) -> tuple[Parts, Parts]:
@@ -165,7 +176,8 @@ def everything(module: nn.Module, optimizer: Optimizer) -> tuple[Parts, Parts]:
             parameters[dotted(path[1:])] = copied(spread)
         else:
             states[dotted(path[2:] if path[1] == "state" else path[1:])] = copied(spread)
-    return parameters, states
+    aliases = {alias.partition(".")[2]: name.partition(".")[2] for alias, name in found.aliases.items()}
+    return _with_aliases(parameters, aliases), _with_aliases(states, aliases)
 
 
 def copied(spread: Spread) -> Part:

@@ -178,7 +178,8 @@ def _twin(job: Job, runtime: Runtime, findings: list[Finding], notes: list[str])
             if hidden
             else "results may differ for that alone"
         )
-        notes.append(f"{what} at {line} is drawn by each rank for itself, outside of mc.rng: {more}.")
+        note = f"{what} at {line} is drawn by each rank for itself, outside of mc.rng: {more}."
+        notes += [] if note in notes else [note]
     judge = Judge(first, [again], job.sizes)
     unlike = judge.findings()
     if unlike:
