@@ -38,7 +38,7 @@ LAYERS = [
     ("meshcomm.training", "meshcomm.parallel"),
     ("meshcomm.verifying",),
     ("meshcomm.dry",),
-    ("meshcomm.tools",),
+    ("meshcomm.tools", "meshcomm.testing"),
     ("meshcomm.__main__",),
 ]
 NARROW = {
@@ -182,7 +182,7 @@ def test_no_import_hides_in_a_function() -> None:
     assert not offenders(hidden_imports)
 
 
-ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel", "verifying", "dry", "__main__")
+ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel", "verifying", "dry", "testing", "__main__")
 """What stands above the collectives is imported when it is first asked for."""
 
 # What imports when it is first asked for, and what: DTensor takes a second and more.

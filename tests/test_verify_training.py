@@ -70,7 +70,9 @@ def adaptors(mesh: mc.Mesh) -> Made:
 
 
 def stages(mesh: mc.Mesh) -> Made:
-    parts = parallel.split_stages(nn.Sequential(*(nn.Linear(D, D) for _ in range(4))), mesh.shape["pp"])
+    layers = nn.Sequential(*(nn.Linear(D, D) for _ in range(4)))
+    layers[3].weight = layers[0].weight  # of two stages
+    parts = parallel.split_stages(layers, mesh.shape["pp"])
     mine_ = copy.deepcopy(parts[mesh.coordinate["pp"]])
     if "dp" in mesh.shape:
         parallel.data_parallel(mine_, "dp", grads="mean")

@@ -146,8 +146,10 @@ class Restoring:
         states: dict[str, list[tuple[Path, str]]] = {}
         for key, path in self.reader.paths.items():
             if path[: len(root) + 1] == (*root, "state") and len(path) > len(root) + 2:
-                name = str(path[len(root) + 1])
-                states.setdefault(here.aliases.get(name, name), []).append((path[len(root) + 2 :], key))
+                name, tail = str(path[len(root) + 1]), path[len(root) + 2 :]
+                known = states.setdefault(here.aliases.get(name, name), [])
+                if all(tail != other for other, _ in known):  # stages that share a parameter have it under two names
+                    known.append((tail, key))
         scalars = self._scalars(here, states)
         wrong: list[str] = []
         for number, group in enumerate(optimizer.param_groups):
