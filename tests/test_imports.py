@@ -216,6 +216,7 @@ LATE = {
     "meshcomm.spmd.shard_map.dtensors": {"meshcomm.layout.dtensor"},
     "meshcomm.runtime.groups": {"meshcomm.runtime.hooks.guard.setup"},
     "meshcomm.launch": {"meshcomm.runtime.start.workers"},
+    "meshcomm.__main__": {"meshcomm.tools.verify"},
     "meshcomm.make_mesh": {"meshcomm.runtime.transports.threads.transport"},
 }  # fmt: skip
 

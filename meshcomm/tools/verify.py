@@ -7,16 +7,16 @@ Three kinds of functions: one of a rank's parts (--in "(dp b) d=8,4" --out ""), 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ def _module(name: str, text: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(name)
+        return cast(ModuleType, pkgutil.resolve_name(name + ":"))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise

@@ -25,7 +25,6 @@ from meshcomm.errors import fail
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, use_mesh
 from meshcomm.parallel.checkpoint.parts import collect, dotted, named
-from meshcomm.parallel.checkpoint.whole import load, save
 from meshcomm.parallel.global_places import Spread
 from meshcomm.runtime.callsite import call_site
 from meshcomm.tracing.traces import trace
@@ -45,6 +44,8 @@ class Job:
     sizes: Mapping[str, int]
     seed: int
     dtype: torch.dtype | None
+    save: Save
+    load: Save
     first: int
     last: int
     """Steps ``first`` to ``last`` - 1."""
@@ -52,8 +53,6 @@ class Job:
     """Save after so many steps."""
     folder: str = ""
     """Where; with ``first`` it is loaded from there."""
-    save: Save | None = None
-    load: Save | None = None
     without_draws: bool = False
     """Whether dropout is let through, and only looked at."""
 
@@ -69,7 +68,7 @@ def train(job: Job) -> Seen:
         seen.held = tuple(dict.fromkeys(names.first[id(p)] for p in module.parameters()
                                         if p.requires_grad and id(p) in has))  # fmt: skip
         if job.first:
-            (job.load or load)(job.folder, module, optimizer)
+            job.load(job.folder, module, optimizer)
         start = Moment()
         start.parameters, start.states = everything(module, optimizer)
         seen.moments[START if not job.first else job.first - 1] = start
@@ -77,7 +76,7 @@ def train(job: Job) -> Seen:
         for number in range(job.first, job.last):
             seen.moments[number] = one_step(job, module, optimizer, step, number)
             if number + 1 == job.half:
-                (job.save or save)(job.folder, module, optimizer)
+                job.save(job.folder, module, optimizer)
         seen.drew = not torch.equal(state, torch.get_rng_state())
     return seen
 

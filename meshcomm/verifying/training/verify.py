@@ -13,6 +13,7 @@ import torch
 
 from meshcomm.errors import fail, text
 from meshcomm.launch import launch
+from meshcomm.parallel.checkpoint.whole import load, save
 from meshcomm.runtime.callsite import CallSite, is_ours
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.start import world
@@ -100,9 +101,8 @@ def verify_training(
     """
     sizes = _checked(make, batches, steps, meshes, twin, checkpoint, dtype, seed, runtime)
     tell = progress or (lambda line: None)
-    job = Job(make, batches, {}, seed, dtype, 0, steps)
-    if isinstance(checkpoint, tuple):
-        job = replace(job, save=checkpoint[0], load=checkpoint[1])
+    kept = checkpoint if isinstance(checkpoint, tuple) else (save, load)
+    job = Job(make, batches, {}, seed, dtype, *kept, 0, steps)
     findings: list[Finding] = []
     notes: list[str] = []
     ran: list[str] = []
