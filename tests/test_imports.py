@@ -217,6 +217,8 @@ LATE = {
     "meshcomm.runtime.groups": {"meshcomm.runtime.hooks.guard.setup"},
     "meshcomm.launch": {"meshcomm.runtime.start.workers"},
     "meshcomm.__main__": {"meshcomm.tools.verify"},
+    "meshcomm.tools.verify": {"meshcomm.verifying.verify"},
+    "meshcomm.testing.equal": {"meshcomm.verifying.verify"},
     "meshcomm.make_mesh": {"meshcomm.runtime.transports.threads.transport"},
 }  # fmt: skip
 

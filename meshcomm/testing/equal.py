@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshcomm.verifying.report import Report
 from meshcomm.verifying.training.runs import Make
 from meshcomm.verifying.training.verify import verify_training
-from meshcomm.verifying.verify import verify
 
 
 def assert_parallel_equal(
@@ -33,7 +33,9 @@ def assert_parallel_equal(
         >>> assert_parallel_equal(norm, torch.randn(6, 2), in_specs="(dp b) d", out_specs="", meshes={"dp": 2}).ok
         True
     """
-    return verify(fn, *inputs, in_specs=in_specs, out_specs=out_specs, meshes=meshes, **how).check()
+    proofs: Any = importlib.import_module("meshcomm.verifying.verify")  # assert_training_equal needs nothing of it
+    found: Report = proofs.verify(fn, *inputs, in_specs=in_specs, out_specs=out_specs, meshes=meshes, **how)
+    return found.check()
 
 
 def assert_training_equal(
