@@ -182,7 +182,19 @@ def test_no_import_hides_in_a_function() -> None:
     assert not offenders(hidden_imports)
 
 
-ABOVE = ("tracing", "layout", "spmd", "objects", "training", "tools", "parallel", "verifying", "dry", "testing", "__main__")
+ABOVE = (
+    "tracing",
+    "layout",
+    "spmd",
+    "objects",
+    "training",
+    "tools",
+    "parallel",
+    "verifying",
+    "dry",
+    "testing",
+    "__main__",
+)
 """What stands above the collectives is imported when it is first asked for."""
 
 # What imports when it is first asked for, and what: DTensor takes a second and more.
