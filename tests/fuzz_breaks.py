@@ -52,6 +52,7 @@ __all__ = [
     "break_of",
     "broken_of",
     "broken_programs",
+    "follow",
     "foreseen",
     "go_on",
     "ready",
@@ -406,7 +407,7 @@ def run_broken(program: Program, broken: Break, *, caught: bool = True) -> Outco
     mine = Run(program, program.sent(mesh.rank), mesh)
     given = mine.values[: len(program.inputs)]
     try:
-        _follow(mine, broken)
+        follow(mine, broken)
         outcome.values = [value if value is None else value.detach() for value in mine.values]
     except (mc.CommError, mc.MeshError, UserError) as error:
         if not caught:
@@ -426,7 +427,8 @@ def run_broken(program: Program, broken: Break, *, caught: bool = True) -> Outco
     return outcome
 
 
-def _follow(mine: Run, broken: Break) -> None:
+def follow(mine: Run, broken: Break) -> None:
+    """All that this rank does."""
     program, rank = mine.program, mine.mesh.rank
     for what, place in actions_of(program, broken, rank):
         event = program.events[place]

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from fuzz_breaks import UserError, broken_of, follow
+from fuzz_programs import Rolled
+from fuzz_steps import Run
+from torch import Tensor, nn
 
 import meshcomm as mc
 from meshcomm.tools import prove
@@ -197,6 +200,73 @@ def test_an_error_of_the_program_is_raised() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         mc.prove_no_hang(wrong, SQUARE)
+
+
+def test_many_ranks_run_dry() -> None:
+    def main() -> None:
+        axes = ("dp", "tp") if sum(mc.current_mesh().coordinate.values()) % 2 else ("tp", "dp")
+        for axis in axes:
+            mc.all_reduce(ones(), axis)
+
+    proof = mc.prove_no_hang(main, {"dp": 33, "tp": 2})
+    assert kinds(proof) == ["deadlock"]
+    assert "dry" in proof.ran[0]
+
+
+# --------------------------------------------------------------------------------------------------- the library itself
+
+
+def trained(spread: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = spread(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+    for _ in range(2):
+        model(ones().view(1, 4)).square().mean().backward()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return mc.parallel.fully_shard(model, "dp", grads="mean", replica_axis="tp", units=[nn.Linear])
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return mc.parallel.data_parallel(model, ("dp", "tp"), grads="mean", bucket_mb=1e-4)
+
+
+def piped() -> None:
+    stage = nn.Linear(4, 4)
+    step = mc.parallel.pipelined(stage, "dp", loss=nn.functional.mse_loss, microbatches=3, grads="mean")
+    step(torch.ones(6, 4), torch.ones(6, 4))
+
+
+@pytest.mark.parametrize("spread", [sharded, copied])
+def test_adaptors(spread: Callable[[nn.Module], nn.Module]) -> None:
+    assert mc.prove_no_hang(lambda: trained(spread), SQUARE).check()
+
+
+def test_a_pipeline_has_messages_under_way_and_nothing_else() -> None:
+    proof = mc.prove_no_hang(piped, {"dp": 2})
+    assert set(kinds(proof)) <= {"order"}
+    assert all("messages wait for each other" in finding.text for finding in proof.findings)
+    assert all("are one batch" in note for note in proof.notes)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 7, 11])
+def test_a_broken_program_hangs_if_and_only_if_the_judge_says_so(seed: int) -> None:
+    program, broken = broken_of(Rolled(seed), [{"a": 2}, {"a": 2, "b": 2}, {"a": 3}])
+    assert broken is not None
+
+    def main() -> None:
+        mesh = mc.make_mesh(program.axes)
+        follow(Run(program, program.sent(mesh.rank), mesh), broken)
+
+    failed = False
+    with mc.trace() as t:
+        try:
+            mc.launch(main, program.size)
+        except mc.CommError:
+            failed = True
+        except (mc.MeshError, UserError):
+            return
+    assert failed == bool(set(kinds(mc.prove_no_hang(t))) - {"order"})
 
 
 # ------------------------------------------------------------------------------------------------------------ traces

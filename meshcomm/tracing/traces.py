@@ -163,8 +163,9 @@ class Trace(Shown):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the world: those whose calls it has, were there none."""
-        return tuple(sorted(self._heard.union(event.rank for event in self.events)))
+        """Of the world: those of the groups in use whose calls it has, were there none."""
+        used = {rank for event in self.events for rank in event.ranks}
+        return tuple(sorted(used.intersection(self._heard).union(event.rank for event in self.events)))
 
     @property
     def seconds(self) -> float:
@@ -243,7 +244,9 @@ class Trace(Shown):
         """Write it as Chrome trace JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing: a process per rank, a
         track per axis, more of them where works overlap; inside of each slice the call and the wait.
         """
-        document = chrome.document(self.events, self.began, self.seconds, self.compiled, self._known(), self.ranks)
+        document = chrome.document(
+            self.events, self.began, self.seconds, self.compiled, self._known(), sorted(self._heard)
+        )
         text = json.dumps(document)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -273,7 +276,7 @@ class Trace(Shown):
         if self._end is None:
             fail("trace", "a trace that is open cannot be pickled.", fix="leave its with block first")
         return {"began": self.began, "seconds": self.seconds, "compiled": self.compiled, "events": self._events,
-                "names": self._known(), "ranks": self.ranks}  # fmt: skip
+                "names": self._known(), "ranks": sorted(self._heard)}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Trace.__init__(self)

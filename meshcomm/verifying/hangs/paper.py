@@ -21,7 +21,10 @@ from meshcomm.verifying.hangs.agree import Meetings, ranks_said, said
 from meshcomm.verifying.hangs.log import Issue, Log
 from meshcomm.verifying.report import Finding
 
-__all__ = ["findings_of"]
+__all__ = ["WAITING", "findings_of"]
+
+WAITING = "messages wait for each other"
+"""What is wrong where messages alone do."""
 
 _SHOWN = 6
 """Ranks of a cycle that are named."""
@@ -177,7 +180,7 @@ def _what(issues: Iterable[Issue]) -> str:
     groups = {each.group for each in calls}
     names = {each.group.axis for each in calls}
     if all(each.messages for each in calls):
-        return "messages wait for each other"
+        return WAITING
     if any(each.messages for each in calls):
         return "messages and collectives are used in different orders"
     if len(names) > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from meshcomm.errors import HangError, raise_alone
 from meshcomm.verifying.hangs.agree import meetings_of
 from meshcomm.verifying.hangs.log import Log
-from meshcomm.verifying.hangs.paper import findings_of
+from meshcomm.verifying.hangs.paper import WAITING, findings_of
 from meshcomm.verifying.report import Finding, labelled
 
 __all__ = ["Proof", "judged"]
@@ -17,6 +17,10 @@ _ORDER = (
     "order: it does not hang on gloo, on shared memory and in one process. It may where calls over several"
     " communicators run one after the other, as NCCL's do (NCCL User Guide, Using Multiple NCCL Communicators"
     " Concurrently)."
+)
+_MESSAGES = (
+    "order: messages that a rank begins one after the other are one batch on the backends of accelerators, so that they"
+    " do not hold each other up there; elsewhere nothing does."
 )
 
 
@@ -76,4 +80,6 @@ def judged(logs: Mapping[int, Log], unproven: Sequence[str] = (), ran: Sequence[
     findings = meetings.findings
     stuck = findings_of(logs, meetings, blocking=False)
     orders = [] if stuck else findings_of(logs, meetings, blocking=True)
-    return Proof((*findings, *stuck, *orders), tuple(dict.fromkeys(unproven)), tuple(ran), (_ORDER,) if orders else ())
+    alone = [WAITING in finding.text for finding in orders]
+    notes = [*([] if all(alone) else [_ORDER]), *([_MESSAGES] if any(alone) else [])]
+    return Proof((*findings, *stuck, *orders), tuple(dict.fromkeys(unproven)), tuple(ran), tuple(notes))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, overload
 
+from meshcomm.dry.run import dry_run
 from meshcomm.errors import CommError, fail
 from meshcomm.launch import launch
 from meshcomm.make_mesh import make_mesh
@@ -23,7 +24,9 @@ __all__ = ["prove_no_hang"]
 
 _WHERE = "prove_no_hang"
 _MOST = 10_000
-"""Ranks of one process."""
+"""Ranks."""
+_RUN = 64
+"""Ranks that are run together; more of them run dry, one after the other."""
 
 
 @overload
@@ -58,10 +61,10 @@ def prove_no_hang(
         program: a function of no arguments, the program of one rank, which finds its mesh as the current one; or a
             closed trace of all ranks: :meth:`Trace.merge` makes one of those of several processes.
         mesh: of the function: axis to size, or a mesh, of which sizes and names are taken. Its ranks run in this
-            process, one after the other, until they end or nobody can go on.
+            process until they end or nobody can go on; where they are more than 64 each of them is run alone, as
+            :func:`dry_run` does it, with zeros for values that are read.
         ranks: those whose logs stand for the others', each for those that are equal to it in what the program reads of
-            its place; all of them when None. All are run where they are ranks of this process, and what is proven of
-            all holds for these.
+            its place; all of them when None. All are run nevertheless: what is proven of all holds for these.
 
     Returns: a :class:`Proof`: ``ok``, ``findings`` of kind "mismatch", "unmatched", "deadlock", "order", ``unproven``;
         ``check()`` raises :class:`HangError`.
@@ -141,6 +144,8 @@ def _of_trace(trace: Trace) -> Proof:
 
 def _of_program(fn: Callable[[], object], shape: dict[str, int], names: Mapping[str, tuple[str, ...]]) -> Proof:
     size = math.prod(shape.values())
+    if size > _RUN:
+        return _of_dry(fn, shape, names)
     reads = {rank: Reads() for rank in range(size)}
 
     def run() -> None:
@@ -161,3 +166,13 @@ def _of_program(fn: Callable[[], object], shape: dict[str, int], names: Mapping[
     if error is not None and proof.ok:  # it is about something else
         raise error
     return proof
+
+
+def _of_dry(fn: Callable[[], object], shape: dict[str, int], names: Mapping[str, tuple[str, ...]]) -> Proof:
+    """Without memory and values: the ranks run one after the other, and nobody waits."""
+    dry = dry_run(fn, make_mesh(shape, names=names), ranks=None)
+    logs = logs_of(dry.trace)
+    calls = sum(len(log.issues) for log in logs.values())
+    read = [f"a value at {read.line}" for read in dry.host_reads]
+    ran = [f"{math.prod(shape.values())} ranks of {shape}, dry, {calls} calls"]
+    return judged(logs, [*read, *unproven_of(dry.trace.events)], ran)
