@@ -36,8 +36,8 @@ LAYERS = [
     ("meshcomm.spmd",),
     ("meshcomm.objects",),
     ("meshcomm.training", "meshcomm.parallel"),
-    ("meshcomm.verifying",),
     ("meshcomm.dry",),
+    ("meshcomm.verifying",),
     ("meshcomm.tools", "meshcomm.testing"),
     ("meshcomm.__main__",),
 ]
