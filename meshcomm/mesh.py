@@ -22,8 +22,8 @@ from meshcomm.errors import fail
 from meshcomm.pictures.grid import mesh_grids
 from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.runtime.axis_names import Sizes, Together, checked_names, ranks_along
-from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.recorder import log_of
 from meshcomm.runtime.transports.protocol import Link, Place
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads import eras

@@ -19,10 +19,9 @@ from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.hooks.stack import log_of
 from meshcomm.runtime.pending import Pending, TimedOutError, then
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import BEGAN, ENDED, Record, failed, made, noted
+from meshcomm.runtime.recorder import BEGAN, ENDED, Record, failed, log_of, made, noted
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 from meshcomm.watch import here, paused

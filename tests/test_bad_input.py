@@ -40,6 +40,7 @@ FUNCTIONS = list(dict.fromkeys(row.function for row in ROWS))
 # ------------------------------------------------------------------------------------------------------- the table
 
 NO_ROW = {
+    "Proof": "what prove_no_hang gives", "HangError": "what a proof raises",
     "Finding": "what verify gives", "Report": "what verify gives", "VerifyError": "what a report raises",
     "CommError": "an error", "MeshError": "an error", "VaryingError": "an error", "Plan": "what plan gives",
     "Piece": "what pieces gives", "Column": "a tuple: tensor_parallel looks at it",

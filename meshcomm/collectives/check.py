@@ -126,6 +126,11 @@ def _made_of(x: object) -> str:
     return "wait for it first" if hasattr(x, "wait") else "pass a tensor or a pytree of tensors"
 
 
+def differentiable(x: Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def reducible(where: str, x: Tensor, op: str, axis: Axis) -> None:
     """``op`` exists and can reduce the dtype of ``x``."""
     try:

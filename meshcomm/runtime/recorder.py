@@ -116,6 +116,12 @@ class Log:
         return " or ".join(named) if named else f"the group of ranks {list(self.ranks)}"
 
 
+def log_of(link: Any) -> Log | None:
+    """Where the calls of a link are noted first: by a hook, or by its transport, if one does."""
+    found: Log | None = next((hook.log for hook in link.hooks if hook.log is not None), getattr(link, "log", None))
+    return found
+
+
 def state_of(record: Record) -> str:
     """One word."""
     ended = record[ENDED]

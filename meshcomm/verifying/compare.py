@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.collectives.check import differentiable
 from meshcomm.errors import shape_text
 
 _FLOOR = 1e-11
@@ -57,7 +58,7 @@ def difference(
         return Difference(label, rank, float("inf"), said, None)
     if torch.equal(got, right):
         return None
-    if not (right.is_floating_point() or right.is_complex()):
+    if not differentiable(right):
         wrong = int((got != right).sum())
         off = float((wide(got) - wide(right)).abs().max())
         return Difference(label, rank, off, f"{wrong} of {right.numel()} numbers are others", _factor(got, right))

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshcomm.collectives.check import differentiable
 from meshcomm.errors import CommError, MeshError, described
 from meshcomm.mesh import Mesh
-from meshcomm.spmd.shard_map.assemble import differentiable
 from meshcomm.verifying.program import Leaf, OnRank, Program, Result
 
 KINDS = ("vjp", "jvp", "second")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import tree_flatten, tree_leaves_with_path, tree_unflatten
+from meshcomm.collectives.check import differentiable
 from meshcomm.errors import MeshError, fail, held, raise_alone
 from meshcomm.layout.notation import Layout
 from meshcomm.make_mesh import make_mesh
@@ -28,7 +29,7 @@ from meshcomm.runtime.start import world as processes
 from meshcomm.runtime.transports.threads.orders import world_of
 from meshcomm.runtime.transports.threads.random_state import mixed
 from meshcomm.runtime.transports.threads.scheduler import current_rank
-from meshcomm.spmd.shard_map.assemble import coordinates, differentiable
+from meshcomm.spmd.shard_map.assemble import coordinates
 from meshcomm.spmd.shard_map.rank_context import OwnState, begin_body, body_of
 from meshcomm.spmd.shard_map.specs import in_strings, of_leaf, own_part, spec_of_each_leaf
 from meshcomm.spmd.types.reachable import Reachable, in_place_of

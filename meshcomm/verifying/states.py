@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.collectives.check import differentiable
 from meshcomm.layout.notation import Dim, Layout
 from meshcomm.mesh import Mesh
 from meshcomm.spmd.shard_map.assemble import coordinates
@@ -52,7 +53,7 @@ def state_of(parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bo
     for right in rights:
         if all(difference("", 0, x, y, scale) is None for x, y in zip(parts, right, strict=True)):
             return State("right")
-    if not (whole.is_floating_point() or whole.is_complex()):
+    if not differentiable(whole):
         return UNKNOWN  # an index, which is another one on each rank
     for layout, right in zip(layouts, rights, strict=True):
         free = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in layout.axes]

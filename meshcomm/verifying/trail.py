@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshcomm._torch import tree_flatten, tree_unflatten
+from meshcomm.collectives.check import differentiable
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.ops import ops
-from meshcomm.spmd.shard_map.assemble import differentiable
 from meshcomm.verifying.program import OnRank
 from meshcomm.watch import watched_by
 from meshcomm.work import Work

@@ -32,6 +32,7 @@ from meshcomm._torch import dual_level_open, functorch_active, tree_flatten, tre
 from meshcomm.collectives import buckets, check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import broadcast
+from meshcomm.collectives.check import differentiable
 from meshcomm.collectives.exchange.permute import permute
 from meshcomm.collectives.messages import nothing_of, tie
 from meshcomm.collectives.place import axis_index
@@ -246,27 +247,23 @@ def _all_at_once(run: _Run) -> Leaves:
 # ------------------------------------------------------------------------------------------- what holds it together
 
 
-def _is_real(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
-
-
 def _tied(leaves: Leaves, others: Leaves) -> Leaves:
     """Them, such that backward goes on to the others."""
-    return [tie(leaf, *others) if _is_real(leaf) else leaf for leaf in leaves]
+    return [tie(leaf, *others) if differentiable(leaf) else leaf for leaf in leaves]
 
 
 def _varied(leaves: Leaves, axis: Axis) -> Leaves:
-    return [pvary(leaf, axis.name, mesh=axis.mesh) if _is_real(leaf) else leaf for leaf in leaves]
+    return [pvary(leaf, axis.name, mesh=axis.mesh) if differentiable(leaf) else leaf for leaf in leaves]
 
 
 def _bound(leaves: Leaves, others: Leaves) -> Leaves:
     """Them, such that gradients of every order depend on the others, as they would not where a rank's part is constant
     or linear: higher derivatives go through the permutes of the lower ones and of forward, on all ranks or on none.
     """
-    others = [other for other in others if _is_real(other)]
+    others = [other for other in others if differentiable(other)]
 
     def bound(leaf: Tensor) -> Tensor:
-        if not others or not _is_real(leaf):
+        if not others or not differentiable(leaf):
             return leaf
         one = 1 + torch.cat([nothing_of(other, leaf) for other in others]).exp().sum()  # of no elements
         flat = leaf.reshape(-1, 1)

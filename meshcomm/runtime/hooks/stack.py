@@ -23,7 +23,6 @@ import torch
 
 from meshcomm.runtime.call import Call, Post, Want, told
 from meshcomm.runtime.process import accelerator
-from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports.protocol import PRIMITIVES, Defaults
 
 _WITHOUT = frozenset(("exchange", "barrier", "barrier_within"))
@@ -126,12 +125,6 @@ def put_on(link: Any, hook: Hook) -> None:
 def take_off(link: Any, hook: Hook) -> None:
     """Ask it no more; the last one leaves the link as it was."""
     _change(link, lambda hooks: tuple(each for each in hooks if each is not hook))
-
-
-def log_of(link: Any) -> Log | None:
-    """Where the calls of a link are noted first: by a hook, or by its transport, if one does."""
-    found: Log | None = next((hook.log for hook in link.hooks if hook.log is not None), getattr(link, "log", None))
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------ how it is done

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm import _torch
+from meshcomm._torch.transforms import outside_transforms
 from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then
@@ -206,7 +206,7 @@ class Defaults:
         """As a tensor of the CPU, whichever device the ranks compute on: where the group has a backend of the CPU's
         nobody waits for an accelerator.
         """
-        with _torch.outside_transforms():
+        with outside_transforms():
             mine = torch.tensor(values, dtype=torch.int64, device="cpu")
             if src is not None:
                 return then(self.broadcast(mine, src), lambda told: [_read(told)])
@@ -231,7 +231,7 @@ class Defaults:
 
 
 def _read(told: Tensor) -> Any:
-    with _torch.outside_transforms():
+    with outside_transforms():
         return told.tolist()
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from meshcomm.collectives.check import differentiable
 from meshcomm.errors import VaryingError, fail, shape_text
 from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
@@ -29,11 +30,6 @@ def coordinates(mesh: Mesh) -> list[dict[str, int]]:
     """Where each rank of the mesh is, in order."""
     names, lengths = mesh.axis_names, mesh.shape.values()
     return [dict(zip(names, place, strict=True)) for place in itertools.product(*map(range, lengths))]
-
-
-def differentiable(x: Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
-    return x.is_floating_point() or x.is_complex()
 
 
 def assembled(ranks: list[Outputs], places: Sequence[dict[str, int]], mesh: Mesh, order: int) -> list[Tensor]:

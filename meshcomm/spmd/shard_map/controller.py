@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshcomm._torch import alive, dispatch_modes, dual_level_open, functorch_active, outside_transforms
+from meshcomm.collectives.check import differentiable
 from meshcomm.errors import fail
 from meshcomm.layout.notation import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.runtime.transports.threads.scheduler import World, current_rank, local
 from meshcomm.spmd.shard_map import kept_axes
-from meshcomm.spmd.shard_map.assemble import Outputs, assembled, coordinates, differentiable
+from meshcomm.spmd.shard_map.assemble import Outputs, assembled, coordinates
 from meshcomm.spmd.shard_map.rank_context import Modes, OwnState, begin_body, leaves_behind, no_tangents
 from meshcomm.spmd.shard_map.specs import WHERE, pieces
 from meshcomm.spmd.types.reachable import Reachable, in_place_of

@@ -16,10 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from meshcomm._torch import dual_level_open, functorch_active, tree_flatten
+from meshcomm.collectives.check import differentiable
 from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Mesh, begin, current_mesh, use_mesh
 from meshcomm.runtime.transports.threads.random_state import RandomState
-from meshcomm.spmd.shard_map.assemble import differentiable
 from meshcomm.spmd.shard_map.specs import WHERE
 from meshcomm.spmd.types.reachable import Reachable, Slot
 

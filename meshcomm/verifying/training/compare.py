@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.collectives.check import differentiable
 from meshcomm.parallel.global_places import part_of
 from meshcomm.verifying.training.seen import Part, Parts, Seen
 
@@ -96,7 +97,7 @@ def _difference(rank: int, name: str, part: Part, wanted: Tensor, least: float) 
     got, right = flat(part), flat_of(wanted, part)
     if not got.numel():
         return None
-    if not (got.is_floating_point() or got.is_complex()):
+    if not differentiable(got):
         return None if torch.equal(got, right.to(got.dtype)) else Off(rank, name, _by(got, right), None)
     got, right = got.to(torch.promote_types(got.dtype, torch.float64)), right.to(
         torch.promote_types(right.dtype, torch.float64))  # fmt: skip
