@@ -706,6 +706,9 @@ DANGEROUS = {
 }  # fmt: skip
 HERE = {
     ("meshcomm/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
+    ("meshcomm/__main__.py", "importlib.import_module"): "a tool of its own, when it is asked for",
+    ("meshcomm/tools/verify.py", "importlib.import_module"): "proofs of functions, where one is wanted",
+    ("meshcomm/testing/equal.py", "importlib.import_module"): "the proof that is asserted, of two",
     ("meshcomm/parallel/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
     ("meshcomm/parallel/by_axes.py", "importlib.import_module"): "adaptors, which it names",
     ("meshcomm/parallel/tensor/module.py", "importlib.import_module"): "plans that are found, where one is wanted",
