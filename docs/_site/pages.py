@@ -33,9 +33,28 @@ ROOT = DOCS.parent
 API = DOCS / "api"
 SOURCES = "https://github.com/meshcomm/meshcomm/blob/main"
 LABELS = ("Type", "Args", "Returns", "Backward", "Cost", "Raises", "Example", "Source")
-MODULES = ("meshcomm", "meshcomm.parallel", "meshcomm.parallel.fsdp", "meshcomm.parallel.checkpoint", "meshcomm.testing")
+MODULES = (
+    "meshcomm",
+    "meshcomm.parallel",
+    "meshcomm.parallel.fsdp",
+    "meshcomm.parallel.checkpoint",
+    "meshcomm.testing",
+)
 # The rooms in the order in which one learns them; what a room is for, its own docstring says.
-ROOMS = ("", "collectives", "layout", "spmd", "parallel", "objects", "training", "tracing", "verifying", "testing", "dry", "runtime")
+ROOMS = (
+    "",
+    "collectives",
+    "layout",
+    "spmd",
+    "parallel",
+    "objects",
+    "training",
+    "tracing",
+    "verifying",
+    "testing",
+    "dry",
+    "runtime",
+)
 WHOLE = "The mesh, the ranks, works and errors"
 
 # ---------------------------------------------------------------------------------------------- a page per public name
