@@ -343,3 +343,61 @@ def test_what_is_given_may_be_resized_before_the_wait(name: str, needs_grad: boo
         assert all(map(torch.equal, work.wait(), expected))
 
     mc.launch(main, ranks=2)
+
+
+SOME: dict[str, Callable[[Any, mc.Mesh], Any]] = {
+    "all_gather": lambda xs, mesh: mc.all_gather(xs, "a", mesh=mesh),
+    "all_to_all of other dims": lambda xs, mesh: mc.all_to_all(xs, "a", 0, 1, mesh=mesh),
+    "shift, later": lambda xs, mesh: mc.shift(xs, "a", mesh=mesh, async_op=True).wait(),
+    "shard": lambda xs, mesh: mc.shard(xs, "a", mesh=mesh),
+    "pvary": lambda xs, mesh: mc.pvary(xs, "a", mesh=mesh),
+}
+
+
+def gradients_of_some(name: str, needs: Callable[[int, int], bool]) -> list[Tensor | None]:
+    """Of the leaves, where ``needs(leaf, rank)``, of one call with all of them."""
+    mesh = mc.make_mesh({"a": 4})
+    xs = {at: torch.full((4, 4), at + 1.0).requires_grad_(needs(at, mesh.rank)) for at in range(3)}
+    given = {"b": [xs[0], {"c": xs[1]}], "a": xs[2], "n": torch.arange(16).view(4, 4)}
+    ys = [y for y in leaves_of(SOME[name](given, mesh)) if y.is_floating_point()]
+    sum(((1 + mesh.rank) * y.square()).sum() for y in ys).backward()  # type: ignore[union-attr]
+    return [x.grad for x in xs.values()]
+
+
+def one_each(at: int, rank: int) -> bool:
+    return at == rank % 2
+
+
+def none_of_one(at: int, rank: int) -> bool:
+    return at < 2 or rank > 0
+
+
+def all_of_all(at: int, rank: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("needs", [one_each, none_of_one])
+@pytest.mark.parametrize("name", SOME)
+def test_leaves_that_need_gradients_on_some_ranks_are_refused(name: str, needs: Callable[[int, int], bool]) -> None:
+    """As a single tensor is, though the tree as a whole needs a gradient on every rank."""
+    with pytest.raises(mc.CommError, match=r"requires_grad=False|leaves \[.*\] of a tree"):
+        mc.launch(gradients_of_some, ranks=4, args=(name, needs))
+
+
+def refused_on_each() -> None:
+    with pytest.raises(mc.CommError, match="requires_grad=False"):
+        gradients_of_some("all_gather", none_of_one)
+
+
+def test_leaves_that_need_gradients_on_some_ranks_are_refused_on_processes(pool4: Any) -> None:
+    pool4.run(refused_on_each)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all of other dims", "shard"])
+def test_leaves_that_need_gradients_on_some_ranks_where_nobody_compares(gloo4: Any, name: str) -> None:
+    """All ranks take part in the gradient of each leaf."""
+    expected = gloo4.run(gradients_of_some, name, all_of_all)
+    for rank, (found, right) in enumerate(zip(gloo4.run(gradients_of_some, name, one_each), expected, strict=True)):
+        for at, (mine, whole) in enumerate(zip(found, right, strict=True)):
+            assert (mine is not None) == one_each(at, rank)
+            assert mine is None or torch.equal(mine, whole)

@@ -51,6 +51,7 @@ def leaves_of(
     dims: Mapping[str, int] | None = None,
     *,
     any_shape: bool = False,
+    gradients: bool = False,
 ) -> tuple[list[Tensor], Any, tuple[Any, ...], bool]:
     """The leaves of a tree, every one a tensor that ``accept`` lets through; what :func:`rebuild` needs; what a link is
     told of them, if it wants to know, with the first call that they are in; and whether they are known to be of one
@@ -58,7 +59,8 @@ def leaves_of(
 
     Dicts are taken in order of their keys: two ranks may have filled theirs in different orders. ``ragged``: the dim
     whose length may differ between ranks. ``dims``: those that all ranks must have named alike: what is moved in a
-    bucket is the same for each. ``any_shape``: ``accept`` looks at no shape.
+    bucket is the same for each. ``any_shape``: ``accept`` looks at no shape. ``gradients``: the link is also told which
+    leaves need none beside others that do, for a rank that needs one of them would sum what the others leave out.
     """
     try:
         leaves, form = _taken_apart(tree)
@@ -87,7 +89,17 @@ def leaves_of(
     if not leaves or torch.compiler.is_compiling() or not (link.watched or (link.hears and leaves[0].is_cpu)):
         return leaves, form, (), alike
     seen = _kept(_forms, form if type(form) is tuple else form.spec, lambda: _Seen(form, len(leaves)))
-    return leaves, form, seen.described(leaves, ragged, dims or {}), alike
+    frozen = _frozen(leaves) if gradients and torch.is_grad_enabled() and _is_plain() else ()
+    return leaves, form, seen.described(leaves, ragged, dims or {}, frozen), alike
+
+
+def _frozen(leaves: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where the leaves are that need no gradient and could have one, if others need theirs."""
+    needing = list(map(_needs_grad, leaves))
+    if all(needing) or True not in needing:
+        return ()
+    pairs = enumerate(zip(leaves, needing, strict=True))
+    return tuple(at for at, (x, needs) in pairs if not needs and (x.is_floating_point() or x.is_complex()))
 
 
 def rebuild(leaves: Sequence[Tensor], form: Any) -> Any:
@@ -149,14 +161,16 @@ class _Seen:
         self.paths = _paths(form, count)
         self._described: dict[Any, tuple[Any, ...]] = {}
 
-    def described(self, leaves: Sequence[Tensor], ragged: int | None, dims: Mapping[str, int]) -> tuple[Any, ...]:
+    def described(
+        self, leaves: Sequence[Tensor], ragged: int | None, dims: Mapping[str, int], frozen: tuple[int, ...]
+    ) -> tuple[Any, ...]:
         """Path, dtype and shape of each leaf: the same object for the same."""
-        key = ragged, *dims.values(), *[(leaf.dtype, leaf.shape) for leaf in leaves]
+        key = ragged, frozen, *dims.values(), *[(leaf.dtype, leaf.shape) for leaf in leaves]
         known = self._described.get(key)
         if known is None:
             known = tuple(
-                (path + _named(dims, leaf), leaf.dtype, _without(leaf.shape, ragged))
-                for path, leaf in zip(self.paths, leaves, strict=True)
+                (path + _named(dims, leaf, at in frozen), leaf.dtype, _without(leaf.shape, ragged))
+                for at, (path, leaf) in enumerate(zip(self.paths, leaves, strict=True))
             )
             if len(self._described) >= _MOST_FORMS:
                 self._described.clear()
@@ -171,8 +185,9 @@ def _paths(form: Any, count: int) -> list[str]:
     return [found[at] for at in range(count)]
 
 
-def _named(dims: Mapping[str, int] | None, leaf: Tensor) -> str:
-    return "".join(f" {name}={dim % max(1, leaf.ndim)}" for name, dim in (dims or {}).items())
+def _named(dims: Mapping[str, int], leaf: Tensor, is_frozen: bool) -> str:
+    named = "".join(f" {name}={dim % max(1, leaf.ndim)}" for name, dim in dims.items())
+    return named + " requires_grad=False" if is_frozen else named
 
 
 def _without(shape: tuple[int, ...], ragged: int | None) -> tuple[int, ...]:
@@ -281,18 +296,20 @@ def in_buckets(
     said: tuple[Any, ...] = (),
     *,
     alike: bool = False,
+    all_need: bool = False,
 ) -> list[Tensor]:
     """Apply what works on dim 0 to buckets. ``said``: of the leaves, handed to ``run`` with the first one. ``alike``:
     as in :func:`groups_of`.
 
     ``run`` is told whether the bucket is a copy that nobody else has. It may give a Pending, and the leaves that come
-    of it are one then. ``saves``: the derivative needs the values.
+    of it are one then. ``saves``: the derivative needs the values. ``all_need``: all that comes of a bucket needs a
+    gradient if one leaf does; by default what comes of those that do.
     """
     groups = groups_of(where, leaves, bucket_mb, axis, alike=alike)
     begun: list[Any] = []
     backs: list[Unpack] = []
     for bucket in groups:
-        whole, is_copy, back = _packed([leaves[at] for at in bucket], rows, saves)
+        whole, is_copy, back = _packed([leaves[at] for at in bucket], rows, saves, all_need)
         begun.append(run(whole, () if begun else said, is_copy))
         backs.append(back)
 
@@ -307,7 +324,7 @@ def in_buckets(
     return then_all(begun, unpack)
 
 
-def _packed(leaves: list[Tensor], rows: Rows, saves: bool) -> tuple[Tensor, bool, Unpack]:
+def _packed(leaves: list[Tensor], rows: Rows, saves: bool, all_need: bool) -> tuple[Tensor, bool, Unpack]:
     """The leaves as one tensor, whether that is a copy, and what takes apart what comes of it."""
     plain, places = _is_plain(), None
     if plain and len(leaves) > 1 and (set(map(type, leaves)) <= _SIMPLE or set(map(_torch.kind_of, leaves)) <= _SIMPLE):
@@ -323,14 +340,20 @@ def _packed(leaves: list[Tensor], rows: Rows, saves: bool) -> tuple[Tensor, bool
             return whole, not lie, there.parted
         if not saves:
             # A leaf that needs no gradient may share a bucket with one that does.
-            return _packed_node(lie, cut, *leaves), not lie, lambda whole: _parted_node(whole, there, needing)
+            return (
+                _packed_node(lie, cut, *leaves),
+                not lie,
+                lambda whole: _parted_node(whole, there, None if all_need else needing),
+            )
     parts = [rows.of(leaf) for leaf in leaves]
     widths, forms = [part.shape[1] for part in parts], [leaf.shape for leaf in leaves]
 
     def back(whole: Tensor) -> list[Tensor]:
         pieces = zip(whole.split(widths, 1), forms, strict=True)
         results = [rows.back(part, form) for part, form in pieces]
-        return [y if not plain or x.requires_grad else y.detach() for y, x in zip(results, leaves, strict=True)]
+        if all_need or not plain:
+            return results
+        return [y if x.requires_grad else y.detach() for y, x in zip(results, leaves, strict=True)]
 
     return *_beside(parts, saves), back
 

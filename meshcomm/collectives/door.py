@@ -165,14 +165,20 @@ def _carried_tree(
     run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
     packed = None if in_rows is None else in_rows(axis, *given)
     by_itself = packed is not None and packed[1] is ELEMENTS
-    leaves, form, said, alike = buckets.leaves_of(where, x, axis, params_of, ragged, dims, any_shape=by_itself)
+    met = rule.op.gives != "I"  # the ranks meet in backward, too
+    leaves, form, said, alike = buckets.leaves_of(
+        where, x, axis, params_of, ragged, dims, any_shape=by_itself, gradients=met
+    )
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
+    heard = (said,) if rule.local and said else ()  # in backward alone
     if packed is None:
         done = then_all(
-            [run(rule, leaf, axis, params_of(leaf), () if at else said) for at, leaf in enumerate(leaves)], list
+            [run(rule, leaf, axis, (*params_of(leaf), *heard), () if at else said) for at, leaf in enumerate(leaves)],
+            list,
         )
     else:
         params, rows = packed
+        params = *params, *heard
         done = buckets.in_buckets(
             where,
             leaves,
@@ -183,6 +189,7 @@ def _carried_tree(
             rule.saves,
             said,
             alike=alike,
+            all_need=met and not said and axis.size > 1,  # nobody sees whether it is the same leaves on all ranks
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, form))
     return _handed(where, axis, None, tree, async_op) if async_op else tree

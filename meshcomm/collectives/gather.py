@@ -25,7 +25,7 @@ from meshcomm.collectives.door import (
     aside,
     carried,
 )
-from meshcomm.collectives.rule import Params, Rule, apply, rule_named
+from meshcomm.collectives.rule import Described, Params, Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
@@ -75,7 +75,7 @@ def as_first(x: Tensor, dim: int, call: Callable[..., Any], *given: Any) -> Any:
     return then(call(x.reshape(x.shape[dim:]), *given), lambda y: y.view(*before, *y.shape))
 
 
-def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
+def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes, tree: Described = ()) -> Tensor:
     if sizes is None:
         length = x.shape[dim] // axis.size
         if axis.is_traced:  # the same graph on every rank
@@ -120,7 +120,8 @@ _ALL_GATHER_INVARIANT = Rule(
 _SHARD: Rule = Rule(
     SHARD,
     _run_shard,
-    lambda g, axis, dim, sizes: apply(_ALL_GATHER_INVARIANT, g, axis, (dim, sizes)),
+    lambda g, axis, dim, sizes, tree=(): apply(_ALL_GATHER_INVARIANT, g, axis, (dim, sizes), tree),
+    params=("dim", "sizes", "tree"),
 )
 
 

@@ -54,6 +54,8 @@ class How(NamedTuple):
     """The places of leaves whose gradients are sparse: they are summed at the end, each by itself."""
     result: torch.dtype | None = None
     """Of the sums, and in which they travel where ``dtype`` says nothing; that of the leaf by default."""
+    some: tuple[int, ...] = ()
+    """The places of the leaves that need a gradient, where not all do: ranks that need others are told so."""
 
 
 _SUM = How()
@@ -70,6 +72,8 @@ def vary_tree(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How = _SU
     needy = [at for at, leaf in enumerate(leaves) if leaf.requires_grad and torch.is_grad_enabled()]
     varied = [leaf.view_as(leaf) for leaf in leaves]
     if needy:
+        if len(needy) < len(leaves):
+            how = how._replace(some=tuple(needy))
         for at, leaf in zip(needy, _vary([leaves[at] for at in needy], axis, bucket_mb, how), strict=True):
             varied[at] = leaf
     return varied
@@ -186,8 +190,9 @@ class _Sums:
         parts += [_flags(there, len(list(run)), dtype, device) for there, run in groupby(flags)]
         link, shape = axis.link, torch.Size((sum(part.numel() for part in parts),))
         tree: tuple[Any, ...] = ()
-        if self.how.whose and (link.watched or (link.hears and device.type == "cpu")):
-            tree = ((f" of {self.how.whose}, bucket {len(now.totals)}", dtype, tuple(shape)),)
+        if (self.how.whose or self.how.some) and (link.watched or (link.hears and device.type == "cpu")):
+            whose = self.how.whose or f"leaves {list(self.how.some)} of a tree"
+            tree = ((f" of {whose}, bucket {len(now.totals)}", dtype, tuple(shape)),)
         rule = rule_named("all_reduce")
 
         def begin() -> None:

@@ -41,8 +41,8 @@ _LEAVES = 1000
 """The leaves of a tree that are put into words."""
 _PARTS = 50
 """Those and the arguments that are told to others with each call."""
-_NAMED = re.compile(r"( \w*dim=\d+)+$")
-"""The dims at the end of a leaf's path."""
+_NAMED = re.compile(r"( \w*dim=\d+)*( requires_grad=False)?$")
+"""What stands at the end of a leaf's path."""
 _GRADIENTS = {False: 0, True: 1, None: 2}
 
 
