@@ -165,9 +165,8 @@ def _carried_tree(
     run = partial(start, ended=_as_it_is) if isinstance(async_op, Limit) else start if async_op else apply
     packed = None if in_rows is None else in_rows(axis, *given)
     by_itself = packed is not None and packed[1] is ELEMENTS
-    met = rule.op.gives != "I"  # the ranks meet in backward, too
     leaves, form, said, alike = buckets.leaves_of(
-        where, x, axis, params_of, ragged, dims, any_shape=by_itself, gradients=met
+        where, x, axis, params_of, ragged, dims, any_shape=by_itself, gradients=rule.meets
     )
     leaves = leaves if shaped is None else [shaped(leaf) for leaf in leaves]
     heard = (said,) if rule.local and said else ()  # in backward alone
@@ -189,7 +188,7 @@ def _carried_tree(
             rule.saves,
             said,
             alike=alike,
-            all_need=met and not said and axis.size > 1,  # nobody sees whether it is the same leaves on all ranks
+            all_need=rule.meets and not said and axis.size > 1,  # nobody sees whether it is the same leaves on all ranks
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, form))
     return _handed(where, axis, None, tree, async_op) if async_op else tree

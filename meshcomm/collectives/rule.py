@@ -78,6 +78,7 @@ class Rule:
         """
         self.op, self.name = op, op.name
         self.local = not op.communicates
+        self.meets = op.gives != "I"  # ranks wait for each other in backward
         self.key = key or self.name + (", by value" if saves else "" if whose is None else ", of a leaf")
         self.params = params = op.compared if params is None else params
         self.run = run
