@@ -99,7 +99,7 @@ def _frozen(leaves: Sequence[Tensor]) -> tuple[int, ...]:
     if all(needing) or True not in needing:
         return ()
     pairs = enumerate(zip(leaves, needing, strict=True))
-    return tuple(at for at, (x, needs) in pairs if not needs and (x.is_floating_point() or x.is_complex()))
+    return tuple(at for at, (x, needs) in pairs if not needs and check.differentiable(x))
 
 
 def rebuild(leaves: Sequence[Tensor], form: Any) -> Any:

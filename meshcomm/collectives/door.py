@@ -188,7 +188,8 @@ def _carried_tree(
             rule.saves,
             said,
             alike=alike,
-            all_need=rule.meets and not said and axis.size > 1,  # nobody sees whether it is the same leaves on all ranks
+            # where nobody sees whether it is the same leaves on all ranks
+            all_need=rule.meets and not said and axis.size > 1,
         )
     tree = then(done, lambda leaves: buckets.rebuild(leaves, form))
     return _handed(where, axis, None, tree, async_op) if async_op else tree
