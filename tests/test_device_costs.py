@@ -21,7 +21,7 @@ import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.collectives import overlap
 from meshcomm.parallel import data_parallel, fully_shard, no_sync, reduce_gradients
-from meshcomm.parallel.fsdp import offload
+from meshcomm.parallel.fsdp.buffers import offload
 from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.runtime.transports import dtypes
 
