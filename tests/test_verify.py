@@ -157,6 +157,61 @@ def test_a_twin_of_its_own_and_meshes_that_do_not_divide() -> None:
         mc.verify(right, X, W, **SPECS, twin=lambda x, w: [dense(x, w)])
 
 
+def test_a_metric_beside_a_loss_is_no_stopped_gradient() -> None:
+    def with_metrics(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss = right(x, w)
+        with torch.no_grad():
+            norm = mc.all_reduce(x.square().sum(), "dp").sqrt()
+        return loss, loss.detach(), norm
+
+    mc.verify(with_metrics, X, W, in_specs=SPECS["in_specs"], out_specs=("", "", ""), meshes=DP).check()
+
+
+def test_gradients_that_are_stopped_everywhere() -> None:
+    """A note says where; it is a finding where an input was said to require grad, or a twin has a gradient."""
+
+    def all_of_it(x: Tensor, w: Tensor) -> Tensor:
+        return right(x.detach(), w.detach())  # here
+
+    def update(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            return right(x, w)
+
+    def on_ranks(x: Tensor, w: Tensor) -> Tensor:
+        return right(*(a.detach() if mc.axis_size("dp") > 1 else a for a in (x, w)))  # here
+
+    asked, report = X.clone().requires_grad_(), mc.verify(all_of_it, X, W, **SPECS, meshes=DP).check()
+    assert f"Gradients stop at detach at {line_of(all_of_it)}" in report.notes[0]
+    assert mc.verify(update, asked, W, **SPECS, meshes=DP).ok
+    for fn, x, twin, said in (
+        (all_of_it, asked, None, "an input requires grad"),
+        (all_of_it, X, lambda x, w: (x @ w).square().sum(), "on one device too"),
+        (on_ranks, X, None, "zero everywhere"),
+    ):
+        report = mc.verify(fn, x, W, **SPECS, meshes=DP, twin=twin)
+        assert [(each.kind, each.line) for each in report.findings] == [("vjp", line_of(fn))], report
+        assert said in str(report)
+
+
+def test_what_one_device_does_another_number_of_times_has_a_line() -> None:
+    def backwards(x: Tensor, w: Tensor) -> Tensor:
+        n, y = mc.axis_size("cp"), torch.zeros((), dtype=x.dtype)
+        for step in range(n):
+            y = y + x.unflatten(1, (n, -1))[:, (mc.axis_index("cp") + step) % n] @ w  # here
+            w = mc.shift(w, "cp")
+        return y
+
+    def parted(x: Tensor, w: Tensor) -> Tensor:
+        if mc.axis_index("cp"):
+            w = w.flip(0)  # here
+        return x @ mc.all_gather(w, "cp")
+
+    specs = {"in_specs": ("(cp b) d", "(cp d) e"), "out_specs": "(cp b) e"}
+    for fn, n in ((backwards, 3), (parted, 2)):
+        report = mc.verify(fn, draw(6, 6), draw(6, 2), **specs, meshes={"cp": n})
+        assert [(each.kind, each.line) for each in report.findings] == [("value", line_of(fn))], report
+
+
 def test_a_ring_and_ranks_that_raise() -> None:
     def ring(x: Tensor, w: Tensor) -> Tensor:
         n, y = mc.axis_size("cp"), torch.zeros((), dtype=x.dtype)

@@ -163,6 +163,30 @@ def test_dropout_under_rng_is_compared() -> None:
     assert report.notes == ["step gives each rank's own loss; the mean over the ranks is that of one rank."]
 
 
+def shares(mesh: mc.Mesh) -> Made:
+    """Each rank's share of the loss; a bias before a norm, whose gradient is rounding, of which Rprop takes the sign."""
+    model = nn.Sequential(nn.Linear(D, H), nn.BatchNorm1d(H), nn.Linear(H, D))
+    parallel.data_parallel(parallel.convert_batch_norm(model, "dp"), "dp", grads="sum")
+    rprop = torch.optim.Rprop(model.parameters(), lr=0.01)
+
+    def step(batch: Any) -> Tensor:
+        x, target = mine(batch, mesh)
+        rprop.zero_grad()
+        loss = (model(x) - target).square().sum() / (ROWS * D)
+        loss.backward()
+        rprop.step()
+        return loss.detach()
+
+    return model, rprop, step
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rounding_of_which_an_optimiser_makes_updates(dtype: torch.dtype) -> None:
+    report = mc.verify_training(shares, BATCHES, 4, {"dp": 2}, dtype=dtype).check()
+    assert any(note.startswith("'0.bias': gradients are zero but for rounding") for note in report.notes)
+    assert any("they add up to that of one rank" in note for note in report.notes)
+
+
 # ------------------------------------------------------------------------------------------------------- wrong ones
 
 

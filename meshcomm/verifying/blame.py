@@ -29,7 +29,7 @@ from meshcomm.verifying.compare import explained, times
 from meshcomm.verifying.derivatives import Reference
 from meshcomm.verifying.program import Program, in_group
 from meshcomm.verifying.states import UNKNOWN, State, state_of
-from meshcomm.verifying.trail import Followed, Step, follow, is_reduction, paired
+from meshcomm.verifying.trail import Followed, Step, follow, is_reduction, paired, stop_of
 
 _LINE = re.compile(r" at (\S+:\d+)")
 _MEANT = ("a pvary is missing", "multiplies it by the number of ranks", "which its spec", "takes what is invariant")
@@ -155,7 +155,7 @@ class Story:
                     seen.add(j)
                     todo.append(j)
         if not found:
-            return Blame("", self._right_up_to(end))
+            return self._around(end)
         i = min(found)
         step = self.steps[i]
         if is_reduction(step) and step.reduction == "sum":  # of what it takes the mean would be right
@@ -171,6 +171,37 @@ class Story:
         told += [why] if why else []
         told += self._right_up_to(i)
         return Blame(step.line, tuple(told), self._instead(step, state))
+
+    def _around(self, end: int) -> Blame:
+        """Where the steps begin that one device has not, or has another number of times, on the way to ``end``."""
+        if not self.pairs:
+            return self._parting()
+        todo, seen = [end], {end}
+        while todo:
+            before = [j for j in self.steps[todo.pop()].of if j not in seen]
+            seen |= set(before)
+            todo += before
+        first = [
+            i for i in sorted(seen)
+            if self.value(i).name == "unknown" and not any(self.value(j).name == "unknown" for j in self.steps[i].of)
+        ]  # fmt: skip
+        if not first:
+            return Blame("", self._right_up_to(end))
+        step = self.steps[first[0]]
+        told = f"from {step.name} on steps are others than on one device, or come another number of times"
+        return Blame(step.line, (told, *self._right_up_to(first[0])))
+
+    def _parting(self) -> Blame:
+        """The first step that is another one on another rank."""
+        for i in range(min(len(rank.steps) for rank in self.ranks)):
+            steps = [rank.steps[i] for rank in self.ranks]
+            if len({step.key for step in steps}) > 1:
+                other = next(rank for rank, step in enumerate(steps) if step.key != steps[0].key)
+                known = {step.key for step in self.other.steps}
+                at = min(steps, key=lambda step: (step.key in known, sum(each.key == step.key for each in steps)))
+                said = f"rank 0: {steps[0].name}; rank {other}: {steps[other].name}"
+                return Blame(at.line, (f"the ranks do different things from here on: {said}",))
+        return Blame()
 
     def _of_another_size(self, i: int) -> Blame:
         """What a sum takes and of which the mean would be right."""
@@ -262,7 +293,10 @@ class Story:
         i = max(wrong or alike or known)
         takers = [k for k in self.takers.get(i, ()) if self.steps[k].gradient is not None] or self.takers.get(i, [])
         if not takers:
-            return Blame("", ("no gradient comes back to it",))
+            stop = stop_of(self.steps, {i: self.other.steps[j] for i, j in self.pairs.items()})
+            if stop is None:
+                return Blame("", ("no gradient comes back to it",))
+            return Blame(stop.line, (f"result right; gradients stop at {stop.name}",), f"look at {stop.name}")
         k = next((k for k in takers if self.steps[k].axis), takers[0])
         step, state = self.steps[k], self.gradient(i)
         told = [f"result right; gradients right back to {step.name}, which hands on {_wrongly(state)} the right one"]

@@ -109,7 +109,8 @@ def _value(reference: Reference, ones: Mesh, tangents: Sequence[Tensor], h: floa
 
 
 def _weighed(reference: Reference, ys: Sequence[Tensor]) -> float:
-    """The outputs against the cotangents."""
-    ends = [y for y in ys if y.is_floating_point() or y.is_complex()]
+    """The outputs against the cotangents: those that have a gradient; a metric beside a loss has none."""
+    ends = [(i in reference.derived.live, y) for i, y in enumerate(ys) if y.is_floating_point() or y.is_complex()]
     gs = [leaf.value for leaf in reference.directions.cotangents]
-    return sum(float((wide(g).conj() * wide(y)).sum().real) for g, y in zip(gs, ends, strict=True))
+    pairs = zip(gs, ends, strict=True)
+    return sum(float((wide(g).conj() * wide(y)).sum().real) for g, (live, y) in pairs if live)

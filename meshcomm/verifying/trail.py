@@ -43,6 +43,8 @@ class Step(NamedTuple):
     live: bool
     """Whether it has a gradient."""
     gradient: Tensor | None = None
+    off: bool = False
+    """Whether it was made under torch.no_grad."""
 
     @property
     def line(self) -> str:
@@ -93,7 +95,8 @@ class Trail(TorchFunctionMode):
         self._counts[line, name] += 1
         value = y.detach().clone()
         self._bytes += value.numel() * value.element_size()
-        self.steps.append(Step((line, name, self._counts[line, name]), axis, how, of, value, y.requires_grad))
+        key, off = (line, name, self._counts[line, name]), not torch.is_grad_enabled()
+        self.steps.append(Step(key, axis, how, of, value, y.requires_grad, off=off))
         self._made[id(y)] = number, y  # kept, so that the id stays its own
         if y.grad_fn is not None:
             self._nodes[y.grad_fn] = number
@@ -281,6 +284,16 @@ def paired(mine: Sequence[Sequence[Step]], other: Sequence[Step]) -> Mapping[int
     theirs = Counter(step.key[:2] for step in other)
     places = {step.key: i for i, step in enumerate(other)}
     return {i: places[step.key] for i, step in enumerate(mine[0]) if counts[step.key[:2]] == theirs[step.key[:2]]}
+
+
+def stop_of(steps: Sequence[Step], of: Mapping[int, Step] | None = None) -> Step | None:
+    """The first step at which a gradient stops; with ``of``, the steps of the twin beside these: and does not there."""
+    for i, step in enumerate(steps):
+        if not step.live and differentiable(step.value) and any(steps[j].live for j in step.of):
+            twin = None if of is None else of.get(i)
+            if twin is None or twin.live:
+                return step
+    return None
 
 
 def is_reduction(step: Step) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm._torch import tree_flatten
 from meshcomm.errors import MeshError, described, fail, text
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
@@ -25,6 +26,7 @@ from meshcomm.verifying.finite import held_against_differences
 from meshcomm.verifying.program import WHERE, OnRank, Program, in_group, own_words
 from meshcomm.verifying.report import Finding, Report
 from meshcomm.verifying.schedules import runs_alike
+from meshcomm.verifying.trail import follow, stop_of
 
 __all__ = ["verify"]
 
@@ -86,7 +88,7 @@ def verify(
 
     Raises:
         MeshError: before anything runs: specs of another structure than the inputs; no layout; meshes that are no
-            meshes, or that do not divide the inputs; a twin whose outputs are others.
+            meshes, or that do not divide the inputs. After the smallest mesh: a twin whose outputs are others.
         Exception: what ``fn`` raises on one device. What it raises on a mesh alone is a finding.
 
     Example:
@@ -186,7 +188,7 @@ class _Call:
         began = time.perf_counter()
         ones = program.mesh(self.ones)
         reference = reference_of(program, ones, self.kinds)
-        kinds = self.known(reference)
+        kinds = self.known(reference, ones)
         if self.twin is None and "vjp" in kinds and program.dtype == torch.float64:
             wrong = held_against_differences(reference, ones)
             if wrong:
@@ -221,7 +223,7 @@ class _Call:
         self.findings += found.findings
         self.notes += found.notes
 
-    def known(self, reference: Reference) -> list[str]:
+    def known(self, reference: Reference, ones: Mesh) -> list[str]:
         """The derivatives that the twin has; the report says which it has not, and what proves nothing."""
         derived = reference.derived
         for kind, why in derived.failed.items():
@@ -232,15 +234,28 @@ class _Call:
         if self.kinds and not reference.program.targets:
             self.notes.append("nothing can be differentiated: no input is a floating point tensor.")
         elif self.kinds and not derived.live:
-            self.notes.append(
-                "no output depends differentiably on an input, as autograd has it: the values alone were compared. "
-                "A detach, or torch.no_grad?"
-            )
+            self.stopped(reference, ones)
             return []
         for i, leaf in enumerate(reference.program.targets):
             if "vjp" in kinds and not derived.by["vjp"][i].any() and leaf.value.numel():
                 self.notes.append(f"the gradient of {leaf.label} is zero everywhere.")
         return kinds
+
+    def stopped(self, reference: Reference, ones: Mesh) -> None:
+        """No output has a gradient: a note, or a finding where an input was said to require grad, and is detached."""
+        what = "no output depends differentiably on an input, as autograd has it"
+        cotangents = reference.directions.cotangents
+        stop = None
+        if self.twin is None and cotangents:
+            stop = stop_of(reference.program.run(ones, lambda rank: follow(rank, cotangents))[0].steps)
+        asked = any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten(self.inputs)[0])
+        if stop is not None and asked and not stop.off and set(self.kinds) & {"vjp", "second"}:
+            got = f"gradients stop at {stop.name}; an input requires grad"
+            fix = "mend it; if it is meant, derivatives=(), or inputs that do not require grad"
+            self.findings.append(Finding("vjp", stop.line, text(WHERE, f"{what}.", got=got, fix=fix)))
+            return
+        where = "A detach, or torch.no_grad?" if stop is None else f"Gradients stop at {stop.name}."
+        self.notes.append(f"{what}: the values alone were compared. {where}")
 
     # ------------------------------------------------------------------------------------------- on one mesh
 
@@ -323,8 +338,10 @@ def _explained(
 
 def _blamed(reference: Reference, mesh: Mesh, ones: Mesh, kind: str, i: int, first: Difference) -> Blame:
     program, found = reference.program, None
-    if mesh.size == 1:
-        return Blame(fix="mend fn or its twin: on one device they differ")
+    if program.twin is not None:
+        alone = _on_one(reference, ones, kind, i)
+        if alone is not None or mesh.size == 1:
+            return alone or Blame(fix="mend fn or its twin: on one device they differ")
     if kind != "value":
         found = refused(program, mesh)
     if found is None and kind in ("value", "vjp"):
@@ -340,6 +357,28 @@ def _blamed(reference: Reference, mesh: Mesh, ones: Mesh, kind: str, i: int, fir
         if also is not None:
             found = also
     return found or Blame()
+
+
+def _on_one(reference: Reference, ones: Mesh, kind: str, i: int) -> Blame | None:
+    """Whether the function differs from its twin on one device too, and where its gradients stop there."""
+    if i < 0:
+        return None
+    program = reference.program
+    try:
+        found = program.run(ones, job_of(reference.directions, [kind] if kind != "value" else []))[0]
+        got = found.result.tensors if kind == "value" else found.by[kind]
+        right = [leaf.value for leaf in reference.expected(kind)]
+        if difference("", 0, got[i], right[i], scale_of(right), of=scale_of([right[i]])) is None:
+            return None
+        stop = None
+        if kind != "value" and not got[i].any():
+            stop = stop_of(program.run(ones, lambda rank: follow(rank, reference.directions.cotangents))[0].steps)
+    except Exception:  # it need not run on one device
+        return None
+    told = ("on one device too, so that it is no mistake of communication",)
+    if stop is not None:
+        return Blame(stop.line, (*told, f"gradients stop at {stop.name}"), f"mend {stop.name}, or the twin")
+    return Blame("", told, "mend fn or its twin: on one device they differ")
 
 
 def _raised(error: Exception, shape: Mapping[str, int], reference: Reference, mesh: Mesh, ones: Mesh) -> Finding:

@@ -39,6 +39,11 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, 0.0)
 
 
+def _rounding(dtype: torch.dtype) -> float:
+    """Of sums of numbers of this dtype, relative to the largest one of its kind: more than small differences are."""
+    return 4 * torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
 def whole(part: Part) -> Tensor:
     """Of one rank that has all of it."""
     x = torch.zeros(part.shape, dtype=part.dtype)
@@ -82,7 +87,7 @@ def differences(
             elif (part is None) != (wanted is None):
                 found.append(Off(rank, name, math.inf, None, "nothing here" if part is None else "none on one rank"))
             elif part is not None and wanted is not None:
-                off = _difference(rank, name, part, wanted, small * scales[kind_of(name)])
+                off = _difference(rank, name, part, wanted, scales[kind_of(name)], small)
                 found += [] if off is None else [off]
     for name in right:
         if not any(name in parts for parts in ranks):
@@ -90,7 +95,36 @@ def differences(
     return found
 
 
-def _difference(rank: int, name: str, part: Part, wanted: Tensor, least: float) -> Off | None:
+def noise(right: Mapping[str, Tensor | None], small: float) -> dict[str, Tensor]:
+    """Which elements of gradients are zero but for rounding, where there are any: an optimiser that divides a gradient
+    by its size makes something of them that is another thing on each mesh.
+    """
+    scale, found = scale_of(right.values()), {}
+    for name, g in right.items():
+        if g is not None and g.numel() and differentiable(g):
+            floor, size = max(tolerance(g.dtype) * small, _rounding(g.dtype)) * scale, g.abs()
+            mask = (size <= floor) & ((size > 0) | bool(0 < size.max() <= floor))
+            if mask.any():
+                found[name] = mask
+    return found
+
+
+def without(parts: Parts, right: Mapping[str, Tensor | None], masks: Mapping[str, Tensor]) -> Parts:
+    """These, with the right numbers where a mask, by the name of the parameter, holds: for its states too."""
+    found = dict(parts)
+    for name, part in parts.items():
+        mask, wanted = masks.get(name, masks.get(name.rpartition(".")[0])), right.get(name)
+        if part is None or mask is None or wanted is None or not part.shape == tuple(mask.shape) == tuple(wanted.shape):
+            continue
+        boxes = []
+        for offsets, box in part.boxes:
+            here, instead = (part_of(x, offsets, tuple(box.shape)) for x in (mask, wanted))
+            boxes.append((offsets, torch.where(here, instead.to(box.dtype), box)))
+        found[name] = part._replace(boxes=tuple(boxes))
+    return found
+
+
+def _difference(rank: int, name: str, part: Part, wanted: Tensor, scale: float, small: float) -> Off | None:
     if part.shape != tuple(wanted.shape):
         said = f"its shape is {part.shape} as a whole, {tuple(wanted.shape)} on one rank"
         return Off(rank, name, math.inf, None, said)
@@ -105,9 +139,11 @@ def _difference(rank: int, name: str, part: Part, wanted: Tensor, least: float) 
     if odd.any():
         return Off(rank, name, math.inf, None, "numbers that are not finite")
     got, right = got.nan_to_num(), right.nan_to_num()
-    by, most = _by(got, right), max(wanted.abs().max().item(), least)
-    near = max(tolerance(part.dtype), tolerance(wanted.dtype))
-    return None if by <= near * most else Off(rank, name, by, factor_of(got, right, near))
+    by, near = _by(got, right), max(tolerance(part.dtype), tolerance(wanted.dtype))
+    least = max(near * small, _rounding(wanted.dtype)) * scale
+    if by <= max(near * wanted.abs().max().item(), least):
+        return None
+    return Off(rank, name, by, factor_of(got, right, near))
 
 
 def _by(got: Tensor, right: Tensor) -> float:

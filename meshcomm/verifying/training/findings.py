@@ -45,10 +45,10 @@ class Judge:
 
     def _start(self, number: int, right: Moment, here: Sequence[Moment]) -> list[Finding]:
         kind = "checkpoint" if self.after else "start"
-        offs = self._off([each.parameters for each in here], right.parameters, "parameter")
+        offs = self._off(number, [each.parameters for each in here], right.parameters, "parameter")
         what = "parameters" if offs else "states of the optimiser"
         if not offs and self.after:
-            offs = self._off([each.states for each in here], right.states, "state")
+            offs = self._off(number, [each.states for each in here], right.states, "state")
         if not offs:
             return []
         if self.after:
@@ -71,26 +71,51 @@ class Judge:
             return [self._finding("update", line, what, "", fix)]
         for at, update in enumerate(right.updates):
             gradients = [each.updates[at].gradients for each in here]
-            offs = self._off(gradients, update.gradients, "gradient")
+            offs = self._off(number, gradients, update.gradients, "gradient")
             if offs:
                 return [self._gradient(number, at, offs, gradients, update.gradients, here, right)]
         return []
 
     def _results(self, number: int, right: Moment, here: Sequence[Moment]) -> list[Finding]:
-        offs = self._off([each.parameters for each in here], right.parameters, "parameter")
+        offs = self._off(number, [each.parameters for each in here], right.parameters, "parameter")
         line = next((update.line for each in here for update in each.updates), "")
         if offs:
             return [self._parameter(number, line, offs, right, here)]
-        offs = self._off([each.states for each in here], right.states, "state")
+        offs = self._off(number, [each.states for each in here], right.states, "state")
         if offs:
             what = f"states of the optimiser differ after step {number}, parameters and gradients do not"
             fix = "look for who writes optimizer.state besides optimizer.step()"
             return [self._told("optimizer", line, what, offs, fix)]
         return []
 
-    def _off(self, ranks: Sequence[Parts], right: Parts, kind: str) -> list[Off]:
+    def _off(self, number: int, ranks: Sequence[Parts], right: Parts, kind: str) -> list[Off]:
         last = (lambda name: name.rpartition(".")[2]) if kind == "state" else (lambda name: "")
-        return compare.differences(ranks, compare.wholes(right), _SMALL[kind], last)
+        wholes = compare.wholes(right)
+        offs = compare.differences(ranks, wholes, _SMALL[kind], last)
+        if offs and kind != "gradient":
+            masks = self._noise(number)
+            left = compare.differences(
+                [compare.without(parts, wholes, masks) for parts in ranks], wholes, _SMALL[kind], last
+            )
+            dropped = {off.name for off in offs} - {off.name for off in left}
+            if dropped and kind == "parameter" and self._noise(number - 1):  # such as a mean of what they were added to
+                trained = {name for update in self.twin.moments[number].updates for name in update.gradients}
+                left = [off for off in left if off.name in trained or off.missing]
+            if dropped and not left and kind == "parameter":
+                names = ", ".join(map(repr, sorted(dropped)))
+                self._note(f"{names}: gradients are zero but for rounding, of which the optimiser makes updates that "
+                           "are others on each mesh: not compared, nor buffers that follow from them.")  # fmt: skip
+            return left
+        return offs
+
+    def _noise(self, number: int) -> dict[str, Tensor]:
+        """What has had no gradient but rounding in a step up to this one."""
+        found: dict[str, Tensor] = {}
+        for at, moment in self.twin.moments.items():
+            for update in moment.updates if at <= number else ():
+                for name, mask in compare.noise(compare.wholes(update.gradients), _SMALL["gradient"]).items():
+                    found[name] = found[name] | mask if name in found else mask
+        return found
 
     # ---------------------------------------------------------------------------------------------------- the loss
 
@@ -109,8 +134,13 @@ class Judge:
             return []
         if all(x.shape == wanted.shape for x in got):
             mean = torch.stack(got).mean(0)
-            if not more and (mean - wanted).abs().max().item() <= near * size:
+            if (mean - wanted).abs().max().item() <= near * size:
                 self._note("step gives each rank's own loss; the mean over the ranks is that of one rank.")
+                return []
+            shares = [mean * math.prod(self.sizes[axis] for axis in axes) for axes in compare.subsets(self.sizes)]
+            alike = all(torch.equal(x, got[0]) for x in got)
+            if not more and not alike and any((x - wanted).abs().max().item() <= near * size for x in shares):
+                self._note("step gives each rank's share of the loss; they add up to that of one rank.")
                 return []
         factor = compare.factor_of(
             torch.stack(got).flatten(), torch.stack([wanted.double()] * len(got)).flatten(), near
