@@ -158,6 +158,17 @@ def refused() -> None:
     module = tensor_parallel(attention(), {"*": "heads"}, axis="tp", mesh=mesh)
     with pytest.raises(mc.MeshError, match="is_causal=True without attn_mask"):
         module(*given("as it is", {}), is_causal=True)
+    odd: list[tuple[str, dict[str, Tensor]]] = [  # each would be broadcast, or added to the scores
+        (r"key_padding_mask has shape \(6, 3\)", {"key_padding_mask": PADDING.t().contiguous()}),
+        (r"attn_mask has shape \(1, 6\)", {"attn_mask": CAUSAL[:1]}),
+        ("key_padding_mask has dtype torch.uint8", {"key_padding_mask": PADDING.to(torch.uint8)}),
+    ]
+    for text, masks in odd:
+        with pytest.raises(mc.MeshError, match=text):
+            module(*given("as it is", {}), **masks)
+    query, key, value = given("as it is", {})
+    with pytest.raises(mc.MeshError, match="batch and length do not go together"):
+        module(query, key[:, :1], value[:, :1])
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -69,6 +69,7 @@ def attended(
     rows = [entered[id(x)].unsqueeze(0) if alone else entered[id(x)] for x in (query, key, value)]
     state.streams.cut()
     q, k, v = _projected(module, rows)
+    _refuse_shapes(module.num_heads, q, k, v, alone, key_padding_mask, attn_mask)
     masks = _mask(state, module, q, k, key_padding_mask, attn_mask)
     if module.bias_k is not None:
         k = torch.cat([k, module.bias_k.expand(len(k), 1, -1)], 1)
@@ -102,6 +103,30 @@ def _projected(module: nn.MultiheadAttention, rows: list[Tensor]) -> list[Tensor
     else:
         weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
     return [F.linear(x, weight, bias) for x, weight, bias in zip(rows, weights, biases, strict=True)]
+
+
+def _refuse_shapes(
+    heads: int, q: Tensor, k: Tensor, v: Tensor, alone: bool, padding: Tensor | None, mask: Tensor | None
+) -> None:
+    """MeshError for what torch's refuses, and would be broadcast, or added to the scores, here."""
+    (b, length), s = q.shape[:2], k.shape[1]
+    if k.shape[0] != b or k.shape[:2] != v.shape[:2]:
+        found = ", ".join(
+            f"{name} {tuple(x.shape[:2])}" for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)
+        )
+        fail(WHERE, f"batch and length do not go together: {found}.", fix="one batch, and a value for each key")
+    taken: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
+        "key_padding_mask": (padding, [(s,) if alone else (b, s)]),
+        "attn_mask": (mask, [(length, s), (b * heads, length, s)]),
+    }
+    for name, (given, shapes) in taken.items():
+        if given is None:
+            continue
+        if tuple(given.shape) not in shapes:
+            fail(WHERE, f"{name} has shape {tuple(given.shape)}.", fix=f"shape {' or '.join(map(str, shapes))}")
+        if given.dtype != torch.bool and not given.is_floating_point():
+            what = f"{name} has dtype {given.dtype}."
+            fail(WHERE, what, fix="torch.bool, True where nothing is to be seen, or floats that are added")
 
 
 def _mask(
