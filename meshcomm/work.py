@@ -236,6 +236,11 @@ class Work(Generic[T]):
                 warnings.warn_explicit(message, RuntimeWarning, call.site.file, call.site.line)
 
 
+def let_go(work: Work[Any]) -> None:
+    """Nobody is to wait for it, which is no mistake: what it was for has failed."""
+    work._call = None
+
+
 class Source(Pending):
     """A work that another one waits for, which is the one that warns if nobody waits for it."""
 

@@ -4,6 +4,8 @@ that change, ranks that ask for other things. Each is told by name, on every ran
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ from meshcomm import parallel
 
 Run = Callable[..., list[Any]]
 MSE = nn.functional.mse_loss
+CPU = torch.profiler.ProfilerActivity.CPU
 
 
 class Stage(nn.Module):
@@ -30,6 +33,8 @@ class Stage(nn.Module):
         self.calls += 1
         y, wrong, odd = self.layer(x), self.wrong, self.rank == 1
         if wrong == "raises" and odd and self.calls == 2:
+            raise ValueError("boom")
+        if wrong == "raises later" and not self.calls:
             raise ValueError("boom")
         if wrong == "raises in backward" and odd and self.calls == 2:
             y.register_hook(lambda g: (_ for _ in ()).throw(ValueError("boom")))
@@ -134,6 +139,40 @@ def test_on_processes(wrong: str, words: str) -> None:
     """Said of the rank whose fault it is, long before the time is up."""
     with pytest.raises(mc.CommError, match=words):
         mc.launch(trained, ranks=2, args=(wrong,), runtime="processes", timeout=200)
+
+
+def then_right(goes: str) -> None:
+    """Steps of which some are looked at by one rank, or have failed on all, are those of the model on one rank."""
+    mesh = mc.make_mesh({"pp": 4})
+    torch.manual_seed(0)
+    whole = nn.Sequential(*[Stage("raises later", rank) for rank in range(4)])
+    own = copy.deepcopy(whole[mesh.rank])
+    x, y = torch.rand(2, 8, 3)
+    step = parallel.pipelined(own, "pp", loss=MSE, microbatches=4, grads="mean", schedule="gpipe", mesh=mesh)
+    if goes != "in-process":
+        for rank, look in enumerate([lambda: torch.profiler.profile(activities=[CPU]), mc.trace]):
+            step(x, y)
+            with look() if mesh.rank == rank else contextlib.nullcontext():
+                step(x, y)
+    for call in (step, step.evaluate):
+        own.calls = mesh.rank - 4  # the first stage fails last, and nobody takes its last microbatch but one
+        with pytest.raises(ValueError, match="boom"):
+            call(*[100 * x, y][: 1 + (call is step)])
+        step.zero_grad()
+        for _ in range(2):
+            own.calls = 0
+            torch.testing.assert_close(step(x, y), MSE(whole(x), y).detach())
+    whole.zero_grad()
+    (2 * MSE(whole(x), y)).backward()
+    torch.testing.assert_close([p.grad for p in own.parameters()], [p.grad for p in whole[mesh.rank].parameters()])
+
+
+@pytest.mark.parametrize("goes", ["in-process", "pool4", "gloo4"])
+def test_steps_after_one_that_failed_or_that_one_rank_looked_at(goes: str, request: pytest.FixtureRequest) -> None:
+    if goes == "in-process":
+        mc.launch(then_right, ranks=4, args=(goes,))
+    else:
+        request.getfixturevalue(goes).run(then_right, goes)
 
 
 WRONG = {

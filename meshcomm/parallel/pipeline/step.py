@@ -29,7 +29,7 @@ from meshcomm.parallel.data.replica import Grads
 from meshcomm.parallel.pipeline.running.executor import Batch, Pass, Ran, Stages
 from meshcomm.parallel.pipeline.running.microbatches import joined, rows_from, rows_of, shares_of, spans
 from meshcomm.parallel.pipeline.running.tied import Ties, ties_of
-from meshcomm.parallel.pipeline.running.wires import Outline, Wires
+from meshcomm.parallel.pipeline.running.wires import Outline, Terms, Wires, carrier_along, terms_of
 from meshcomm.parallel.pipeline.schedule import Schedule
 from meshcomm.parallel.weights.names_in_files import Unfit
 from meshcomm.runtime.ops import Op
@@ -115,6 +115,8 @@ def pipelined(
             From a step, on every rank and before anything runs: a batch that is missing where it is needed, without
             rows, or of other lengths; weights that do not fit; ``check_vma``.
         CommError: a stage gives other shapes or dtypes than it did for a batch like this; another rank has failed.
+        A step that has failed on all ranks, each of which has caught that, can be followed by others: what it has sent
+        is not taken by them. What it has added to gradients stays.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -200,6 +202,8 @@ class PipelineStep(nn.Module):
         self._numbers = [schedule.stage(axis.index, chunk) for chunk in range(schedule.chunks)]
         self._last = schedule.ranks * schedule.chunks - 1
         self._known: dict[Any, dict[tuple[int, int], Outline]] = {}
+        self._failed = 0
+        """As many passes had failed, of this or another pipeline, when that was learnt."""
         self._prefixes = self._named(axis)
         self._ties = Ties(stages, self._numbers, axis)
         for stage in stages:
@@ -224,12 +228,11 @@ class PipelineStep(nn.Module):
         Returns: the loss, ``[]``, detached, the same on every rank of the axis.
         """
         run = self._begin(x, targets, weights, evaluates=False)
-        with contextlib.ExitStack() as ends:
+        with run.wires.until_sent(run.asked), contextlib.ExitStack() as ends:
             if run.trains:
                 ends.enter_context(self._ties.added_up())
                 ends.enter_context(reduced_once(self.stages))
             run.run()
-        run.wires.finish()
         self._end(run)
         if run.batch.wants:
             _send_back(x, run)
@@ -242,8 +245,8 @@ class PipelineStep(nn.Module):
         is: ``step.eval()`` is for you to call.
         """
         run = self._begin(x, None, None, evaluates=True)
-        run.run()
-        run.wires.finish()
+        with run.wires.until_sent(run.asked):
+            run.run()
         self._end(run)
         return joined([run.outputs[at] for at in range(run.batch.parts)]) if run.outputs else None
 
@@ -276,12 +279,17 @@ class PipelineStep(nn.Module):
         modes = [int(evaluates), int(trains), int(bool(problem)), int(last and targets is not None)]
         own = hash((self.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(axis.mesh.device.type)))
         with paused():
-            every = agree([*modes, *said, needs, own], axis)
+            carrier = carrier_along(axis)
+            every = agree([*modes, *said, needs, own, *terms_of(carrier)], axis)
+        terms = Terms.met([each[9:] for each in every])
+        if terms.failed != self._failed:  # ranks may not have learnt the same
+            self._known.clear()
+            self._failed = terms.failed
         self._refuse(problem, every, axis)
         rows = max(each[4] for each in every)
         cuts = spans(rows, self.schedule.microbatches)
         count = len(cuts)
-        kind = (rows, *((*each[:2], *each[6:]) for each in every))
+        kind = (rows, *((*each[:2], *each[6:9]) for each in every))
         wants = (
             trains
             and first
@@ -295,7 +303,7 @@ class PipelineStep(nn.Module):
             shares,
             wants,
         )
-        wires = Wires(axis, self._last + 1, self.schedule.microbatches)
+        wires = Wires(axis, self._last + 1, self.schedule.microbatches, terms, carrier)
         return Pass(self._fixed, wires, kind, self._known.pop(kind, {}), batch)
 
     def _all_parameters(self) -> Iterator[nn.Parameter]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want
-from meshcomm.runtime.pending import queued
+from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Log, Named, Record, failed
 from meshcomm.runtime.transports import dtypes, envelopes
@@ -126,12 +126,13 @@ Room = tuple[tuple[int, ...], torch.dtype]
 
 
 class Carrier:
-    """Of one link, as long as nobody watches its calls: messages of which both sides know dtypes and shapes. ::
+    """Of one link: messages of the CPU's of which both sides know dtypes and shapes. ::
 
         with an envelope    4 KiB that say what it is, and where it lies or what follows ──> read ──> taken
         carried             the elements ──> into the room that was made for them
 
-    Both sides decide alike, by dtype and shape alone: who sends without an envelope to who expects one ends it.
+    Who sends without an envelope to who expects one ends both. So ranks agree beforehand that all of them carry, by the
+    same limit (:attr:`form`), and then decide by dtype and shape alone.
     """
 
     def __init__(self, link: Any, base: dist.ProcessGroup, log: Log, first: int, most: int | None, call: Named) -> None:
@@ -139,12 +140,18 @@ class Carrier:
         self._link, self._send, self._recv, self._log = link, base.send, base.recv, log
         self._first, self._most, self._call = first, most, call
 
+    @property
+    def form(self) -> int:
+        """How it carries, as a number that is not 0: it does only where all ranks say the same."""
+        return -1 if self._most is None else self._most
+
     def take(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Carried | None:
-        """Send them; None where they go another way."""
+        """Send them; None where they go with envelopes."""
         most = self._most
-        for x in tensors:
-            if not x.is_cpu or (most is not None and x.nbytes > most):
-                return None
+        if most is not None and max(x.nbytes for x in tensors) > most:
+            return None
+        if queued:
+            begin_all()
         record = self._noted(([(dst, tag)] * len(tensors), []))
         route = (self._first + tag) % CALLS
         try:
@@ -154,11 +161,13 @@ class Carrier:
             raise self._failed(record, error) from error
 
     def bring(self, rooms: Sequence[Room], src: int, tag: int) -> Carried | None:
-        """Receive tensors of the CPU's, of these shapes and dtypes; None where they come another way."""
+        """Receive tensors of these shapes and dtypes; None where they come with envelopes."""
         most = self._most
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in rooms]
-        if queued or (most is not None and max(sizes) > most):
+        if most is not None and max(sizes) > most:
             return None
+        if queued:
+            begin_all()
         record = self._noted(([], [(src, tag)] * len(rooms)))
         route = (self._first + tag) % CALLS
         works, came = [], []

@@ -6,7 +6,9 @@
                   the bytes that the row has no room for
     always        the tensors, in order; their gradients back
 
-A message's tag says which stage it leaves, for which microbatch, and whether it is an outline, a forward or a gradient.
+A message's tag says which stage it leaves, for which microbatch, and whether it is an outline, a forward or a gradient;
+and after how many passes that failed, for what these have sent may still be on its way. The tensors go without envelopes
+where all ranks say, before a pass, that they can (:class:`Terms`).
 
 What is sent is kept until it is certain that it was taken: who sends what it makes later in its row than it takes this
 has taken this. ::
@@ -17,12 +19,13 @@ has taken this. ::
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,19 +33,20 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.collectives.door import made
 from meshcomm.collectives.messages import EXCHANGE
-from meshcomm.errors import CommError, few, shape_text, text
+from meshcomm.errors import CommError, fail, few, shape_text, text
 from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view, pack, unpack
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.recorder import noted
 from meshcomm.runtime.transports.post import Carried, Carrier
 from meshcomm.runtime.transports.process_group import ProcessLink
-from meshcomm.work import Work
+from meshcomm.work import Work, let_go
 
 OUTLINE, FORWARD, GRADIENT = range(3)
 _KINDS = 4
 _FIRST_TAG = 2**29
 """Tags of users' own messages over the axis are seldom as large."""
+_LAST_TAG = 2**30
 _ROW = 1024
 _HEAD = struct.Struct("=q")
 
@@ -112,30 +116,74 @@ def outline_of(tree: Any, known: Outline | None = None) -> tuple[Outline, list[T
 Coming = Work[list[Tensor]] | Carried
 
 
-class Wires:
-    """This rank's messages along the axis."""
+class _Passes:
+    failed = 0
+    """How many have failed in this process, or in another one that has told of them."""
 
-    def __init__(self, axis: Axis, stages: int, microbatches: int) -> None:
-        self.axis, self._stages, self._microbatches = axis, stages, microbatches
+
+class Terms(NamedTuple):
+    """What ranks agree on for the messages of one pass: each says what it can, and all do what all can. A profiler or a
+    trace on one rank changes how the messages of all ranks go, and never those of one side alone.
+    """
+
+    form: int
+    """Of the carrier; 0 where messages have envelopes."""
+    failed: int
+    """Passes before this one that have failed somewhere; what these ranks have sent then is left where it is."""
+
+    @classmethod
+    def met(cls, every: Sequence[Sequence[int]]) -> Terms:
+        """``every``: what each rank has said."""
+        forms = {form for form, _ in every}
+        return cls(forms.pop() if len(forms) == 1 else 0, max(failed for _, failed in every))
+
+
+def carrier_along(axis: Axis) -> Carrier | None:
+    """Of this rank, as long as nobody looks at its messages one by one."""
+    link = axis.link
+    if isinstance(link, ProcessLink) and axis.mesh.device.type == "cpu" and not _torch.profiler_on():
+        return link.carrier(noted(None, "exchange", axis, None, ()))
+    return None
+
+
+def terms_of(carrier: Carrier | None) -> Terms:
+    """What this rank says."""
+    return Terms(0 if carrier is None else carrier.form, _Passes.failed)
+
+
+class Wires:
+    """This rank's messages along the axis, in one pass."""
+
+    def __init__(self, axis: Axis, stages: int, microbatches: int, terms: Terms, carrier: Carrier | None) -> None:
+        """``carrier``: the one that this rank's own terms told of."""
+        self.axis, self._microbatches, self._failed = axis, microbatches, terms.failed
+        most = (_LAST_TAG - _FIRST_TAG) // (stages * microbatches * _KINDS)
+        self._first_tag = _FIRST_TAG + terms.failed % most * stages * microbatches * _KINDS
         self._most = 2 * axis.size
         """As many as a schedule that goes on steadily has on the way to one rank."""
         self._sent: dict[int, deque[tuple[int, Coming]]] = defaultdict(deque)
         """By rank: where in its row it takes each."""
-        self._carrier: Carrier | None = None
-        link = axis.link
-        if isinstance(link, ProcessLink) and axis.mesh.device.type == "cpu" and not _torch.profiler_on():
-            self._carrier = link.carrier(noted(None, "exchange", axis, None, ()))
+        self._carrier = carrier if terms.form else None
 
     def tag(self, kind: int, stage: int, microbatch: int) -> int:
         """Of a message that leaves ``stage``."""
-        return _FIRST_TAG + (stage * self._microbatches + microbatch) * _KINDS + kind
+        return self._first_tag + (stage * self._microbatches + microbatch) * _KINDS + kind
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int, taken: int, *, agreed: bool = True) -> None:
-        """Begin to; they stay as they are until :meth:`finish`. ``taken``: where in its row ``dst`` takes them;
+        """Begin to; they stay as they are until they are sent. ``taken``: where in its row ``dst`` takes them;
         ``agreed``: it knows their shapes and dtypes.
         """
         if not tensors:
             return
+        if self._carrier is not None and not all(x.is_cpu for x in tensors):
+            places = sorted({str(x.device) for x in tensors})
+            fix = "return y.cpu() from the stage, or make the mesh on the device"
+            fail(
+                "pipelined",
+                "a stage gives tensors that are not where its mesh is.",
+                got=f"{', '.join(places)}; cpu",
+                fix=fix,
+            )
         going = [x.detach().resolve_conj().contiguous() for x in tensors]
         work: Coming | None = self._carrier.take(going, dst, tag) if agreed and self._carrier is not None else None
         if work is None:
@@ -207,11 +255,22 @@ class Wires:
             while len(sent) > self._most and sent[0][1].done():
                 sent.popleft()[1].wait()
 
-    def finish(self) -> None:
-        """Until everything is sent."""
-        for sent in self._sent.values():
-            while sent:
-                sent.popleft()[1].wait()
+    @contextlib.contextmanager
+    def until_sent(self, asked: Mapping[Any, Coming]) -> Iterator[None]:
+        """Around a pass: afterwards everything is sent. Where it fails, the next one takes nothing of what is on its
+        way, and nobody waits for that, nor for what was ``asked`` for.
+        """
+        try:
+            yield
+            for sent in self._sent.values():
+                while sent:
+                    sent.popleft()[1].wait()
+        except BaseException:
+            _Passes.failed = max(_Passes.failed, self._failed + 1)
+            for work in [*asked.values(), *(work for sent in self._sent.values() for _, work in sent)]:
+                if isinstance(work, Work):
+                    let_go(work)
+            raise
 
 
 def refuse_change(stage: int, microbatch: int, was: Outline, now: Outline) -> None:
