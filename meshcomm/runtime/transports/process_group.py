@@ -351,9 +351,9 @@ class ProcessLink(GroupLink):
         return self._by_batch(posts, wants)
 
     def carrier(self, call: Named) -> Carrier | None:
-        """Who carries messages of which both sides know dtypes and shapes; None where this rank wants envelopes, as long
-        as somebody watches its calls. The other ranks need not know: see :class:`Carrier`. ``call``: what makes them,
-        of the public name and axis.
+        """Who carries messages of which both sides know dtypes and shapes; None where this rank wants envelopes, for
+        somebody watches its calls: the others do not know, see :class:`Carrier`. ``call``: what makes them, of the
+        public name and axis.
         """
         if not self._on_gloo or self.watched:
             return None

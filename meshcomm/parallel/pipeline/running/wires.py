@@ -7,8 +7,8 @@
     always        the tensors, in order; their gradients back
 
 A message's tag says which stage it leaves, for which microbatch, and whether it is an outline, a forward or a gradient;
-and after how many passes that failed, for what these have sent may still be on its way. The tensors go without envelopes
-where all ranks say, before a pass, that they can (:class:`Terms`).
+and after how many passes that failed, for what these have sent may still be on its way. Tensors go without
+envelopes where all ranks say, before a pass, that they can (:class:`Terms`).
 
 What is sent is kept until it is certain that it was taken: who sends what it makes later in its row than it takes this
 has taken this. ::
