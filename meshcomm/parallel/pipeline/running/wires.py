@@ -38,6 +38,7 @@ from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view, pack, unpack
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.recorder import noted
+from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.runtime.transports.post import Carried, Carrier
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.work import Work, let_go
@@ -266,7 +267,8 @@ class Wires:
                 while sent:
                     sent.popleft()[1].wait()
         except BaseException:
-            _Passes.failed = max(_Passes.failed, self._failed + 1)
+            if not is_dry():  # a dry run begins again until it has what others send
+                _Passes.failed = max(_Passes.failed, self._failed + 1)
             for work in [*asked.values(), *(work for sent in self._sent.values() for _, work in sent)]:
                 if isinstance(work, Work):
                     let_go(work)
