@@ -120,6 +120,13 @@ def all_axes() -> list[Axis]:
     return [axis for ref in _axes.valuerefs() if (axis := ref()) is not None]
 
 
+def forget_axes(ended: Callable[[Axis], bool]) -> None:
+    """What is told of all axes no longer hears of these, though somebody may have them still."""
+    for key, axis in list(_axes.items()):
+        if ended(axis):
+            _axes.pop(key, None)
+
+
 _meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
 _makers: dict[str, Callable[..., Mesh]] = {}
 

@@ -74,11 +74,17 @@ def context() -> None:
     parallel.context_attention(q, k, v, axis="cp", heads_axis="u").sum().backward()
 
 
-def experts() -> None:
+def experts(capacity: int | None = None) -> None:
     x, w = torch.randn(8, 4, requires_grad=True), torch.randn(2, 4, 4, requires_grad=True)
     choice = torch.arange(16).reshape(8, 2) % 4
-    weight = torch.rand(8, 2)
-    y = parallel.experts(x, choice, weight, lambda rows, n: parallel.grouped_matmul(rows, w, n), axis="ep", count=4)
+    experts_of(choice, x, w, capacity)
+
+
+def experts_of(choice: Tensor, x: Tensor, w: Tensor, capacity: int | None) -> None:
+    def fn(rows: Tensor, n: Tensor) -> Tensor:
+        return parallel.grouped_matmul(rows, w, n)
+
+    y = parallel.experts(x, choice, torch.rand(8, 2), fn, axis="ep", count=4, capacity=capacity)
     y.sum().backward()
 
 
@@ -118,6 +124,7 @@ PLANS: dict[str, tuple[dict[str, int], Callable[[], Any]]] = {
     "sequence": ({"tp": 2}, sequence),
     "context": ({"u": 2, "cp": 2}, context),
     "experts": ({"ep": 2}, experts),
+    "capacity": ({"ep": 2}, lambda: experts(capacity=2)),
     "1f1b, fsdp": ({"pp": 2, "fsdp": 2}, lambda: pipeline("1f1b")),
     "interleaved": ({"pp": 2}, lambda: pipeline("interleaved", 2)),
     "pipeline": ({"pp": 2}, functional),
@@ -147,11 +154,12 @@ def test_events_are_those_of_a_run(name: str) -> None:
         mc.launch(main, ranks=mesh.size)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dry = mc.dry_run(fn, shape, ranks=None, host_values=8 if name == "experts" else None)
+        dry = mc.dry_run(fn, shape, ranks=None)
     assert ran.events
     for rank in range(mesh.size):
         assert rows(dry.trace, rank) == rows(ran, rank)
-    assert bool(dry.host_reads) is (name == "experts")  # what the library reads for itself needs no answer
+    routed = name in ("experts", "capacity")
+    assert bool(dry.host_reads) is routed is not dry.ok  # what the library reads for itself needs no answer
     assert not mc.is_dry()
 
 
@@ -203,6 +211,38 @@ def test_values_of_the_program_are_known_and_others_are_given() -> None:
         seen.clear()
         mc.dry_run(main, {"dp": 4}, host_values=given)
         assert seen == [5.0, *expected]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "given", "sent"), [(None, None, 4), (None, 4, 4), (3, None, 3), (3, 2, 2), (0, None, 0)]
+)
+def test_a_router_that_nobody_knows(capacity: int | None, given: int | None, sent: int) -> None:
+    """16 rows of a rank for 4 experts of which 2 are here: each gets 4 of them, where nothing else is said."""
+
+    def main() -> None:
+        x, w = torch.randn(8, 4, requires_grad=True), torch.randn(2, 4, 4, requires_grad=True)
+        experts_of(torch.rand(8, 4).topk(2).indices, x, w, capacity)
+
+    run = mc.dry_run(main, {"ep": 2}, host_values=given)
+    assert run.host_reads
+    assert run.ok is (given is not None)
+    assert [each.kind for each in run.findings] == ["guessed"] * (given is None)
+    assert all("host_values={'test_dry_run.py:" in each.text for each in run.findings)
+    assert {e.shape for e in run.trace.events if e.dtype is torch.float32} == {(4 * sent * 4,)}
+
+
+def test_axes_of_a_dry_run_end_with_it() -> None:
+    kept: list[Any] = []
+
+    def main() -> None:
+        mc.all_reduce(torch.ones(2), "dp")
+        kept.append(mc.current_mesh())
+
+    mc.dry_run(main, {"dp": 1000}, ranks=[999])
+    with mc.trace() as t:
+        pass
+    assert kept
+    assert 999 not in t.ranks
 
 
 def test_optimizers_count_their_steps() -> None:

@@ -19,7 +19,8 @@ from meshcomm import _torch
 from meshcomm.dry.values import HostRead, HostValues, Values, refuse_unknown_size
 from meshcomm.errors import fail
 from meshcomm.make_mesh import make_mesh
-from meshcomm.mesh import Mesh, use_mesh
+from meshcomm.mesh import Mesh, forget_axes, use_mesh
+from meshcomm.runtime.transports.dry.link import DryLink
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, dry_world, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.tracing.traces import Trace, together
@@ -52,6 +53,16 @@ class DryRun:
         """What they would communicate. Its times are those of the dry run, and say nothing of a real one."""
         self.host_reads = tuple(reads)
         """The lines that read a value which a dry run has not."""
+
+    @property
+    def findings(self) -> tuple[HostRead, ...]:
+        """What may be otherwise in a real run: the lines of which ``host_values`` says nothing."""
+        return tuple(read for read in self.host_reads if read.guessed)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found: no value had to be guessed."""
+        return not self.findings
 
     def __repr__(self) -> str:
         return f"DryRun({self.shape}, ranks={self.ranks})"
@@ -89,7 +100,9 @@ def dry_run(
     axis, bytes, line) is what it would be, provided that what the program calls does not depend on values.
 
     Values of the program's own numbers (``torch.tensor(0.0)``, ``torch.arange(8)``, an optimiser's count of steps) are
-    known. Others that the host reads, by ``item()``, ``tolist()``, ``bool(x)``, ``torch.equal``, are ``host_values``.
+    known. Others that the host reads, by ``item()``, ``tolist()``, ``bool(x)``, ``torch.equal``, are ``host_values``,
+    and so are the counts of ``torch.bincount`` and those of rows that come by ``all_to_all_ragged``, each of which is
+    guessed as many where nothing is said of the line.
 
     Args:
         fn: the program of one rank, without arguments. It makes its model and its tensors inside, and finds the mesh as
@@ -118,8 +131,10 @@ def dry_run(
         ...     if mc.all_reduce(x.sum(), ("dp", "tp")).item() > 100:
         ...         print("never, for 0 is read")
         >>> run = mc.dry_run(main, {"dp": 512, "tp": 8})
-        >>> run.trace.count("all_reduce", ("dp", "tp")), run.host_reads[0].count
-        (1, 1)
+        >>> run.trace.count("all_reduce", ("dp", "tp")), run.host_reads[0].count, run.findings[0].kind
+        (1, 1, 'guessed')
+        >>> mc.dry_run(main, {"dp": 512, "tp": 8}, host_values=7.0).ok
+        True
 
     Source: torch's fake tensors; the dry runs of compilers and of ``make -n``.
     """
@@ -237,9 +252,11 @@ class _Program:
         fail(_WHERE, what, got=f"tag {missing.message[3]} over {missing.message[0]}", fix=fix)
 
     def _once(self, rank: int) -> _Done:
-        world, values, trace = DryWorld(rank, self.size, self._posted), Values(self.given), Trace()
+        values, trace = Values(self.given), Trace()
+        world = DryWorld(rank, self.size, self._posted, values.suppose)
         operations = Operations(values)
         with contextlib.ExitStack() as stack:
+            stack.callback(forget_axes, lambda axis: isinstance(axis.link, DryLink) and axis.link.is_of(world))
             stack.enter_context(inside(world))
             with use_mesh(make_mesh(self.shape, names=self.names or None)):
                 stack.enter_context(trace)
@@ -279,6 +296,8 @@ class Operations:
             own = _OWN.get(name)
             result = go() if own is None else own(func, *args, **kwargs)
             self.values.follow(func, args, kwargs, result)
+            if name == _COUNTS and args[0].numel():
+                self.values.suppose(result, _evenly(args[0].numel(), result))
         except _torch.UnknownSizeError:
             refuse_unknown_size(func, args)
         finally:
@@ -288,6 +307,14 @@ class Operations:
 
 _ITEM = "aten::_local_scalar_dense"
 _READS = (_ITEM, "aten::equal", "aten::allclose")
+_COUNTS = "aten::bincount"
+
+
+def _evenly(rows: int, counts: Tensor) -> Tensor:
+    """As many of the ``rows`` for each of the ``counts``, and of the rest one for each of the first."""
+    share, rest = divmod(rows, counts.numel())
+    with _torch.outside_transforms():
+        return torch.tensor([share + (i < rest) for i in range(counts.numel())], dtype=counts.dtype, device="cpu")
 
 
 def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -304,5 +331,5 @@ def _grouped_product(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = N
     return a.new_empty(shape, dtype=rest.get("out_dtype") or a.dtype)
 
 
-_OWN: dict[str, Callable[..., Tensor]] = {"aten::bincount": _bincount, "aten::_grouped_mm": _grouped_product}
+_OWN: dict[str, Callable[..., Tensor]] = {_COUNTS: _bincount, "aten::_grouped_mm": _grouped_product}
 """What is known of sizes where torch alone does not."""

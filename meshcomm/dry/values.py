@@ -5,6 +5,7 @@
     torch.tensor(0.0), zeros, ones, arange, ...   known: made of the program's own numbers, however often they are
                                                   changed by known ones; small, and a copy with memory goes along
     torch.randn, torch.empty, collectives         unknown, and all that is made of them
+    torch.bincount, counts of rows that come      as many for each, or what host_values says, and the line is listed
     x.item(), x.tolist(), bool(x), torch.equal    known values as they are; else host_values, and the line is listed
     x.nonzero(), x[mask], torch.unique            unknown: how large they are is a value, so a MeshError
 """
@@ -21,7 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from meshcomm._torch import is_without_memory, operation_name, tree_flatten, tree_unflatten, written_by
+from meshcomm._torch import (
+    is_without_memory,
+    operation_name,
+    outside_transforms,
+    tree_flatten,
+    tree_unflatten,
+    written_by,
+)
 from meshcomm.errors import fail, shape_text
 from meshcomm.runtime.callsite import CallSite, call_site
 
@@ -50,14 +58,27 @@ class HostRead:
         line: ``"train.py:33"``.
         count: how many numbers were read there.
         value: the last one that was given.
+        guessed: whether ``host_values`` said nothing of the line.
     """
 
     line: str
     count: int
     value: Any
+    guessed: bool = False
+
+    @property
+    def kind(self) -> str:
+        """As a finding: ``"guessed"``, or ``"given"``, which is none."""
+        return "guessed" if self.guessed else "given"
+
+    @property
+    def text(self) -> str:
+        """As a finding, in a line."""
+        what = f"{self.line} reads {self.count} values that a dry run has not; {self.kind}: {self.value!r}"
+        return f"meshcomm.dry_run: {what}; fix: host_values={{{self.line!r}: ...}}, what a real run reads there"
 
     def __str__(self) -> str:
-        return f"{self.line}: {self.count} read, given {self.value!r}"
+        return f"{self.line}: {self.count} read, {self.kind} {self.value!r}"
 
 
 class _Shadow:
@@ -80,7 +101,7 @@ class Values:
     @property
     def reads(self) -> tuple[HostRead, ...]:
         """Line by line, in the order in which they first read."""
-        return tuple(HostRead(str(site), count, value) for site, (count, value) in self._reads.items())
+        return tuple(HostRead(str(site), *read) for site, read in self._reads.items())
 
     # --------------------------------------------------------------------------------------------- what is known
 
@@ -130,6 +151,20 @@ class Values:
             if isinstance(x, Tensor) and is_without_memory(x) and values.numel() <= _MOST:
                 setattr(x, _NAME, _Shadow(x, values))
 
+    def suppose(self, x: Tensor, values: Tensor, sure: int | None = None) -> None:
+        """``x``, which nobody knows, is from now on what ``host_values`` says, or these ``values`` if they are known. At
+        index ``sure`` it is these in any case.
+        """
+        known = self.of(values)
+        if known is None or not is_without_memory(x) or not 0 < known.numel() <= _MOST or self.of(x) is not None:
+            return
+        rows = [[self.answer(x.dtype, one) for one in row] for row in known.reshape(known.shape[0], -1).tolist()]
+        with torch.inference_mode(False), outside_transforms():
+            taken = torch.tensor(rows, dtype=x.dtype, device="cpu").reshape(known.shape)
+            if sure is not None:
+                taken[sure] = known[sure]
+        setattr(x, _NAME, _Shadow(x, taken))
+
     # ------------------------------------------------------------------------------------------- what is read
 
     def read(self, x: Tensor) -> Any:
@@ -137,23 +172,25 @@ class Values:
         values = self.of(x)
         return self.answer(x.dtype) if values is None else values.item()
 
-    def answer(self, dtype: torch.dtype) -> Any:
-        """A number that nobody knows, at the user's line."""
+    def answer(self, dtype: torch.dtype, supposed: Any = 0) -> Any:
+        """A number that nobody knows, at the user's line: what is given, else ``supposed``."""
         site = call_site()
         given, line = self._given, str(site)
         if isinstance(given, Mapping):
-            given = given.get(line, 0)
+            given = given.get(line)
             if isinstance(given, Sequence) and given:
                 given = next(self._turns.setdefault(line, itertools.cycle(given)))
         elif callable(given):
             given = given(line, dtype)
-        given = 0 if given is None else given
+        guessed = given is None
+        given = supposed if guessed else given
         if not isinstance(given, (bool, int, float, complex)):
             fix = 'a number; {"train.py:33": number or list of numbers}; or a function (line, dtype) -> number'
             fail("dry_run", f"host_values gives {given!r} for {line}.", fix=fix)
         kind: Any = complex if dtype.is_complex else float if dtype.is_floating_point else int
         value = bool(given) if dtype is torch.bool else kind(given)
-        self._reads[site] = [self._reads.get(site, (0,))[0] + 1, value]
+        count, _, before = self._reads.get(site, (0, None, False))
+        self._reads[site] = [count + 1, value, guessed or before]
         return value
 
 

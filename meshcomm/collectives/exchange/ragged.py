@@ -24,6 +24,7 @@ from meshcomm.collectives.exchange.all_to_all import all_to_all
 from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.dry.world import dry_world
 from meshcomm.watch import here, paused
 from meshcomm.work import Work
 
@@ -160,13 +161,17 @@ def _with_room(x: Tensor, ends: Tensor, n: int, most: int) -> Tensor:
 
 
 def _counts_from(counts: Tensor, axis: Axis, how: dict[str, Any]) -> Tensor:
-    return all_to_all(counts, axis.name, 0, 0, mesh=how["mesh"], timeout=how["timeout"])
+    theirs = all_to_all(counts, axis.name, 0, 0, mesh=how["mesh"], timeout=how["timeout"])
+    dry = None if torch.compiler.is_compiling() else dry_world()
+    if dry is not None:  # each of the others sends this rank as much as it sends itself
+        dry.suppose(theirs, counts[axis.index].expand(counts.shape).contiguous(), axis.index)
+    return theirs
 
 
 def lengths_of(counts: Tensor, axis: Axis) -> list[Any]:
     """How many rows go to each index, or come; under the checker numbers that know along which axes they vary."""
     with paused(), without_modes():
-        values = counts.reshape(axis.size, -1).sum(1).tolist()
+        values = [sum(row) for row in counts.reshape(axis.size, -1).tolist()]
     return values if here.watcher is None else here.watcher.numbers(counts, values, _WHERE)
 
 

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from meshcomm._torch import dual_level_open, functorch_active, without_modes
 from meshcomm.errors import fail, shape_text
+from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.training.split_rows import split_rows
 from meshcomm.watch import paused
 
@@ -105,7 +106,7 @@ def _have_values(rows: Tensor, counts: Tensor) -> bool:
     """Whether they are more than shapes; fake tensors and those on the meta device are not."""
     if rows.is_meta:
         return False
-    if {type(rows), type(counts)} <= _PLAIN or torch.compiler.is_compiling() or functorch_active():
+    if {type(rows), type(counts)} <= _PLAIN or torch.compiler.is_compiling() or functorch_active() or is_dry():
         return True
     try:
         (rows.detach().sum() + counts.sum()).item()

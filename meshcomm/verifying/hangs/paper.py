@@ -150,15 +150,17 @@ def _shortest(missing: Mapping[int, Sequence[int]], start: int) -> list[int]:
 
 
 def _finding(calls: Sequence[tuple[int, Issue]], blocking: bool) -> Finding:
-    shown = [f"rank {rank} {issue.short}" for rank, issue in calls]
+    alone = all(issue.messages for _, issue in calls)  # then their tags say which is for which
+    shown = [f"rank {rank} {issue if alone else issue.short}" for rank, issue in calls]
     if len(shown) > _SHOWN:
         shown = [*shown[: _SHOWN - 1], "..."]
     did = " -> ".join((*shown, f"rank {calls[0][0]}"))
     line = next((issue.line for _, issue in calls if issue.line), "")
     what = _what([issue for _, issue in calls])
-    if all(issue.messages for _, issue in calls):
+    if alone:
         fix = "mc.exchange sends and receives at once"
-        fix += "" if blocking else ", or begin one of them with async_op=True"
+        if not blocking:
+            fix = f"the same tag on both sides; {fix}, or begin one of them with async_op=True"
     elif blocking:
         fix = "issue them in one order on every rank, or wait between"
     else:

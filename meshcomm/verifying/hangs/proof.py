@@ -15,8 +15,8 @@ __all__ = ["Proof", "judged"]
 
 _ORDER = (
     "order: it does not hang on gloo, on shared memory and in one process. It may where calls over several"
-    " communicators run one after the other, as NCCL's do (NCCL User Guide, Using Multiple NCCL Communicators"
-    " Concurrently)."
+    " communicators run one after the other, as NCCL's do (NCCL User Guide, Using multiple NCCL communicators"
+    " concurrently)."
 )
 _MESSAGES = (
     "order: messages that a rank begins one after the other are one batch on the backends of accelerators, so that they"

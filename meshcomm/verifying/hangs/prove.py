@@ -55,7 +55,7 @@ def prove_no_hang(
 
     "order" is safe on gloo, on shared memory and in one process, where a call that is under way holds nobody up. On
     transports where calls over several communicators run one after the other it is not, and NCCL says so of its own
-    ("Using Multiple NCCL Communicators Concurrently").
+    ("Using multiple NCCL communicators concurrently").
 
     Args:
         program: a function of no arguments, the program of one rank, which finds its mesh as the current one; or a
@@ -63,8 +63,8 @@ def prove_no_hang(
         mesh: of the function: axis to size, or a mesh, of which sizes and names are taken. Its ranks run in this
             process until they end or nobody can go on; where they are more than 64 each of them is run alone, as
             :func:`dry_run` does it, with zeros for values that are read.
-        ranks: those whose logs stand for the others', each for those that are equal to it in what the program reads of
-            its place; all of them when None. All are run nevertheless: what is proven of all holds for these.
+        ranks: those that you would have judged, when None all of them. All ranks of the mesh are run and judged in any
+            case, which says at least as much and saves nothing: a list is only checked.
 
     Returns: a :class:`Proof`: ``ok``, ``findings`` of kind "mismatch", "unmatched", "deadlock", "order", ``unproven``;
         ``check()`` raises :class:`HangError`.
@@ -90,7 +90,7 @@ def prove_no_hang(
         (False, 'order')
 
     Source: MPI's deadlock detectors (wait-for graphs); Kahn, The semantics of a simple language for parallel
-        programming; the NCCL User Guide, Using Multiple NCCL Communicators Concurrently.
+        programming; the NCCL User Guide, Using multiple NCCL communicators concurrently.
     """
     if isinstance(program, Trace):
         if mesh is not None or ranks is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshcomm.errors import fail, few
+from meshcomm.errors import fail
 from meshcomm.tracing.event import TraceEvent, axis_text
 from meshcomm.tracing.traces import Trace
+from meshcomm.verifying.hangs.agree import ranks_said
 from meshcomm.verifying.hangs.log import Group, Issue, Log, Message
 
 __all__ = ["logs_of", "unproven_of"]
@@ -77,9 +78,9 @@ def _checked(trace: Trace, events: Sequence[TraceEvent]) -> None:
         fail(_WHERE, "the trace is one of an older version, whose events do not say what they meet.", fix="trace again")
     lacking = sorted({rank for event in events for rank in event.ranks}.difference(trace.ranks))
     if lacking:
-        got = f"those of ranks {few(trace.ranks)}"
+        got = f"those of {ranks_said(trace.ranks)}"
         fix = "merge the traces of all ranks: mc.Trace.merge(...) of saved files, or of mc.gather_object(t, axis)"
-        fail(_WHERE, f"the trace has no calls of ranks {few(lacking)}, which others call with.", got=got, fix=fix)
+        fail(_WHERE, f"the trace has no calls of {ranks_said(lacking)}, which others call with.", got=got, fix=fix)
     if trace.compiled:
         over = ", ".join(map(axis_text, trace.compiled))
         fix = "trace it under torch.compiler.set_stance('force_eager')"

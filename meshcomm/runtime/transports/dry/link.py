@@ -110,6 +110,10 @@ class DryLink(Defaults):
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
 
+    def is_of(self, world: DryWorld) -> bool:
+        """Whether it is one of this run."""
+        return self._run is world
+
     def copies(self, name: str, x: Tensor) -> bool:
         """As an accelerator's backend: what it reduces in place begins with a copy."""
         return name in ("broadcast", "all_reduce")

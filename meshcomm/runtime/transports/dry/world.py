@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,17 @@ class MissingError(Exception):
 class DryWorld:
     """The rank that runs, of how many, and what the runs of all of them have posted."""
 
-    def __init__(self, rank: int, size: int, posted: dict[Message, Tensor | None] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        posted: dict[Message, Tensor | None] | None = None,
+        suppose: Callable[..., None] = lambda *given: None,
+    ) -> None:
         self.rank, self.size = rank, size
         self.posted: dict[Message, Tensor | None] = {} if posted is None else posted
+        self.suppose = suppose
+        """``suppose(x, values, sure)``: x, which nobody knows, is what the caller says, or these values."""
         self.made: Counter[Any] = Counter()
         """How many meshes like it were made before."""
 
