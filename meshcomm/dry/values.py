@@ -152,7 +152,7 @@ class Values:
                 setattr(x, _NAME, _Shadow(x, values))
 
     def suppose(self, x: Tensor, values: Tensor, sure: int | None = None) -> None:
-        """``x``, which nobody knows, is from now on what ``host_values`` says, or these ``values`` if they are known. At
+        """``x``, which nobody knows, is from now on what ``host_values`` says, or ``values`` if they are known. At
         index ``sure`` it is these in any case.
         """
         known = self.of(values)
