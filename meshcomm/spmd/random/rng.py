@@ -11,6 +11,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.layout.notation import as_text, parse
 from meshcomm.mesh import Mesh
+from meshcomm.runtime.axis_names import key_of, sizes_with_key
 from meshcomm.runtime.transports.threads.random_state import mixed
 from meshcomm.spmd.random.draws import WHERE, Cut, Draws
 from meshcomm.spmd.random.functions import handler_of
@@ -78,7 +79,10 @@ def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mes
     """
     over = check.mesh_of(WHERE, "", mesh)
     place = over.axis(over.axis_names[0], WHERE).coordinate
-    cut, axes = _cut(as_text(layout), tuple(over.shape.items()), tuple(place.items()))
+    text = as_text(layout)
+    if not isinstance(text, str):
+        parse(WHERE, text, over.shape)  # says what is wrong
+    cut, axes = _cut(text, key_of(over.shape), tuple(place.items()))
     draws = Draws(cut, _key(seed), handler_of)
     with drawing(axes, over), draws:
         yield
@@ -86,11 +90,12 @@ def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mes
 
 @functools.lru_cache(maxsize=256)
 def _cut(
-    text: str, sizes: tuple[tuple[str, int], ...], place: tuple[tuple[str, int], ...]
+    text: str, of_mesh: tuple[tuple[str, Any], ...], place: tuple[tuple[str, int], ...]
 ) -> tuple[Cut, frozenset[str]]:
     """How tensors are cut, which is the same for each layer and step, and along which axes."""
-    parsed = parse(WHERE, text, dict(sizes))
-    return Cut(text, parsed, dict(sizes), dict(place), {}), frozenset(parsed.axes)
+    sizes = sizes_with_key(of_mesh)
+    parsed = parse(WHERE, text, sizes)
+    return Cut(text, parsed, sizes, dict(place), {}), frozenset(parsed.axes)
 
 
 def _key(seed: object) -> int:
