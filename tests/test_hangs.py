@@ -228,6 +228,14 @@ def test_many_ranks_run_dry() -> None:
     assert "dry" in proof.ran[0]
 
 
+def test_one_of_many_ranks_calls_nothing() -> None:
+    def main() -> None:
+        if mc.current_mesh().rank != 64:
+            mc.barrier("dp")
+
+    assert kinds(mc.prove_no_hang(main, {"dp": 65})) == ["unmatched"]
+
+
 # --------------------------------------------------------------------------------------------------- the library itself
 
 

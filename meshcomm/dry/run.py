@@ -258,8 +258,10 @@ class _Program:
         with contextlib.ExitStack() as stack:
             stack.callback(forget_axes, lambda axis: isinstance(axis.link, DryLink) and axis.link.is_of(world))
             stack.enter_context(inside(world))
-            with use_mesh(make_mesh(self.shape, names=self.names or None)):
+            mesh = make_mesh(self.shape, names=self.names or None)
+            with use_mesh(mesh):
                 stack.enter_context(trace)
+                mesh.axis(mesh.axis_names[0])  # the trace is of this rank, though it may call nothing
                 stack.enter_context(_torch.handled_without_memory(operations))
                 try:
                     self.fn()
