@@ -417,5 +417,6 @@ def together(traces: Sequence[Trace]) -> Trace:
     first, *others = traces
     for other in others:
         first._events += tuple(chrome.moved(other._events, other.began - first.began))
+        first._heard |= other._heard
         first._learn(other._known())
     return first
