@@ -82,17 +82,23 @@ def test_equals_one_by_one(run4: Run, k: int, skew: bool, capacity: int | None) 
     run4(equals_one_by_one, k, skew, capacity)
 
 
+def experts_of(rank: int, short: bool) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """This rank's weights, and what they make of rows; ``short``: nothing, of none."""
+    own = drawn(99, E, D, 4).chunk(4)[rank].clone().requires_grad_()
+    usual = by_parts(own)
+
+    def fn(rows: Tensor, counts: Tensor) -> Tensor:
+        return rows.new_zeros(0, 4) if short and not len(rows) else usual(rows, counts)
+
+    return own, fn
+
+
 def no_rows_no_work() -> None:
     """fn that makes nothing of no rows: ranks without any take part in both derivatives of those that have some."""
     mesh = mc.make_mesh({"ep": 4})
     found = []
     for short in (True, False):
-        own = drawn(99, E, D, 4).chunk(4)[mesh.rank].clone().requires_grad_()
-        usual = by_parts(own)
-
-        def fn(rows: Tensor, counts: Tensor, short: bool = short, usual: Any = usual) -> Tensor:
-            return rows.new_zeros(0, 4) if short and not len(rows) else usual(rows, counts)
-
+        _, fn = experts_of(mesh.rank, short)
         x, choice, weight = given(mesh.rank, 2, True)
         leaves = [x.requires_grad_(), weight.requires_grad_()]
         y = parallel.experts(x, choice, weight, fn, axis="ep", count=E, mesh=mesh)
@@ -109,12 +115,7 @@ def frozen_and_short() -> None:
     mesh = mc.make_mesh({"ep": 4})
     found = []
     for short in (True, False):
-        own = drawn(99, E, D, 4).chunk(4)[mesh.rank].clone().requires_grad_()
-        usual = by_parts(own)
-
-        def fn(rows: Tensor, counts: Tensor, short: bool = short, usual: Any = usual) -> Tensor:
-            return rows.new_zeros(0, 4) if short and not len(rows) else usual(rows, counts)
-
+        own, fn = experts_of(mesh.rank, short)
         y = parallel.experts(*given(mesh.rank, 2, True), fn, axis="ep", count=E, mesh=mesh)
         found.append([y, *derivatives(y, [own])])
     assert_close(*found, rtol=0, atol=0)

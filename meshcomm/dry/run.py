@@ -148,7 +148,7 @@ def dry_run(
     if dry_world() is not None:
         fail(_WHERE, "called inside of a dry run.", fix="call it outside; mc.is_dry() says where one is")
     program = _Program(fn, shape, names, host_values)
-    chosen = _checked_ranks(ranks, program.size)
+    chosen = checked_ranks(_WHERE, ranks, program.size)
     outer = RandomState()
     try:
         done = [program.run(rank) for rank in chosen]
@@ -181,16 +181,17 @@ def _checked_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, tuple[str, ...]]
     return {name: int(length) for name, length in mesh.items()}, {}
 
 
-def _checked_ranks(ranks: Any, size: int) -> tuple[int, ...]:
+def checked_ranks(where: str, ranks: Any, size: int) -> tuple[int, ...]:
+    """Some of so many ranks, each once; None is all."""
     if ranks is None:
         return tuple(range(size))
-    whole = isinstance(ranks, Sequence) and all(isinstance(r, int) and not isinstance(r, bool) for r in ranks)
+    whole = isinstance(ranks, Sequence) and all(isinstance(r, Integral) and not isinstance(r, bool) for r in ranks)
     if not whole or not ranks or len(set(ranks)) != len(ranks):
-        fail(_WHERE, f"ranks={ranks!r} are not different ints.", fix="such as (0,), or None for all of them")
+        fail(where, f"ranks={ranks!r} are not different ints.", fix="such as (0,), or None for all of them")
     outside = [rank for rank in ranks if not 0 <= rank < size]
     if outside:
-        fail(_WHERE, f"rank {outside[0]} is not on the mesh.", got=f"{size} ranks", fix=f"ranks from 0 to {size - 1}")
-    return tuple(ranks)
+        fail(where, f"rank {outside[0]} is not on the mesh.", got=f"{size} ranks", fix=f"ranks from 0 to {size - 1}")
+    return tuple(map(int, ranks))
 
 
 # ------------------------------------------------------------------------------------------------------ one rank

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, overload
 
-from meshcomm.dry.run import dry_run
+from meshcomm.dry.run import checked_ranks, dry_run
 from meshcomm.errors import CommError, fail
 from meshcomm.launch import launch
 from meshcomm.make_mesh import make_mesh
@@ -100,7 +100,7 @@ def prove_no_hang(
         what = f"expected a trace or a function, got {type(program).__name__}."
         fail(_WHERE, what, fix="prove_no_hang(fn, {'dp': 2}), or a closed trace of all ranks")
     shape, names = _checked_mesh(mesh)
-    _check_ranks(ranks, math.prod(shape.values()))
+    checked_ranks(_WHERE, ranks, math.prod(shape.values()))
     if current_rank() is not None or world.under_launcher():
         fail(_WHERE, "called on a rank: it starts ranks of its own.", fix="call it in a plain process")
     return _of_program(program, shape, names)
@@ -120,17 +120,6 @@ def _checked_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, tuple[str, ...]]
     if math.prod(shape.values()) > _MOST:
         fail(_WHERE, f"{math.prod(shape.values())} ranks are more than {_MOST}.", got=repr(shape), fix="smaller sizes")
     return shape, names
-
-
-def _check_ranks(ranks: Any, size: int) -> None:
-    if ranks is None:
-        return
-    ints = isinstance(ranks, Sequence) and all(isinstance(r, Integral) and not isinstance(r, bool) for r in ranks)
-    if not ints or not ranks or len(set(ranks)) != len(ranks):
-        fail(_WHERE, f"ranks={ranks!r} are not different ints.", fix="such as (0, 1), or None for all of them")
-    outside = [rank for rank in ranks if not 0 <= rank < size]
-    if outside:
-        fail(_WHERE, f"rank {outside[0]} is not on the mesh.", got=f"{size} ranks", fix=f"ranks from 0 to {size - 1}")
 
 
 # ------------------------------------------------------------------------------------------------------ what is judged
