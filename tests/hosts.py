@@ -153,7 +153,9 @@ class Hosts(Sequence["Host"]):
         end = f"[{to}]:{port}" if ":" in to else f"{to}:{port}"
         where = [f"--nnodes={nnodes or len(self)}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
         run = [sys.executable, "-m", "torch.distributed.run", *where, f"--rdzv-endpoint={end}", "--rdzv-id=hosts"]
-        return [host.start(*run, script, *args, **environ) for host in self]
+        # torchrun itself does not know an address for its own where the host's name means loopback.
+        serves = [f"--rdzv-conf=is_host={int(host is self[0])},join_timeout=120" for host in self]
+        return [host.start(*run, here, script, *args, **environ) for host, here in zip(self, serves, strict=True)]
 
     def plain(
         self, ranks: int, script: str, *args: str, port: int = 29500, to: str = "", **environ: str
