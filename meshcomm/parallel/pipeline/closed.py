@@ -42,10 +42,10 @@ class _Tables(dict[Any, Axis]):
         for key, found in tables.items():
             self[key] = self._seen(found)
 
-    def is_of(self, *given: object) -> bool:
+    def is_of(self, where: str, axis: Axis, holder: Any, tables: dict[Any, Axis]) -> bool:
         """Whether it would be made of these."""
-        mine = self._where, self._axis, self._holder, self._open
-        return all(a is b for a, b in zip(mine, given, strict=True))
+        known = self._open is tables and self._axis is axis and self._holder is holder
+        return known and self._where == where
 
     def __missing__(self, key: Any) -> Axis:
         mesh, name = (self._axis.mesh, key) if self._holder is self._axis.mesh else key

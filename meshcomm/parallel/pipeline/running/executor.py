@@ -327,8 +327,8 @@ class Pass:
             self.outputs[microbatch] = y
             return
         target = self.batch.targets[microbatch]
-        said = ("the loss", f"the output is {outline_of(y)[0]}, the target {outline_of(target)[0]}")
-        with NOTHING if self.told else _explained(said), closed(WHERE, self.wires.axis, self.closing):
+        explained = NOTHING if self.told else _explained(_compared(y, target))
+        with explained, closed(WHERE, self.wires.axis, self.closing):
             loss = self.stages.loss(y, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -371,6 +371,11 @@ class Pass:
         if alive.later is not None:
             alive.later.finish()
         self.ran.append(Ran(job.action, begin, time.perf_counter()))
+
+
+def _compared(y: Any, target: Any) -> tuple[str, str]:
+    """The loss, and what it is given, in words."""
+    return "the loss", f"the output is {outline_of(y)[0]}, the target {outline_of(target)[0]}"
 
 
 @contextlib.contextmanager
