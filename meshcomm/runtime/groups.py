@@ -30,6 +30,9 @@ from meshcomm.runtime.process.boxes import HERE
 from meshcomm.runtime.process.neighbours import Neighbours
 from meshcomm.runtime.start import membership, world
 from meshcomm.runtime.transports.detour import DetouredLink, lacks_a_way
+from meshcomm.runtime.transports.hosts.arrangement import MOST, Arrangement, arrangement_of
+from meshcomm.runtime.transports.hosts.link import DetouredHostsLink, HostsLink
+from meshcomm.runtime.transports.hosts.near import NearLink
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
 from meshcomm.runtime.transports.shared.leaving import retire, take_leave
 from meshcomm.runtime.transports.shared.mailbox import Mail
@@ -153,22 +156,53 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
     ring = recorder.own_ring(recorder.Owner(here.rank, here.size))
     seconds = None if limit == here.timeout else limit.total_seconds()
     log = ring.log(ranks, index, name, seconds, membership.meeting_number(here))
-    near = membership.neighbours_of(here, ranks) if _is_small_gloo(group, ranks) else None
+    near, hosts = _found_near(here, group, ranks)
     args = group, ranks, index, log, name
     link: ProcessLink
     if lacks_a_way(dist.get_backend_config(group)):
-        link = (DetouredLink if near is None else DetouredOneHostLink)(*args, own=here.device)
+        detoured = DetouredHostsLink if hosts is not None else DetouredLink if near is None else DetouredOneHostLink
+        link = detoured(*args, own=here.device)
     else:
-        link = (ProcessLink if near is None else OneHostLink)(*args)
+        link = (HostsLink if hosts is not None else ProcessLink if near is None else OneHostLink)(*args)
     link.makers |= {"turn": partial(family.turn, name), "channel": partial(family.channel, name)}
     link.numbers = family.numbers
     hold = _Hold(log)
     link.hold = hold
     if link.nccl:
         overdue.watch(log, limit.total_seconds())
-    if near is not None:
+    if near is not None and hosts is not None and isinstance(link, HostsLink):
+        own = hosts.hosts[hosts.host_of(index)]
+        those = near._replace(addresses=tuple(near.addresses[i] for i in own))
+        among = group, tuple(ranks[i] for i in own), own.index(index)
+        parts = []
+        for when in ("early", "late"):
+            part = NearLink(*among, recorder.Log(*among[1:], seconds), f"{name}, {when} on {own}")
+            part.log.title, part.log.meeting, part.log.axes = log.title, log.meeting, log.axes
+            part.hold = hold
+            part.makers["mail"] = partial(
+                _mail_of, those, part.name, part.index, limit.total_seconds(), here.adopted, hold
+            )
+            _links.add(part)
+            parts.append(part)
+        link.meet_in(hosts, *parts)
+    elif near is not None:
         link.makers["mail"] = partial(_mail_of, near, name, index, limit.total_seconds(), here.adopted, hold)
     return link
+
+
+def _found_near(
+    here: membership.ProcessWorld, group: dist.ProcessGroup, ranks: tuple[int, ...]
+) -> tuple[Neighbours | None, Arrangement | None]:
+    """Where those are that this rank may share memory with, and how they are spread if not all are on its machine: all
+    ranks know the same, and so come to the same.
+    """
+    if not 1 < len(ranks) <= FEW * MOST or not membership.gloo_on_cpu(dist.get_backend_config(group)):
+        return None, None
+    near = membership.addresses_of(here, ranks)
+    if near is None or near.share():
+        return (near if len(ranks) <= FEW else None), None
+    hosts = arrangement_of([address.machine for address in near.addresses])
+    return (None if hosts is None else near), hosts
 
 
 class _Hold:
@@ -176,10 +210,6 @@ class _Hold:
 
     def __init__(self, log: recorder.Log) -> None:
         weakref.finalize(self, setattr, log, "over", True).atexit = False
-
-
-def _is_small_gloo(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> bool:
-    return membership.gloo_on_cpu(dist.get_backend_config(group)) and 1 < len(ranks) <= FEW
 
 
 def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: bool, hold: _Hold) -> Mail:

@@ -63,13 +63,13 @@ class Neighbours(NamedTuple):
         first = self.addresses[0].machine
         return bool(first) and all(address.machine == first for address in self.addresses)
 
-    def are_seen(self) -> bool:
-        """Whether this process can look into the memory of all."""
-        if not self.share():
-            return False
+    def are_seen(self, rank: int) -> bool:
+        """Whether this process, which is that of this rank, can look into the memory of all that are on its machine."""
+        mine = self.addresses[rank].machine
         try:
             for address in self.addresses:
-                neighbour(address.lease)
+                if mine and address.machine == mine:
+                    neighbour(address.lease)
         except OSError:
             return False
         return True

@@ -37,7 +37,7 @@ class ProcessWorld(NamedTuple):
     guard: bool = False
     """Whether the ranks compare their calls."""
     neighbours: Neighbours | None = None
-    """All ranks' addresses, if all are on this machine and can share memory."""
+    """All ranks' addresses, if each sees the memory of those that say they are on its machine."""
 
 
 def adopted(request: Request) -> tuple[ProcessWorld, bool]:
@@ -87,20 +87,28 @@ def _matching_launcher(rank: int, size: int) -> Launcher:
 
 
 def neighbours_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None:
-    """The addresses of some ranks; None where they cannot share memory. In a group that was adopted, waits until they
-    have adopted it too.
+    """The addresses of some ranks; None where they cannot share memory."""
+    found = addresses_of(here, ranks)
+    return found if found is not None and found.share() else None
+
+
+def addresses_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None:
+    """Where some ranks are, wherever that is; None where that is not known. In a group that was adopted, waits until
+    they have adopted it too.
     """
     if not here.adopted:
         if here.neighbours is None:
             return None
         return here.neighbours._replace(addresses=tuple(here.neighbours.addresses[rank] for rank in ranks))
-    if not gloo_on_cpu(here.backend) or here.local_world_size != here.size:
+    if not gloo_on_cpu(here.backend):
         return None
     store, meeting = _torch.default_store(), _publish(here.rank)
+    known = _addresses.setdefault(whole_group(), {})
+    for rank in ranks:
+        if rank not in known:
+            known[rank] = Address.read(store.get(f"meshcomm/{meeting}/address/{rank}").decode())
     token = store.compare_set(f"meshcomm/{meeting}/token", "", os.urandom(8).hex()).decode()
-    told = [store.get(f"meshcomm/{meeting}/address/{rank}").decode() for rank in ranks]
-    found = Neighbours(token, tuple(map(Address.read, told)))
-    return found if found.share() else None
+    return Neighbours(token, tuple(known[rank] for rank in ranks))
 
 
 def agree_on_guard(here: ProcessWorld) -> None:
@@ -143,6 +151,8 @@ def whole_group() -> dist.ProcessGroup:
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_addresses: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Address]] = weakref.WeakKeyDictionary()
+"""Of the ranks of a group that was adopted, as far as somebody has asked."""
 
 
 def _publish(rank: int, guard: bool = False) -> int:

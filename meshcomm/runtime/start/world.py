@@ -286,7 +286,7 @@ def _start(who: Launcher, request: Request) -> None:
             _use_loopback(state, place.local_world_size == who.world_size)
             _make_group(state, backend, who, timeout, here, place.device)
             near = Neighbours(tokens[0], tuple(map(Address.read, addresses)))
-            if rendezvous.agreed(here, who.rank, who.world_size, near.are_seen(), timeout):
+            if rendezvous.agreed(here, who.rank, who.world_size, near.are_seen(who.rank), timeout):
                 neighbours = near
     state.world = ProcessWorld(
         who.rank, who.world_size, *place, backend, timeout, adopted=False, guard=guard, neighbours=neighbours

@@ -196,6 +196,34 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     return _folded(op, xs, out)
 
 
+def wide(op: str, dtype: torch.dtype) -> torch.dtype:
+    """In which a reduction is accumulated, and its parts travel."""
+    return torch.float32 if dtype in HALF and op in ("sum", "mean", "product") else dtype
+
+
+def fold_part(op: str, xs: Sequence[Tensor], out: Tensor) -> Tensor:
+    """``fold`` of a block of the tree, without its last step: ``out`` has the dtype of :func:`wide`, and a mean is not
+    divided yet. Of such parts ``fold_parts`` makes the whole.
+    """
+    step = "sum" if op == "mean" else op
+    if xs[0].dtype == out.dtype:
+        return fold(step, xs, out=out)
+    for into, *parts in zip(out.split(_BLOCK), *(x.split(_BLOCK) for x in xs), strict=True):
+        if len(parts) == 1:
+            into.copy_(parts[0])
+        else:
+            _folded(step, [part.float() for part in parts], into)
+    return out
+
+
+def fold_parts(op: str, parts: Sequence[Tensor], count: int, out: Tensor) -> Tensor:
+    """The whole of the blocks of a tree over ``count``, in the dtype of ``out``."""
+    step = "sum" if op == "mean" else op
+    plainly = op != "mean" and parts[0].dtype == out.dtype
+    total = fold(step, parts, out=out if plainly else None)
+    return out if plainly else out.copy_(total.div_(count) if op == "mean" else total)
+
+
 def _in_blocks(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
     y = torch.empty_like(xs[0], memory_format=torch.contiguous_format) if out is None else out
     for into, *parts in zip(y.view(-1).split(_BLOCK), *(x.view(-1).split(_BLOCK) for x in xs), strict=True):
