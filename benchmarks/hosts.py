@@ -1,4 +1,4 @@
-"""Several hosts: how long collectives take over a slow wire, beside torch's gloo and the wire itself, and what they send.
+"""Several hosts: how long collectives take over a slow wire, beside torch's gloo and the wire, and what they send.
 
     python -m benchmarks.hosts                      # 2 hosts with 4 ranks each at 1 Gbit/s, 16 MB: a minute, as root
     python -m benchmarks.hosts --hosts 4 --ranks 2 --rate 100mbit --mb 4
@@ -160,7 +160,13 @@ def measure(options: Namespace) -> dict[str, Any]:
     names = NAMES[:1] if options.quick else NAMES
     what = [(name, "float32") for name in names] + [("all_reduce", "bfloat16")]
     with rig.Hosts(options.hosts, rate=options.rate) as hosts:
-        asked = {"addresses": [host.address for host in hosts], "port": 29600, "mb": mb, "repeats": repeats, "what": what}
+        asked = {
+            "addresses": [host.address for host in hosts],
+            "port": 29600,
+            "mb": mb,
+            "repeats": repeats,
+            "what": what,
+        }
         more = {"ASKED": json.dumps(asked), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
         more |= {"WORLD_SIZE": str(options.hosts * options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks)}
         more["GLOO_SOCKET_IFNAME"] = "eth0"
