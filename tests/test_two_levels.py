@@ -23,7 +23,7 @@ from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.hosts import link as links
 from meshcomm.runtime.transports.hosts.arrangement import Arrangement, arrangement_of
 from meshcomm.runtime.transports.hosts.link import HostsLink
-from meshcomm.runtime.transports.hosts.near import blocks_of, chunks_of
+from meshcomm.runtime.transports.hosts.parts import blocks_of, chunks_of
 
 BLOCKS = ((0, 1), (2, 3))
 APART = ((0, 2), (1, 3))

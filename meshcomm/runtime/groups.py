@@ -31,7 +31,7 @@ from meshcomm.runtime.process.neighbours import Neighbours
 from meshcomm.runtime.start import membership, world
 from meshcomm.runtime.transports.detour import DetouredLink, lacks_a_way
 from meshcomm.runtime.transports.hosts.arrangement import MOST, Arrangement, arrangement_of
-from meshcomm.runtime.transports.hosts.link import DetouredHostsLink, HostsLink
+from meshcomm.runtime.transports.hosts.link import HostsLink
 from meshcomm.runtime.transports.hosts.near import NearLink
 from meshcomm.runtime.transports.process_group import FEW, ProcessLink
 from meshcomm.runtime.transports.shared.leaving import retire, take_leave
@@ -48,6 +48,10 @@ _let_go: deque[tuple[weakref.ref[Family], str, str, bool]] = deque()
 """Sequences that this rank needs no more, of which there may be something at the store."""
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[Any]] = weakref.WeakKeyDictionary()
 """How many of each kind have been made, while the ranks are together."""
+
+
+class DetouredHostsLink(DetouredLink, HostsLink):
+    """Two levels, and by way of another device what lies elsewhere."""
 
 
 class DetouredOneHostLink(DetouredLink, OneHostLink):

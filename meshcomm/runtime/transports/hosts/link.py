@@ -37,10 +37,9 @@ from meshcomm.runtime.pending import begin_all, queued, settled
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import recorded
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.detour import DetouredLink
 from meshcomm.runtime.transports.exact import EXACT
 from meshcomm.runtime.transports.hosts.arrangement import Arrangement
-from meshcomm.runtime.transports.hosts.near import NearLink, Turn, blocks_of, chunks_of, room
+from meshcomm.runtime.transports.hosts.parts import Near, Turn, blocks_of, chunks_of, room
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.underway import Steps, Walker
 
@@ -63,10 +62,10 @@ class HostsLink(ProcessLink):
     """A group of processes on several machines: sums, gathers and broadcasts of CPU tensors in two levels."""
 
     hosts: Arrangement
-    early: NearLink
-    late: NearLink
+    early: Near
+    late: Near
 
-    def meet_in(self, hosts: Arrangement, early: NearLink, late: NearLink) -> None:
+    def meet_in(self, hosts: Arrangement, early: Near, late: Near) -> None:
         """``early`` and ``late``: of the ranks on this machine."""
         self.hosts, self.early, self.late = hosts, early, late
         self._host, self._peers = hosts.host_of(self.index), hosts.peers_of(self.index)
@@ -320,10 +319,6 @@ class HostsLink(ProcessLink):
     _all_gathered = recorded(_all_gathered, "all_gather")
     _reduced_rows = recorded(_reduced_rows, "reduce_scatter")
     _spread_from = recorded(_spread_from, "broadcast")
-
-
-class DetouredHostsLink(DetouredLink, HostsLink):
-    """The same, and by way of another device what lies elsewhere."""
 
 
 def _nothing() -> None:
