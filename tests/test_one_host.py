@@ -748,8 +748,9 @@ def test_addresses_are_of_this_machine() -> None:
     nobody = neighbours.Address("", mine.lease)
     assert not neighbours.Neighbours("", (nobody, nobody)).share()
     gone = mine._replace(lease=mine.lease._replace(serial=1))
-    assert not neighbours.Neighbours("", (mine, gone)).are_seen()
-    assert neighbours.Neighbours("", (mine, mine)).are_seen()
+    assert not neighbours.Neighbours("", (mine, gone)).are_seen(0)
+    assert neighbours.Neighbours("", (mine, mine)).are_seen(0)
+    assert neighbours.Neighbours("", (mine, gone._replace(machine="another"))).are_seen(0)
 
 
 def test_few_enough_readers() -> None:
