@@ -28,6 +28,7 @@ if typing.TYPE_CHECKING:
     from meshcomm.collectives.messages import exchange, recv, send, tie
     from meshcomm.collectives.one_rank import barrier, gather, reduce, scatter
     from meshcomm.collectives.scan import scan
+    from meshcomm.dry.hardware import Hardware, hardware
     from meshcomm.dry.run import DryRun, dry_run
     from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
     from meshcomm.layout.einsum import einsum
@@ -75,6 +76,7 @@ __all__ = [
     "DryRun",
     "Finding",
     "HangError",
+    "Hardware",
     "Mesh",
     "MeshBatchSampler",
     "MeshError",
@@ -119,6 +121,7 @@ __all__ = [
     "gather_object",
     "get_dist_info",
     "global_shape",
+    "hardware",
     "init",
     "is_distributed",
     "is_dry",
@@ -181,6 +184,7 @@ _LATER = {
         "meshcomm.collectives.messages": "exchange recv send tie",
         "meshcomm.collectives.one_rank": "barrier gather reduce scatter",
         "meshcomm.collectives.scan": "scan",
+        "meshcomm.dry.hardware": "Hardware hardware",
         "meshcomm.dry.run": "DryRun dry_run",
         "meshcomm.layout.dtensor": "from_dtensor layout_from placements to_dtensor",
         "meshcomm.layout.einsum": "einsum",

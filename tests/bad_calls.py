@@ -1203,6 +1203,35 @@ DRY_RUNS: list[tuple[str, Callable[[], Any], str]] = [
 for cause, call, said in DRY_RUNS:
     plain("dry_run", cause, call, rf"^meshcomm.dry_run: [\s\S]*{said}")
 
+
+HARDWARE: list[tuple[str, Callable[[], Any], str]] = [
+    ("no name", lambda: mc.hardware("h1000"), r"no machine is called 'h1000', and there is no such file"),
+    ("a number", lambda: mc.hardware(cast(Any, 3)), r"3 is no name"),
+    ("a file of something else", lambda: mc.hardware(__file__), r"'.*bad_calls.py' cannot be read"),
+    ("no such field", lambda: mc.hardware("h100", bandwidth=1e12), r"there is no 'bandwidth'"),
+    ("negative", lambda: mc.hardware("h100", memory_bandwidth=-1.0), r"memory_bandwidth=-1.0 makes no sense"),
+    ("zero", lambda: mc.hardware("h100", flops={"bfloat16": 0}), r"flops\['bfloat16'\]=0 makes no sense"),
+    ("not a number", lambda: mc.hardware("h100", memory=float("nan")), r"memory=nan makes no sense"),
+    ("TFLOP/s", lambda: mc.hardware("h100", flops=dict.fromkeys(mc.hardware("h100").flops, 989)), r"is more than flops = 989"),
+    ("no dtype", lambda: mc.hardware("h100", flops={"bf16": 1e15}), r"'bf16' is no dtype"),
+    ("microseconds", lambda: mc.hardware("h100", within=(1.9, 3.7e11)), r"within.latency=1.9 is more than a second"),
+    ("half a link", lambda: mc.hardware("h100", within=3.7e11), r"is no link"),
+    ("a link above memory", lambda: mc.hardware("h100", between=(0, 5e12)), r"between.bandwidth = 5e\+12 is more than memory_bandwidth"),
+    ("too efficient", lambda: mc.hardware("h100", product_efficiency=1.5), r"product_efficiency=1.5 is more than all"),
+    ("no rank on a node", lambda: mc.hardware("h100", ranks_per_node=0), r"ranks_per_node=0 makes no sense"),
+]  # fmt: skip
+for cause, call, said in HARDWARE:
+    plain("hardware", cause, call, rf"^meshcomm.hardware: [\s\S]*{said}")
+
+FORETOLD: list[tuple[str, Callable[[], Any], str]] = [
+    ("no hardware", lambda: mc.dry_run(int, {"dp": 2}, hardware=cast(Any, "h100")), r"hardware='h100' is none"),
+    ("nodes that are not full", lambda: mc.dry_run(int, {"dp": 12}, hardware=mc.hardware("h100")), r"12 ranks do not fill nodes of 8"),
+    ("seconds of no machine", lambda: mc.dry_run(int, {"dp": 2}).seconds, r"nothing is known of times"),
+    ("an axis that is none", lambda: mc.dry_run(int, {"dp": 2}, hardware=mc.hardware("h100")).exposed("tp"), r"there is no axis 'tp'"),
+]  # fmt: skip
+for cause, call, said in FORETOLD:
+    plain("dry_run", cause, call, rf"^meshcomm.dry_run: [\s\S]*{said}")
+
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 SAVE: list[tuple[str, Callable[[Here], Any], str, bool]] = [

@@ -225,6 +225,7 @@ def test_every_function_is_called() -> None:
         "comm_budget",
         "dump_collectives",
         "dry_run",
+        "hardware",
     } <= set(CALLS)
 
 

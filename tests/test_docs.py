@@ -186,6 +186,7 @@ LACKING: dict[str, set[str]] = {
     "launch": {"Type", "Backward", "Cost"},
     "init": {"Type", "Backward"},
     "dry_run": {"Type", "Backward"},
+    "hardware": {"Type", "Backward"},
     "is_dry": {"Type", "Args", "Backward", "Raises"},
     "trace": {"Type", "Args", "Backward"},
     "dump_collectives": {"Type", "Backward"},

@@ -707,6 +707,7 @@ DANGEROUS = {
 HERE = {
     ("meshcomm/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
     ("meshcomm/__main__.py", "importlib.import_module"): "a tool of its own, when it is asked for",
+    ("meshcomm/dry/hardware.py", "importlib.import_module"): "what measures this machine, where that is wanted",
     ("meshcomm/tools/verify.py", "importlib.import_module"): "proofs of functions, where one is wanted",
     ("meshcomm/testing/equal.py", "importlib.import_module"): "the proof that is asserted, of two",
     ("meshcomm/parallel/__init__.py", "importlib.import_module"): "names of its own, when first asked for",

@@ -17,9 +17,11 @@ from meshcomm.errors import fail
 __all__ = [
     "UnknownSizeError",
     "handled_without_memory",
+    "is_view",
     "is_without_memory",
     "kind_of",
     "memory_of",
+    "named_arguments",
     "operation_name",
     "places_like",
     "without_memory",
@@ -123,3 +125,14 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         for at, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def is_view(func: Any) -> bool:
+    """Whether what an operation gives lies where an operand lies, and nothing is written."""
+    aliases = [each.alias_info for each in func._schema.returns]
+    return bool(aliases) and not func._schema.is_mutable and all(alias is not None for alias in aliases)
+
+
+def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What an operation is given, by the names that it has for it."""
+    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import math
 import traceback
 import warnings
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm.dry.foretold import Foretold, checked_hardware
+from meshcomm.dry.hardware import Hardware
+from meshcomm.dry.log import Log
 from meshcomm.dry.values import HostRead, HostValues, Values, refuse_unknown_size
 from meshcomm.errors import fail
 from meshcomm.make_mesh import make_mesh
@@ -30,9 +34,11 @@ __all__ = ["DryRun", "dry_run"]
 _WHERE = "dry_run"
 _MOST = 2**20
 """Ranks."""
+_PARTNERS = 64
+"""So many ranks run for the sake of times; messages of others are there at once."""
 
 
-class DryRun:
+class DryRun(Foretold):
     """What :func:`dry_run` has found.
 
     ``print(run)`` shows all of it.
@@ -69,6 +75,7 @@ class DryRun:
 
     def __str__(self) -> str:
         lines = [f"{_few(self.ranks)} of {math.prod(self.shape.values())}, mesh {self.shape}", self.trace.table()]
+        lines += [] if self._timeline is None else [self.table()]
         return "\n".join([*lines, *(f"host read at {read}" for read in self.host_reads)])
 
 
@@ -82,6 +89,7 @@ def dry_run(
     mesh: Mapping[str, int] | Mesh,
     *,
     ranks: Sequence[int] | None = (0,),
+    hardware: Hardware | None = None,
     host_values: HostValues = None,
 ) -> DryRun:
     """Run ``fn`` as one rank, or a few, of a mesh of any size, without memory, devices or other ranks.
@@ -111,6 +119,10 @@ def dry_run(
             sends, which is then run before it.
         mesh: axis to size, or a mesh, of which sizes and names are taken.
         ranks: those that run, numbers in row-major order; all of them when None.
+        hardware: the machine, ``mc.hardware("h100")``: then ``.seconds``, ``.exposed(axis)``, ``.table()`` and
+            ``.save("timeline.json")`` say how long it takes. Ranks with whom the others exchange messages run too then,
+            as the stages of a pipeline do. A program that yields is timed from its last ``yield`` but one to the last:
+            ``def train(): ...; for _ in range(3): yield; step()`` and a ``yield`` at the end.
         host_values: what is read where a value is not known: one number, 0 by default; a mapping of lines to a number,
             or to the numbers that are read there in turn, ``{"train.py:33": [4, 2]}``; or a function of the line and
             the dtype.
@@ -120,9 +132,9 @@ def dry_run(
     Cost: nothing is communicated. Random states are as they were.
 
     Raises:
-        MeshError: sizes that are none, or more than 2**20 ranks; ranks that are not of the mesh; a parameter that was
-            made outside of ``fn``; a tensor whose size depends on values; bytes that no rank sends; called inside of a
-            dry run; what ``fn`` itself does wrong on such a mesh.
+        MeshError: sizes that are none, or more than 2**20 ranks, or that do not fill nodes of ``hardware``; ranks that
+            are not of the mesh; a parameter that was made outside of ``fn``; a tensor whose size depends on values;
+            bytes that no rank sends; called inside of a dry run; what ``fn`` itself does wrong on such a mesh.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -149,13 +161,18 @@ def dry_run(
         fail(_WHERE, "called inside of a dry run.", fix="call it outside; mc.is_dry() says where one is")
     program = _Program(fn, shape, names, host_values)
     chosen = checked_ranks(_WHERE, ranks, program.size)
+    machine = checked_hardware(hardware, program.size)
     outer = RandomState()
     try:
         done = [program.run(rank) for rank in chosen]
+        logs = {rank: each.log for rank, each in zip(chosen, done, strict=True)}
+        if machine is not None:
+            program.run_partners(logs)
     finally:
         outer.load()
     reads = dict.fromkeys(read for each in done for read in each.values.reads)
-    return DryRun(shape, chosen, together([each.trace for each in done]), tuple(reads))
+    found = DryRun(shape, chosen, together([each.trace for each in done]), tuple(reads))
+    return found._foretell(logs, names, machine)
 
 
 def _checked_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
@@ -203,6 +220,7 @@ class _Done:
 
     trace: Trace
     values: Values
+    log: Log
 
 
 class _Program:
@@ -227,6 +245,14 @@ class _Program:
                 return self._once(rank)
             except MissingError as missing:
                 self._provide(rank, missing)
+
+    def run_partners(self, logs: dict[int, Log]) -> None:
+        """Those with whom the others exchange messages, too: at most so many."""
+        while new := sorted({rank for log in logs.values() for rank in log.partners()} - set(logs)):
+            for rank in new:
+                if len(logs) >= _PARTNERS:
+                    return
+                logs[rank] = self.run(rank).log
 
     def _provide(self, rank: int, missing: MissingError) -> None:
         """Run the sender until it has posted the message."""
@@ -254,8 +280,9 @@ class _Program:
 
     def _once(self, rank: int) -> _Done:
         values, trace = Values(self.given), Trace()
-        world = DryWorld(rank, self.size, self._posted, values.suppose)
-        operations = Operations(values)
+        world, log = DryWorld(rank, self.size, self._posted, values.suppose), Log(rank)
+        world.linked = log.listen
+        operations = Operations(values, log)
         with contextlib.ExitStack() as stack:
             stack.callback(forget_axes, lambda axis: isinstance(axis.link, DryLink) and axis.link.is_of(world))
             stack.enter_context(inside(world))
@@ -265,11 +292,17 @@ class _Program:
                 mesh.axis(mesh.axis_names[0])  # the trace is of this rank, though it may call nothing
                 stack.enter_context(_torch.handled_without_memory(operations))
                 try:
-                    self.fn()
+                    self._call(log)
                 except MissingError as missing:
                     _drop(missing)
                     raise MissingError(missing.message) from None
-        return _Done(trace, values)
+        return _Done(trace, values, log)
+
+    def _call(self, log: Log) -> None:
+        result = self.fn()
+        if inspect.isgenerator(result):
+            for _ in result:
+                log.lap()
 
 
 def _drop(missing: MissingError) -> None:
@@ -283,14 +316,16 @@ def _drop(missing: MissingError) -> None:
 class Operations:
     """What each operation of torch's gives in a dry run."""
 
-    def __init__(self, values: Values) -> None:
-        self.values = values
+    def __init__(self, values: Values, log: Log | None = None) -> None:
+        self.values, self.log = values, log
         self._depth = 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go: Callable[[], Any]) -> Any:
         """The result: ``go()``, or what is known."""
         name = _torch.operation_name(func)
         if name in _READS:
+            if self.log is not None:
+                self.log.read()
             return self.values.read(args[0]) if name == _ITEM else bool(self.values.answer(torch.bool))
         if self._depth:
             return go()
@@ -298,6 +333,8 @@ class Operations:
         try:
             own = _OWN.get(name)
             result = go() if own is None else own(func, *args, **kwargs)
+            if self.log is not None:
+                self.log.ran(func, args, kwargs, result)
             self.values.follow(func, args, kwargs, result)
             if name == _COUNTS and args[0].numel():
                 self.values.suppose(result, _evenly(args[0].numel(), result))

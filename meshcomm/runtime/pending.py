@@ -153,6 +153,43 @@ class _Then(Pending):
             self._source.abandon()
 
 
+class Around(Pending):
+    """What is around another one, and passes all on."""
+
+    __slots__ = ("bare", "inside")
+
+    def __init__(self, inside: Pending) -> None:
+        self.inside, self.bare = inside, inside.bare
+
+    def wait(self, timeout: float | None) -> Any:
+        """As the one inside."""
+        return self.inside.wait(timeout)
+
+    def done(self) -> bool:
+        """As the one inside."""
+        return self.inside.done()
+
+    def meet(self) -> None:
+        """As the one inside."""
+        self.inside.meet()
+
+    def read_early(self) -> bool:
+        """Pass it on."""
+        return self.inside.read_early()
+
+    def record(self) -> Any:
+        """The source's."""
+        return self.inside.record()
+
+    def withdraw(self, seconds: float) -> bool:
+        """Pass it on."""
+        return self.inside.withdraw(seconds)
+
+    def abandon(self) -> None:
+        """Pass it on."""
+        self.inside.abandon()
+
+
 class AllOf(Pending):
     """Several results as a list; what is no Pending stands for itself."""
 

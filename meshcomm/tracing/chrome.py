@@ -33,12 +33,12 @@ def document(
     slices: list[dict[str, Any]] = []
     for rank, of_rank in sorted(grouped(events, lambda e: e.rank).items()):
         pid = rank + 1  # viewers take 0 for the idle process
-        slices += _named(pid, 0, "process", f"rank {rank} ({of_rank[0].place})", rank)
+        slices += named(pid, 0, "process", f"rank {rank} ({of_rank[0].place})", rank)
         tid = 0
         for axis, of_axis in grouped(of_rank, lambda e: axis_text(e.axis)).items():
             for number, lane in enumerate(_lanes(of_axis, seconds), 1):
                 tid += 1
-                slices += _named(pid, tid, "thread", axis if number == 1 else f"{axis} #{number}", tid)
+                slices += named(pid, tid, "thread", axis if number == 1 else f"{axis} #{number}", tid)
                 for event in lane:
                     slices += _slices(event, pid, tid, seconds)
     about = {"made by": "meshcomm", "began": began, "seconds": seconds, "compiled": [_axis(axis) for axis in compiled],
@@ -46,7 +46,8 @@ def document(
     return {"traceEvents": slices, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _named(pid: int, tid: int, what: str, name: str, at: int) -> list[dict[str, Any]]:
+def named(pid: int, tid: int, what: str, name: str, at: int) -> list[dict[str, Any]]:
+    """What a process or a thread is called, and where it stands."""
     base = {"ph": "M", "pid": pid, "tid": tid}
     return [
         {**base, "name": f"{what}_name", "args": {"name": name}},
@@ -75,19 +76,20 @@ def _end(event: TraceEvent, seconds: float) -> float:
 def _slices(event: TraceEvent, pid: int, tid: int, seconds: float) -> list[dict[str, Any]]:
     """The whole, and in it the call and the wait of what is asynchronous."""
     end = _end(event, seconds)
-    whole = _slice(event.operation, pid, tid, event.start, end)
+    whole = slice_of(event.operation, pid, tid, event.start, end)
     whole["args"] = _args(event)
     found = [whole]
     if event.asynchronous:
         if event.issue is not None:
-            found.append(_slice("issue", pid, tid, event.start, min(event.start + event.issue, end)))
+            found.append(slice_of("issue", pid, tid, event.start, min(event.start + event.issue, end)))
         if event.wait and event.end is not None and event.issue is not None:
-            found.append(_slice("wait", pid, tid, max(end - event.wait, event.start + event.issue), end))
+            found.append(slice_of("wait", pid, tid, max(end - event.wait, event.start + event.issue), end))
     return found
 
 
-def _slice(name: str, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
-    kind = name if name in ("issue", "wait") else _CATEGORY
+def slice_of(name: str, pid: int, tid: int, start: float, end: float, kind: str = "") -> dict[str, Any]:
+    """Something that took its time, in seconds."""
+    kind = kind or (name if name in ("issue", "wait") else _CATEGORY)
     return {
         "name": name, "cat": kind, "ph": "X", "pid": pid, "tid": tid,
         "ts": _MICRO * start, "dur": _MICRO * max(0.0, end - start),

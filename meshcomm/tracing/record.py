@@ -18,7 +18,7 @@ from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, messages_of, told
 from meshcomm.runtime.callsite import CallSite, Spot, call_spot, site_at
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
-from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.pending import Around, Pending, TimedOutError
 from meshcomm.tracing.event import TraceEvent, bytes_of, bytes_of_several
 
 _clock = time.perf_counter_ns
@@ -156,18 +156,19 @@ class Recorder(Hook):
         return result
 
 
-class _Watched(Pending):
+class _Watched(Around):
     """A primitive under way, whose end is recorded by who waits for it."""
 
-    __slots__ = ("_record", "_source", "bare")
+    __slots__ = ("_record",)
 
     def __init__(self, source: Pending, record: Record) -> None:
-        self._source, self._record, self.bare = source, record, source.bare
+        super().__init__(source)
+        self._record = record
 
     def meet(self) -> None:
         """As the one inside, and note how long."""
         began = _clock()
-        self._source.meet()
+        self.inside.meet()
         if self._record.ended is None:
             self._record.waited += _clock() - began
 
@@ -177,7 +178,7 @@ class _Watched(Pending):
         if record.ended is None:
             record.waited_at = began
         try:
-            value = self._source.wait(timeout)
+            value = self.inside.wait(timeout)
         except TimedOutError:
             record.waited += _clock() - began
             record.asked = "a time-out", call_spot(2)
@@ -192,28 +193,12 @@ class _Watched(Pending):
 
     def done(self) -> bool:
         """As the one inside; what is done has ended."""
-        done = self._source.done()
+        done = self.inside.done()
         if self._record.asked is None:
             self._record.asked = "done()", call_spot(2)
         if done:
             self._record.end()
         return done
-
-    def read_early(self) -> bool:
-        """Pass it on."""
-        return self._source.read_early()
-
-    def record(self) -> Any:
-        """The source's."""
-        return self._source.record()
-
-    def withdraw(self, seconds: float) -> bool:
-        """Pass it on."""
-        return self._source.withdraw(seconds)
-
-    def abandon(self) -> None:
-        """Pass it on."""
-        self._source.abandon()
 
 
 # ---------------------------------------------------------------------------------------------- coming and going

@@ -62,7 +62,9 @@ class DryPlace:
 
     def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         """One that counts."""
-        return cast(Link, DryLink(self._run, ranks, f"{mesh}: {','.join(axis)}"))
+        made = DryLink(self._run, ranks, f"{mesh}: {','.join(axis)}", axis)
+        self._run.linked(made)
+        return cast(Link, made)
 
     def group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
         """There is none."""
@@ -103,9 +105,10 @@ def _result(value: Any, given: Any = None) -> Any:
 class DryLink(Defaults):
     """The link of one rank to others that are not there."""
 
-    def __init__(self, world: DryWorld, ranks: tuple[int, ...], name: str) -> None:
+    def __init__(self, world: DryWorld, ranks: tuple[int, ...], name: str, axis: tuple[str, ...]) -> None:
         self.size, self.index = len(ranks), ranks.index(world.rank)
-        self._run, self._ranks, self._name = world, ranks, name
+        self._run, self.ranks, self.name = world, ranks, name
+        self.axis = axis[0] if len(axis) == 1 else axis
         self._numbers: Counter[tuple[int, ...]] = Counter()
         self.orders: dict[Any, list[int]] = {}
         self.ledger = Ledger()
@@ -175,10 +178,10 @@ class DryLink(Defaults):
         if not _host(x):
             return cast(Tensor, _result(x.new_empty(sum(recv)), x))
         number = self._count(0, 0, _RUNS)
-        for to, run in zip(self._ranks, x.split(list(send)), strict=True):
-            self._run.posted[self._name, self._run.rank, to, _RUNS, number] = run
-        runs = [self._posted((self._name, src, self._run.rank, _RUNS, number)) if length else x[:0]
-                for src, length in zip(self._ranks, recv, strict=True)]  # fmt: skip
+        for to, run in zip(self.ranks, x.split(list(send)), strict=True):
+            self._run.posted[self.name, self._run.rank, to, _RUNS, number] = run
+        runs = [self._posted((self.name, src, self._run.rank, _RUNS, number)) if length else x[:0]
+                for src, length in zip(self.ranks, recv, strict=True)]  # fmt: skip
         return cast(Tensor, _result(torch.cat(runs), x))
 
     def swap_flat(self, x: Tensor) -> Any:
@@ -211,16 +214,16 @@ class DryLink(Defaults):
         """Bytes as they were posted; of all else only the shapes."""
         for x, dst, tag in posts:
             held = None if _torch.is_without_memory(x) else x.clone()
-            self._run.posted[self._message(self._run.rank, self._ranks[dst], tag)] = held
+            self._run.posted[self._message(self._run.rank, self.ranks[dst], tag)] = held
         got = []
         for src, shape, dtype, tag, device in wants:
-            message = self._message(self._ranks[src], self._run.rank, tag)
+            message = self._message(self.ranks[src], self._run.rank, tag)
             held = self._posted(message) if dtype is torch.uint8 else None
             got.append(torch.empty(shape, dtype=dtype, device=device) if held is None else held)
         return cast("list[Tensor]", _result(got, posts))
 
     def _message(self, src: int, dst: int, tag: int) -> Message:
-        return self._name, src, dst, tag, self._count(src, dst, tag)
+        return self.name, src, dst, tag, self._count(src, dst, tag)
 
     def _count(self, *key: int) -> int:
         self._numbers[key] += 1
@@ -234,10 +237,10 @@ class DryLink(Defaults):
     def _of_host(self, x: Tensor, src: int) -> Tensor:
         """What the rank of index ``src`` gives where this one gives ``x``; bytes are not those of this rank."""
         number = self._count(0, 0, _SAID)
-        self._run.posted[self._name, self._run.rank, _ALL, _SAID, number] = x.clone()
+        self._run.posted[self.name, self._run.rank, _ALL, _SAID, number] = x.clone()
         if src == self.index or (x.dtype is not torch.uint8 and here.source is None):
             return x
-        return cast(Tensor, self._posted((self._name, self._ranks[src], _ALL, _SAID, number)))
+        return cast(Tensor, self._posted((self.name, self.ranks[src], _ALL, _SAID, number)))
 
     def barrier(self) -> object:
         """Everyone is here."""

@@ -36,6 +36,8 @@ class DryWorld:
         self.posted: dict[Message, Tensor | None] = {} if posted is None else posted
         self.suppose = suppose
         """``suppose(x, values, sure)``: x, which nobody knows, is what the caller says, or these values."""
+        self.linked: Callable[[Any], None] = lambda link: None
+        """Who is told of each link that is made."""
         self.made: Counter[Any] = Counter()
         """How many meshes like it were made before."""
 
