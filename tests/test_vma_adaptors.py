@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +203,51 @@ def cut_and_sharded(net: nn.Module) -> None:
 def test_types_of_parameters(make: Any, mark: Any, later: Any, expected: list[Any]) -> None:
     """Who cuts a parameter says so, whatever was said of it before or after."""
     assert mc.launch(kinds_of, ranks=4, args=(make, mark, later)) == [expected] * 4
+
+
+OTHERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "assigned": lambda net: (net.load_state_dict(net.state_dict(), assign=True), net)[1],
+    "copied": copy.deepcopy,
+    "converted": lambda net: net.to(torch.bfloat16).to(F64),
+}
+
+
+def with_other_parameters(make: Any, other: str, by_leaf: bool) -> list[float]:
+    """What nobody has seen made stands where parts stood, and is said to be the same on all ranks."""
+    with mc.use_mesh(mc.make_mesh({"a": 2, "b": 2})):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(F64)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.copy_(p.bfloat16())
+        make(net)
+        torch.__future__.set_overwrite_module_params_on_conversion(other == "converted")
+        try:
+            net = OTHERS[other](net)
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+        mc.mark_varying([*net.parameters()] if by_leaf else net, ())
+        x = mc.mark_varying(torch.ones(2, 4, dtype=F64, requires_grad=True), ())
+        with mc.check_vma(True):
+            net(x).square().sum().backward()
+        assert x.grad is not None
+        saved = io.BytesIO()
+        torch.save(net[0].weight, saved)
+        assert_close(torch.load(io.BytesIO(saved.getvalue())), net[0].weight)  # its notes are not saved
+        return x.grad.tolist()
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_parts_that_stand_where_others_stood(other: str) -> None:
+    found = [
+        mc.launch(with_other_parameters, ranks=4, args=(make, other, by_leaf))
+        for make in (lambda net: tensor_parallel(net, PLAN, axis="b"), cut_and_sharded)
+        for by_leaf in (False, True)
+    ]
+    expected, *_ = mc.launch(with_other_parameters, ranks=4, args=(lambda net: None, "assigned", False))
+    for each, losses in zip(found, (1, 1, 2, 2), strict=True):  # fully_shard adds up the losses of its two ranks
+        for mine in each:
+            assert_close(torch.tensor(mine), losses * torch.tensor(expected), rtol=1e-12, atol=1e-12)
 
 
 def refused(mode: Any) -> None:

@@ -29,7 +29,7 @@ from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, refuse_renormalised, refuse_sliced
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
-from meshcomm.spmd.types.told import tell
+from meshcomm.spmd.types.told import remember, tell
 from meshcomm.watch import out_of_sight
 
 M = TypeVar("M", bound=nn.Module)
@@ -181,6 +181,7 @@ def data_parallel(
         if id(x) not in left:
             same = within if known is None else known.of(within) if known.told is None else known.told
             tell(WHERE, x, ax.mesh, () if known is None else known.others(within), same)
+    remember(module)
     watch_steps()
     if accumulate_dtype is not None:
         watch_wide_gradients()

@@ -56,7 +56,7 @@ from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
-from meshcomm.spmd.types.told import tell
+from meshcomm.spmd.types.told import remember, tell
 from meshcomm.watch import out_of_sight
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
@@ -389,6 +389,7 @@ class _Policies:
             self._tell(slot.param, cut, policy.names)
         for each in self.module.buffers() if buffers else ():
             self._tell(each, (), self.of(each).names)
+        remember(self.module)
 
     def _tell(self, x: Tensor, cut: tuple[str, ...], over: tuple[str, ...]) -> None:
         fewer = self.fewer.get(id(x))

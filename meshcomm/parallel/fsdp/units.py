@@ -25,6 +25,7 @@ from meshcomm.parallel.fsdp.slots import Door, Policy, Slot, raw
 from meshcomm.parallel.fsdp.together import Between, modules_of, name_around
 from meshcomm.parallel.stand_ins import show_attributes
 from meshcomm.runtime.pending import Pending, settled
+from meshcomm.spmd.types.told import tell_again
 from meshcomm.watch import here, paused
 
 _FORWARD, _BACKWARD = 0, 1
@@ -227,6 +228,8 @@ class Unit:
         if watcher is None:
             self._gather(phase, on_demand)
             return
+        for part in self.modules:
+            tell_again(part)
         with paused():
             self._gather(phase, on_demand)
         for group, views in zip(self.groups, self.views, strict=True):

@@ -147,6 +147,7 @@ class _OfKind(Layer):
 
     def call(self, method: Any, args: Any, kwargs: Any) -> Any:
         """On its one input, whatever that is called."""
+        self.state.know_again()
         given = (*args, *kwargs.values()) if kwargs else args
         return self.of(method, given[0]) if len(given) == 1 else method(*args, **kwargs)  # which says what it wants
 

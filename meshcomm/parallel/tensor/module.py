@@ -24,7 +24,7 @@ from meshcomm.parallel.tensor.plan import WHERE, Block, Style, divided, read
 from meshcomm.parallel.tensor.state import HERE, Parallel, known_of
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.scheduler import claim
-from meshcomm.spmd.types.told import tell
+from meshcomm.spmd.types.told import remember, tell
 from meshcomm.watch import out_of_sight
 
 M = TypeVar("M", bound=nn.Module)
@@ -168,6 +168,7 @@ def tensor_parallel(
         tell(WHERE, p, ax.mesh, along if id(p) in cut else (), along)
     for each in module.buffers():
         tell(WHERE, each, ax.mesh, (), along)
+    remember(module)
     mark_states(module)
     watch_steps()
     wait_for_values(module, WHERE)

@@ -26,6 +26,7 @@ from meshcomm.parallel.tensor.kept_equal import KeptEqual
 from meshcomm.parallel.tensor.plan import WHERE
 from meshcomm.parallel.tensor.shapes_in_forward import explain
 from meshcomm.parallel.tensor.streams import Streams
+from meshcomm.spmd.types.told import tell_again
 
 HERE = "_meshcomm_tensor_parallel"
 """Where it stands among the attributes of its module."""
@@ -117,6 +118,7 @@ class Parallel:
         """Run the module; the gradients of what is varied go together."""
         if self.placed is not None:
             return method(*args, **kwargs)
+        self.know_again()
         if torch.is_grad_enabled() and self.mesh.device.type == "cpu" and not torch.compiler.is_compiling():
             self.equal.look(self.module, self.cuts)
         begun = self.streams.begin(self.module.training)
@@ -133,6 +135,11 @@ class Parallel:
             self.short = False
             if begun:
                 self.streams.end()
+
+    def know_again(self) -> None:
+        """Under a check parameters that stand where others have stood are parts too, whatever was declared of them."""
+        if watch.here.watcher is not None and self.placed is None:
+            tell_again(self.module)
 
     @contextlib.contextmanager
     def shown(self, among: Container[nn.Module] | None = None) -> Iterator[None]:

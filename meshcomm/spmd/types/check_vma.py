@@ -19,7 +19,7 @@ from meshcomm.spmd.types.checker import Checker
 from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.leaf_numbers import next_time, numbered
 from meshcomm.spmd.types.seen_changes import moment
-from meshcomm.spmd.types.told import as_told
+from meshcomm.spmd.types.told import as_told, tell_again
 from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, declare
 from meshcomm.watch import here, watched_by
 
@@ -152,7 +152,10 @@ def mark_varying(x: Tree, axes: str | tuple[str, ...], *, mesh: Mesh | None = No
     origin = Origin("mark_varying", site, leaf=True)
     grid = None if where is None else grid_of(where)
     kind = Type(dict.fromkeys(given, origin), grid=grid) if given else INVARIANT
-    tree: Any = [*x.parameters(), *x.buffers()] if isinstance(x, Module) else x
+    tree: Any = x
+    if isinstance(x, Module):
+        tell_again(x)
+        tree = [*x.parameters(), *x.buffers()]
     name = next_time(f"mark_varying at {site}")
     for path, leaf in tree_leaves_with_path(tree):
         if not isinstance(leaf, Tensor):

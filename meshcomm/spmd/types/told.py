@@ -5,20 +5,23 @@ its own, along others all have the same. What is known along all axes of a mesh 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn import Module
 
+from meshcomm._torch import own_parameters
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.axis_names import written_out
 from meshcomm.spmd.types.grids import Grid, grid_of
+from meshcomm.spmd.types.notes import Note
 from meshcomm.spmd.types.vma import Origin, Type, marked, note_by_hand, unmark
 
 _TOLD = "_meshcomm_told"
 
 
-class _Told(NamedTuple):
+@dataclass(frozen=True)
+class _Told(Note):
     grid: Grid
     names: Mapping[str, tuple[str, ...]]
     """Of several axes together."""
@@ -41,11 +44,34 @@ def tell(where: str, x: Tensor, mesh: Mesh, varies: Collection[str], same: Colle
         note_by_hand(x, Type(_since(where, told.varies), grid=grid))
 
 
+def remember(module: Module) -> None:
+    """What is known of each parameter is that of the one of its name too, whichever stands there later: copies of a
+    module, ``load_state_dict(assign=True)`` and some conversions make new ones, of which nothing is known.
+    """
+    for owner in module.modules():
+        known = {name: told for name, p in own_parameters(owner).items()
+                 if isinstance(told := getattr(p, _TOLD, None), _Told)}  # fmt: skip
+        if known:
+            vars(owner)[_TOLD] = known
+
+
+def tell_again(module: Module) -> None:
+    """Parameters that stand where others have stood vary along the axes along which those were cut; nothing says that
+    they are the same along others.
+    """
+    for owner in module.modules():
+        for name, told in vars(owner).get(_TOLD, {}).items():
+            p = dict.get(own_parameters(owner), name)
+            if told.varies and p is not None and not isinstance(getattr(p, _TOLD, None), _Told):
+                setattr(p, _TOLD, replace(told, same=frozenset()))
+                as_told(p)
+
+
 def as_told(x: Tensor) -> None:
     """What somebody has just said of ``x`` holds, but along axes along which it was cut: there it varies."""
     told, kind = getattr(x, _TOLD, None), marked(x)
     if isinstance(told, _Told) and kind is not None:
-        _note("an adaptor", x, told._replace(same=frozenset()), kind)
+        _note("an adaptor", x, replace(told, same=frozenset()), kind)
 
 
 def keep_types(module: Module) -> None:
