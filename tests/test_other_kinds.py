@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import meshcomm as mc
 from meshcomm.parallel import auto_plan, data_parallel, fully_shard, shard_optimizer, tensor_parallel
@@ -116,6 +119,42 @@ class Later(nn.Linear):
 
     def forward(self, x: Tensor) -> Any:
         yield super().forward(x)
+
+
+class Asked(nn.Module):
+    """Computes when what it gives is called, or is used in another way."""
+
+    def __init__(self, gives: Any) -> None:
+        super().__init__()
+        self.layer, self.gives = nn.Linear(4, 2), gives
+
+    def forward(self, x: Tensor) -> Any:
+        return self.gives(self, x, self.layer.weight)
+
+
+LATER: dict[str, Any] = {
+    "function": lambda module, x, w: lambda: module.layer(x),
+    "partial": lambda module, x, w: (x, {"logits": functools.partial(module.layer, x)}),
+    "Linear": lambda module, x, w: [module.layer],
+    "map": lambda module, x, w: map(module.layer, [x]),
+    "method": lambda module, x, w: types.SimpleNamespace(logits=module.layer.forward),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_functions_that_use_parameters_after_forward(kind: str) -> None:
+    """Their gradients were never reduced; of what forward has read of the parameters they are."""
+
+    def main() -> None:
+        with mc.use_mesh(mc.make_mesh({"x": 2})):
+            module = data_parallel(Asked(LATER[kind]), "x", grads="sum")
+            with pytest.raises(mc.MeshError, match=rf"gives a {kind}, which computes when(?s:.)*list or a tensor"):
+                module(torch.ones(2, 4))
+            right = data_parallel(Asked(lambda module, x, w: {"f": lambda: x @ w.T, "n": len}), "x", grads="sum")
+            right(torch.ones(2, 4))["f"]().sum().backward()
+            assert_close(right.layer.weight.grad, torch.full((2, 4), 4.0))
+
+    mc.launch(main, 2)
 
 
 @pytest.mark.parametrize("adaptor", ["data_parallel", "tensor_parallel"])

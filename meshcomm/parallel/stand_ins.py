@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,16 +49,6 @@ def refuse_renormalised(where: str, module: nn.Module) -> None:
         if bounded and part.weight.requires_grad:
             what = f"{path or 'the module'!r} has max_norm: each rank would scale the rows that it has seen."
             fail(where, what, fix="max_norm=None, and bound the rows after the optimizer's step")
-
-
-_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
-
-
-def refuse_later(where: str, module: nn.Module, result: object) -> None:
-    """MeshError for a method that gives what computes after it has ended: it would see the parameters as they are."""
-    if isinstance(result, _LATER):
-        what = f"a method of {type(module).__name__} gives a {type(result).__name__}, which computes when it has ended."
-        fail(where, what, fix="give a list or a tensor; or make the modules parallel that it calls")
 
 
 def become(p: Tensor, values: Tensor) -> None:

@@ -117,8 +117,8 @@ def data_parallel(
             sharded already; a parameter that ``tensor_parallel`` has cut along ``axis``; parameters or buffers that
             have other names, shapes or dtypes on another rank (said on all ranks); a lazy parameter that has no shape
             yet; an embedding with ``max_norm``; a tensor on a device that the mesh cannot move. From forward: one that
-            gives a generator, or is async, and so computes when it has ended. From backward:
-            gradients that differ between ranks, because a parameter was used elsewhere.
+            gives a generator, a function or a module that uses parameters, or is async, and so computes when it has
+            ended. From backward: gradients that differ between ranks, because a parameter was used elsewhere.
 
     Parts of the module may be under ``torch.utils.checkpoint``. With ``use_reentrant=True`` all gradients are reduced
     when backward ends, none beside it, for that kind computes again outside of the module's forward; with ``mean_over``

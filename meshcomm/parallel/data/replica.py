@@ -25,6 +25,7 @@ from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.alike import refuse_other_modules
+from meshcomm.parallel.computed_later import refuse_later
 from meshcomm.parallel.data.computed_again import follow, look_for_checkpoints, running, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare
@@ -32,7 +33,7 @@ from meshcomm.parallel.data.spread import Over, Spread
 from meshcomm.parallel.fewer_axes import Fewer
 from meshcomm.parallel.later_values import has_no_values, make_room
 from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
-from meshcomm.parallel.stand_ins import Site, leaves_of, refuse_later, seen_as, sites_of
+from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
 
 Grads = Literal["sum", "mean"]
 WHERE = "data_parallel"
@@ -140,7 +141,7 @@ class Replica:
         varied = self._varied(leaves)
         with self._seen_as(sites, leaves, varied):
             result = method(*args, **kwargs)
-        refuse_later(WHERE, self.module, result)
+        refuse_later(WHERE, self.module, result, lambda: leaves_of(sites, transformed=False))
         if self.again and not (func or torch.compiler.is_compiling()):
             self._follow(leaves, result, collects=False)
         if self.buffers and self.module.training and not func:
@@ -178,7 +179,7 @@ class Replica:
         own = _Own.apply(self, *leaves) if leaves else ()  # type: ignore[no-untyped-call]
         with self._seen_as(sites, leaves, own):
             result = method(*args, **kwargs)
-        refuse_later(WHERE, self.module, result)
+        refuse_later(WHERE, self.module, result, lambda: leaves_of(sites, transformed=False))
         if self.again and leaves:
             self._follow(leaves, result, collects=True)
         return result

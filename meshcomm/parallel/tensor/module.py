@@ -111,7 +111,8 @@ def tensor_parallel(
             names; a style that does not fit the kind of layer, or a layer with a forward that does something else; a
             dim or an attribute that the axis does not divide; ``"sequence"`` and ``"split"`` without ``sequence``; a
             parameter that stands in layers of other styles; a module that is tensor parallel or sharded already, or
-            data parallel along ``axis``. In a forward: a generator as its result; an argument of a block that needs a
+            data parallel along ``axis``. In a forward: a generator as its result, or a function
+            of parameters that ranks use in their own way; an argument of a block that needs a
             gradient and is not said to enter; what is whole after random numbers that differ between ranks; on the CPU,
             after steps 1, 2, 4 and so on, parameters that are whole and differ between ranks. On all ranks: a module
             that differs between them in classes, or parameters in names, dtypes, shapes or whether they are trained.

@@ -20,8 +20,9 @@ from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
+from meshcomm.parallel.computed_later import refuse_later
 from meshcomm.parallel.cut_parameters import Dim, know
-from meshcomm.parallel.stand_ins import PLAIN_TABLES, Seen, Site, become, refuse_later, seen_as
+from meshcomm.parallel.stand_ins import PLAIN_TABLES, Seen, Site, become, seen_as
 from meshcomm.parallel.tensor.kept_equal import KeptEqual
 from meshcomm.parallel.tensor.plan import WHERE
 from meshcomm.parallel.tensor.shapes_in_forward import explain
@@ -125,7 +126,7 @@ class Parallel:
         try:
             with self.shown():
                 result = method(*args, **kwargs)
-            refuse_later(WHERE, self.module, result)
+            refuse_later(WHERE, self.module, result, lambda: [site.value for site in self._sites(None)])
             return result
         except RuntimeError as error:
             explain(WHERE, self.module, self.axis, self.cuts, error)
