@@ -5,13 +5,17 @@
     a value is wrong        walk back from the output through what is wrong, to the step whose operands are right
     a gradient is wrong     the checker says where a pvary is missing; else walk on from the input through the
                             gradients that are wrong, to the step whose own gradient is right
+    a tangent is wrong      as a value, of the tangents that forward mode gives the steps
+    a second derivative     of the gradient of an output as a value, of the gradients of steps; else as a gradient
 
 What is right is known where the steps of the ranks and of the twin belong together, and a value of the ranks is a part
-of the twin's, or adds up to it.
+of the twin's, or adds up to it. Where they do not, as in rings and pipelines, values that the twin has too are known by
+their numbers, and gradients by what a nudge of one rank's part does (nudges.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,13 +27,15 @@ from meshcomm.errors import VaryingError, held
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import all_gather_object
+from meshcomm.spmd.shard_map.assemble import coordinates
 from meshcomm.spmd.shard_map.function import shard_map
 from meshcomm.spmd.types.reachable import in_place_of
 from meshcomm.verifying.compare import explained, times
 from meshcomm.verifying.derivatives import Reference
-from meshcomm.verifying.program import Program, in_group
-from meshcomm.verifying.states import UNKNOWN, State, state_of
-from meshcomm.verifying.trail import Followed, Step, follow, is_reduction, paired, stop_of
+from meshcomm.verifying.nudges import last_wrong
+from meshcomm.verifying.program import OnRank, Program, in_group
+from meshcomm.verifying.states import UNKNOWN, State, is_part, state_of
+from meshcomm.verifying.trail import Followed, Step, follow, follow_tangents, is_reduction, paired, stop_of
 
 _LINE = re.compile(r" at (\S+:\d+)")
 _MEANT = ("a pvary is missing", "multiplies it by the number of ranks", "which its spec", "takes what is invariant")
@@ -90,11 +96,25 @@ def _checked(program: Program, mesh: Mesh) -> str | None:
 class Story:
     """The steps of all ranks beside those of the twin."""
 
-    def __init__(self, reference: Reference, ones: Mesh, mesh: Mesh, *, to_error: bool = False) -> None:
-        program, cotangents = reference.program, reference.directions.cotangents
-        self.mesh = mesh
-        self.ranks: list[Followed] = program.run(mesh, lambda rank: follow(rank, cotangents, to_error=to_error))
-        self.other: Followed = program.run(ones, lambda rank: follow(rank, cotangents))[0]
+    def __init__(self, reference: Reference, ones: Mesh, mesh: Mesh, kind: str = "vjp", *, to_error: bool = False) -> None:
+        """``kind``: what is wrong, as in :data:`derivatives.KINDS`."""
+        program, given = reference.program, reference.directions
+        self.reference, self.mesh, self.kind = reference, mesh, kind
+        self.noun = {"jvp": "tangent", "second": "second derivative"}.get(kind, "")
+
+        def job(rank: OnRank) -> Followed:
+            if kind == "jvp":
+                return follow_tangents(rank, given.tangents)
+            seconds = given.seconds if kind == "second" else None
+            return follow(rank, given.cotangents, to_error=to_error, seconds=seconds)
+
+        self.ranks: list[Followed] = program.run(mesh, job)
+        self.other = Followed([], [], [])
+        if program.twin is None:
+            self.other = program.run(ones, job)[0]
+        else:
+            with contextlib.suppress(Exception):  # it need not run on one device
+                self.other = program.run(ones, job)[0]
         self.steps: Sequence[Step] = self.ranks[0].steps
         self.pairs = paired([rank.steps for rank in self.ranks], self.other.steps)
         self.takers: dict[int, list[int]] = {}
@@ -143,6 +163,10 @@ class Story:
         state = self.value(end)
         if state.name == "partial":
             return self._lacking(end, state)
+        return self._wrong_on_the_way(end)
+
+    def _wrong_on_the_way(self, end: int) -> Blame:
+        """The first step on the way to this one that is wrong, and whose operands are right."""
         todo, seen, found = [end], {end}, []
         while todo:
             i = todo.pop()
@@ -155,9 +179,13 @@ class Story:
                     seen.add(j)
                     todo.append(j)
         if not found:
-            return self._around(end)
+            return self._by_numbers(end) or self._around(end)
         i = min(found)
         step = self.steps[i]
+        if any(self.value(j).name == "unknown" for j in step.of):
+            within = self._by_numbers(end)
+            if within is not None:
+                return within
         if is_reduction(step) and step.reduction == "sum":  # of what it takes the mean would be right
             of = [j for j in step.of if self.value(j).by == "mean"]
             if of:
@@ -166,11 +194,55 @@ class Story:
         if parts and not step.axis:
             return self._lacking(*parts[0], used=step.name)
         state = self.value(i)
-        told = [f"{step.name} gives {_wrongly(state)} what is right"]
+        told = [self._gives(step, state)]
         why = explained(state.factor, self._sizes(step))
         told += [why] if why else []
         told += self._right_up_to(i)
         return Blame(step.line, tuple(told), self._instead(step, state))
+
+    def _gives(self, step: Step, state: State = UNKNOWN) -> str:
+        if self.noun:
+            return f"result right; the {self.noun} of {step.name} is {_wrongly(state)} the right one"
+        return f"{step.name} gives {_wrongly(state)} what is right"
+
+    def _by_numbers(self, end: int) -> Blame | None:
+        """The first step, on the way to ``end``, whose operands are among what one device has on their lines, and its
+        result is not: for lines that run another number of times there. What no gradient comes to, as in the idle turns
+        of a pipeline, counts for nothing.
+        """
+        there: dict[tuple[str, str], list[Tensor]] = {}
+        for step in self.other.steps:
+            there.setdefault(step.key[:2], []).append(step.value)
+        known: dict[tuple[int, int], bool] = {}
+
+        def among(rank: int, i: int) -> bool:
+            if (rank, i) not in known:
+                step, place = self.ranks[rank].steps[i], coordinates(self.mesh)[rank]
+                known[rank, i] = any(is_part(step.value, x, self.mesh, place) for x in there.get(step.key[:2], ()))
+            return known[rank, i]
+
+        ranks = range(len(self.ranks))
+        todo, seen = [(rank, end) for rank in ranks], {(rank, end) for rank in ranks}
+        found: list[tuple[int, int]] = []
+        while todo:
+            rank, i = todo.pop()
+            step = self.ranks[rank].steps[i]
+            of = [(other, j) for j in step.of for other in (ranks if step.axis else (rank,))]
+            before = [(r, j) for r, j in of if not among(r, j) and self._counts(r, j)]
+            if not before and not step.axis and step.of:
+                found.append((rank, i))
+            todo += [each for each in before if each not in seen]
+            seen |= set(before)
+        if not found:
+            return None
+        rank, i = min(found, key=lambda each: (each[1], each[0]))
+        step = self.ranks[rank].steps[i]
+        told = f"on rank {rank} {step.name} gives what it gives nowhere on one device, of what is there too"
+        return Blame(step.line, (told,), f"look at {step.name}, whose operands are right")
+
+    def _counts(self, rank: int, i: int) -> bool:
+        step = self.ranks[rank].steps[i]
+        return not step.live or (step.gradient is not None and bool(step.gradient.any()))
 
     def _around(self, end: int) -> Blame:
         """Where the steps begin that one device has not, or has another number of times, on the way to ``end``."""
@@ -208,6 +280,9 @@ class Story:
         state = self.value(i)
         while before := [j for j in self.steps[i].of if self.value(j) == state]:
             i = before[0]
+        wrong = [j for j in self.steps[i].of if self.value(j).name == "wrong"]
+        if wrong:
+            return self._wrong_on_the_way(wrong[0])
         step, n = self.steps[i], torch.Size([self.mesh.shape[axis] for axis in state.over]).numel()
         told = (f"{step.name} gives {n} times what is to be summed up over {_axis_text(state.over)}",)
         why = explained(float(n), self._sizes(step))
@@ -251,6 +326,8 @@ class Story:
         while before := [j for j in self.steps[i].of if self.value(j) == state]:
             i = before[0]
         step, over = self.steps[i], _axis_text(state.over)
+        if self.noun:
+            return Blame(step.line, (self._gives(step), f"it is not reduced over {over}"), self._instead(step, state))
         told = f"{step.name} gives what is not yet reduced over {over}" + (f", and {used} takes it" if used else "")
         return Blame(step.line, (told,), f"mc.all_reduce(it, {over}) after {step.name}")
 
@@ -264,17 +341,74 @@ class Story:
         return [(axis, self.mesh.shape[axis]) for axis in dict.fromkeys([*first, *self.mesh.axis_names])]
 
     def _instead(self, step: Step, state: State) -> str:
+        if self.noun:
+            return f"look at the {'jvp' if self.kind == 'jvp' else 'backward, and what differentiates it,'} of {step.name}"
         if is_reduction(step) and all(self.value(j).name == "right" for j in step.of):
             return f"leave {step.name} out: what it takes is reduced already"
         return f"look at {step.name}, whose operands are right"
 
     # ---------------------------------------------------------------------------------------------- gradients
 
+    def blame_second(self, label: str) -> Blame:
+        """Of a second derivative by an input: those of gradients go before, of which it is made."""
+        for at, end in enumerate(self.ranks[0].outputs):
+            if end is not None and self.value(end).name == "wrong":
+                return self.blame_value(at)
+        return self.blame_gradient(label)
+
+    def _by_nudges(self, start: int) -> Blame | None:
+        """The last step after ``start`` whose gradient is not what a nudge of it does."""
+        if any([step.key for step in rank.steps] != [step.key for step in self.steps] for rank in self.ranks):
+            return None
+        after = {start}
+        for i, step in enumerate(self.steps):
+            if after & set(step.of):
+                after.add(i)
+        wrong = last_wrong(self.reference, self.mesh, self.ranks, sorted(after))
+        if wrong is None:
+            return None
+        takers = [self.steps[k] for k in self.takers.get(wrong.step, ())]
+        if not takers:
+            return None
+        step = next((each for each in takers if each.axis), takers[0])
+        of = State("wrong", factor=wrong.factor)
+        told = [f"result right; gradients right back to {step.name}, which hands on {_wrongly(of)} the right one"]
+        why = explained(wrong.factor, self._sizes(step))
+        told += [why] if why else []
+        return Blame(step.line, (*told, "so a nudge of each rank's part says"), f"look at the backward of {step.name}")
+
     def blame_gradient(self, label: str) -> Blame:
         """Walk on from an input whose gradient is wrong."""
         start = next((i for i, step in enumerate(self.steps) if step.key[:2] == ("", label)), None)
         if start is None:
             return Blame()
+        by_nudges = self._by_nudges(start) if self.kind == "vjp" and self._is_hidden(start) else None
+        return by_nudges or self._back_to(start)
+
+    def right_back_to(self, label: str) -> str:
+        """The first collective after an input whose gradient is right, where there is one; else the first step."""
+        start = next((i for i, step in enumerate(self.steps) if step.key[:2] == ("", label)), None)
+        after = set() if start is None else {start}
+        for i, step in enumerate(self.steps):
+            if after & set(step.of):
+                after.add(i)
+        right = [i for i in sorted(after) if self.steps[i].live and self.gradient(i).name == "right"]
+        found = next((i for i in right if self.steps[i].axis), next(iter(right), None))
+        return "" if found is None else self.steps[found].name
+
+    def _is_hidden(self, start: int) -> bool:
+        """Whether there are steps after it, with a gradient, of which one device says nothing."""
+        todo, seen = [start], {start}
+        while todo:
+            i = todo.pop()
+            if self.steps[i].live and self.gradient(i) is UNKNOWN:
+                return True
+            after = [k for k in self.takers.get(i, ()) if k not in seen]
+            seen |= set(after)
+            todo += after
+        return False
+
+    def _back_to(self, start: int) -> Blame:
         todo, seen, found = [start], {start}, []
         while todo:
             i = todo.pop()
@@ -300,6 +434,8 @@ class Story:
         k = next((k for k in takers if self.steps[k].axis), takers[0])
         step, state = self.steps[k], self.gradient(i)
         told = [f"result right; gradients right back to {step.name}, which hands on {_wrongly(state)} the right one"]
+        if self.noun:
+            told = [f"result right, and the gradient; second derivatives right back to {step.name}"]
         why = explained(state.factor, self._sizes(step))
         fix = f"look at the backward of {step.name}"
         if state.name == "partial":

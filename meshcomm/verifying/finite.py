@@ -68,7 +68,7 @@ def _nudged(reference: Reference, ones: Mesh, nudge: tuple[int, Tensor]) -> floa
     def job(rank: OnRank) -> float:
         with torch.enable_grad():
             xs = [x.detach().clone().requires_grad_() for x in rank.targets]
-            return _weighed(reference, rank(xs, within=Trail(nudge)).tensors)
+            return _weighed(reference, rank(xs, within=Trail({nudge[0]: nudge[1]})).tensors)
 
     return float(reference.program.run(ones, job)[0])
 

@@ -250,9 +250,11 @@ class OnRank:
         instead = {key: x for (key, _, _), x in zip(program.closed, closed, strict=True)}
         with in_place_of(program.reach.slots, instead), within or contextlib.nullcontext():
             if within is not None:
-                labels = [leaf.label for leaf in program.cut] + [name for _, name, _ in program.closed]
-                for label, x in zip(labels, [*given, *closed], strict=True):
-                    within.given(label, x)
+                layouts = program.layouts(self.mesh, program.cut)
+                for leaf, layout, x in zip(program.cut, layouts, given, strict=True):
+                    within.given(leaf.label, x, frozenset() if layout is None else frozenset(layout.axes))
+                for (_, name, _), x in zip(program.closed, closed, strict=True):
+                    within.given(name, x, frozenset())
             result = fn(*tree_unflatten(values, program.form))
         return _laid_out(result, program.out_specs)
 
@@ -260,8 +262,8 @@ class OnRank:
 class Inside(Protocol):
     """What watches the function while it runs."""
 
-    def given(self, label: str, x: Tensor) -> None:
-        """An input."""
+    def given(self, label: str, x: Tensor, along: frozenset[str]) -> None:
+        """An input, which is cut along these axes."""
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *exc: Any) -> None: ...

@@ -68,6 +68,15 @@ def state_of(parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bo
     return State("wrong", factor=factor)
 
 
+def is_part(part: Tensor, whole: Tensor, mesh: Mesh, place: dict[str, int]) -> bool:
+    """Whether a rank's tensor is its part of this one, in any layout that has such parts."""
+    if part.dtype != whole.dtype or part.ndim != whole.ndim:
+        return False
+    mine = (own_part(whole, layout, place, mesh) for layout in _layouts(part.shape, whole.shape, mesh))
+    scale = scale_of([whole])
+    return any(difference("", 0, part, x, scale) is None for x in mine)
+
+
 def _layouts(part: Sequence[int], whole: Sequence[int], mesh: Mesh) -> Iterator[Layout]:
     """How a tensor of the second shape can be cut so that a part has the first one."""
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]

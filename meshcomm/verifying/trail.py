@@ -7,19 +7,23 @@ equally often.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from meshcomm._torch import tree_flatten, tree_unflatten
+from meshcomm._torch import alive, tree_flatten, tree_unflatten
 from meshcomm.collectives.check import differentiable
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import call_site, is_ours
 from meshcomm.runtime.ops import ops
+from meshcomm.verifying.meshes import axes_of
 from meshcomm.verifying.program import OnRank
 from meshcomm.watch import watched_by
 from meshcomm.work import Work
@@ -45,6 +49,8 @@ class Step(NamedTuple):
     gradient: Tensor | None = None
     off: bool = False
     """Whether it was made under torch.no_grad."""
+    along: frozenset[str] | None = None
+    """The axes along which it varies, as its operands and the collectives have it; None: not known."""
 
     @property
     def line(self) -> str:
@@ -60,12 +66,18 @@ class Step(NamedTuple):
 class Trail(TorchFunctionMode):
     """Notes every step of this thread while it is entered; it stands for the checker, which knows all calls."""
 
-    def __init__(self, nudge: tuple[int, Tensor] | None = None) -> None:
-        """``nudge``: what is added to the result of a step."""
+    def __init__(self, nudges: Mapping[int, Tensor] | None = None, *, tangents: bool = False) -> None:
+        """``nudges``: what is added to the results of steps. ``tangents``: of each result that is noted."""
         super().__init__()
-        self._nudge = nudge
+        self._nudges, self._tangents = nudges or {}, tangents
         self.steps: list[Step] = []
         self.gradients: dict[int, Tensor] = {}
+        self.again: dict[int, Tensor] = {}
+        """In a second backward pass: the gradients of results."""
+        self.of_gradients: dict[int, Tensor] = {}
+        """And those of the gradients of the first one."""
+        self.second = False
+        self._primals: list[Tensor] = []
         self._made: dict[int, tuple[int, Tensor]] = {}
         self._nodes: dict[Any, int] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -82,29 +94,64 @@ class Trail(TorchFunctionMode):
         self._stack.close()
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
-    def given(self, label: str, x: Tensor) -> None:
-        """An input, which comes from nowhere."""
+    def given(self, label: str, x: Tensor, along: frozenset[str]) -> None:
+        """An input, which comes from nowhere, and is cut along these axes."""
         self._quiet = True
-        self._note(x, "", label, "", ())
+        self._note(x, "", label, "", (), along=along)
         self._quiet = False
 
-    def _note(self, y: Tensor, line: str, name: str, axis: str, of: tuple[int, ...], how: str = "") -> None:
+    def _note(
+        self, y: Tensor, line: str, name: str, axis: str, of: tuple[int, ...], how: str = "",
+        along: frozenset[str] | None = None,
+    ) -> None:  # fmt: skip
         if len(self.steps) >= _MOST or self._bytes > _MOST_BYTES:
             return
         number = len(self.steps)
         self._counts[line, name] += 1
-        value = y.detach().clone()
+        value = _tangent_of(y) if self._tangents else y.detach().clone()
         self._bytes += value.numel() * value.element_size()
         key, off = (line, name, self._counts[line, name]), not torch.is_grad_enabled()
-        self.steps.append(Step(key, axis, how, of, value, y.requires_grad, off=off))
+        along = self._along(name, axis, of) if along is None else along
+        self.steps.append(Step(key, axis, how, of, value, y.requires_grad, off=off, along=along))
         self._made[id(y)] = number, y  # kept, so that the id stays its own
         if y.grad_fn is not None:
             self._nodes[y.grad_fn] = number
+        if self._tangents:
+            self._primals.append(alive(y.detach()))
+        self._hear(number, y)
+
+    def _hear(self, number: int, y: Tensor) -> None:
         if y.requires_grad and differentiable(y):
             y.register_hook(lambda g: self._add(number, g))
 
+    def _along(self, name: str, axis: str, of: tuple[int, ...]) -> frozenset[str] | None:
+        """The axes along which the result of a step varies, of these."""
+        every = [self.steps[i].along for i in of]
+        if any(each is None for each in every):
+            return None
+        before = frozenset[str]().union(*(each for each in every if each is not None))
+        over, op = frozenset(axis.split(",")) - {""}, ops.get(name)
+        return before - over if over and op is not None and op.gives == "I" else before | over
+
     def _add(self, number: int, g: Tensor) -> None:
+        if self.second:
+            self.again[number] = g.detach().clone()
+            return
         self.gradients[number] = g.detach().clone()
+        if g.requires_grad:
+            g.register_hook(lambda d: self.of_gradients.__setitem__(number, d.detach().clone()))
+
+    def _nudged(self, result: Any) -> Any:
+        """The result of a step with what is added to it."""
+        if not self._nudges:
+            return result
+        leaves, form = tree_flatten(result)
+        at, found = len(self.steps), []
+        for leaf in leaves:
+            nudge = self._nudges.get(at) if isinstance(leaf, Tensor) else None
+            found.append(leaf if nudge is None else leaf + nudge)
+            at += isinstance(leaf, Tensor)
+        return tree_unflatten(found, form)
 
     def _takes(self, tree: Any) -> tuple[int, ...]:
         found = dict.fromkeys(self._maker(x) for x in tree_flatten(tree)[0] if isinstance(x, Tensor))
@@ -112,12 +159,30 @@ class Trail(TorchFunctionMode):
 
     def _maker(self, x: Tensor) -> int | None:
         entry = self._made.get(id(x))
+        if entry is None and self._tangents:
+            return self._like(x)
+        if entry is not None and x.requires_grad and not self.steps[entry[0]].live:  # made within a custom function
+            self.steps[entry[0]] = self.steps[entry[0]]._replace(live=True)
+            self._hear(entry[0], x)
         if entry is None and x.grad_fn is not None:  # of a function that nobody has seen, such as a custom one
             name = x.grad_fn.name().removesuffix("Backward")
             before = {self._nodes.get(node, self._leaf(node)) for node, _ in x.grad_fn.next_functions}
             self._note(x, str(call_site()), name, "", tuple(sorted(number for number in before if number is not None)))
             entry = self._made.get(id(x))
         return None if entry is None else entry[0]
+
+    def _like(self, x: Tensor) -> int | None:
+        """The last step of these numbers: what a custom function is given under forward mode, and gives, is another
+        tensor; its tangent shows outside of it.
+        """
+        here = alive(x.detach())
+        for number in reversed(range(len(self._primals))):
+            if self._primals[number].shape == here.shape and torch.equal(self._primals[number], here):
+                tangent = _tangent_of(x)
+                if differentiable(x) and tangent.any():
+                    self.steps[number] = self.steps[number]._replace(value=tangent)
+                return number
+        return None
 
     def _leaf(self, node: Any) -> int | None:
         entry = self._made.get(id(getattr(node, "variable", None)))
@@ -134,13 +199,11 @@ class Trail(TorchFunctionMode):
         self._quiet = True
         try:
             name = getattr(func, "__name__", "")
-            if name.startswith("_") and name not in _OPERATORS:
+            if (name.startswith("_") and name not in _OPERATORS) or _in_a_transport():
                 return func(*args, **kwargs)
             of = self._takes((args, kwargs))
             line = str(call_site())
-            result = func(*args, **kwargs)
-            if self._nudge is not None and isinstance(result, Tensor) and len(self.steps) == self._nudge[0]:
-                result = result + self._nudge[1]
+            result = self._nudged(func(*args, **kwargs))
             name = _OPERATORS.get(name, name)
             for y in tree_flatten(result)[0]:
                 if isinstance(y, Tensor):
@@ -158,11 +221,13 @@ class Trail(TorchFunctionMode):
         how = str(kwargs.get("op", args[0] if args else ""))
         return self._called(fn.__name__, axis, x, lambda x: fn(x, axis, *args, mesh=mesh, **kwargs), how)
 
-    def _called(self, name: str, axis: Any, x: Any, call: Any, how: str = "") -> Any:
+    def _called(
+        self, name: str, axis: Any, x: Any, call: Any, how: str = "", along: frozenset[str] | None = None
+    ) -> Any:
         if self._quiet:
             with watched_by(None):
                 return call(x)
-        line, along = str(call_site()), axis if isinstance(axis, str) else ",".join(axis or ())
+        line, over = str(call_site()), axis if isinstance(axis, str) else ",".join(axis or ())
         self._quiet = True
         try:
             leaves, form = tree_flatten(x)
@@ -171,13 +236,12 @@ class Trail(TorchFunctionMode):
             with watched_by(None):
                 given = [leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 result = call(tree_unflatten(given, form))
-            if self._nudge is not None and isinstance(result, Tensor) and len(self.steps) == self._nudge[0]:
-                result = result + self._nudge[1]
 
             def noted(result: Any) -> Any:
+                result = self._nudged(result)
                 made = [y for y in tree_flatten(result)[0] if isinstance(y, Tensor)]
                 for i, y in enumerate(made):
-                    self._note(y, line, name, along, of[i] if len(made) == len(of) else everything, how)
+                    self._note(y, line, name, over, of[i] if len(made) == len(of) else everything, how, along)
                 return result
 
             return result.then(noted) if isinstance(result, Work) else noted(result)
@@ -200,7 +264,8 @@ class Trail(TorchFunctionMode):
         """Call it."""
         return self._called(
             fn.__name__, "", list(operands), lambda given: fn(layouts, *given, mesh=mesh, **kwargs)
-            if fn.__name__ != "reshard" else fn(*given, layouts, mesh=mesh, **kwargs)
+            if fn.__name__ != "reshard" else fn(*given, layouts, mesh=mesh, **kwargs),
+            along=frozenset(axes_of((layouts.rpartition("->")[2],), fn.__name__)),
         )  # fmt: skip
 
     def host_value(self, what: str) -> None:
@@ -223,9 +288,35 @@ class Trail(TorchFunctionMode):
         """Not of interest."""
 
     def finished(self) -> list[Step]:
-        """All steps, with the gradients that have come."""
-        return [step._replace(gradient=self.gradients.get(i)) for i, step in enumerate(self.steps)]
+        """All steps, with the gradients that have come; after a second backward pass with those of it."""
+        if not self.second:
+            return [step._replace(gradient=self.gradients.get(i)) for i, step in enumerate(self.steps)]
+        return [
+            step._replace(value=self.of_gradients.get(i, torch.zeros_like(step.value)), gradient=self.again.get(i))
+            for i, step in enumerate(self.steps)
+        ]
 
+
+def _in_a_transport() -> bool:
+    """Whether it is what moves bytes that calls torch: one rank of a meeting puts together what all have given."""
+    frame = sys._getframe(2)
+    while is_ours(file := frame.f_code.co_filename) and frame.f_back is not None:
+        if file.startswith(_MOVES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_HERE = Path(__file__).parents[1]
+_MOVES = (str(_HERE / "runtime"), str(_HERE / "collectives"))
+
+
+def _tangent_of(y: Tensor) -> Tensor:
+    """As forward mode has it; of what has none zeros, of what can have none its values."""
+    if not differentiable(y):
+        return alive(y.detach()).clone()
+    tangent = forward_ad.unpack_dual(y).tangent
+    return torch.zeros_like(y).detach() if tangent is None else tangent.detach().clone()
 
 _OPERATORS = {
     f"__{'r' * right}{name}__": name
@@ -249,8 +340,17 @@ class Followed(NamedTuple):
     tensors: list[Tensor]
 
 
-def follow(rank: OnRank, cotangents: Sequence[Any], *, to_error: bool = False) -> Followed:
-    """Run the program and its backward on a rank, step by step. ``to_error``: forward only, as far as it comes."""
+def follow(
+    rank: OnRank, cotangents: Sequence[Any], *, to_error: bool = False, seconds: Sequence[Any] | None = None
+) -> Followed:
+    """Run the program and its backward on a rank, step by step.
+
+    Args:
+        rank: which.
+        cotangents: what is pulled back.
+        to_error: forward only, as far as it comes.
+        seconds: pull these back through the backward pass then: the value of each step is that of its gradient.
+    """
     trail = Trail()
     with torch.enable_grad():
         xs = [x.detach().clone().requires_grad_() for x in rank.targets]
@@ -263,11 +363,36 @@ def follow(rank: OnRank, cotangents: Sequence[Any], *, to_error: bool = False) -
         outputs = [trail.maker_of(y) for y in result.tensors]
         ends = [y for y in result.tensors if differentiable(y)]
         gs = rank.program.parts(rank.mesh, list(cotangents), rank.place)
+        if seconds is not None:
+            gs = [g.detach().clone().requires_grad_() for g in gs]
         pairs = [(y, g) for y, g in zip(ends, gs, strict=True) if y.requires_grad]
         if pairs and not to_error:
             heads, given = zip(*pairs, strict=True)
-            torch.autograd.grad(heads, xs, given, allow_unused=True)
+            dx = torch.autograd.grad(heads, xs, given, allow_unused=True, create_graph=seconds is not None)
+            if seconds is not None:
+                us = rank.program.parts(rank.mesh, list(seconds), rank.place)
+                tops = [(d, u) for d, u in zip(dx, us, strict=True) if d is not None and d.requires_grad]
+                trail.second = True
+                if tops:
+                    heads, given = zip(*tops, strict=True)
+                    torch.autograd.grad(heads, [*xs, *gs], given, allow_unused=True)
     return Followed(trail.finished(), outputs, [y.detach() for y in result.tensors])
+
+
+def follow_tangents(rank: OnRank, tangents: Sequence[Any]) -> Followed:
+    """The same of forward mode: the value of each step is its tangent."""
+    trail = Trail(tangents=True)
+    outputs: list[int | None] = []
+
+    def run(*given: Tensor) -> list[Tensor]:
+        result = rank(given, within=trail)
+        outputs.extend(trail.maker_of(y) for y in result.tensors)
+        return [y for y in result.tensors if differentiable(y)]
+
+    ts = tuple(rank.program.parts(rank.mesh, list(tangents), rank.place))
+    torch.func.jvp(run, tuple(x.detach() for x in rank.targets), ts)
+    steps = [step._replace(value=alive(step.value)) for step in trail.steps]
+    return Followed(steps, outputs, [])
 
 
 def paired(mine: Sequence[Sequence[Step]], other: Sequence[Step]) -> Mapping[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import tree_flatten
+from meshcomm.collectives.check import differentiable
 from meshcomm.errors import MeshError, described, fail, text
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
@@ -344,12 +346,13 @@ def _blamed(reference: Reference, mesh: Mesh, ones: Mesh, kind: str, i: int, fir
             return alone or Blame(fix="mend fn or its twin: on one device they differ")
     if kind != "value":
         found = refused(program, mesh)
-    if found is None and kind in ("value", "vjp"):
+    if found is not None and kind == "vjp":
+        with contextlib.suppress(Exception):  # what the checker says stands without it
+            back = Story(reference, ones, mesh).right_back_to(program.targets[i].label)
+            found = found._replace(told=(*([f"gradients right back to {back}"] if back else []), *found.told))
+    if found is None:
         try:
-            story = Story(reference, ones, mesh)
-            found = story.blame_value(i) if kind == "value" and i >= 0 else None
-            if kind == "vjp":
-                found = story.blame_gradient(program.targets[i].label)
+            found = _followed(reference, Story(reference, ones, mesh, kind), kind, i)
         except Exception as error:
             found = Blame("", (f"its steps could not be followed: {described(error)}",))
     if kind == "value" and (found is None or not found.line):
@@ -357,6 +360,19 @@ def _blamed(reference: Reference, mesh: Mesh, ones: Mesh, kind: str, i: int, fir
         if also is not None:
             found = also
     return found or Blame()
+
+
+def _followed(reference: Reference, story: Story, kind: str, i: int) -> Blame | None:
+    """Whose fault it is by the steps of the ranks; ``i``: which value of this kind is wrong."""
+    ends = [at for at, leaf in enumerate(reference.outputs) if differentiable(leaf.value)]
+    targets = reference.program.targets
+    if kind == "value":
+        return story.blame_value(i) if i >= 0 else None
+    if kind == "jvp":
+        return story.blame_value(ends[i])
+    if kind == "vjp":
+        return story.blame_gradient(targets[i].label)
+    return story.blame_value(ends[i - len(targets)]) if i >= len(targets) else story.blame_second(targets[i].label)
 
 
 def _on_one(reference: Reference, ones: Mesh, kind: str, i: int) -> Blame | None:
