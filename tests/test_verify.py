@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
+from meshcomm.runtime.start.workers import WorkerPool
 
 DP = [{"dp": 2}]
 F64 = torch.float64
@@ -153,8 +154,21 @@ def test_a_twin_of_its_own_and_meshes_that_do_not_divide() -> None:
     report = mc.verify(right, X[:4], W, **SPECS, twin=dense).check()
     assert report.notes[0].startswith("{'dp': 3} was skipped: dim 'b' of length 4 is not divisible")
     assert not mc.verify(right, X, W, **SPECS, twin=lambda x, w: 2 * dense(x, w)).ok
-    with pytest.raises(mc.MeshError, match=r"^meshcomm.verify: the twin returns another structure"):
-        mc.verify(right, X, W, **SPECS, twin=lambda x, w: [dense(x, w)])
+    sizes = []
+
+    def noted(x: Tensor, w: Tensor) -> Tensor:
+        sizes.append(mc.axis_size("dp"))
+        return right(x, w)
+
+    for twin, said in (
+        (lambda x, w: [dense(x, w)], ": the twin returns another structure"),
+        (lambda x, w: (dense(x, w), None), ": the twin returns another structure"),
+        (lambda x, w: dense(x, w).view(1), ", output: '' has 0 dims, the tensor 1"),
+        (lambda x, w: dense(x, w).float(), ": the twin returns another output"),
+    ):
+        with pytest.raises(mc.MeshError, match=rf"^meshcomm.verify{said}"):
+            mc.verify(noted, X, W, **SPECS, twin=twin)
+    assert set(sizes) == {1}  # before any mesh runs
 
 
 def test_a_metric_beside_a_loss_is_no_stopped_gradient() -> None:
@@ -241,3 +255,127 @@ def verified(rank_of: Callable[[], int]) -> tuple[bool, str, str]:
 def test_in_a_running_group_all_ranks_get_one_report() -> None:
     found = mc.launch(verified, ranks=2, args=(lambda: 0,))
     assert found == [(True, line_of(lacks_pvary), "{'dp': 3} was skipped: the group has 2 ranks.")] * 2
+
+
+def on_processes() -> list[tuple[bool, str, str]]:
+    return [
+        (report.ok, *((each.line, each.text) for each in report.findings[:1]))
+        for report in (mc.verify(fn, X, W, **SPECS, meshes=DP) for fn in (right, lacks_pvary, reduced_twice, hooked))
+    ]
+
+
+def test_on_processes_ranks_get_the_report_of_one_process(pool4: WorkerPool) -> None:
+    """Two of four ranks run it, and all know; lines and factors are those that ranks of one process find."""
+    here = on_processes()
+    assert pool4.run(on_processes) == [here] * 4
+    assert [line for _, *lines in here for line, _ in lines][:2] == [line_of(lacks_pvary), line_of(reduced_twice)]
+
+
+class Doubled(torch.autograd.Function):
+    """Twice as much; on a mesh its tangent is four times as much."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return 2 * mc.axis_size("dp") * t
+
+
+class Sine(torch.autograd.Function):
+    """Its backward forgets on a mesh that it depends on x."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * (x.detach() if mc.axis_size("dp") > 1 else x).cos()
+
+
+def wrong_jvp(x: Tensor, w: Tensor) -> Tensor:
+    h = Doubled.apply(x @ mc.pvary(w, "dp"))  # here
+    return mc.all_reduce(h.square().sum(), "dp")
+
+
+def wrong_second(x: Tensor, w: Tensor) -> Tensor:
+    h = Sine.apply(x @ mc.pvary(w, "dp"))
+    return mc.all_reduce(h.square().sum(), "dp")
+
+
+def other_hook(x: Tensor, w: Tensor) -> Tensor:
+    h = (x @ mc.pvary(w, "dp")).sin()  # here
+    if mc.axis_size("dp") > 1 and h.requires_grad:
+        h.register_hook(lambda g: g + (g - g.detach()))
+    return mc.all_reduce(h.square().sum(), "dp")
+
+
+def test_a_wrong_tangent_or_second_derivative_alone_has_a_line() -> None:
+    (tangent,) = mc.verify(wrong_jvp, X, W, **SPECS, meshes=DP).findings
+    assert (tangent.kind, tangent.line) == ("jvp", line_of(wrong_jvp))
+    assert "is 2 times the right one; 2 is the size of 'dp'" in tangent.text
+    (forgotten,) = mc.verify(wrong_second, X, W, **SPECS, meshes=DP, derivatives=("vjp", "second")).findings
+    at = inspect.getsourcelines(Sine.forward)[1] + 2
+    assert (forgotten.kind, forgotten.line) == ("second", f"test_verify.py:{at}")
+    (hook,) = mc.verify(other_hook, X, W, **SPECS, meshes=DP).findings
+    assert (hook.kind, hook.line) == ("second", line_of(other_hook))
+
+
+def in_a_ring(x: Tensor, w: Tensor) -> Tensor:
+    n, y = mc.axis_size("cp"), torch.zeros((), dtype=x.dtype)
+    for step in range(n):
+        block = x.unflatten(1, (n, -1))[:, (mc.axis_index("cp") - step) % n]
+        part = block @ w  # here
+        if step and part.requires_grad:
+            part.register_hook(lambda g: g / 2)
+        y = y + part
+        w = mc.shift(w, "cp")
+    return y
+
+
+def stage_of_wrong_gradients(ws: Tensor, h: Tensor) -> Tensor:
+    for w in ws:
+        h = torch.tanh(h @ w)  # here
+        if mc.axis_size("pp") > 1 and h.requires_grad:
+            h.register_hook(lambda g: 2 * g)
+    return h
+
+
+def stage_of_wrong_values(ws: Tensor, h: Tensor) -> Tensor:
+    for w in ws:
+        h = torch.tanh(h @ w)
+        h = h * mc.axis_size("pp")  # here
+        h = h + 0.1
+    return h
+
+
+def test_where_one_device_has_no_such_steps_each_ranks_part_is_nudged() -> None:
+    """A ring, and stages of a pipeline, whose steps come another number of times."""
+    specs = {"in_specs": ("(cp b) d", "(cp d) e"), "out_specs": "(cp b) e"}
+    report = mc.verify(in_a_ring, draw(6, 6), draw(6, 2), **specs, meshes={"cp": 2})
+    assert [(each.kind, each.line) for each in report.findings] == [("vjp", line_of(in_a_ring))], report
+    assert "0.5 times the right one" in str(report)
+    for stage, kind in ((stage_of_wrong_gradients, "vjp"), (stage_of_wrong_values, "value")):
+
+        def piped(x: Tensor, ws: Tensor, stage: Any = stage) -> Any:
+            return mc.parallel.pipeline(stage, ws, x, axis="pp")
+
+        report = mc.verify(
+            piped, draw(4, 2, 3), draw(4, 3, 3, seed=2), in_specs=("m b d", "(pp l) d e"), out_specs="m b e",
+            meshes={"pp": 2},
+        )  # fmt: skip
+        assert [(each.kind, each.line) for each in report.findings] == [(kind, line_of(stage))], report

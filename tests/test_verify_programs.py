@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import pytest
+from fuzz_breaks import KINDS
+from fuzz_verified import drawn, outcome, verified
 from verify_programs import MISTAKES, Drawn, blamed, broken
 
 
@@ -22,3 +24,19 @@ def test_a_mistake_is_found_on_its_line(mistake: str) -> None:
     assert not report.ok, "\n".join(lines)
     if mistake != "all_gather":  # which may be meant, with another pvary: that is what the checker says
         assert blamed(report, lines, at, "drawn.py"), f"{lines[at]}: {report}"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # works of programs that have failed
+def test_breakages_of_the_fuzzer_are_found_on_their_line() -> None:
+    """One of each kind; `python tests/fuzz_verified.py 0 600` runs as many as one likes."""
+    left = set(KINDS)
+    for seed in range(2000):
+        program, broken = drawn(seed)
+        if broken is None or broken.kind not in left or broken.kind == "swap":  # which may be harmless
+            continue
+        assert verified(program, None).ok
+        assert outcome(program, broken) == "the line", (seed, broken)
+        left.remove(broken.kind)
+        if left == {"swap"}:
+            return
+    raise AssertionError(left)

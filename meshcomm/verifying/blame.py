@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshcomm.errors import VaryingError, held
+from meshcomm.errors import CommError, VaryingError, held
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import all_gather_object
@@ -32,13 +32,16 @@ from meshcomm.spmd.shard_map.function import shard_map
 from meshcomm.spmd.types.reachable import in_place_of
 from meshcomm.verifying.compare import explained, times
 from meshcomm.verifying.derivatives import Reference
-from meshcomm.verifying.nudges import last_wrong
+from meshcomm.verifying.partings import first_of, first_parting, lines_in, one_line_of
 from meshcomm.verifying.program import OnRank, Program, in_group
 from meshcomm.verifying.states import UNKNOWN, State, is_part, state_of
 from meshcomm.verifying.trail import Followed, Step, follow, follow_tangents, is_reduction, paired, stop_of
 
 _LINE = re.compile(r" at (\S+:\d+)")
 _MEANT = ("a pvary is missing", "multiplies it by the number of ranks", "which its spec", "takes what is invariant")
+
+
+Nudged = Callable[[Reference, Mesh, "Sequence[Followed]", Sequence[int]], "tuple[int, float | None] | None"]
 
 
 class Blame(NamedTuple):
@@ -96,7 +99,9 @@ def _checked(program: Program, mesh: Mesh) -> str | None:
 class Story:
     """The steps of all ranks beside those of the twin."""
 
-    def __init__(self, reference: Reference, ones: Mesh, mesh: Mesh, kind: str = "vjp", *, to_error: bool = False) -> None:
+    def __init__(
+        self, reference: Reference, ones: Mesh, mesh: Mesh, kind: str = "vjp", *, to_error: bool = False
+    ) -> None:
         """``kind``: what is wrong, as in :data:`derivatives.KINDS`."""
         program, given = reference.program, reference.directions
         self.reference, self.mesh, self.kind = reference, mesh, kind
@@ -288,17 +293,19 @@ class Story:
         why = explained(float(n), self._sizes(step))
         return Blame(step.line, (*told, *([why] if why else []), *self._right_up_to(i)), self._instead(step, state))
 
-    def blame_error(self) -> Blame:
-        """The first step that is other than on one device, or on another rank."""
-        least = min(len(rank.steps) for rank in self.ranks)
-        for i in range(least):
-            steps = [rank.steps[i] for rank in self.ranks]
-            if len({step.key for step in steps}) > 1:
-                said = "; ".join(f"rank {rank}: {step.name}" for rank, step in enumerate(steps[:2]))
-                return Blame(steps[0].line, (f"the ranks do different things from here on: {said}",))
-            if len({step.live for step in steps}) > 1:
-                return Blame(steps[0].line, (f"{steps[0].name} has a gradient on some ranks alone",))
-        for i in range(least):
+    def blame_error(self, error: Exception) -> Blame:
+        """Where the ranks part, of an error between them; else the first step that is other than on one device."""
+        if isinstance(error, CommError):
+            line, parting = one_line_of(str(error)), first_parting([rank.calls for rank in self.ranks])
+            if line:
+                return Blame(line)
+            named = lines_in(str(error))
+            if parting is not None:
+                return Blame(parting.line if parting.sure else first_of([parting.line, *named]), (parting.told,))
+            return Blame(next(iter(named), ""))
+        for i in range(min(len(rank.steps) for rank in self.ranks)):
+            if len({rank.steps[i].key for rank in self.ranks}) > 1:
+                break
             if self._is_other(i) and not any(map(self._is_other, self.steps[i].of)):
                 told = f"{self.steps[i].name} gives what is no part of what it gives there"
                 return Blame(self.steps[i].line, (told, *self._right_up_to(i)))
@@ -342,7 +349,9 @@ class Story:
 
     def _instead(self, step: Step, state: State) -> str:
         if self.noun:
-            return f"look at the {'jvp' if self.kind == 'jvp' else 'backward, and what differentiates it,'} of {step.name}"
+            return (
+                f"look at the {'jvp' if self.kind == 'jvp' else 'backward, and what differentiates it,'} of {step.name}"
+            )
         if is_reduction(step) and all(self.value(j).name == "right" for j in step.of):
             return f"leave {step.name} out: what it takes is reduced already"
         return f"look at {step.name}, whose operands are right"
@@ -356,7 +365,7 @@ class Story:
                 return self.blame_value(at)
         return self.blame_gradient(label)
 
-    def _by_nudges(self, start: int) -> Blame | None:
+    def _by_nudges(self, start: int, nudged: Nudged) -> Blame | None:
         """The last step after ``start`` whose gradient is not what a nudge of it does."""
         if any([step.key for step in rank.steps] != [step.key for step in self.steps] for rank in self.ranks):
             return None
@@ -364,25 +373,26 @@ class Story:
         for i, step in enumerate(self.steps):
             if after & set(step.of):
                 after.add(i)
-        wrong = last_wrong(self.reference, self.mesh, self.ranks, sorted(after))
+        wrong = nudged(self.reference, self.mesh, self.ranks, sorted(after))
         if wrong is None:
             return None
-        takers = [self.steps[k] for k in self.takers.get(wrong.step, ())]
+        at, factor = wrong
+        takers = [self.steps[k] for k in self.takers.get(at, ())]
         if not takers:
             return None
         step = next((each for each in takers if each.axis), takers[0])
-        of = State("wrong", factor=wrong.factor)
+        of = State("wrong", factor=factor)
         told = [f"result right; gradients right back to {step.name}, which hands on {_wrongly(of)} the right one"]
-        why = explained(wrong.factor, self._sizes(step))
+        why = explained(factor, self._sizes(step))
         told += [why] if why else []
         return Blame(step.line, (*told, "so a nudge of each rank's part says"), f"look at the backward of {step.name}")
 
-    def blame_gradient(self, label: str) -> Blame:
-        """Walk on from an input whose gradient is wrong."""
+    def blame_gradient(self, label: str, nudged: Nudged | None = None) -> Blame:
+        """Walk on from an input whose gradient is wrong. ``nudged``: :func:`nudges.last_wrong`."""
         start = next((i for i, step in enumerate(self.steps) if step.key[:2] == ("", label)), None)
         if start is None:
             return Blame()
-        by_nudges = self._by_nudges(start) if self.kind == "vjp" and self._is_hidden(start) else None
+        by_nudges = None if nudged is None or not self._is_hidden(start) else self._by_nudges(start, nudged)
         return by_nudges or self._back_to(start)
 
     def right_back_to(self, label: str) -> str:

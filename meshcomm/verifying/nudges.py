@@ -1,5 +1,5 @@
-"""Which step hands on a gradient that is not that of the values, on the ranks themselves: for steps to which none of one
-device belongs, such as those of a ring, of a pipeline or of what only varies.
+"""Which step hands on a gradient that is not that of the values, on the ranks themselves: for steps to which none of
+one device belongs, such as those of a ring, of a pipeline or of what only varies.
 
 ::
 
@@ -75,7 +75,7 @@ class _Nudger:
         return good and not kept and any(step.value.numel() for step in steps)
 
     def along(self, i: int) -> tuple[str, ...]:
-        """The axes along which the parts of ranks are their own: those of its type, and those along which they differ."""
+        """The axes along which ranks have parts of their own: those of its type, and those along which they differ."""
         typed = self.ranks[0].steps[i].along or frozenset()
         found = []
         for axis in self.axes:

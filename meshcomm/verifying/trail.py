@@ -24,6 +24,7 @@ from meshcomm.collectives.check import differentiable
 from meshcomm.runtime.callsite import call_site, is_ours
 from meshcomm.runtime.ops import ops
 from meshcomm.verifying.meshes import axes_of
+from meshcomm.verifying.partings import Issued
 from meshcomm.verifying.program import OnRank
 from meshcomm.watch import watched_by
 from meshcomm.work import Work
@@ -71,6 +72,7 @@ class Trail(TorchFunctionMode):
         super().__init__()
         self._nudges, self._tangents = nudges or {}, tangents
         self.steps: list[Step] = []
+        self.calls: list[Issued] = []
         self.gradients: dict[int, Tensor] = {}
         self.again: dict[int, Tensor] = {}
         """In a second backward pass: the gradients of results."""
@@ -231,6 +233,8 @@ class Trail(TorchFunctionMode):
         self._quiet = True
         try:
             leaves, form = tree_flatten(x)
+            live = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+            self.calls.append(Issued(line, name, over, live))
             of = [self._takes(leaf) for leaf in leaves]
             everything = tuple(dict.fromkeys(each for some in of for each in some))
             with watched_by(None):
@@ -318,6 +322,7 @@ def _tangent_of(y: Tensor) -> Tensor:
     tangent = forward_ad.unpack_dual(y).tangent
     return torch.zeros_like(y).detach() if tangent is None else tangent.detach().clone()
 
+
 _OPERATORS = {
     f"__{'r' * right}{name}__": name
     for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod", "and", "or", "xor")
@@ -338,6 +343,8 @@ class Followed(NamedTuple):
     steps: list[Step]
     outputs: list[int | None]
     tensors: list[Tensor]
+    calls: Sequence[Issued] = ()
+    """The collectives that it has called, in order."""
 
 
 def follow(
@@ -359,14 +366,16 @@ def follow(
         except Exception:
             if not to_error:
                 raise
-            return Followed(trail.finished(), [], [])
+            return Followed(trail.finished(), [], [], trail.calls)
         outputs = [trail.maker_of(y) for y in result.tensors]
+        if to_error:
+            return Followed(trail.finished(), outputs, [], trail.calls)
         ends = [y for y in result.tensors if differentiable(y)]
         gs = rank.program.parts(rank.mesh, list(cotangents), rank.place)
         if seconds is not None:
             gs = [g.detach().clone().requires_grad_() for g in gs]
         pairs = [(y, g) for y, g in zip(ends, gs, strict=True) if y.requires_grad]
-        if pairs and not to_error:
+        if pairs:
             heads, given = zip(*pairs, strict=True)
             dx = torch.autograd.grad(heads, xs, given, allow_unused=True, create_graph=seconds is not None)
             if seconds is not None:
@@ -376,7 +385,7 @@ def follow(
                 if tops:
                     heads, given = zip(*tops, strict=True)
                     torch.autograd.grad(heads, [*xs, *gs], given, allow_unused=True)
-    return Followed(trail.finished(), outputs, [y.detach() for y in result.tensors])
+    return Followed(trail.finished(), outputs, [y.detach() for y in result.tensors], trail.calls)
 
 
 def follow_tangents(rank: OnRank, tangents: Sequence[Any]) -> Followed:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshcomm._torch import tree_flatten
 from meshcomm.collectives.check import differentiable
-from meshcomm.errors import MeshError, described, fail, text
+from meshcomm.errors import MeshError, described, fail, shape_text, text
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours
@@ -25,6 +25,7 @@ from meshcomm.verifying.blame import Blame, Story, refused
 from meshcomm.verifying.compare import Difference, difference, explained, scale_of
 from meshcomm.verifying.derivatives import KINDS, Derived, Reference, job_of, reference_of
 from meshcomm.verifying.finite import held_against_differences
+from meshcomm.verifying.nudges import last_wrong
 from meshcomm.verifying.program import WHERE, OnRank, Program, in_group, own_words
 from meshcomm.verifying.report import Finding, Report
 from meshcomm.verifying.schedules import runs_alike
@@ -90,7 +91,8 @@ def verify(
 
     Raises:
         MeshError: before anything runs: specs of another structure than the inputs; no layout; meshes that are no
-            meshes, or that do not divide the inputs. After the smallest mesh: a twin whose outputs are others.
+            meshes, or that do not divide the inputs. Before any mesh runs: a twin whose outputs are others, in number,
+            shape or dtype, than those of ``fn`` on one device.
         Exception: what ``fn`` raises on one device. What it raises on a mesh alone is a finding.
 
     Example:
@@ -190,6 +192,8 @@ class _Call:
         began = time.perf_counter()
         ones = program.mesh(self.ones)
         reference = reference_of(program, ones, self.kinds)
+        if self.twin is not None:
+            _of_one_structure(reference, ones)
         kinds = self.known(reference, ones)
         if self.twin is None and "vjp" in kinds and program.dtype == torch.float64:
             wrong = held_against_differences(reference, ones)
@@ -276,8 +280,6 @@ class _Call:
         if any(form != right for form in forms):
             rank = next(i for i, form in enumerate(forms) if form != right)
             what = f"the outputs are others on rank {rank} of {_named(shape)}."
-            if self.twin is not None:
-                fail(WHERE, "the twin returns another structure.", got=f"fn: {forms[rank]}; twin: {right}")
             self.findings.append(Finding("value", "", text(WHERE, what, got=f"{forms[rank]}; on one device {right}")))
             return
         for kind in ("value", *kinds):
@@ -319,6 +321,24 @@ def _same(a: Any, b: Any) -> bool:
         return bool(a == b)
     except Exception:
         return a is b
+
+
+def _of_one_structure(reference: Reference, ones: Mesh) -> None:
+    """MeshError where the twin gives other outputs than fn does on one device, or other shapes or dtypes; fn need not
+    run there: what it gives on a mesh is held against the twin's then.
+    """
+    twin = reference.derived.result
+    try:
+        mine = reference.program.run(ones, lambda rank: rank(rank.targets))[0]
+    except Exception:
+        return
+    if mine.form != twin.form:
+        fail(WHERE, "the twin returns another structure.", got=f"fn: {mine.form}; twin: {twin.form}",
+             fix="the outputs of fn, as global values, in the same tree")  # fmt: skip
+    for label, x, y in zip(mine.labels, mine.tensors, twin.tensors, strict=True):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            got = f"fn on one device: {shape_text(x.dtype, x.shape)}; twin: {shape_text(y.dtype, y.shape)}"
+            fail(WHERE, f"the twin returns another {label}.", got=got, fix="the same shapes and dtypes")
 
 
 def _explained(
@@ -371,7 +391,7 @@ def _followed(reference: Reference, story: Story, kind: str, i: int) -> Blame | 
     if kind == "jvp":
         return story.blame_value(ends[i])
     if kind == "vjp":
-        return story.blame_gradient(targets[i].label)
+        return story.blame_gradient(targets[i].label, last_wrong)
     return story.blame_value(ends[i - len(targets)]) if i >= len(targets) else story.blame_second(targets[i].label)
 
 
@@ -399,13 +419,21 @@ def _on_one(reference: Reference, ones: Mesh, kind: str, i: int) -> Blame | None
 
 def _raised(error: Exception, shape: Mapping[str, int], reference: Reference, mesh: Mesh, ones: Mesh) -> Finding:
     """What fn raises on a mesh alone."""
-    try:
-        blame = Story(reference, ones, mesh, to_error=True).blame_error()
-    except Exception:
-        blame = Blame()
+    blame, line = Blame(), _line_of(error)
+    if not _is_own(error):
+        with contextlib.suppress(Exception):  # then the line of the error has to do
+            blame = Story(reference, ones, mesh, to_error=True).blame_error(error)
     what = f"{_named(shape)} raises {type(error).__name__}, and one device does not."
     got = "; ".join((str(error).replace("\n", "\n       "), *blame.told))
-    return Finding("error", blame.line or _line_of(error), text(WHERE, what, got=got, fix=blame.fix))
+    return Finding("error", blame.line or line, text(WHERE, what, got=got, fix=blame.fix))
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether it was raised in the program itself, and not by what it calls."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and not is_ours(trace.tb_frame.f_code.co_filename)
 
 
 def _line_of(error: BaseException) -> str:

@@ -219,6 +219,9 @@ class Judge:
         said = f": {factor:.4g} times the right one"
         more = compare.axes_of(factor, self.sizes) if factor > 1 else []
         less = compare.axes_of(1 / factor, self.sizes) if 0 < factor < 1 else []
+        if more or less:  # what it is but for rounding
+            n = math.prod(self.sizes[axis] for axis in (more or less)[0])
+            said = f": {n if more else 1 / n:.4g} times the right one"
         if more:
             fix = ("reduce once over each axis along which it varies: the adaptors and pvary have reduced gradients "
                    'already; with grads="mean" the loss is local, with grads="sum" reduce it yourself')  # fmt: skip
@@ -231,6 +234,7 @@ class Judge:
     def _clipped(self, offs: Sequence[Off], gradients: Sequence[Parts], right: Mapping[str, Tensor | None]) -> str:
         """Whether each rank has clipped by the norm of its own part."""
         norm, near = compare.norm_of_wholes(right), 1e-4
+        near = max([near, *(compare.tolerance(x.dtype) / 10 for x in right.values() if x is not None)])
         by_rank = {rank: [off for off in offs if off.rank == rank] for rank in {off.rank for off in offs}}
         factors = {rank: compare.same_factor(group) for rank, group in by_rank.items()}
         norms = {rank: compare.norm_of(gradients[rank]) for rank in by_rank}
