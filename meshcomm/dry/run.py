@@ -20,6 +20,7 @@ from meshcomm import _torch
 from meshcomm.dry.foretold import Foretold, checked_hardware
 from meshcomm.dry.hardware import Hardware
 from meshcomm.dry.log import Log
+from meshcomm.dry.memory import LiveMemory, Peak, most_of
 from meshcomm.dry.values import HostRead, HostValues, Values, refuse_unknown_size
 from meshcomm.errors import fail
 from meshcomm.make_mesh import make_mesh
@@ -50,7 +51,14 @@ class DryRun(Foretold):
         ('1 all_reduce over dp', (0,), ())
     """
 
-    def __init__(self, shape: Mapping[str, int], ranks: Sequence[int], trace: Trace, reads: Sequence[HostRead]) -> None:
+    def __init__(
+        self,
+        shape: Mapping[str, int],
+        ranks: Sequence[int],
+        trace: Trace,
+        reads: Sequence[HostRead],
+        peaks: Mapping[str, Peak],
+    ) -> None:
         self.shape = dict(shape)
         """The mesh as sizes."""
         self.ranks = tuple(ranks)
@@ -59,6 +67,18 @@ class DryRun(Foretold):
         """What they would communicate. Its times are those of the dry run, and say nothing of a real one."""
         self.host_reads = tuple(reads)
         """The lines that read a value which a dry run has not."""
+        self.peaks = dict(peaks)
+        """By kind of device, ``"cpu"`` and ``"cuda"``, the most memory at once: of the rank that has most."""
+
+    @property
+    def peak(self) -> Peak:
+        """That of the accelerator, if the program uses one: its bytes, of what they consist, at which line it is."""
+        return self.peaks[min(self.peaks, key=lambda device: device == "cpu")]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that one of the ranks has at once."""
+        return self.peak.bytes
 
     @property
     def findings(self) -> tuple[HostRead, ...]:
@@ -74,7 +94,8 @@ class DryRun(Foretold):
         return f"DryRun({self.shape}, ranks={self.ranks})"
 
     def __str__(self) -> str:
-        lines = [f"{_few(self.ranks)} of {math.prod(self.shape.values())}, mesh {self.shape}", self.trace.table()]
+        ran = f"{_few(self.ranks)} of {math.prod(self.shape.values())}, mesh {self.shape}"
+        lines = [ran, self.trace.table(), *map(str, self.peaks.values())]
         lines += [] if self._timeline is None else [self.table()]
         return "\n".join([*lines, *(f"host read at {read}" for read in self.host_reads)])
 
@@ -127,7 +148,9 @@ def dry_run(
             or to the numbers that are read there in turn, ``{"train.py:33": [4, 2]}``; or a function of the line and
             the dtype.
 
-    Returns: a :class:`DryRun`.
+    Returns: a :class:`DryRun`: ``trace``, ``host_reads``, and ``peak_bytes``, the most memory at once, of which ``peak``
+        says what it is and at which line: parameters, gradients, states of optimizers, activations, gathered
+        parameters, buckets of gradients.
 
     Cost: nothing is communicated. Random states are as they were.
 
@@ -171,7 +194,8 @@ def dry_run(
     finally:
         outer.load()
     reads = dict.fromkeys(read for each in done for read in each.values.reads)
-    found = DryRun(shape, chosen, together([each.trace for each in done]), tuple(reads))
+    peaks = most_of([each.memory.peaks(rank) for rank, each in zip(chosen, done, strict=True)])
+    found = DryRun(shape, chosen, together([each.trace for each in done]), tuple(reads), peaks)
     return found._foretell(logs, names, machine)
 
 
@@ -221,6 +245,7 @@ class _Done:
     trace: Trace
     values: Values
     log: Log
+    memory: LiveMemory
 
 
 class _Program:
@@ -279,10 +304,10 @@ class _Program:
         fail(_WHERE, what, got=f"tag {missing.message[3]} over {missing.message[0]}", fix=fix)
 
     def _once(self, rank: int) -> _Done:
-        values, trace = Values(self.given), Trace()
+        values, trace, memory = Values(self.given), Trace(), LiveMemory()
         world, log = DryWorld(rank, self.size, self._posted, values.suppose), Log(rank)
         world.linked = log.listen
-        operations = Operations(values, log)
+        operations = Operations(values, log, memory)
         with contextlib.ExitStack() as stack:
             stack.callback(forget_axes, lambda axis: isinstance(axis.link, DryLink) and axis.link.is_of(world))
             stack.enter_context(inside(world))
@@ -290,13 +315,14 @@ class _Program:
             with use_mesh(mesh):
                 stack.enter_context(trace)
                 mesh.axis(mesh.axis_names[0])  # the trace is of this rank, though it may call nothing
+                stack.enter_context(memory.watching(world))
                 stack.enter_context(_torch.handled_without_memory(operations))
                 try:
                     self._call(log)
                 except MissingError as missing:
                     _drop(missing)
                     raise MissingError(missing.message) from None
-        return _Done(trace, values, log)
+        return _Done(trace, values, log, memory)
 
     def _call(self, log: Log) -> None:
         result = self.fn()
@@ -316,8 +342,8 @@ def _drop(missing: MissingError) -> None:
 class Operations:
     """What each operation of torch's gives in a dry run."""
 
-    def __init__(self, values: Values, log: Log | None = None) -> None:
-        self.values, self.log = values, log
+    def __init__(self, values: Values, log: Log | None = None, memory: LiveMemory | None = None) -> None:
+        self.values, self.log, self.memory = values, log, memory
         self._depth = 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go: Callable[[], Any]) -> Any:
@@ -336,6 +362,8 @@ class Operations:
             if self.log is not None:
                 self.log.ran(func, args, kwargs, result)
             self.values.follow(func, args, kwargs, result)
+            if self.memory is not None:
+                self.memory.see(func, args, kwargs, result)
             if name == _COUNTS and args[0].numel():
                 self.values.suppose(result, _evenly(args[0].numel(), result))
         except _torch.UnknownSizeError:

@@ -42,7 +42,7 @@ def make_room(x: Tensor, device: torch.device) -> None:
     room: Tensor = torch.empty_like(x, device=device, requires_grad=False)
     if isinstance(x, nn.Parameter):
         room = nn.Parameter(room, x.requires_grad)
-    vars(room).update(vars(x))
+    vars(room).update(vars(x) | vars(room))  # what has no memory keeps there on which device it is
     torch.utils.swap_tensors(x, room)
     vars(x)[_EMPTY] = True
 

@@ -1,0 +1,163 @@
+"""The most memory that a rank of a dry run has at once, against what torch's allocator gives out in a real run."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import WorkerPool
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import meshcomm as mc
+from meshcomm import parallel
+
+D, WORDS = 32, 300
+PLAN = {"blocks.*.0": "column", "blocks.*.2": "row", "embed": "replicated", "head": "replicated"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(3)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def train(model: nn.Module, rows: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        ids = torch.randint(WORDS, (rows, 16))
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded(rows: int = 16, **how: Any) -> None:
+    """Over two axes of two ranks."""
+    model = parallel.tensor_parallel(Net(), PLAN, axis="b")
+    train(parallel.fully_shard(model, "a", grads="mean", units=["blocks.*"], **how), rows)
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "fsdp, tp": sharded,
+    "few rows": lambda: sharded(2),
+    "bfloat16": lambda: sharded(param_dtype=torch.bfloat16),
+    "kept": lambda: sharded(regather=False),
+    "hsdp": lambda: train(parallel.fully_shard(Net(), "a", replica_axis="b", grads="mean", units=["blocks.*"]), 16),
+    "dp": lambda: train(parallel.data_parallel(Net(), ("a", "b"), grads="mean", bucket_mb=0.05), 16),
+}
+SHAPE = {"a": 2, "b": 2}
+
+
+def measured() -> list[int]:
+    """By program, what torch's allocator has given out at most."""
+    found = []
+    with mc.use_mesh(mc.make_mesh(SHAPE)):
+        for program in PROGRAMS.values():
+            gc.collect()
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+                program()
+            events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+            now = most = 0
+            for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+                now += size
+                most = max(most, now)
+            found.append(most)
+    return found
+
+
+def test_the_peak_is_that_of_processes(pool4: WorkerPool) -> None:
+    """Within 2 %, on each rank."""
+    ranks = pool4.run(measured)
+    for at, (name, program) in enumerate(PROGRAMS.items()):
+        for rank in (0, 3):
+            run = mc.dry_run(program, SHAPE, ranks=[rank])
+            assert run.peak_bytes == sum(run.peak.parts.values()) == sum(run.peak.lines.values())
+            assert run.peak_bytes == pytest.approx(ranks[rank][at], rel=0.02), name
+
+
+def test_of_what_it_consists_and_where_it_is() -> None:
+    def main() -> None:
+        layer = nn.Linear(100, 100, bias=False)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        x = torch.randn(7, 100)
+        layer(x).relu().sum().backward()
+        optimizer.step()
+        torch.empty(10**6)
+
+    run = mc.dry_run(main, {"dp": 4}, ranks=[2])
+    peak = run.peak
+    own = 4 * 100 * 100
+    assert {name: size for name, size in peak.parts.items() if size} == {
+        "parameters": own, "gradients": own, "optimizer": own, "other": 4 * (700 + 10**6),
+    }  # fmt: skip
+    line = main.__code__.co_firstlineno + 6
+    assert (peak.line, peak.operation, peak.rank, peak.device) == (
+        f"test_dry_memory.py:{line}",
+        "aten::empty",
+        2,
+        "cpu",
+    )
+    assert next(iter(peak.lines)) == peak.line
+    assert f"at {peak.line} (aten::empty): parameters 0.04, gradients 0.04" in str(run)
+
+
+def test_storages_are_counted_and_freed() -> None:
+    def main() -> None:
+        x = torch.empty(1000)
+        views = [x[1:], x.view(10, 100), x.detach(), x.t()]
+        del x, views
+        y = torch.zeros(600)
+        y += 1
+        y.untyped_storage()
+        torch.empty(5000, device="meta")
+        outside[:10] * 2
+
+    outside = torch.ones(10**4)
+    run = mc.dry_run(main, {"dp": 2})
+    assert run.peak_bytes == 4000
+    assert mc.dry_run(lambda: None, {"dp": 2}).peak_bytes == 0
+    accelerated = mc.dry_run(lambda: (torch.empty(1, device="cuda"), torch.empty(9)), {"dp": 2})
+    assert (accelerated.peak_bytes, accelerated.peaks["cpu"].bytes) == (512, 36)  # whole blocks
+
+
+def test_backward_is_at_the_line_whose_backward_it_is() -> None:
+    def main() -> None:
+        x = torch.randn(8, 8, requires_grad=True)
+        y = x.expand(50, 8, 8).reshape(-1, 8)
+        y = y[:, :1].cos()
+        y.sum().backward()
+
+    peak = mc.dry_run(main, {"dp": 2}).peak
+    assert peak.line == f"test_dry_memory.py:{main.__code__.co_firstlineno + 3}, in backward"
+
+
+def test_gathered_parameters_are_told_apart() -> None:
+    """A module that is made on the meta device is never whole but where it is gathered."""
+
+    def main() -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        parallel.fully_shard(model, "fsdp", grads="mean", units=["*"], regather=False)
+        made.append(model)
+        model(torch.randn(1, 64)).sum().backward()
+
+    made: list[nn.Module] = []
+    size = 4 * 64 * 64
+    parts = mc.dry_run(main, {"fsdp": 64}).peak.parts
+    assert parts["gathered"] == 8 * size
+    assert parts["parameters"] == 8 * size // 64
+    assert 0 < parts["buckets"] <= 2 * size
