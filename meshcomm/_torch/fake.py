@@ -16,6 +16,7 @@ from meshcomm.errors import fail
 
 __all__ = [
     "UnknownSizeError",
+    "gives_views",
     "handled_without_memory",
     "is_view",
     "is_without_memory",
@@ -114,6 +115,12 @@ def memory_of(x: Tensor) -> int:
 def operation_name(func: Any) -> str:
     """Of an operation, as a dispatch mode is given it: "aten::add_"."""
     return str(func._schema.name)
+
+
+def gives_views(func: Any) -> bool:
+    """Whether what an operation gives has the memory of what it is given."""
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

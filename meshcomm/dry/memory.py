@@ -283,8 +283,7 @@ def _storage(x: Tensor) -> torch.UntypedStorage | None:
 
 def _is_of_outside(func: Any, operands: Sequence[Tensor]) -> bool:
     """Whether the result is a view of what was made outside of the run."""
-    aliased = bool(func._schema.returns) and func._schema.returns[0].alias_info is not None
-    return aliased and bool(operands) and "lift_fresh" not in func._schema.name
+    return bool(operands) and _torch.gives_views(func) and "lift_fresh" not in _torch.operation_name(func)
 
 
 def _given(nbytes: int, x: Tensor) -> int:

@@ -148,9 +148,8 @@ def dry_run(
             or to the numbers that are read there in turn, ``{"train.py:33": [4, 2]}``; or a function of the line and
             the dtype.
 
-    Returns: a :class:`DryRun`: ``trace``, ``host_reads``, and ``peak_bytes``, the most memory at once, of which ``peak``
-        says what it is and at which line: parameters, gradients, states of optimizers, activations, gathered
-        parameters, buckets of gradients.
+    Returns: a :class:`DryRun`: ``trace``, ``host_reads``, and ``peak_bytes``, the most memory at once; ``peak`` says of
+        what that consists and at which line it is.
 
     Cost: nothing is communicated. Random states are as they were.
 
