@@ -1361,6 +1361,11 @@ def test_name_written_by() -> None:
     assert _torch.written_by(torch.ops.aten.add.Tensor, (x, y), {}) == []
 
 
+def test_name_gives_views() -> None:
+    assert _torch.gives_views(torch.ops.aten.view.default)
+    assert not _torch.gives_views(torch.ops.aten.mm.default)
+
+
 def test_name_UnknownSizeError() -> None:  # noqa: N802
     with _torch.without_memory(), pytest.raises(_torch.UnknownSizeError):
         torch.ones(3).nonzero()
