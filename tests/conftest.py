@@ -57,7 +57,7 @@ def group_of(item: pytest.Item) -> str:
 
 FIRST = [
     "test_soak", "test_faults", "plain", "guarded", "test_compile", "test_compile_training", "test_torch_missing", "test_exit",
-    "test_workers", "test_launchers", "test_train_gpt", "test_benchmarks", "test_security", "test_checkpoint", "test_fuzz", "test_vma_programs",
+    "test_workers", "test_launchers", "test_examples_under_torchrun", "test_train_gpt", "test_benchmarks", "test_security", "test_checkpoint", "test_fuzz", "test_vma_programs",
 ]  # fmt: skip
 """The longest groups; who begins with them ends with the others."""
 

@@ -188,6 +188,7 @@ def test_as_on_one_rank(name: str, way: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_on_processes(pool4: Any) -> None:
     for name, way in WAYS:
         if name not in ("scripted", "traced"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -46,15 +45,3 @@ def test_a_pipeline_is_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert len(actions) == 2 * 2 * 4 * 3
     assert sorted(re.findall(r"\b[FDW]\d\.\d\b", ran)) == actions
     assert "those of one rank" in sent
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["long_context.py", "mixture_of_experts.py", "pipeline.py"])
-def test_under_torchrun(name: str) -> None:
-    mesh = {"long": "dp=1,cp=2,sp=1", "mixture": "dp=1,ep=2", "pipeline": "pp=2,dp=1"}[re.split(r"[_.]", name)[0]]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / name), "--mesh", mesh], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "of one rank" in done.stdout

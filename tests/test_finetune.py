@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -55,22 +53,6 @@ def test_on_two_meshes_and_on(
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64).state_dict()
     assert any(not torch.equal(saved[name], x) for name, x in again.items())
     mc.shutdown()
-
-
-@pytest.mark.thorough
-def test_under_torchrun(tmp_path: Path) -> None:
-    """Two processes: cut along tp, and resumed as shards of FSDP; both at once are in-process, above."""
-    pytest.importorskip("transformers")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    env = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [*command, *TINY, "--ranks", "2", "--out", str(tmp_path)], env=env, capture_output=True, text=True, timeout=280,
-        check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("losses of the two meshes") == 1
-    assert ended.stderr.count("2/2") >= 3
-    losses(ended.stdout)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

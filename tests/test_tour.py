@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -191,20 +189,3 @@ def test_some_stops() -> None:
     shown = mc.launch(load_tour().tour, ranks=2, args=(["shift", "gather", "all_gather_object"],))[0]
     heads = [line for line in shown if re.match(r"\w+\(", line)]
     assert [head.split("(")[0] for head in heads] == ["shift", "shift", "gather", "all_gather_object"]
-
-
-def run(*command: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command], env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.thorough
-def test_launched_it_prints_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--ranks", "2"])
-    assert load_tour().main() == 0
-    alone = capsys.readouterr().out
-    assert alone.startswith("2 ranks; ")
-    launched = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT))
-    assert launched == alone

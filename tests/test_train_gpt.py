@@ -1,4 +1,4 @@
-"""The example, run as its users run it: in this process, under torchrun, under mpiexec, interrupted and resumed."""
+"""The example, run as its users run it: in this process, under mpiexec, interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -63,14 +63,6 @@ def test_in_process_equals_one_rank(example: ModuleType, tmp_path: Path, capsys:
     code = example.run([*TINY, "--mesh", "dp=2,tp=2", "--steps", "3", "--check", "--out", str(tmp_path)])
     assert_checked(code, *capsys.readouterr())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt"]
-
-
-@pytest.mark.thorough
-def test_torchrun_equals_one_rank(tmp_path: Path) -> None:
-    """Along dp; along tp under mpiexec, and both at once in-process."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = start(torchrun, tmp_path, "--mesh", "dp=2,tp=1", "--steps", "3", "--check")
-    assert_checked(ended.returncode, ended.stdout, ended.stderr, "{'dp': 2, 'tp': 1}")
 
 
 @pytest.mark.thorough
