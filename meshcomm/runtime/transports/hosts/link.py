@@ -49,7 +49,7 @@ _FLOATS = frozenset((*dtypes.HALF, torch.float32, torch.float64, torch.complex64
 _SIGNED = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 _WHOLE = _SIGNED | {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 """Dtypes of which it does not matter in which order they are reduced."""
-_BLOCK = 2**21
+_BLOCK = 2**22
 """Bytes of a tensor that go together: enough that the wire is never idle, few enough that the first ones go soon."""
 _ONE_STEP = 2**16
 """Bytes up to which two machines send whole parts of half precision to each other, in twice as many bytes."""
