@@ -55,6 +55,8 @@ PROGRAMS = {
     "growth": Program(),
     "verify": Program(),
     "hangs": Program(),
+    "hosts": Program(),
+    "startup": Program(MARKDOWN, "docs/benchmarks.md, start-up"),
 }
 
 

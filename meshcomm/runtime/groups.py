@@ -182,7 +182,7 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
         for when in ("early", "late"):
             part = NearLink(*among, recorder.Log(*among[1:], seconds), f"{name}, {when} on {own}")
             part.log.title, part.log.meeting, part.log.axes = log.title, log.meeting, log.axes
-            part.hold = hold
+            part.on_axis, part.hold = own, hold
             part.makers["mail"] = partial(
                 _mail_of, those, part.name, part.index, limit.total_seconds(), here.adopted, hold
             )

@@ -18,6 +18,12 @@ class NearLink(OneHostLink):
     """
 
     hears = False
+    on_axis: tuple[int, ...]
+    """The indices of its ranks along the axis."""
+
+    def place_on_axis(self, index: int) -> int:
+        """As the axis has it."""
+        return self.on_axis[index]
 
     def reduce_pieces(
         self, name: str, op: str, x: Tensor, turn: Turn, pieces: Sequence[slice], rows: Sequence[Tensor],

@@ -39,6 +39,9 @@ class Caller(Protocol):
     index: int
     size: int
 
+    def place_on_axis(self, index: int) -> int:
+        """What the user knows this index of the link as."""
+
 
 class Watch(Protocol):
     """Who wants that all ranks make a call, or none does: the guard, of one call."""
@@ -307,7 +310,7 @@ class Entry:
                 why = peers.reason(self.link.ranks[i])
                 # Who has said why has left, whether or not its process has come to its end meanwhile.
                 how = "has ended" if ended and not why else peers.LEFT
-                gone[i] = f"index {i} {how} ({who})" + (f": {why}" if why else "")
+                gone[i] = f"index {self.link.place_on_axis(i)} {how} ({who})" + (f": {why}" if why else "")
         return gone
 
     def expire(self, missing: list[int]) -> NoReturn:

@@ -61,6 +61,10 @@ class OneHostLink(ProcessLink):
         """Those that are written to where the others read them, by who waits later."""
         return told.later and device.type == "cpu" and dtype in _FLOATS
 
+    def place_on_axis(self, index: int) -> int:
+        """What the user knows this index of the link as."""
+        return index
+
     # ------------------------------------------------------------------------------------------- the primitives
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
