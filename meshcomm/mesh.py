@@ -7,10 +7,10 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,12 +24,14 @@ from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.runtime.axis_names import Sizes, Together, checked_names, ranks_along
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.recorder import log_of
+from meshcomm.runtime.transports.dry.places import PlaceReads, ReadCoordinate
 from meshcomm.runtime.transports.protocol import Link, Place
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads import eras
 from meshcomm.runtime.transports.threads.scheduler import carry_over, current_rank
 from meshcomm.runtime.transports.threads.scheduler import local as _ranks
 
+T = TypeVar("T")
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or several in order, the first one major."""
 
@@ -61,7 +63,7 @@ class Axis(Answers):
         self.name = name
         self.ranks = ranks
         self.size = len(ranks)
-        self.index = index
+        self.index = self.own_index = index
         self.link = link
         self.coordinate = coordinate
         self.devices: set[torch.device] = set()  # those that the link is known to move
@@ -79,7 +81,7 @@ class Axis(Answers):
     def index_tensor(self) -> Tensor:
         """The index on the mesh's device."""
         with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
-            return torch.tensor(self.index, device=self.mesh.device)
+            return torch.tensor(self.own_index, device=self.mesh.device)
 
     def traced(self, index_tensor: Tensor) -> Axis:
         """The same axis with a link whose operations trace.
@@ -89,7 +91,18 @@ class Axis(Answers):
         """
         if self.is_traced:
             return self
-        return Axis(self.mesh, self.name, self.ranks, self.index, self.link.traced(), self.coordinate, index_tensor)
+        return Axis(self.mesh, self.name, self.ranks, self.own_index, self.link.traced(), self.coordinate, index_tensor)
+
+    def is_at(self, index: int) -> bool:
+        """Whether this is the rank of this index, for what depends on nothing else of it."""
+        if self.mesh.reads is not None:
+            self.mesh.reads.note(self.mesh.shape, axes_in(self.name), index)
+        return self.own_index == index
+
+    def own_of(self, of_each: Sequence[T]) -> T:
+        """What is this rank's of what there is for each index."""
+        alike = self.mesh.reads is not None and all(each == of_each[0] for each in of_each)
+        return of_each[self.own_index if alike else self.index]
 
     def places(self) -> dict[int, str]:
         """Rank of the world to its place on the mesh: ``dp=1,tp=0``."""
@@ -103,6 +116,21 @@ class Axis(Answers):
     def __repr__(self) -> str:
         at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
         return f"{self.name!r} ({at})"
+
+
+class _ReadAxis(Axis):
+    """One of a run in which somebody wants to know what a rank asks of its place."""
+
+    @property
+    def index(self) -> int:  # type: ignore[override]
+        """This rank's, which what it does next may depend on; ``own_index`` where that is not so."""
+        assert self.mesh.reads is not None
+        self.mesh.reads.note(self.mesh.shape, axes_in(self.name))
+        return self.own_index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self.own_index = self.__dict__["index"] = index
 
 
 _axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
@@ -191,6 +219,8 @@ class Mesh(Answers, Shown):
         self.axes: dict[AxisName, Axis] = {}
         self._making: dict[tuple[str, ...], threading.Lock] = {}
         self._identity = place.identify(shape, ranks)
+        self.reads: PlaceReads | None = getattr(place, "reads", None)
+        """Who wants to know what a rank asks of its place, if anybody does."""
         self.in_process = place.in_process
         """Whether its ranks are those of one process."""
         self.key = next(_keys)
@@ -226,6 +256,8 @@ class Mesh(Answers, Shown):
         """
         if watch.here.watcher is not None:
             watch.here.watcher.host_value("mesh.rank")
+        if self.reads is not None:
+            self.reads.note(self._shape, self.axis_names)
         return self.own_index()
 
     def own_index(self) -> int:
@@ -256,6 +288,8 @@ class Mesh(Answers, Shown):
         """Axis name to this rank's index along it, as Python ints. Raises as :attr:`rank` does."""
         if watch.here.watcher is not None:
             watch.here.watcher.host_value("mesh.coordinate")
+        if self.reads is not None:
+            return ReadCoordinate(self.own_coordinate(), self.reads, self._shape)
         return self.own_coordinate()
 
     def own_coordinate(self) -> dict[str, int]:
@@ -398,7 +432,8 @@ class Mesh(Answers, Shown):
         alone = len(ranks) == 1
         link = SoloLink() if alone else self.place.link(ranks, self.timeout, self._identity, parts)
         index = ranks.index(self.ranks[mine])
-        found = Axis(self, parts[0] if len(parts) == 1 else parts, ranks, index, link, coordinate)
+        kind = Axis if self.reads is None else _ReadAxis
+        found = kind(self, parts[0] if len(parts) == 1 else parts, ranks, index, link, coordinate)
         if (log := log_of(link)) is not None:
             log.named(found.name, coordinate)
         return found

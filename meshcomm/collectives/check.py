@@ -271,7 +271,7 @@ def total(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, nam
 
 def own(where: str, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, name: str = "sizes") -> None:
     """This rank's length is that of the dim."""
-    if sizes[axis.index] != x.shape[dim]:
+    if axis.own_of(sizes) != x.shape[dim]:
         explain(
             where,
             f"{name}[{axis.index}] = {sizes[axis.index]}, but x.shape[{dim}] = {x.shape[dim]} on that index.",

@@ -56,7 +56,7 @@ def _run_gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
         return then(rows, lambda rows: rows.movedim(0, dim).flatten(dim, dim + 1).contiguous())
     longest = max(sizes)
     padded = x.new_zeros((*x.shape[:dim], longest, *x.shape[dim + 1 :]))
-    padded.narrow(dim, 0, sizes[axis.index]).copy_(x)
+    padded.narrow(dim, 0, axis.own_of(sizes)).copy_(x)
 
     def cut(rows: Tensor) -> Tensor:
         return torch.cat([row.narrow(dim, 0, length) for row, length in zip(rows, sizes, strict=True)], dim)
@@ -81,11 +81,11 @@ def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes, tree: Described = 
         if axis.is_traced:  # the same graph on every rank
             places = axis.index_tensor.to(x.device) * length + torch.arange(length, device=x.device)
             return x.index_select(dim, places)
-        start = axis.index * length
+        start = axis.own_index * length
         if x.is_contiguous() and x.numel() <= _SMALL:
             return x.narrow_copy(dim, start, length)  # one operation, on one thread, of what is dense
     else:
-        start, length = sum(sizes[: axis.index]), sizes[axis.index]
+        start, length = sum(sizes[: axis.own_index]), axis.own_of(sizes)
     return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshcomm.collectives import check
 from meshcomm.collectives.reduce import all_reduce
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import AxisName, Mesh, axes_in
 from meshcomm.runtime.ops import Op
 from meshcomm.watch import here
 
@@ -48,7 +48,10 @@ def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> Tensor:
     """
     if here.watcher is not None:
         return here.watcher.made(axis_index, axis, mesh, axis, mesh=mesh)  # type: ignore[no-any-return]
-    return check.axis_of("axis_index", axis, mesh).index_tensor.clone()
+    found = check.axis_of("axis_index", axis, mesh)
+    if found.mesh.reads is not None:
+        found.mesh.reads.note(found.mesh.shape, axes_in(found.name))
+    return found.index_tensor.clone()
 
 
 @Op("axis_size", communicates=False)

@@ -113,7 +113,7 @@ def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) 
     rows = x.new_zeros((axis.size, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
     for row, piece in zip(rows, x.split(list(sizes), dim), strict=True):
         row.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-    mine, length = axis.link.reduce_scatter(rows, op), sizes[axis.index]
+    mine, length = axis.link.reduce_scatter(rows, op), axis.own_of(sizes)
     return then(mine, lambda row: row.narrow(dim, 0, length).contiguous())
 
 

@@ -65,7 +65,7 @@ def _of_rows(rows: Tensor, axis: Axis, op: str, exclusive: bool, reverse: bool) 
     """The same from the tensors of all ranks, in the same order: the same bits. In pairs from this rank's own row on,
     all pairs at once; the row farthest away goes up as it is where it is alone.
     """
-    mine = rows[axis.index + exclusive :] if reverse else rows[: axis.index + 1 - exclusive]
+    mine = rows[axis.own_index + exclusive :] if reverse else rows[: axis.own_index + 1 - exclusive]
     if not len(mine):
         return torch.full_like(rows[0], _identity(op, rows.dtype), memory_format=torch.contiguous_format)
     while len(mine) > 1:

@@ -8,7 +8,7 @@ import inspect
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -26,7 +26,8 @@ from meshcomm.errors import fail
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, forget_axes, use_mesh
 from meshcomm.runtime.transports.dry.link import DryLink
-from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, dry_world, inside
+from meshcomm.runtime.transports.dry.places import PlaceReads
+from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, Posted, dry_world, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.tracing.traces import Trace, together
 
@@ -172,7 +173,7 @@ def dry_run(
 
     Source: torch's fake tensors; the dry runs of compilers and of ``make -n``.
     """
-    shape, names = _checked_mesh(mesh)
+    shape, names = checked_mesh(_WHERE, mesh)
     if not callable(fn):
         fail(
             _WHERE,
@@ -181,44 +182,36 @@ def dry_run(
         )
     if dry_world() is not None:
         fail(_WHERE, "called inside of a dry run.", fix="call it outside; mc.is_dry() says where one is")
-    program = _Program(fn, shape, names, host_values)
+    program = Program(fn, shape, names, host_values)
     chosen = checked_ranks(_WHERE, ranks, program.size)
     machine = checked_hardware(hardware, program.size)
-    outer = RandomState()
-    try:
+    with kept_random():
         done = [program.run(rank) for rank in chosen]
         logs = {rank: each.log for rank, each in zip(chosen, done, strict=True)}
         if machine is not None:
             program.run_partners(logs)
-    finally:
-        outer.load()
     reads = dict.fromkeys(read for each in done for read in each.values.reads)
     peaks = most_of([each.memory.peaks(rank) for rank, each in zip(chosen, done, strict=True)])
     found = DryRun(shape, chosen, together([each.trace for each in done]), tuple(reads), peaks)
     return found._foretell(logs, names, machine)
 
 
-def _checked_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+def checked_mesh(where: str, mesh: Any, most: int = _MOST) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    """The sizes and names of a mesh that is given as one, or as a mapping; no more than so many ranks."""
     if isinstance(mesh, Mesh):
-        return {name: mesh.shape[name] for name in mesh.axis_names}, dict(mesh.names)
-    if not isinstance(mesh, Mapping) or not mesh:
-        fail(_WHERE, "a mesh is a mapping of axis names to sizes.", got=repr(mesh), fix='such as {"fsdp": 64, "tp": 8}')
-    for name, length in mesh.items():
-        if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
-            fail(
-                _WHERE,
-                f"axis {name!r} has size {length!r}.",
-                got=repr(dict(mesh)),
-                fix="a positive int: nobody counts ranks",
-            )
-    if math.prod(mesh.values()) > _MOST:
-        fail(
-            _WHERE,
-            f"{math.prod(mesh.values())} ranks are more than {_MOST}.",
-            got=repr(dict(mesh)),
-            fix="smaller sizes",
-        )
-    return {name: int(length) for name, length in mesh.items()}, {}
+        shape, names = {name: mesh.shape[name] for name in mesh.axis_names}, dict(mesh.names)
+    else:
+        if not isinstance(mesh, Mapping) or not mesh:
+            what = "a mesh is a mapping of axis names to sizes."
+            fail(where, what, got=repr(mesh), fix='such as {"fsdp": 64, "tp": 8}')
+        for name, length in mesh.items():
+            if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
+                got = repr(dict(mesh))
+                fail(where, f"axis {name!r} has size {length!r}.", got=got, fix="a positive int: nobody counts ranks")
+        shape, names = {name: int(length) for name, length in mesh.items()}, {}
+    if math.prod(shape.values()) > most:
+        fail(where, f"{math.prod(shape.values())} ranks are more than {most}.", got=repr(shape), fix="smaller sizes")
+    return shape, names
 
 
 def checked_ranks(where: str, ranks: Any, size: int) -> tuple[int, ...]:
@@ -238,16 +231,28 @@ def checked_ranks(where: str, ranks: Any, size: int) -> tuple[int, ...]:
 
 
 @dataclass
-class _Done:
+class Done:
     """One rank that has run to its end."""
 
     trace: Trace
     values: Values
     log: Log
     memory: LiveMemory
+    places: PlaceReads
+    """What it has read of its place."""
 
 
-class _Program:
+@contextlib.contextmanager
+def kept_random() -> Iterator[None]:
+    """What runs inside leaves random states as they were."""
+    outer = RandomState()
+    try:
+        yield
+    finally:
+        outer.load()
+
+
+class Program:
     """What runs on each rank, and what those that ran have posted."""
 
     def __init__(
@@ -259,10 +264,10 @@ class _Program:
     ) -> None:
         self.fn, self.shape, self.names, self.given = fn, shape, names, host_values
         self.size = math.prod(shape.values())
-        self._posted: dict[Message, Tensor | None] = {}
+        self._posted: Posted = {}
         self._needed: list[tuple[int, Message]] = []
 
-    def run(self, rank: int) -> _Done:
+    def run(self, rank: int) -> Done:
         """To its end; before it, as far as it takes, those whose messages it needs."""
         while True:
             try:
@@ -302,7 +307,7 @@ class _Program:
         fix = "send them; or have the program know them where mc.is_dry()"
         fail(_WHERE, what, got=f"tag {missing.message[3]} over {missing.message[0]}", fix=fix)
 
-    def _once(self, rank: int) -> _Done:
+    def _once(self, rank: int) -> Done:
         values, trace, memory = Values(self.given), Trace(), LiveMemory()
         world, log = DryWorld(rank, self.size, self._posted, values.suppose), Log(rank)
         world.linked = log.listen
@@ -321,7 +326,7 @@ class _Program:
                 except MissingError as missing:
                     _drop(missing)
                     raise MissingError(missing.message) from None
-        return _Done(trace, values, log, memory)
+        return Done(trace, values, log, memory, world.reads)
 
     def _call(self, log: Log) -> None:
         result = self.fn()

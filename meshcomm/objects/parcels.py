@@ -214,7 +214,7 @@ class Courier:
     def _one(self, data: bytearray | None, length: int, src: int) -> bytearray:
         out = bytearray(length)
         into = byte_view(out)
-        whole = byte_view(data) if data is not None and self.axis.index == src else into
+        whole = byte_view(data) if data is not None and self.axis.own_index == src else into
         for part, place in zip(whole.split(_CHUNK), into.split(_CHUNK), strict=True):
             self._move(part, lambda x: self.axis.link.broadcast(x, src), place)
         return out

@@ -112,9 +112,9 @@ class _Place:
     """An axis, for records that outlive it."""
 
     def __init__(self, axis: Axis) -> None:
-        self.name, self.size, self.index = axis.name, axis.size, axis.index
+        self.name, self.size, self.index = axis.name, axis.size, axis.own_index
         self.ranks, self.group = axis.ranks, axis.group
-        self.rank = axis.ranks[axis.index]
+        self.rank = axis.ranks[axis.own_index]
         self.place = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
 
     def named(self, messages: Sequence[Any]) -> tuple[tuple[int, int, str], ...]:

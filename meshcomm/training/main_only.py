@@ -105,7 +105,7 @@ class _MainOnly(Generic[Shared]):
             return Main(is_main(self._axis, mesh=self._mesh), None)
         mesh = check.mesh_of(_WHERE, self._axis or "", self._mesh)
         axis = check.axis_of(_WHERE, mesh.axis_names if self._axis is None else self._axis, mesh)
-        return Main(axis.index == 0, axis)
+        return Main(axis.is_at(0), axis)
 
     @overload
     def __call__(self: _MainOnly[Literal[True]], fn: Callable[P, R]) -> Callable[P, R]: ...

@@ -15,6 +15,7 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.runtime.identity import identity
+from meshcomm.runtime.transports.dry.world import dry_world
 
 T = TypeVar("T")
 
@@ -29,9 +30,12 @@ def _known(value: T | None, where: str) -> T:
     return value
 
 
-def _differs(what: str) -> None:
+def _differs(what: str, at: int | None = None, *, alone: bool = True) -> None:
+    """A number that is another one on each rank is read, or whether it is ``at``; not ``alone``: an axis will say so."""
     if watch.here.watcher is not None:
         watch.here.watcher.host_value(what)
+    if alone and (dry := dry_world()) is not None:
+        dry.reads.note_rank(at)
 
 
 def rank() -> int:
@@ -225,7 +229,8 @@ def is_main(axis: AxisName | None = None, *, mesh: Mesh | None = None) -> bool:
         >>> mc.launch(lambda: (mc.is_main(), mc.is_main("tp", mesh=mesh)), ranks=4)
         [(True, True), (False, False), (False, True), (False, False)]
     """
-    _differs("is_main()")
     if axis is None:
+        _differs("is_main()", 0)
         return identity().rank == 0
-    return check.axis_of("is_main", axis, mesh).index == 0
+    _differs("is_main()", alone=False)
+    return check.axis_of("is_main", axis, mesh).is_at(0)

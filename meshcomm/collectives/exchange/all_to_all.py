@@ -34,7 +34,7 @@ Sizes = tuple[int, ...]
 def _piece(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, send: Sizes, recv: Sizes, source: int) -> list[int]:
     """The shape of what comes from ``source``."""
     shape = list(x.shape)
-    shape[split_dim] = send[axis.index]
+    shape[split_dim] = axis.own_of(send)
     shape[concat_dim] = recv[source]
     return shape
 
@@ -227,7 +227,7 @@ def _exchanged(
         recv = send if split == concat else (x.shape[concat],) * axis.size
     elif split != concat:
         check.own(where, x, concat, recv, axis, "recv_sizes")
-    elif send[axis.index] != recv[axis.index]:
+    elif axis.own_of(send) != axis.own_of(recv):
         check.explain(
             where, f"this rank sends {send[axis.index]} to itself and expects {recv[axis.index]}.", axis, x=x,
             got=f"send_sizes={send}; recv_sizes={recv}", fix=f"make both sizes at index {axis.index} the same",

@@ -31,15 +31,15 @@ Perm = tuple[tuple[int, int], ...]
 def _run_permute(x: Tensor, axis: Axis, perm: Perm) -> Tensor:
     source = destination = None
     for src, dst in perm:
-        if dst == axis.index:
+        if dst == axis.own_index:
             source = src
-        if src == axis.index:
+        if src == axis.own_index:
             destination = dst
     return axis.link.permute(_of_this_call(x, axis, perm), source, destination)
 
 
 def _run_shift(x: Tensor, axis: Axis, offset: int, wrap: bool) -> Tensor:
-    source, destination = axis.index - offset, axis.index + offset
+    source, destination = axis.own_index - offset, axis.own_index + offset
     if wrap and not axis.is_traced:
         return axis.link.permute(x, source % axis.size, destination % axis.size)
     inside = range(axis.size)

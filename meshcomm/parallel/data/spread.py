@@ -79,7 +79,7 @@ class Spread:
         mine = [zlib.crc32(repr(over.axes).encode()) for over in self.fewer]
         rows = agree([len(mine), zlib.crc32(repr(mine).encode())], axis) if axis.size > 1 else []
         if any(row != rows[0] for row in rows):
-            got = f"on index {axis.index} along axis {axis.name!r} {[over.axes for over in self.fewer] or 'all'}"
+            got = f"on index {axis.own_index} along axis {axis.name!r} {[over.axes for over in self.fewer] or 'all'}"
             what = "some parameters go over other axes on one rank than on another."
             fail(where, what, got=got, fix="the same axes= on all ranks, and the same mark_varying before")
 

@@ -412,7 +412,7 @@ def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, policies
         layout = Layout([x.shape for x in tensors], policy.axis.size, whole=whole, loads=policies.loads_of(policy))
         with torch.no_grad():
             shard = _cut(tensors, layout, policy, sync)
-            stored = layout.row(policy.axis.index).total
+            stored = layout.row(policy.axis.own_index).total
             shard = shard[:stored].clone() if stored < shard.numel() else shard
         shard = shard.cpu() if policy.offload else shard
         for slot in members:
@@ -425,8 +425,8 @@ def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> T
     """This rank's shard; it may be as long as the chunk."""
     axis, mesh, rows = policy.axis, policy.axis.mesh, None
     if not sync:
-        return layout.stored_of(tensors, axis.index).to(policy.device)
-    if axis.index == 0:
+        return layout.stored_of(tensors, axis.own_index).to(policy.device)
+    if axis.own_index == 0:
         rows = layout.buffer.join(tensors, tensors[0]).view(axis.size, layout.chunk).to(policy.device)
     like = torch.empty(1, layout.chunk, dtype=tensors[0].dtype, device=policy.device)
     own = scatter(rows, axis.name, src=0, like=like, mesh=mesh)[0] if rows is None or axis.size > 1 else rows[0]

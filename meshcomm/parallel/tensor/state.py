@@ -45,7 +45,7 @@ class Parallel:
     """What is known of a module that is tensor parallel."""
 
     def __init__(self, module: nn.Module, axis: Axis, sequence: bool) -> None:
-        self.mesh, self.name, self.index, self.sequence = axis.mesh, axis.name, axis.index, sequence
+        self.mesh, self.name, self.index, self.sequence = axis.mesh, axis.name, axis.own_index, sequence
         self.module = module
         self.cuts: dict[str, Dim] = {}
         self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank
@@ -208,7 +208,7 @@ class Parallel:
         done = dict(zip(map(id, rest), pvary(rest, self.name, mesh=self.mesh) if rest else [], strict=True))
         for p, alone in zip(params, once, strict=True) if True in once else ():
             if alone and id(p) in done:  # on all ranks, so that the order of backward is the same on all
-                done[id(p)] = _on_one_rank(done[id(p)], self.axis.index)
+                done[id(p)] = _on_one_rank(done[id(p)], self.axis.own_index)
         return [done.get(id(p), p) for p in params]
 
     def cuts_sequence(self, said: bool | None = None) -> bool:

@@ -99,7 +99,7 @@ class Streams:
                 state = generator.get_state()
                 there = state if axis.link.check_device(state.device) is None else state.to(self.mesh.device)
                 first = broadcast(there, self.name, mesh=self.mesh).to(state.device)
-                if axis.index:
+                if axis.own_index:
                     generator.set_state(first)
 
     # -------------------------------------------------------------------------------------------------- in a forward

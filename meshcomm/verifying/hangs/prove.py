@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, overload
 
-from meshcomm.dry.run import checked_ranks, dry_run
-from meshcomm.errors import CommError, fail
+from meshcomm.dry.run import Program, checked_mesh, checked_ranks, kept_random
+from meshcomm.errors import CommError, fail, few
 from meshcomm.launch import launch
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, use_mesh
@@ -16,6 +15,8 @@ from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.tracing.traces import Trace
 from meshcomm.tracing.traces import trace as traced
+from meshcomm.verifying.hangs.classes import Classes
+from meshcomm.verifying.hangs.log import Log
 from meshcomm.verifying.hangs.proof import Proof, judged
 from meshcomm.verifying.hangs.reads import Reads, said_of
 from meshcomm.verifying.hangs.traced import logs_of, unproven_of
@@ -99,27 +100,13 @@ def prove_no_hang(
     if not callable(program):
         what = f"expected a trace or a function, got {type(program).__name__}."
         fail(_WHERE, what, fix="prove_no_hang(fn, {'dp': 2}), or a closed trace of all ranks")
-    shape, names = _checked_mesh(mesh)
-    checked_ranks(_WHERE, ranks, math.prod(shape.values()))
+    shape, names = checked_mesh(_WHERE, mesh, _MOST)
+    listed = None if ranks is None else checked_ranks(_WHERE, ranks, math.prod(shape.values()))
     if current_rank() is not None or world.under_launcher():
         fail(_WHERE, "called on a rank: it starts ranks of its own.", fix="call it in a plain process")
+    if listed is not None or math.prod(shape.values()) > _RUN:
+        return _of_dry(program, shape, names, listed)
     return _of_program(program, shape, names)
-
-
-def _checked_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    if isinstance(mesh, Mesh):
-        shape, names = {name: mesh.shape[name] for name in mesh.axis_names}, dict(mesh.names)
-    else:
-        if not isinstance(mesh, Mapping) or not mesh:
-            fail(_WHERE, "a function needs a mesh to run on.", got=repr(mesh), fix='such as {"dp": 2, "tp": 2}')
-        for name, length in mesh.items():
-            if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
-                got = repr(dict(mesh))
-                fail(_WHERE, f"axis {name!r} has size {length!r}.", got=got, fix="a positive int: nobody counts ranks")
-        shape, names = dict(mesh), {}
-    if math.prod(shape.values()) > _MOST:
-        fail(_WHERE, f"{math.prod(shape.values())} ranks are more than {_MOST}.", got=repr(shape), fix="smaller sizes")
-    return shape, names
 
 
 # ------------------------------------------------------------------------------------------------------ what is judged
@@ -133,8 +120,6 @@ def _of_trace(trace: Trace) -> Proof:
 
 def _of_program(fn: Callable[[], object], shape: dict[str, int], names: Mapping[str, tuple[str, ...]]) -> Proof:
     size = math.prod(shape.values())
-    if size > _RUN:
-        return _of_dry(fn, shape, names)
     reads = {rank: Reads() for rank in range(size)}
 
     def run() -> None:
@@ -157,11 +142,35 @@ def _of_program(fn: Callable[[], object], shape: dict[str, int], names: Mapping[
     return proof
 
 
-def _of_dry(fn: Callable[[], object], shape: dict[str, int], names: Mapping[str, tuple[str, ...]]) -> Proof:
-    """Without memory and values: the ranks run one after the other, and nobody waits."""
-    dry = dry_run(fn, make_mesh(shape, names=names), ranks=None)
-    logs = logs_of(dry.trace)
+def _of_dry(
+    fn: Callable[[], object],
+    shape: dict[str, int],
+    names: Mapping[str, tuple[str, ...]],
+    ranks: Sequence[int] | None,
+) -> Proof:
+    """Without memory and values, one rank after the other; nobody waits. ``ranks``: those that run; None: the first of
+    those that go the same way.
+    """
+    program, classes = Program(fn, shape, dict(names), None), Classes(shape)
+    logs: dict[int, Log] = {}
+    unproven: list[str] = []
+    with kept_random():
+        for rank in (*(ranks or ()), *range(program.size)):
+            twin = classes.twin(rank)
+            if twin is None or (rank not in logs and rank in (ranks or ())):
+                if ranks is not None and rank not in ranks:
+                    classes.refuse(_WHERE, rank)
+                done = program.run(rank)
+                classes.add(rank, logs_of(done.trace, alone=True)[rank], done.places)
+                unproven += [f"a value at {read.line}" for read in done.values.reads]
+                unproven += unproven_of(done.trace.events)
+                twin = rank
+            if rank not in logs:
+                logs[rank] = classes.log(rank, twin)
+    logs = {rank: logs[rank] for rank in range(program.size)}
     calls = sum(len(log.issues) for log in logs.values())
-    read = [f"a value at {read.line}" for read in dry.host_reads]
-    ran = [f"{math.prod(shape.values())} ranks of {shape}, dry, {calls} calls"]
-    return judged(logs, [*read, *unproven_of(dry.trace.events)], ran)
+    ran = [f"{program.size} ranks of {shape}, dry, {calls} calls"]
+    if len(classes.ran) < program.size:
+        stood = few(sorted(classes.ran))
+        ran.append(f"run were {stood}; each other rank is equal to one of them in all that it read of its place")
+    return judged(logs, unproven, ran)

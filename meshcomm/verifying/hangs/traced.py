@@ -15,10 +15,10 @@ __all__ = ["logs_of", "unproven_of"]
 _WHERE = "prove_no_hang"
 
 
-def logs_of(trace: Trace) -> dict[int, Log]:
-    """Rank to what it has called and where it has waited."""
+def logs_of(trace: Trace, *, alone: bool = False) -> dict[int, Log]:
+    """Rank to what it has called and where it has waited; ``alone``: of one rank, the others are not asked for."""
     events = trace.events
-    _checked(trace, events)
+    _checked(trace, events, alone)
     broken = any(event.error is not None for event in events)  # then nobody's last call may be the last one
     found = {rank: Log(rank, cut=broken) for rank in trace.ranks}
     groups: dict[tuple[str, tuple[int, ...]], Group] = {}
@@ -70,14 +70,14 @@ def unproven_of(events: Iterable[TraceEvent]) -> list[str]:
     return list(dict.fromkeys((*asked, *timed)))
 
 
-def _checked(trace: Trace, events: Sequence[TraceEvent]) -> None:
+def _checked(trace: Trace, events: Sequence[TraceEvent], alone: bool) -> None:
     """Refuse what nothing can be said of."""
     if trace.is_open:
         fail(_WHERE, "the trace is open.", got=repr(trace), fix="leave its with block first")
     if any(not event.ranks for event in events):
         fail(_WHERE, "the trace is one of an older version, whose events do not say what they meet.", fix="trace again")
     lacking = sorted({rank for event in events for rank in event.ranks}.difference(trace.ranks))
-    if lacking:
+    if lacking and not alone:
         got = f"those of {ranks_said(trace.ranks)}"
         fix = "merge the traces of all ranks: mc.Trace.merge(...) of saved files, or of mc.gather_object(t, axis)"
         fail(_WHERE, f"the trace has no calls of {ranks_said(lacking)}, which others call with.", got=got, fix=fix)

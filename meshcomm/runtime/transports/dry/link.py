@@ -31,7 +31,7 @@ from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.transports import dtypes, exact
-from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, here
+from meshcomm.runtime.transports.dry.world import DryWorld, Message, here
 from meshcomm.runtime.transports.protocol import Defaults, Empty, Link
 
 _ALL, _RUNS, _SAID = -1, -1, -2
@@ -44,7 +44,7 @@ class DryPlace:
     in_process = False
 
     def __init__(self, world: DryWorld) -> None:
-        self._run = world
+        self._run, self.reads = world, world.reads
 
     def rank(self) -> int:
         """The rank that runs."""
@@ -58,11 +58,14 @@ class DryPlace:
         """Alike in the runs of all of its ranks."""
         kind = (*shape.items(), ranks)
         self._run.made[kind] += 1
-        return f"{dict(shape)} of {ranks[0]} to {ranks[-1]}, {self._run.made[kind]}"
+        name = f"{dict(shape)} of {ranks[0]} to {ranks[-1]}, {self._run.made[kind]}"
+        self.reads.made(name, shape, ranks)
+        return name
 
     def link(self, ranks: tuple[int, ...], timeout: timedelta | None, mesh: str, axis: tuple[str, ...]) -> Link:
         """One that counts."""
         made = DryLink(self._run, ranks, f"{mesh}: {','.join(axis)}", axis)
+        self.reads.linked(mesh, axis, made.name)
         self._run.linked(made)
         return cast(Link, made)
 
@@ -179,8 +182,8 @@ class DryLink(Defaults):
             return cast(Tensor, _result(x.new_empty(sum(recv)), x))
         number = self._count(0, 0, _RUNS)
         for to, run in zip(self.ranks, x.split(list(send)), strict=True):
-            self._run.posted[self.name, self._run.rank, to, _RUNS, number] = run
-        runs = [self._posted((self.name, src, self._run.rank, _RUNS, number)) if length else x[:0]
+            self._run.post((self.name, self._run.rank, to, _RUNS, number), run)
+        runs = [self._run.take((self.name, src, self._run.rank, _RUNS, number)) if length else x[:0]
                 for src, length in zip(self.ranks, recv, strict=True)]  # fmt: skip
         return cast(Tensor, _result(torch.cat(runs), x))
 
@@ -200,10 +203,12 @@ class DryLink(Defaults):
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """On ``dst`` as large as ``x``; the backend's copy is there on the others too, until it has been sent."""
         y = _like(x)
+        self._run.reads.note_index(self.name, dst)
         return cast("Tensor | None", _result(y if self.index == dst else None, y))
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """On ``dst`` n times as large."""
+        self._run.reads.note_index(self.name, dst)
         return cast("Tensor | None", _result(x.new_empty(self.size, *x.shape) if self.index == dst else None, x))
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
@@ -214,11 +219,11 @@ class DryLink(Defaults):
         """Bytes as they were posted; of all else only the shapes."""
         for x, dst, tag in posts:
             held = None if _torch.is_without_memory(x) else x.clone()
-            self._run.posted[self._message(self._run.rank, self.ranks[dst], tag)] = held
+            self._run.post(self._message(self._run.rank, self.ranks[dst], tag), held)
         got = []
         for src, shape, dtype, tag, device in wants:
             message = self._message(self.ranks[src], self._run.rank, tag)
-            held = self._posted(message) if dtype is torch.uint8 else None
+            held = self._run.take(message) if dtype is torch.uint8 else None
             got.append(torch.empty(shape, dtype=dtype, device=device) if held is None else held)
         return cast("list[Tensor]", _result(got, posts))
 
@@ -229,18 +234,13 @@ class DryLink(Defaults):
         self._numbers[key] += 1
         return self._numbers[key]
 
-    def _posted(self, message: Message) -> Any:
-        if message not in self._run.posted:
-            raise MissingError(message)
-        return self._run.posted[message]
-
     def _of_host(self, x: Tensor, src: int) -> Tensor:
         """What the rank of index ``src`` gives where this one gives ``x``; bytes are not those of this rank."""
         number = self._count(0, 0, _SAID)
-        self._run.posted[self.name, self._run.rank, _ALL, _SAID, number] = x.clone()
+        self._run.post((self.name, self._run.rank, _ALL, _SAID, number), x.clone())
         if src == self.index or (x.dtype is not torch.uint8 and here.source is None):
             return x
-        return cast(Tensor, self._posted((self.name, self.ranks[src], _ALL, _SAID, number)))
+        return cast(Tensor, self._run.take((self.name, self.ranks[src], _ALL, _SAID, number)))
 
     def barrier(self) -> object:
         """Everyone is here."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+from meshcomm.runtime.transports.dry.places import PlaceRead, PlaceReads
 
 Message = tuple[str, int, int, int, int]
 """Of which sequence of calls, from which rank, to which, its tag, and how many like it came before."""
@@ -22,6 +24,10 @@ class MissingError(Exception):
         self.message, self.src = message, message[1]
 
 
+Posted = dict[Message, tuple[Tensor | None, Mapping[PlaceRead, str]]]
+"""Bytes, and what the rank that posted them had read of its place by then."""
+
+
 class DryWorld:
     """The rank that runs, of how many, and what the runs of all of them have posted."""
 
@@ -29,17 +35,32 @@ class DryWorld:
         self,
         rank: int,
         size: int,
-        posted: dict[Message, Tensor | None] | None = None,
+        posted: Posted | None = None,
         suppose: Callable[..., None] = lambda *given: None,
     ) -> None:
         self.rank, self.size = rank, size
-        self.posted: dict[Message, Tensor | None] = {} if posted is None else posted
+        self.posted: Posted = {} if posted is None else posted
+        self.reads = PlaceReads(size)
+        """What this rank has read of its place."""
         self.suppose = suppose
         """``suppose(x, values, sure)``: x, which nobody knows, is what the caller says, or these values."""
         self.linked: Callable[[Any], None] = lambda link: None
         """Who is told of each link that is made."""
         self.made: Counter[Any] = Counter()
         """How many meshes like it were made before."""
+
+    def post(self, message: Message, x: Tensor | None) -> None:
+        """Bytes for another rank, or None where they are not known."""
+        self.posted[message] = x, dict(self.reads.found)
+
+    def take(self, message: Message) -> Tensor | None:
+        """What its sender has posted."""
+        if message not in self.posted:
+            raise MissingError(message)
+        x, theirs = self.posted[message]
+        if message[1] != self.rank:
+            self.reads.take_over(theirs, message[0])
+        return x
 
 
 class _Here(threading.local):
