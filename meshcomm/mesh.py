@@ -99,6 +99,14 @@ class Axis(Answers):
             self.mesh.reads.note(self.mesh.shape, axes_in(self.name), index)
         return self.own_index == index
 
+    def own_part(self, what: str) -> int:
+        """This rank's index, for a part of something whose size may depend on it and nothing else does; ``what``: which
+        size that is, in words.
+        """
+        if self.mesh.reads is not None:
+            self.mesh.reads.note_size(what)
+        return self.own_index
+
     def own_of(self, of_each: Sequence[T]) -> T:
         """What is this rank's of what there is for each index."""
         alike = self.mesh.reads is not None and all(each == of_each[0] for each in of_each)
@@ -122,7 +130,7 @@ class _ReadAxis(Axis):
     """One of a run in which somebody wants to know what a rank asks of its place."""
 
     @property
-    def index(self) -> int:  # type: ignore[override]
+    def index(self) -> int:
         """This rank's, which what it does next may depend on; ``own_index`` where that is not so."""
         assert self.mesh.reads is not None
         self.mesh.reads.note(self.mesh.shape, axes_in(self.name))

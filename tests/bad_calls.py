@@ -627,7 +627,7 @@ bad("Metrics.add_sum", "a count of text", lambda h: metrics().add_sum("loss", 1.
 for cause, args, said in ADDED:
     bad("Metrics.add", cause, lambda h, args=args: metrics().add(*args), rf"^meshcomm.Metrics.add: {said}")
 bad("prove_no_hang", "no trace", lambda h: mc.prove_no_hang(3), r"expected a trace or a function, got int")
-bad("prove_no_hang", "no mesh", lambda h: mc.prove_no_hang(print), r"a function needs a mesh to run on")
+bad("prove_no_hang", "no mesh", lambda h: mc.prove_no_hang(print), r"a mesh is a mapping of axis names to sizes")
 bad("prove_no_hang", "a size of 0", lambda h: mc.prove_no_hang(print, {"a": 0}), r"axis 'a' has size 0")
 bad("prove_no_hang", "a rank that is not there", lambda h: mc.prove_no_hang(print, {"a": 2}, [2]), r"rank 2 is not on the mesh")
 bad("prove_no_hang", "within a rank", lambda h: mc.prove_no_hang(print, {"a": 2}), r"it starts ranks of its own")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +15,12 @@ from fuzz_steps import Run
 from torch import Tensor, nn
 
 import meshcomm as mc
+from meshcomm.dry.run import Program
 from meshcomm.tools import prove
+from meshcomm.verifying.hangs.classes import Classes
 from meshcomm.verifying.hangs.log import Group, Issue, Log, Message
 from meshcomm.verifying.hangs.proof import judged
+from meshcomm.verifying.hangs.traced import logs_of
 
 SQUARE = {"dp": 2, "tp": 2}
 GROUPS = {
@@ -234,6 +239,91 @@ def test_one_of_many_ranks_calls_nothing() -> None:
             mc.barrier("dp")
 
     assert kinds(mc.prove_no_hang(main, {"dp": 65})) == ["unmatched"]
+
+
+# -------------------------------------------------------------------------------- ranks that stand for others
+
+
+def reading() -> None:
+    """What is read of a place in many ways, what comes of it at others, and groups and peers of all kinds."""
+    mesh, x = mc.current_mesh(), ones()
+    place = mesh.coordinate["pp"]
+    if place:
+        mc.recv("pp", place - 1, shape=(4,), dtype=torch.float32)
+    if place < 2:
+        mc.send(x, "pp", place + 1)
+    if mc.reduce(x, "tp", dst=1) is not None:
+        mc.all_reduce(x, ("dp", "pp"))
+    told = mc.broadcast_object(mesh.coordinate["tp"] if mc.is_main("dp") else None, "dp")
+    for _ in range(told):
+        mc.barrier("dp")
+    finer = mesh.split("dp", a=2, b=2)
+    mc.all_reduce(ones().requires_grad_(), ("b", "tp"), mesh=finer).sum().backward()
+    mc.shift(x, "dp"), mc.all_to_all(torch.ones(4, 2), "dp", 0, 0), mc.scan(x, "pp")
+
+
+def alone() -> None:
+    half = mc.make_mesh({"half": 6}, ranks=range(6))
+    if mc.current_mesh().rank < 6:
+        mc.barrier("half", mesh=half)
+
+
+def by_main() -> None:
+    for _ in range(mc.is_main() + 2 * mc.is_main("dp")):
+        mc.barrier("tp")
+
+
+@pytest.mark.parametrize(
+    ("program", "runs"), [(reading, 12), (alone, 24), (by_main, 3), (lambda: mc.shift(ones(), "dp"), 1)]
+)
+def test_who_takes_the_log_of_another_would_have_had_the_same(program: Callable[[], object], runs: int) -> None:
+    shape = {"dp": 4, "pp": 3, "tp": 2}
+    dry, classes = Program(program, shape, {}, None), Classes(shape)
+    for rank in range(24):
+        done, twin = dry.run(rank), classes.twin(rank)
+        mine = logs_of(done.trace, alone=True).get(rank, Log(rank))
+        if twin is None:
+            classes.add(rank, mine, done.places)
+        else:
+            assert classes.log(rank, twin) == mine
+    assert len(classes.ran) == runs
+
+
+@pytest.mark.parametrize(
+    "look",
+    [dict, str, list, lambda c: {**c}, lambda c: c.copy(), lambda c: [*c.values()], lambda c: {} | c, lambda c: c == {}, lambda c: copy.deepcopy(c),
+     lambda c: json.dumps(c), lambda c: max(c.items())],
+)  # fmt: skip
+def test_all_of_a_coordinate_is_read_in_any_way(look: Callable[[dict[str, int]], object]) -> None:
+    def main() -> None:
+        look(mc.current_mesh().coordinate)
+
+    done = Program(main, SQUARE, {}, None).run(3)
+    assert [str(read) for read in done.places.found] == ([] if look is list else ["dp", "tp"])  # names alone
+
+
+def test_a_coordinate_that_is_missing_is_named() -> None:
+    def main() -> None:
+        axis = mc.current_mesh().coordinate["tp"]
+        mc.all_reduce(ones(), "dp", "max" if axis else "sum")
+
+    with pytest.raises(
+        mc.MeshError,
+        match=r"rank 1 is equal to none of ranks=0 in tp = 1, which is read at test_hangs\.py:\d+\.[\s\S]*\[0, 1\]",
+    ):
+        mc.prove_no_hang(main, {"dp": 4, "tp": 2}, ranks=[0])
+    assert mc.prove_no_hang(main, {"dp": 4, "tp": 2}, ranks=[0, 1]).ok
+
+
+def test_ranks_that_did_not_run_are_in_the_findings() -> None:
+    def main() -> None:
+        if mc.current_mesh().coordinate["dp"] == 1:
+            mc.all_reduce(ones(), "tp")
+        mc.send(ones(), "dp", 0) if mc.current_mesh().coordinate["dp"] == 2 else None
+
+    proof = mc.prove_no_hang(main, {"dp": 3, "tp": 400}, ranks=[0, 400, 800])
+    assert kinds(proof) == ["unmatched"]
+    assert "rank 800 send" in proof.findings[0].text
 
 
 # --------------------------------------------------------------------------------------------------- the library itself

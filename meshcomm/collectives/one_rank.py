@@ -278,10 +278,10 @@ def _scatter_problem(x: Tensor | None, axis: Axis, src: int, dim: int, like: Ten
     try:
         if like is not None:
             check.tensor("scatter", like, axis, "like")
-        if axis.index != src:
+        if not axis.is_at(src):
             if x is not None:
                 check.explain(
-                    "scatter", f"index {axis.index} gives a tensor, but src is {src}.", axis, fix="pass None there"
+                    "scatter", f"index {axis.own_index} gives a tensor, but src is {src}.", axis, fix="pass None there"
                 )
             return None
         if x is None:
@@ -314,10 +314,10 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, how: bool 
     values += [0] * (_MOST_DIMS + 3 - len(values))
     told = made(SCATTER, (src,), axis, None, how, lambda link: link.agree(values, src))
     [(code, elsewhere, ndim, *lengths)] = told
-    if axis.index == src and x is not None:
+    if axis.is_at(src) and x is not None:
         return x.new_empty(slice_shape(x.shape, dim % x.ndim, axis.size))
     if code == 0:
-        if axis.index != src:
+        if not axis.is_at(src):
             with held():
                 check.explain("scatter", f"src ({src}) has nothing to scatter; its own error says why.", axis)
         return torch.empty(0)

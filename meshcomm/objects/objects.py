@@ -82,7 +82,7 @@ def broadcast_object(obj: T, axis: AxisName, src: int = 0, *, mesh: Mesh | None 
     ax = check.axis_of("broadcast_object", axis, mesh)
     courier = Courier("broadcast_object", ax, src=src)
     courier.index(src, "src")
-    data, problem = packed(lambda: pack(obj)) if ax.index == src else (None, None)
+    data, problem = packed(lambda: pack(obj)) if ax.is_at(src) else (None, None)
     found: T = unpacked(courier, [courier.broadcast(data, src, problem)])[0]
     return found
 

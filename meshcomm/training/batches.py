@@ -133,7 +133,8 @@ class MeshBatchSampler(Sampler[list[int]]):
             rows = order[number * self.batch : (number + 1) * self.batch]
             if self.last == "wrap" and len(rows) < self.batch:
                 rows = torch.cat([rows, order.repeat(-(-self.batch // self.size))[: self.batch - len(rows)]])
-            index = axis.own_index if len(rows) % axis.size == 0 else axis.index  # else how many there are depends on it
+            even = len(rows) % axis.size == 0
+            index = axis.own_part("which rows of a batch a rank has") if even else axis.index
             begin, end = (at * len(rows) // axis.size for at in (index, index + 1))
             return rows[begin:end].tolist()
 

@@ -31,7 +31,7 @@ def _known(value: T | None, where: str) -> T:
 
 
 def _differs(what: str, at: int | None = None, *, alone: bool = True) -> None:
-    """A number that is another one on each rank is read, or whether it is ``at``; not ``alone``: an axis will say so."""
+    """A number that differs between ranks is read, or whether it is ``at``; not ``alone``: an axis will say so."""
     if watch.here.watcher is not None:
         watch.here.watcher.host_value(what)
     if alone and (dry := dry_world()) is not None:

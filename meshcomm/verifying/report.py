@@ -1,15 +1,18 @@
-"""What a proof found, as a person reads it."""
+"""What a report or a proof found, as a person reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from meshcomm.errors import VerifyError, raise_alone
+from typing_extensions import Self
+
+from meshcomm.errors import HangError, VerifyError, raise_alone
 from meshcomm.pictures.judged import Verdict, judged
 from meshcomm.pictures.picture import Picture, Shown
 
-__all__ = ["Finding", "Report", "labelled"]
+__all__ = ["Finding", "Found", "Report"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,41 @@ class Finding:
         return self.text
 
 
+class Found:
+    """What a :class:`Report` and a :class:`Proof` have in common."""
+
+    findings: Sequence[Finding]
+    _raised: ClassVar[type[VerifyError | HangError]]
+    """What :meth:`check` raises."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found. Notes, and what is unproven, are no findings."""
+        return not self.findings
+
+    def check(self) -> Self:
+        """This one, if nothing was found.
+
+        Cost: none; each rank judges its own.
+
+        Raises:
+            VerifyError: of a report, with the whole report as its text.
+            HangError: of a proof, with the whole proof.
+        """
+        if not self.ok:
+            raise_alone(self._raised(str(self)))
+        return self
+
+    def written(self, nothing: str, **lines: Sequence[str]) -> str:
+        """The findings, or that there is ``nothing``; then lines, each behind its label, those that go on as far in."""
+        told = [finding.text for finding in self.findings] or [nothing]
+        for label, each in lines.items():
+            told += [f"  {label}: " + line.replace("\n", "\n  " + " " * (len(label) + 2)) for line in each]
+        return "\n".join(told)
+
+
 @dataclass(frozen=True)
-class Report(Shown):
+class Report(Found, Shown):
     """What :func:`verify` and :func:`verify_training` found.
 
     ``print(report)`` shows all of it: the findings, what was run, the notes; notebooks draw it, and
@@ -62,23 +98,7 @@ class Report(Shown):
     findings: Sequence[Finding] = ()
     notes: Sequence[str] = ()
     ran: Sequence[str] = field(default=(), repr=False)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found. Notes are no findings."""
-        return not self.findings
-
-    def check(self) -> Report:
-        """This report, if nothing was found.
-
-        Cost: none; each rank judges its own report.
-
-        Raises:
-            VerifyError: with the whole report as its text.
-        """
-        if not self.ok:
-            raise_alone(VerifyError(str(self)))
-        return self
+    _raised = VerifyError
 
     def picture(self) -> Picture:
         """Of it, as notebooks show it: ``.save("report.html")`` writes a file."""
@@ -90,10 +110,4 @@ class Report(Shown):
         return judged(title, str(self), rows)
 
     def __str__(self) -> str:
-        head = [finding.text for finding in self.findings] or [f"meshcomm.{self.name}: nothing wrong was found."]
-        return "\n".join((*head, *labelled("ran", self.ran), *labelled("note", self.notes)))
-
-
-def labelled(label: str, lines: Sequence[str]) -> list[str]:
-    """Lines behind a word, those that go on as far in."""
-    return [f"  {label}: " + line.replace("\n", "\n  " + " " * (len(label) + 2)) for line in lines]
+        return self.written(f"meshcomm.{self.name}: nothing wrong was found.", ran=self.ran, note=self.notes)

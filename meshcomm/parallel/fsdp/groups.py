@@ -89,7 +89,7 @@ class Group:
         """``unit``: whose parameters they are, in the words of all ranks; ``policy``: the owner's by default."""
         self.owner, self.slots, self.layout, self.unit = owner, slots, layout, unit
         self.policy = policy or owner.policy
-        self.index = self.policy.axis.own_index
+        self.index = self.policy.axis.own_part("how many elements of a parameter a rank keeps")
         self.row = layout.row(self.index)
         self.kept: tuple[Tensor, list[int]] | None = None
         """Gradients that were not reduced, and which parameters had any."""

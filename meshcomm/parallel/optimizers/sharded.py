@@ -135,7 +135,7 @@ class _Steps:
         if any(group.get("differentiable") for group in optimizer.param_groups):
             fail(WHERE, "differentiable=True: a step of parts has no derivative.", fix="the optimizer as it is")
         self._kind = type(optimizer).__name__
-        self.shares = Shares(axis.index, axis.size, cut, self._refuse)
+        self.shares = Shares(axis.own_part("how many elements of a state a rank keeps"), axis.size, cut, self._refuse)
         self._agreed: tuple[int, ...] = ()
         """The parameters of which all ranks have said that they have the same."""
         self._steps = 0
@@ -224,7 +224,7 @@ class _Steps:
             flat = torch.cat(mine) if mine else params[0].new_empty(0)
             found = all_gather_invariant(flat, self._name, sizes=sizes, mesh=self.mesh)
             pieces = found.split([last - first for of_rank in zip(*ranges, strict=True) for first, last in of_rank])
-        here = self.axis.index
+        here = self.axis.own_index
         for at, p in enumerate(params):
             found_of = pieces[at :: len(params)]
             if p.is_contiguous():

@@ -162,7 +162,7 @@ def tensor_parallel(
     setattr(module, HERE, state)
     state.see_anywhere()
     params = dict(module.named_parameters(remove_duplicate=False))
-    know(module, ax.mesh, {id(params[path]): Part(path, WHERE, ax.mesh, ax.name, ax.index, how)
+    know(module, ax.mesh, {id(params[path]): Part(path, WHERE, ax.mesh, ax.name, ax.own_index, how)
                            for path, how in state.cuts.items()})  # fmt: skip
     cut, along = {id(params[path]) for path in state.cuts}, axes_in(ax.name)
     for p in params.values():

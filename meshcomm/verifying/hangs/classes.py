@@ -1,4 +1,4 @@
-"""The logs of ranks that did not run: each is that of one that did, and is equal to it in all that it read of its place.
+"""The logs of ranks that did not run: those of ranks that did, and are equal to them in all that they read of a place.
 
 ::
 
@@ -68,9 +68,8 @@ class Classes:
             shape, axes = reads.groups[group.name.partition(", barriers")[0]]
             coordinate = {name: PlaceRead(shape, (name,)).of(rank) for name, _ in shape}
             ranks = ranks_along(dict(shape), self._everyone, axes, coordinate)
-            first = self._groups.get((group.name, ranks[0]))
-            found = first if first is not None else Group(group.name, ranks, group.axis)
-            self._groups[group.name, ranks[0]] = self._groups[group.name, rank] = found
+            found = Group(group.name, ranks, group.axis)
+            self._groups |= {(group.name, each): found for each in ranks}
         return found
 
     # --------------------------------------------------------------------------------------------- who is missing
@@ -83,7 +82,9 @@ class Classes:
         read = apart[nearest][0]
         line = self.ran[nearest][1].found[read]
         value = read.of(rank)
-        place = f"{read} = {value}" if read.at is None else f"{read}, which holds for {'it' if value else 'none of these'}"
+        place = (
+            f"{read} = {value}" if read.at is None else f"{read}, which holds for {'it' if value else 'none of these'}"
+        )
         what = f"rank {rank} is equal to none of ranks={few(list(self.ran))} in {place}, which is read at {line}."
         needed = list(self._needed(rank))
         fix = f"ranks={needed if len(needed) <= 64 else few(needed)}, one for each way; or None, which finds them"

@@ -18,6 +18,9 @@ class Group(NamedTuple):
     axis: str
     """In words: ``dp``."""
 
+    def __hash__(self) -> int:  # there may be thousands of ranks
+        return hash((self.name, self.ranks[0]))
+
 
 class Message(NamedTuple):
     """One message, as one of its two sides sees it."""

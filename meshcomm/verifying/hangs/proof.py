@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshcomm.errors import HangError, raise_alone
+from meshcomm.errors import HangError
 from meshcomm.verifying.hangs.agree import meetings_of
 from meshcomm.verifying.hangs.log import Log
 from meshcomm.verifying.hangs.paper import WAITING, findings_of
-from meshcomm.verifying.report import Finding, labelled
+from meshcomm.verifying.report import Finding, Found
 
 __all__ = ["Proof", "judged"]
 
@@ -25,7 +25,7 @@ _MESSAGES = (
 
 
 @dataclass(frozen=True)
-class Proof:
+class Proof(Found):
     """What :func:`prove_no_hang` found.
 
     ``print(proof)`` shows all of it: the findings, what was judged, what it does not cover.
@@ -50,28 +50,11 @@ class Proof:
     unproven: Sequence[str] = ()
     ran: Sequence[str] = field(default=(), repr=False)
     notes: Sequence[str] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found. What is unproven is no finding."""
-        return not self.findings
-
-    def check(self) -> Proof:
-        """This proof, if nothing was found.
-
-        Cost: none; each rank judges its own proof.
-
-        Raises:
-            HangError: with the whole proof as its text.
-        """
-        if not self.ok:
-            raise_alone(HangError(str(self)))
-        return self
+    _raised = HangError
 
     def __str__(self) -> str:
-        head = [finding.text for finding in self.findings] or ["meshcomm.prove_no_hang: nothing hangs."]
-        rest = ("ran", self.ran), ("unproven", self.unproven), ("note", self.notes)
-        return "\n".join((*head, *(line for label, lines in rest for line in labelled(label, lines))))
+        nothing = "meshcomm.prove_no_hang: nothing hangs."
+        return self.written(nothing, ran=self.ran, unproven=self.unproven, note=self.notes)
 
 
 def judged(logs: Mapping[int, Log], unproven: Sequence[str] = (), ran: Sequence[str] = ()) -> Proof:

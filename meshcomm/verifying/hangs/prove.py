@@ -62,10 +62,11 @@ def prove_no_hang(
         program: a function of no arguments, the program of one rank, which finds its mesh as the current one; or a
             closed trace of all ranks: :meth:`Trace.merge` makes one of those of several processes.
         mesh: of the function: axis to size, or a mesh, of which sizes and names are taken. Its ranks run in this
-            process until they end or nobody can go on; where they are more than 64 each of them is run alone, as
-            :func:`dry_run` does it, with zeros for values that are read.
-        ranks: those that you would have judged, when None all of them. All ranks of the mesh are run and judged in any
-            case, which says at least as much and saves nothing: a list is only checked.
+            process until they end or nobody can go on; where they are more than 64, or ``ranks`` are listed, some run
+            alone, as :func:`dry_run` does it, with zeros for values that are read, and stand for those that are equal
+            to them in all that they read of their place (``mesh.coordinate["tp"]``, :func:`axis_index`, ``mesh.rank``,
+            :func:`is_main`; what a collective does by itself reads nothing, and each rank has groups of its own).
+        ranks: those that run, all ranks are judged; when None as many as are needed.
 
     Returns: a :class:`Proof`: ``ok``, ``findings`` of kind "mismatch", "unmatched", "deadlock", "order", ``unproven``;
         ``check()`` raises :class:`HangError`.
@@ -75,8 +76,9 @@ def prove_no_hang(
 
     Raises:
         MeshError: neither a function nor a trace; a mesh without a function or the other way round; sizes that are
-            none, ranks that are not on the mesh; called on a rank, or under a launcher; a trace that is open, lacks
-            ranks, or of which compiled graphs are not known.
+            none, ranks that are not on the mesh, or none among them that is equal to another rank in what it read;
+            called on a rank, or under a launcher; a trace that is open, lacks ranks, or of which compiled graphs are
+            not known.
         Exception: what the program itself raises.
 
     Example:
@@ -161,12 +163,14 @@ def _of_dry(
                 if ranks is not None and rank not in ranks:
                     classes.refuse(_WHERE, rank)
                 done = program.run(rank)
-                classes.add(rank, logs_of(done.trace, alone=True)[rank], done.places)
+                classes.add(rank, logs_of(done.trace, alone=True).get(rank, Log(rank)), done.places)
                 unproven += [f"a value at {read.line}" for read in done.values.reads]
                 unproven += unproven_of(done.trace.events)
                 twin = rank
             if rank not in logs:
                 logs[rank] = classes.log(rank, twin)
+    if len(classes.ran) < program.size:
+        unproven += [what for _, reads in classes.ran.values() for what in reads.sizes]
     logs = {rank: logs[rank] for rank in range(program.size)}
     calls = sum(len(log.issues) for log in logs.values())
     ran = [f"{program.size} ranks of {shape}, dry, {calls} calls"]

@@ -185,7 +185,7 @@ class DryLink(Defaults):
             self._run.post((self.name, self._run.rank, to, _RUNS, number), run)
         runs = [self._run.take((self.name, src, self._run.rank, _RUNS, number)) if length else x[:0]
                 for src, length in zip(self.ranks, recv, strict=True)]  # fmt: skip
-        return cast(Tensor, _result(torch.cat(runs), x))
+        return cast(Tensor, _result(torch.cat(cast("list[Tensor]", runs)), x))
 
     def swap_flat(self, x: Tensor) -> Any:
         """As many as are given."""

@@ -61,6 +61,8 @@ class PlaceReads:
         self.size = size
         self.found: dict[PlaceRead, str] = {}
         """And at which line first."""
+        self.sizes: dict[str, None] = {}
+        """Sizes of this rank's parts, which may be other ones elsewhere, and where they were made."""
         self.groups: dict[str, tuple[Shape, tuple[str, ...]]] = {}
         """The name of a sequence of calls, to the mesh and the axes that it is over."""
         self._meshes: dict[str, Shape] = {}
@@ -74,6 +76,10 @@ class PlaceReads:
     def note_rank(self, at: int | None = None) -> None:
         """The rank is read, or whether it is ``at``."""
         self._note(PlaceRead(((_WORLD, self.size),), (_WORLD,), at))
+
+    def note_size(self, what: str) -> None:
+        """A part of this rank's is made, whose size may depend on its place."""
+        self.sizes[f"{what} at {call_site()}"] = None
 
     def _note(self, read: PlaceRead) -> None:
         if read not in self.found:
@@ -124,7 +130,7 @@ class ReadCoordinate(dict[str, int]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  # it is what asks
 
     def __iter__(self) -> Iterator[str]:  # or dict(this) would not ask
         return super().__iter__()
@@ -132,12 +138,12 @@ class ReadCoordinate(dict[str, int]):
     def items(self) -> ItemsView[str, int]:  # type: ignore[override]
         """As of a dict."""
         self._all()
-        return super().items()  # type: ignore[return-value]
+        return super().items()
 
     def values(self) -> ValuesView[int]:  # type: ignore[override]
         """As of a dict."""
         self._all()
-        return super().values()  # type: ignore[return-value]
+        return super().values()
 
     def copy(self) -> dict[str, int]:
         """As of a dict."""
@@ -150,7 +156,7 @@ class ReadCoordinate(dict[str, int]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
