@@ -83,3 +83,71 @@ def _processes_of(space: str) -> Iterator[str]:
         with contextlib.suppress(OSError):
             if os.readlink(path / "ns/pid") == space:
                 yield path.name
+
+
+# ------------------------------------------------------------------------------------------------------------ launchers
+
+PROGRAM = """
+import os, socket, sys, torch, meshcomm as mc
+mc.init(timeout=60)
+mesh = mc.make_mesh({"all": -1})
+total = mc.all_reduce(torch.tensor(mesh.rank + 1.0), "all", mesh=mesh)
+mc.make_mesh({"dp": -1, "tp": 2}).rank  # axes within a host and between hosts
+print(f"met: {mesh.rank} of {mesh.size} on {socket.gethostname()}, {total.item():g}, {os.environ.get('GLOO_SOCKET_IFNAME')}\\n", end="", flush=True)
+"""
+
+
+def met(started: list[subprocess.Popen[str]], interface: str, ranks: int = 4, timeout: float = 200) -> None:
+    """All ranks are there, each half of them on a host, and have found this interface."""
+    texts = [each.communicate(timeout=timeout)[0] for each in started]
+    assert [each.returncode for each in started] == [0] * len(started), "\n".join(texts)
+    found = sorted(line for text in texts for line in text.splitlines() if line.startswith("met: "))
+    total = ranks * (ranks + 1) // 2
+    expected = [f"met: {r} of {ranks} on node{2 * r // ranks}, {total}, {interface}" for r in range(ranks)]
+    assert found == expected, "\n".join(texts)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def test_torchrun_as_installed(program: str) -> None:
+    with Hosts(2) as hosts:
+        met(hosts.torchrun(2, program), "eth0")
+
+
+def test_the_way_to_the_master_is_found(program: str) -> None:
+    with Hosts(2, networks=2) as hosts:
+        met(hosts.plain(1, program, to=hosts[0].addresses[3]), "eth1", ranks=2)  # IPv6 of the second network
+    with Hosts(2, ipv4=False) as hosts:
+        met(hosts.plain(1, program, to="node0"), "eth0", ranks=2)
+
+
+def test_hosts_that_do_not_reach_each_other(program: str) -> None:
+    """They meet by one network; over the other one, which is to be used, nobody answers."""
+    with Hosts(2, networks=2) as hosts:
+        hosts[1].unplug(1)
+        began = time.monotonic()
+        started = hosts.plain(2, program, GLOO_SOCKET_IFNAME="eth1")
+        texts = [each.communicate(timeout=120)[0] for each in started]
+        assert time.monotonic() - began < 60
+        assert all(each.returncode == 1 for each in started)
+        sides = [f"ranks 0, 1 (node0, {hosts[0].addresses[2]})", f"ranks 2, 3 (node1, {hosts[1].addresses[2]})"]
+        for text in texts:
+            assert f"{sides[0]} cannot reach {sides[1]}" in text or f"{sides[1]} cannot reach {sides[0]}" in text, text
+
+
+def test_the_doctor_tells_the_interfaces() -> None:
+    with Hosts(2) as hosts:
+        meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+        run = [sys.executable, "-m", "meshcomm"]
+        started = [host.start(*run, RANK=str(host.index), **meet) for host in hosts]
+        text = started[0].communicate(timeout=200)[0]
+        assert started[1].wait(60) == 0
+        four = [host.address for host in hosts]
+        assert f"network     rank 0 on node0 eth0 ({four[0]}): it leads to node1 (" in text, text
+        assert f"            rank 1 on node1 eth0 ({four[1]}): it leads to where the ranks meet\n" in text
+        assert "nothing serious is wrong" in text

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from meshcomm.collectives.exchange.permute import shift
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.one_rank import barrier
 from meshcomm.collectives.reduce import all_reduce, reduce_scatter
-from meshcomm.errors import CommError, MeshError
+from meshcomm.errors import CommError, MeshError, few
 from meshcomm.launch import launch
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
@@ -116,6 +116,8 @@ class Report:
     mesh: str
     trials: dict[str, list[Trial]]
     findings: list[Finding]
+    networks: list[str] = field(default_factory=list)
+    """Of a launch: the interface of each host."""
 
     @property
     def healthy(self) -> bool:
@@ -136,6 +138,8 @@ class Report:
         yield f"devices     {', '.join(facts.devices) or 'the CPU alone'}"
         yield f"launcher    {_launcher_line(facts)}"
         yield f"mesh        make_mesh({{'dp': -1}}) gives {self.mesh}"
+        for at, line in enumerate(self.networks or filter(None, [facts.network])):
+            yield f"{'' if at else 'network':11s} {line}"
         if facts.variables:
             yield f"variables   {' '.join(f'{name}={value}' for name, value in facts.variables.items())}"
         for where, found in self.trials.items():
@@ -200,11 +204,13 @@ def together(timeout: float, sizes: Sequence[int] = _SIZES) -> tuple[Report, boo
     facts = look()
     found: list[Finding] = findings(facts)
     tried: dict[str, list[Trial]] = {}
+    every: list[Facts] = []
     shown, speaks = "an error", True  # who has met nobody speaks for itself
     with _noted("init" if facts.launcher is None else f"rank {facts.launcher['rank']}", found):
         if world.current() is None:
             world.init(timeout=timeout)
         mesh = make_mesh({"dp": -1})
+        facts = look()  # with the interface that was found
         every = all_gather_object(facts, "dp", mesh=mesh)
         shown, speaks = repr(mesh), mesh.rank == 0
         found += differences(every) + _of_others(found, every)
@@ -212,7 +218,16 @@ def together(timeout: float, sizes: Sequence[int] = _SIZES) -> tuple[Report, boo
         done = _everyone(mesh, "dp", sizes)
         name = "in-process" if here is None else here.backend
         tried[f"{mesh.size} rank(s) on {name}, {time.perf_counter() - began:.1f} s in all"] = done
-    return Report(facts, shown, tried, found + _wrong_results(tried)), speaks
+    return Report(facts, shown, tried, found + _wrong_results(tried), _networks(every)), speaks
+
+
+def _networks(every: Sequence[Facts]) -> list[str]:
+    """A line for each host and interface."""
+    seen: dict[str, list[int]] = {}
+    for rank, facts in enumerate(every):
+        if facts.network:
+            seen.setdefault(f"on {facts.host} {facts.network}", []).append(rank)
+    return [f"rank {few(ranks)} {line}" for line, ranks in seen.items()]
 
 
 def _of_others(mine: list[Finding], every: Sequence[Facts]) -> list[Finding]:

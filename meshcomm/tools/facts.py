@@ -16,7 +16,7 @@ import torch
 from meshcomm import _versions
 from meshcomm.errors import MeshError, few
 from meshcomm.runtime.process import neighbours
-from meshcomm.runtime.start import devices
+from meshcomm.runtime.start import devices, network, world
 from meshcomm.runtime.start.launchers import Launcher, detect
 
 _SWITCH = neighbours.SWITCH
@@ -24,7 +24,7 @@ _SHOWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
-    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", _SWITCH,
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", _SWITCH,
     _versions.WITHOUT,
 )  # fmt: skip
 _VERSIONS = ("meshcomm", "torch", "python", "nccl", "backends", "backend")
@@ -63,6 +63,8 @@ class Facts:
     interfaces: list[str]
     resolves: bool | None
     """Whether MASTER_ADDR has an address; None where there is none."""
+    network: str = ""
+    """The interface of gloo's, its address, and why it is this one."""
     variables: dict[str, str] = field(default_factory=dict)
     lacking: dict[str, str] = field(default_factory=dict)
     """Private names of torch that are not there, and what that costs."""
@@ -88,7 +90,7 @@ def look(environ: Mapping[str, str] | None = None) -> Facts:
         found = detect(variables)
     except MeshError as wrong:
         error = str(wrong)
-    kind = None
+    kind, master = None, variables.get("MASTER_ADDR") or (None if found is None else found.master_addr)
     if torch.accelerator.is_available():
         current = torch.accelerator.current_accelerator()
         kind = None if current is None else current.type
@@ -107,8 +109,13 @@ def look(environ: Mapping[str, str] | None = None) -> Facts:
         launcher=None if found is None else found._asdict(),
         launcher_error=error,
         interfaces=_interfaces(),
-        resolves=_resolves(variables.get("MASTER_ADDR") or (found.master_addr if found is not None else None)),
-        variables={name: variables[name] for name in _SHOWN if name in variables},
+        resolves=_resolves(master),
+        network="" if found is None else network.told(variables, master, found.one_node, world.interface()),
+        variables={
+            name: variables[name]
+            for name in _SHOWN
+            if name in variables and not (name == network.GLOO and world.interface())
+        },
         lacking=dict(_versions.lacking),
         untested=_versions.untested(),
     )
@@ -195,7 +202,7 @@ def _accelerators(facts: Facts) -> Iterator[Finding]:
 
 def _network(facts: Facts) -> Iterator[Finding]:
     """Interfaces that are named and are not here. NCCL takes beginnings of names, = for whole ones, ^ for not these."""
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = facts.variables.get(variable, "")
         if not value or value.startswith("^") or not facts.interfaces:
             continue

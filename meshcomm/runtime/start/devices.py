@@ -103,6 +103,11 @@ def types_of(config: str) -> list[str]:
     return [kind for kind, backend in pairs if kind != "cpu" and backend != _CPU_BACKEND]
 
 
+def has_gloo(config: str) -> bool:
+    """Whether gloo is among the backends of this configuration."""
+    return any(part.rpartition(":")[2].strip() == _CPU_BACKEND for part in config.split(","))
+
+
 def place(cards: list[Card], rank: int, device_type: str) -> Place:
     """This rank's place, from all ranks' cards. Raises on all of them alike when two would share an accelerator."""
     nodes = list(dict.fromkeys(card.host for card in cards))

@@ -25,7 +25,9 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from meshcomm.errors import CommError, fail
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.process import exits, table
+from meshcomm.runtime.start import network
 from meshcomm.runtime.start.launchers import LOOPBACK, VARIABLES, Launcher
+from meshcomm.runtime.start.network import Seat
 from meshcomm.runtime.start.request import Request, host_port
 
 T = TypeVar("T")
@@ -40,6 +42,10 @@ _SLACK = 2.0
 """Seconds beyond a time-out that a store may take to keep it by itself."""
 _HEARING = 1.0
 """The most seconds that rank 0 stays for others to hear of a failure."""
+_NO_WAY = (
+    "check cables and firewalls between these hosts; if they have another network between them, name its interface in "
+    f"{network.GLOO} on each (`python -m meshcomm` tells which one is taken)"
+)
 _FIRST_ONE = "look at the messages of that process: it failed first"
 
 # A store outlives shutdown(), so that an init() that follows cannot reach the dying server of the one before.
@@ -191,7 +197,8 @@ def _reached(host: str, port: int, timeout: timedelta) -> TCPStore:
     except RuntimeError as error:
         what = f"no answer from rank 0's store at {host}:{port} within {timeout.total_seconds():g} s."
         fix = "start all ranks; check MASTER_ADDR and MASTER_PORT, the firewall, and rank 0's own messages"
-        fail("init", what, got=_first_line(error), fix=fix, kind=CommError)
+        got = network.no_way(host, port) or _first_line(error)
+        fail("init", what, got=f"{got}; asked from {network.here(host)}", fix=fix, kind=CommError)
 
 
 def _client(host: str, port: int, timeout: timedelta) -> TCPStore:
@@ -359,6 +366,32 @@ def agreed(here: Store, rank: int, size: int, mine: bool, timeout: timedelta) ->
     return _await(here, "ready", rank, size, timeout, say) == "ok"
 
 
+def reached(here: Store, rank: int, seats: Sequence[Seat], interface: str | None, timeout: timedelta) -> None:
+    """CommError on all ranks where the hosts do not reach each other, as gloo will: which ranks, and at which address.
+    Nothing where there is one host.
+    """
+    if len(network.first_ranks(seats)) == 1:
+        return
+    address, doors = network.bound(interface), list[network.Door | None]()
+    seconds = min(timeout.total_seconds(), network.PATIENCE)
+
+    def say() -> None:
+        door, whom = network.misses(here, seats, rank, address, seconds)
+        doors.append(door)
+        if whom:
+            what = f"{network.who(seats, rank, address)} cannot reach {whom}."
+            here.compare_set("reached", "", f"!{what}\n\n{_NO_WAY}")
+        here.set(f"reached/{rank}", "1")
+        if here.add("reached/came", 1) == len(seats):
+            here.compare_set("reached", "", "ok")
+
+    try:
+        _await(here, "reached", rank, len(seats), timeout, say)
+    finally:
+        for door in filter(None, doors):
+            door.close()
+
+
 def _await(here: Store, key: str, rank: int, size: int, timeout: timedelta, first: Callable[[], object] = bool) -> str:
     """The verdict, which the last one to come gives, or the first one who gives up: then for all who wait."""
 
@@ -375,7 +408,7 @@ def _await(here: Store, key: str, rank: int, size: int, timeout: timedelta, firs
         fail("init", f"{verdict[1:]}.", fix="give each process its own rank and the same world size")
     if verdict.startswith("!"):
         what, whom, fix = verdict[1:].split("\n")
-        fail("init", what, got=f"rank {rank} waits for {whom}", fix=fix, kind=CommError)
+        fail("init", what, got=f"rank {rank} waits for {whom}" if whom else "", fix=fix, kind=CommError)
     return verdict
 
 

@@ -28,13 +28,12 @@ from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process import exits, forks
 from meshcomm.runtime.process.neighbours import Address, Neighbours
-from meshcomm.runtime.start import devices, rendezvous
+from meshcomm.runtime.start import devices, network, rendezvous
 from meshcomm.runtime.start.launchers import Launcher, choice, detect
 from meshcomm.runtime.start.membership import ProcessWorld, adopted, all_under_guard, whole_group
-from meshcomm.runtime.start.request import Request, duration, guard_wanted
+from meshcomm.runtime.start.request import Request, duration, guard_wanted, host_port
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-_LOOPBACK_NAMES = {"linux": "lo", "darwin": "lo0"}
 
 
 @dataclass(eq=False, repr=False, match_args=False)  # what is not made takes no time at import
@@ -48,6 +47,7 @@ class _State:
     solo: bool = False
     excepthook: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     set_variables: list[str] = field(default_factory=list)
+    interface: network.Choice | None = None
 
 
 _lock = threading.RLock()
@@ -222,7 +222,8 @@ def _begin(request: Request) -> None:
         here, one_node = adopted(request)
         exits.watch(peers.leave, _run_callbacks, _end_group, peers.let_go_first)
         _state = _State(request, None, here, weakref.ref(whole_group()))
-        _use_loopback(_state, one_node)  # for the groups that are made of it here
+        if one_node:
+            _use_loopback(_state)  # for the groups that are made of it here
         return
     request = _as_launched(request)
     found = detect(os.environ, request.launcher) if request.rank is None else None
@@ -276,14 +277,18 @@ def _start(who: Launcher, request: Request) -> None:
         else:
             store = meeting.enter_context(rendezvous.meeting_place(who, request, timeout))
             card = devices.Card.mine(who.local_rank, device_type)
-            mine = json.dumps([card, Address.mine().write(), os.urandom(8).hex(), guard])
+            seat = network.Seat.mine(card.host, _master(who, request))
+            mine = json.dumps([card, Address.mine().write(), os.urandom(8).hex(), guard, seat])
             here, told = rendezvous.join(store, who.rank, who.world_size, mine, timeout)
-            cards, addresses, tokens, guards = zip(*map(json.loads, told), strict=True)
+            cards, addresses, tokens, guards, seats = zip(*map(json.loads, told), strict=True)
             all_under_guard(guards)
             place = devices.place([devices.Card(*card) for card in cards], who.rank, device_type)
             if place.device.type != "cpu":
                 torch.accelerator.set_device_index(place.device.index)
-            _use_loopback(state, place.local_world_size == who.world_size)
+            if devices.has_gloo(backend):
+                seated = [network.Seat.read(each) for each in seats]
+                _listen_at(state, network.choose(seat, seated, os.environ))
+                rendezvous.reached(here, who.rank, seated, os.environ.get(network.GLOO), timeout)
             _make_group(state, backend, who, timeout, here, place.device)
             near = Neighbours(tokens[0], tuple(map(Address.read, addresses)))
             if rendezvous.agreed(here, who.rank, who.world_size, near.are_seen(who.rank), timeout):
@@ -292,6 +297,15 @@ def _start(who: Launcher, request: Request) -> None:
         who.rank, who.world_size, *place, backend, timeout, adopted=False, guard=guard, neighbours=neighbours
     )
     _state = state
+
+
+def _master(who: Launcher, request: Request) -> str | None:
+    """The host where the ranks meet, as far as it is known."""
+    if request.store is not None:
+        return network.master_of(request.store)
+    if request.init_method is not None:
+        return host_port(request.init_method)[0] if request.init_method.startswith("tcp://") else None
+    return who.master_addr
 
 
 @contextlib.contextmanager
@@ -340,12 +354,23 @@ def _make_group(
     exits.watch(peers.leave, _run_callbacks, _end_group, peers.let_go_first)
 
 
-def _use_loopback(state: _State, one_node: bool) -> None:
-    """On one machine gloo need not offer its ports to the network, nor resolve the host's name."""
-    name = _LOOPBACK_NAMES.get(sys.platform)
-    if one_node and name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-        state.set_variables.append("GLOO_SOCKET_IFNAME")
+def _listen_at(state: _State, chosen: network.Choice | None) -> None:
+    """What gloo listens at, as long as the group lasts; it resolves the host's name else."""
+    if chosen is not None and network.GLOO not in os.environ:
+        os.environ[network.GLOO] = chosen.interface
+        state.set_variables.append(network.GLOO)
+        state.interface = chosen
+
+
+def _use_loopback(state: _State) -> None:
+    """On one machine gloo need not offer its ports to the network."""
+    name = network.LOOPBACK.get(sys.platform)
+    _listen_at(state, None if name is None else network.Choice(name, "all ranks are on this machine"))
+
+
+def interface() -> network.Choice | None:
+    """What was found for gloo to listen at, while there is a group for which it was."""
+    return None if _state is None else _state.interface
 
 
 def solo_process_group() -> dist.ProcessGroup:
@@ -360,7 +385,7 @@ def solo_process_group() -> dist.ProcessGroup:
                 state = _State(request, solo=True)
                 backend, device_type = devices.choose_backend(request.backend)
                 who, timeout = Launcher("explicit", 0, 1), request.timeout or DEFAULT_TIMEOUT
-                _use_loopback(state, True)
+                _use_loopback(state)
                 here = devices.present(device_type)
                 _make_group(state, backend, who, timeout, HashStore(), here)
                 state.world = ProcessWorld(0, 1, 0, 1, 0, here, backend, timeout, adopted=False)
