@@ -169,6 +169,45 @@ class Hosts(Sequence["Host"]):
             for local in range(ranks)
         ]
 
+    def mpiexec(self, mpiexec: str, ranks: int, script: str, *args: str, port: int = 29500) -> subprocess.Popen[str]:
+        """MPICH's or Open MPI's, with a host file, in the first host's network; in place of ssh an agent enters hosts."""
+        agent, listed, first = self._folder / "agent", self._folder / "listed", str(_inside(self[0].first))
+        cases = [f"{'|'.join([host.name, *host.addresses])}) pid={_inside(host.first)};;" for host in self]
+        enter = 'exec nsenter --target "$pid" --net --pid --uts --ipc --mount sh -c "$*"'
+        lines = ["#!/bin/sh", 'while [ "${1#-}" != "$1" ]; do shift; done', "host=$1; shift", 'case "$host" in', *cases]
+        agent.write_text("\n".join([*lines, "esac", enter, ""]))
+        agent.chmod(0o755)
+        count = ["-n", str(ranks * len(self))]
+        environ = _environ({"MASTER_ADDR": self[0].address, "MASTER_PORT": str(port)})
+        if "openmpi" in mpiexec:
+            listed.write_text("".join(f"{host.address} slots={ranks}\n" for host in self))
+            handed = [
+                word
+                for name in ("MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "OMP_NUM_THREADS", "TMPDIR")
+                for word in ("-x", name)
+            ]
+            how = [
+                "--hostfile",
+                str(listed),
+                "--prtemca",
+                "plm_ssh_agent",
+                str(agent),
+                "--prtemca",
+                "prte_if_include",
+                "eth0",
+                "--allow-run-as-root",
+                *handed,
+            ]
+        else:
+            listed.write_text("".join(f"{host.address}:{ranks}\n" for host in self))
+            how = ["-f", str(listed), "-launcher", "ssh", "-launcher-exec", str(agent), "-iface", "eth0"]
+        started = subprocess.Popen(
+            ["nsenter", "--target", first, "--net", "--uts", mpiexec, *count, *how, sys.executable, script, *args],
+            env=environ, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent,
+        )  # fmt: skip
+        self._closing.callback(_ended, started)
+        return started
+
     def __getitem__(self, index: Any) -> Any:
         return self._hosts[index]
 
@@ -351,7 +390,7 @@ def _first(closing: contextlib.ExitStack, name: str, names: Path | None) -> subp
 
 
 def _ended(made: subprocess.Popen[str]) -> None:
-    made.kill()  # the kernel kills its child, by --kill-child, and all that child's namespace has
+    made.kill()  # the kernel kills unshare's child, by --kill-child, and all that child's namespace has
     made.wait(30)
     for pipe in (made.stdout, made.stderr):
         if pipe is not None:

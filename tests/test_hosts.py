@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,18 @@ def program(tmp_path: Path) -> str:
 def test_torchrun_as_installed(program: str) -> None:
     with Hosts(2) as hosts:
         met(hosts.torchrun(2, program), "eth0")
+
+
+@pytest.mark.parametrize("kind", ["mpich", "openmpi"])
+def test_mpiexec_with_a_host_file(program: str, kind: str) -> None:
+    folder = os.environ.get(f"MESHCOMM_{kind.upper()}", "")
+    mpiexec = Path(folder, "bin", "mpiexec")
+    if not folder or not mpiexec.exists():
+        pytest.skip(f"set MESHCOMM_{kind.upper()} to where bin/mpiexec of PyPI's {kind} is")
+    with Hosts(2) as hosts:
+        text = hosts.mpiexec(str(mpiexec), 2, program).communicate(timeout=200)[0]
+        found = sorted(re.findall(r"met: (\d) of 4 on \w+, 10, eth0", text))
+        assert found == ["0", "1", "2", "3"], text
 
 
 def test_the_way_to_the_master_is_found(program: str) -> None:

@@ -725,6 +725,7 @@ HERE = {
     ): "bytes of the parent, of the worker, of itself: through a pipe",
     ("meshcomm/runtime/process/boxes.py", "ctypes.CDLL"): "futex, by the C library that is loaded already",
     ("meshcomm/runtime/start/worker.py", "ctypes.CDLL"): "prctl of the C library that is loaded already",
+    ("meshcomm/runtime/start/network.py", "ctypes.CDLL"): "getifaddrs of the C library that is loaded already",
     ("meshcomm/parallel/checkpoint/pickles.py", "pickle._Unpickler"): "without the steps that import, call or change",
     ("meshcomm/parallel/checkpoint/reader.py", "torch.load"): "weights_only=True",
     ("meshcomm/parallel/weights/whole_tensors.py", "torch.load"): "weights_only=True",

@@ -76,48 +76,37 @@ class Seat(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- addresses
 
 
-class _Ifaddrs(ctypes.Structure):
-    pass
-
-
-_Ifaddrs._fields_ = [
-    ("next", ctypes.POINTER(_Ifaddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-    ("mask", ctypes.c_void_p),
-    ("other", ctypes.c_void_p),
-    ("data", ctypes.c_void_p),
-]
+_ENTRY = "@PPIPPPP"
+"""``struct ifaddrs``: the next one, name, flags, address, mask, the other side's, data."""
 
 
 def addresses() -> list[Address]:
     """Of all interfaces that are up, in the system's order, by getifaddrs(3); of a name gloo takes the first one."""
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        first = ctypes.POINTER(_Ifaddrs)()
+        libc = ctypes.CDLL(None)
+        first = ctypes.c_void_p()
         if libc.getifaddrs(ctypes.byref(first)) != 0:
             return []
     except (OSError, AttributeError, TypeError):
         return []
     try:
-        return list(_listed(first))
+        return list(_listed(first.value))
     finally:
         libc.freeifaddrs(first)
 
 
-def _listed(at: ctypes._Pointer[_Ifaddrs]) -> Iterator[Address]:
-    while at:  # type: ignore[truthy-bool]  # a null pointer is false
-        entry = at.contents
-        if entry.address and entry.flags & 1:  # IFF_UP
-            raw = ctypes.string_at(entry.address, 2)
-            family = raw[1] if sys.platform == "darwin" else struct.unpack("=H", raw)[0]
-            name = entry.name.decode(errors="replace")
-            if family == socket.AF_INET:
-                yield Address(name, socket.inet_ntop(family, ctypes.string_at(entry.address + 4, 4)))
-            elif family == socket.AF_INET6:
-                yield Address(name, socket.inet_ntop(family, ctypes.string_at(entry.address + 8, 16)))
-        at = entry.next
+def _listed(at: int | None) -> Iterator[Address]:
+    while at:
+        at, name, flags, address, *_ = struct.unpack(_ENTRY, ctypes.string_at(at, struct.calcsize(_ENTRY)))
+        if not address or not flags & 1:  # IFF_UP
+            continue
+        raw = ctypes.string_at(address, 2)
+        family = raw[1] if sys.platform == "darwin" else struct.unpack("=H", raw)[0]
+        interface = ctypes.string_at(name).decode(errors="replace")
+        if family == socket.AF_INET:
+            yield Address(interface, socket.inet_ntop(family, ctypes.string_at(address + 4, 4)))
+        elif family == socket.AF_INET6:
+            yield Address(interface, socket.inet_ntop(family, ctypes.string_at(address + 8, 16)))
 
 
 def is_loopback(address: str) -> bool:
