@@ -142,3 +142,15 @@ def test_machines_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert {"flops", "memory_bandwidth", "memory", "within.bandwidth"} <= set(machine.sources)
         machine.save(tmp_path / "machine.json")
         assert mc.hardware(tmp_path / "machine.json") == machine
+
+
+def test_what_is_asked_of_a_tensor_takes_no_time() -> None:
+    """Its device, a view, an allocation; products and what is written do."""
+
+    def main() -> None:
+        y = x()
+        y.view(-1, 1000).transpose(0, 1).expand(1, 1000, 1000).detach()
+        torch.empty_like(y), y.device, y.is_floating_point()
+        torch.utils.checkpoint.checkpoint(lambda z: z.view(-1), y, use_reentrant=False)
+
+    assert seconds(main, {"dp": 2}) == 0.0

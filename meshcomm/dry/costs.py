@@ -24,7 +24,7 @@ _FREE = frozenset(
     f"aten::{name}"
     for name in (
         "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "lift_fresh",
-        "resize_", "set_", "is_same_size", "sym_size", "_local_scalar_dense", "requires_grad_",
+        "resize_", "set_", "_unsafe_view", "_reshape_alias",
     )
 )  # fmt: skip
 _ROWS = frozenset(
@@ -81,8 +81,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     if name in _FREE or is_view(func):
         return None
     given, made = _tensors((args, kwargs)), _tensors(result)
-    if not given and not made:
-        return None
+    if not made and not any(map(_tensors, written_by(func, args, kwargs))):
+        return None  # something is asked of a tensor
     flops = work = 0
     kind, shape = OTHER, _NO_SHAPE
     if "attention" in name and given and given[0].ndim == 4:

@@ -61,7 +61,7 @@ def on_a_rank() -> dict[str, Any]:
         within = between = _link(mesh)
     else:
         between = within = _link(mesh)
-        if per_node > 1:
+        if per_node > 1 and len(hosts) % per_node == 0:
             nodes = make_mesh({"node": len(hosts) // per_node, "own": per_node})
             within = _link(nodes, "own")
     # What is sent is read from memory: a link that seems faster was measured beside other work.
