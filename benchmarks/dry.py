@@ -8,16 +8,17 @@ Published: tokens per second and GPU of torchtitan, Llama 3 in PyTorch, eager, b
 those of mc.hardware, with the one figure that the source says to be otherwise; no constant is fitted to a row. Of the
 layers, which are all alike, some run: the time of a step is a + b x layers, and two numbers of layers give a and b.
 
-This machine: eight plans of one model on processes, timed, beside seconds of dry runs on mc.hardware("this machine"): what
-counts is the order.
+This machine: eight plans of one model on processes, timed, beside seconds of dry runs on mc.hardware("this machine"):
+what counts is the order.
 """
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class Row(NamedTuple):
     published: float
     """Tokens per second and GPU."""
     source: str
-    more: dict[str, Any] = {}
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
 ROWS = (
@@ -104,7 +105,7 @@ def published(markdown: bool) -> list[dict[str, Any]]:
         say(f"{row.model} on {row.mesh}")
         one = foretold(row)
         off = one["tokens"] / row.published - 1
-        found.append({"row": row._asdict(), **one, "off": off})
+        found.append({"row": {**row._asdict(), "more": dict(row.more)}, **one, "off": off})
         mesh = ", ".join(f"{axis} {size}" for axis, size in row.mesh.items())
         cells.append([f"{row.model}, {mesh}", row.machine, f"{row.published:.0f}", f"{one['tokens']:.0f}",
                       f"{off:+.0%}", row.source])  # fmt: skip
@@ -132,7 +133,11 @@ class Net(nn.Module):
         return x
 
 
-def plans(width: int, rows: int) -> dict[str, Callable[[], Callable[[], object]]]:
+Step = Callable[[], object]
+Make = Callable[[], Step]
+
+
+def plans(width: int, rows: int) -> dict[str, Make]:
     """Name to what makes a step."""
 
     def stepping(
@@ -190,7 +195,7 @@ def timed(width: int, rows: int, repeats: int) -> dict[str, float]:
     return found
 
 
-def dry(make: Callable[[], Callable[[], object]]) -> Callable[[], Iterator[None]]:
+def dry(make: Make) -> Callable[[], Iterator[None]]:
     """Three steps of a plan; the last one counts."""
 
     def main() -> Iterator[None]:

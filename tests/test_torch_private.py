@@ -1294,13 +1294,6 @@ def test_name_is_without_memory() -> None:
     assert [_torch.is_without_memory(each) for each in (x, w, torch.empty(3))] == [True, True, False]
 
 
-def test_name_is_view() -> None:
-    aten = torch.ops.aten
-    views = (aten.view.default, aten.t.default, aten.split.Tensor, aten.detach.default)
-    assert all(_torch.is_view(each) for each in views)
-    assert not any(_torch.is_view(each) for each in (aten.add.Tensor, aten.add_.Tensor, aten.clone.default))
-
-
 def test_name_named_arguments() -> None:
     x = torch.ones(2)
     assert _torch.named_arguments(torch.ops.aten.add.Tensor, (x, 3), {"alpha": 2}) == {

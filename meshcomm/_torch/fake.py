@@ -18,7 +18,6 @@ __all__ = [
     "UnknownSizeError",
     "gives_views",
     "handled_without_memory",
-    "is_view",
     "is_without_memory",
     "kind_of",
     "memory_of",
@@ -132,12 +131,6 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         for at, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-
-
-def is_view(func: Any) -> bool:
-    """Whether what an operation gives lies where an operand lies, and nothing is written."""
-    aliases = [each.alias_info for each in func._schema.returns]
-    return bool(aliases) and not func._schema.is_mutable and all(alias is not None for alias in aliases)
 
 
 def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

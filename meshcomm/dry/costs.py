@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshcomm._torch import backward_pass, is_view, named_arguments, operation_name, tree_flatten, written_by
+from meshcomm._torch import backward_pass, gives_views, named_arguments, operation_name, tree_flatten, written_by
 
 __all__ = ["Op", "cost_of"]
 
@@ -78,10 +78,11 @@ _NO_SHAPE = (0, 0, 0, 0)
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Op | None:
     """Of an operation that gave ``result``; None for what takes no time."""
     name = operation_name(func)
-    if name in _FREE or is_view(func):
+    written = _tensors(written_by(func, args, kwargs))
+    if name in _FREE or (gives_views(func) and not written):
         return None
     given, made = _tensors((args, kwargs)), _tensors(result)
-    if not made and not any(map(_tensors, written_by(func, args, kwargs))):
+    if not made and not written:
         return None  # something is asked of a tensor
     flops = work = 0
     kind, shape = OTHER, _NO_SHAPE
@@ -97,7 +98,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         shape = _product(given, made, flops)
     first = next((x for x in (*given, *made) if x.is_floating_point()), None)
     return Op(
-        name.removeprefix("aten::"), kind, flops, work, _moved(name, func, args, kwargs, given, made),
+        name.removeprefix("aten::"), kind, flops, work, _moved(name, given, made, written),
         None if first is None else first.dtype, shape, backward_pass() != -1,
     )  # fmt: skip
 
@@ -116,10 +117,7 @@ def _bytes(x: Tensor) -> int:
     return math.prod(sizes) * x.element_size()
 
 
-def _moved(
-    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor]
-) -> int:
-    written = _tensors(written_by(func, args, kwargs))
+def _moved(name: str, given: list[Tensor], made: list[Tensor], written: list[Tensor]) -> int:
     if name in _ROWS:
         return 2 * sum(map(_bytes, made)) + sum(map(_bytes, given[1:]))
     if name in _PUT:
