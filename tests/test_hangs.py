@@ -214,6 +214,20 @@ def test_what_is_not_proven_is_listed() -> None:
     assert not proof.unproven[1].endswith("(all ranks read the same there)")
 
 
+def test_what_the_checker_knows_to_be_the_same_everywhere_is_said() -> None:
+    def main() -> None:
+        with mc.check_vma():
+            total = mc.all_reduce(ones().sum() * (1 + mc.axis_index("dp")), "dp")
+            if total.item() > 3:
+                mc.barrier("dp")
+        if total.item() > 3:
+            mc.barrier("tp")
+
+    first, second = mc.prove_no_hang(main, SQUARE).unproven
+    assert first.endswith("(by its type the same on every rank)")
+    assert second.endswith("(all ranks read the same there)")
+
+
 def test_an_error_of_the_program_is_raised() -> None:
     def wrong() -> None:
         raise KeyError("mine")

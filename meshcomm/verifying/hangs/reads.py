@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.types.checker import Checker
+from meshcomm.watch import here
 
 __all__ = ["Reads", "said_of"]
 
@@ -29,6 +31,8 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self.found: dict[str, list[Any]] = {}
         """What is called at a line, to what was read there in turn."""
+        self.varying: set[str] = set()
+        """Those of them that have read what is not known to be the same on every rank."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, and note what it gives if that is read."""
@@ -38,6 +42,8 @@ class Reads(TorchFunctionMode):
             kept = result if isinstance(result, (bool, int, float, complex, list)) else None
             called = f"{_SAID.get(name, name.rstrip('()') + '()')} at {call_site()}"
             self.found.setdefault(called, []).append(kept)
+            if not all(_is_invariant(x) for x in args if isinstance(x, Tensor)):
+                self.varying.add(called)
         return result
 
 
@@ -47,7 +53,20 @@ def said_of(found: Mapping[int, Reads]) -> list[str]:
     for reads in found.values():
         for called, values in reads.found.items():
             every.setdefault(called, []).append(values)
-    return [called + _alike(values, len(found)) for called, values in every.items()]
+    varying = {called for reads in found.values() for called in reads.varying}
+    return [
+        called + (_alike(values, len(found)) if called in varying else " (by its type the same on every rank)")
+        for called, values in every.items()
+    ]
+
+
+def _is_invariant(x: Tensor) -> bool:
+    """Whether the checker of varying types, if it is on, knows that ``x`` is the same on every rank."""
+    checker = here.watcher
+    if not isinstance(checker, Checker) or checker.mesh.size != checker.mesh.world_size:
+        return False
+    kind = checker.type_of(x)
+    return kind is not None and not kind.axes
 
 
 def _alike(values: Sequence[Sequence[Any]], ranks: int) -> str:
