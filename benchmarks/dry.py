@@ -70,7 +70,8 @@ def step_of(row: Row, layers: int) -> Callable[[], Iterator[None]]:
         model: nn.Module = Llama(SIZES[row.model], layers, row.again)
         if "tp" in row.mesh:
             model = parallel.tensor_parallel(model, PLAN, axis="tp")
-        parallel.fully_shard(model, "fsdp", grads="mean", units=["layers.*"], param_dtype=torch.bfloat16)
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}  # torchtitan's defaults
+        parallel.fully_shard(model, "fsdp", grads="mean", units=["layers.*"], **dtypes)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             yield

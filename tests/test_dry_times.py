@@ -76,6 +76,9 @@ def test_axes_between_nodes_use_a_link_of_each_rank() -> None:
     """All of 8 ranks: 4 on each node, so 4 links out of it; those of one place on each node: one."""
     every = seconds(lambda: mc.all_gather(x(), ("n", "l")), {"n": 2, "l": 4})
     apart = seconds(lambda: mc.all_gather(x(), "n"), {"n": 2, "l": 4})
+    run = mc.dry_run(lambda: mc.all_gather(x(), ("n", "l")), {"n": 2, "l": 4}, hardware=ROUND)
+    assert run.exposed(("l", "n")) == every
+    assert run.exposed("l") == 0.0
     assert every == pytest.approx(7 * 4e6 / 4e8, rel=1e-3)
     assert apart == pytest.approx(4e6 / 1e8, rel=1e-3)
 

@@ -96,7 +96,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         kind = PRODUCT
         flops = work = int(formula(*args, **kwargs, out_val=result))
         shape = _product(given, made, flops)
-    first = next((x for x in (*given, *made) if x.is_floating_point()), None)
+    operands = (*given, *made)
+    first = next((x for x in operands if x.is_floating_point() or x.is_complex()), operands[0] if flops else None)
     return Op(
         name.removeprefix("aten::"), kind, flops, work, _moved(name, given, made, written),
         None if first is None else first.dtype, shape, backward_pass() != -1,

@@ -99,7 +99,8 @@ class Foretold:
         return max(every, key=lambda each: sum(each.values()))
 
     def exposed(self, axis: str | Iterable[str]) -> float:
-        """Seconds for which nothing is computed, for the program waits for ``axis``, a name or several.
+        """Seconds for which nothing is computed, for the program waits for calls over ``axis``, a name; or, of calls
+        over several axes at once, over all of these names. A pipeline's bubble is of its axis.
 
         Raises:
             MeshError: an axis that the mesh has not.
@@ -109,8 +110,8 @@ class Foretold:
         for name in whole:
             if name not in self.shape:
                 fail(_WHERE, f"there is no axis {name!r}.", got=f"axes {', '.join(self.shape)}", fix="one of these")
-        wanted = whole[0] if len(whole) == 1 else tuple(whole)
-        return self.timeline.exposed().get(wanted, 0.0)
+        every = self.timeline.exposed().items()
+        return sum(each for over, each in every if set(whole) == ({over} if isinstance(over, str) else set(over)))
 
     def table(self) -> str:
         """Of what the seconds consist."""
