@@ -34,7 +34,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-models test-newest test-gpu lint format bench bench-all bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
+.PHONY: help venv venv-newest demo test test-all test-models test-newest test-gpu lint format bench bench-all bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -64,6 +64,10 @@ help:
 	@echo 'make clean       remove everything that these made'
 
 venv: $(VENV)/.installed
+
+# What `make test-newest` runs in, ahead of time: downloading takes longer than its tests.
+venv-newest:
+	$(MAKE) venv TORCH='$(NEWEST)'
 
 demo: $(VENV)/.installed
 	$(PY) examples/train_gpt.py $(ARGS)
