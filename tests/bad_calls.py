@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import threading
 import time
@@ -1198,6 +1199,8 @@ DRY_RUNS: list[tuple[str, Callable[[], Any], str]] = [
     ("text as a value", lambda: mc.dry_run(lambda: torch.randn(()).item(), {"dp": 2}, host_values=cast(Any, "a")),
      r"host_values gives 'a' for bad_calls.py"),
     ("in a dry run", lambda: mc.dry_run(lambda: mc.dry_run(int, {"dp": 2}), {"dp": 2}), r"called inside of a dry run"),
+    ("an array of values", lambda: mc.dry_run(lambda: torch.randn(3).numpy(), {"dp": 2}), r"x.numpy\(\) at bad_calls.py:\d+ wants the values"),
+    ("a file of values", lambda: mc.dry_run(lambda: torch.save(torch.randn(3), io.BytesIO()), {"dp": 2}), r"is pickled, or saved"),
     ("bytes that nobody sends", lambda: mc.dry_run(lambda: mc.rank() or mc.recv_object("dp", 1), {"dp": 2}), r"receives bytes from rank 1 that"),
 ]  # fmt: skip
 for cause, call, said in DRY_RUNS:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -41,6 +41,7 @@ UnknownSizeError: type[Exception] = find(
 )
 """How large a result is depends on values."""
 
+_NOT_THERE = "if not mc.is_dry(): around it"
 Handle = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
 
 
@@ -69,6 +70,9 @@ def handled_without_memory(handle: Handle) -> contextlib.AbstractContextManager[
                 return handle(func, args, given, lambda: go(func, types, args, given))
             finally:
                 _let_go(self)
+
+        def __reduce__(self) -> NoReturn:
+            fail("dry_run", "a tensor of a dry run is pickled, or saved: it has no values.", fix=_NOT_THERE)
 
     mode: contextlib.AbstractContextManager[object] = Handled(allow_non_fake_inputs=True)
     return mode

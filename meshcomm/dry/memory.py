@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -210,6 +210,20 @@ class LiveMemory:
                 piece = getattr(storage, _NAME)
             if adds:
                 piece.part = _GRADIENTS
+        self._see_workspace(func, operands, results)
+
+    def _see_workspace(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """What a kernel takes while it runs."""
+        name = _torch.operation_name(func)
+        work = _WORKSPACES.get(name)
+        storage = _storage(results[0]) if work is not None and results else None
+        made: _Piece | None = getattr(storage, _NAME, None)
+        if work is None or made is None or storage is None:
+            return
+        device, piece = self._devices[results[0].device.type], _Piece(storage)
+        piece.nbytes, piece.part, piece.site = work(operands), _ACTIVATIONS, made.site
+        device.add(piece, name)
+        device.free(piece)
 
     def _add(
         self, func: Any, operands: Sequence[Tensor], x: Tensor, storage: Any, backward: bool, node: Any, graph: bool
@@ -252,6 +266,32 @@ class LiveMemory:
             _mark(p.grad, _GRADIENTS)
 
 
+def _blocks(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Of how many queries, and by how many keys, are the tiles of attention on the CPU."""
+    length = q.shape[2]
+    return min(256 if length >= 768 else 64 if length >= 192 else 32, length), min(512, k.shape[2])
+
+
+def _attention(operands: Sequence[Tensor]) -> int:
+    q, k = operands[:2]
+    rows, columns = _blocks(q, k)
+    narrow = q.itemsize * rows * columns if q.itemsize < 4 else 0
+    return torch.get_num_threads() * (4 * rows * (columns + 2 + q.shape[3]) + narrow)
+
+
+def _attention_backward(operands: Sequence[Tensor]) -> int:
+    g, q, k = operands[:3]
+    rows, columns = _blocks(q, k)
+    narrow = 2 * q.itemsize * rows * columns if q.itemsize < 4 else 0
+    copy = 0 if g.transpose(1, 2).is_contiguous() else g.nbytes
+    return copy + torch.get_num_threads() * (8 * rows * columns + 4 * rows + narrow)
+
+
+_WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+"""Bytes that kernels take while they run, where it is much."""
 _BY_PLACE = {
     ("parallel/fsdp/groups.py", "gather"): _GATHERED,
     ("parallel/fsdp/groups.py", "packed"): _BUCKETS,

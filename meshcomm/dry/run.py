@@ -22,9 +22,10 @@ from meshcomm.dry.hardware import Hardware
 from meshcomm.dry.log import Log
 from meshcomm.dry.memory import LiveMemory, Peak, most_of
 from meshcomm.dry.values import HostRead, HostValues, Values, refuse_unknown_size
-from meshcomm.errors import fail
+from meshcomm.errors import MeshError, fail
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, forget_axes, use_mesh
+from meshcomm.runtime.callsite import CallSite, is_ours
 from meshcomm.runtime.transports.dry.link import DryLink
 from meshcomm.runtime.transports.dry.places import PlaceReads
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, Posted, dry_world, inside
@@ -329,10 +330,23 @@ class Program:
         return Done(trace, values, log, memory, world.reads)
 
     def _call(self, log: Log) -> None:
-        result = self.fn()
-        if inspect.isgenerator(result):
-            for _ in result:
-                log.lap()
+        try:
+            result = self.fn()
+            if inspect.isgenerator(result):
+                for _ in result:
+                    log.lap()
+        except RuntimeError as error:
+            if "numpy() is not supported" not in str(error):
+                raise
+            raise _of_numpy(error) from None
+
+
+def _of_numpy(error: RuntimeError) -> MeshError:
+    """What torch says where a tensor without memory is wanted as an array, in our words and with the line."""
+    calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    at = next((CallSite(*call) for call in reversed(calls) if not is_ours(call[0])), "fn")
+    what = f"meshcomm.{_WHERE}: x.numpy() at {at} wants the values of a tensor, which a dry run has not."
+    return MeshError(f"{what}\n  fix: x.tolist() gives host_values; or another way where mc.is_dry()")
 
 
 def _drop(missing: MissingError) -> None:

@@ -18,6 +18,7 @@ from meshcomm.parallel.checkpoint.files import Metadata, SavePlan, global_plan, 
 from meshcomm.parallel.checkpoint.parts import Entries, Path
 from meshcomm.parallel.cut_parameters import checked_module, widest_mesh
 from meshcomm.parallel.fingerprints import Fingerprint, differ
+from meshcomm.runtime.transports.dry.world import is_dry
 
 T = TypeVar("T")
 
@@ -51,6 +52,8 @@ class Team:
     """The ranks of one call: what one of them cannot do is an error on all, before they go on."""
 
     def __init__(self, where: str, axis: Axis, **given: object) -> None:
+        if is_dry():
+            fail(where, "a dry run has no values to save or to load.", fix="if not mc.is_dry(): around the call")
         self._axis = axis
         self._courier = Courier(where, axis, **given)  # type: ignore[arg-type]
 
