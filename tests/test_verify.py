@@ -379,3 +379,23 @@ def test_where_one_device_has_no_such_steps_each_ranks_part_is_nudged() -> None:
             meshes={"pp": 2},
         )  # fmt: skip
         assert [(each.kind, each.line) for each in report.findings] == [(kind, line_of(stage))], report
+
+
+def cut_otherwise(x: Tensor, w: Tensor) -> Tensor:
+    return mc.reduce_scatter(x @ w, "tp", 1)  # here
+
+
+def stopped_on_ranks(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    norm = mc.all_reduce(h, "tp").square().sum()
+    if mc.axis_size("tp") > 1:
+        norm = norm.detach()  # here
+    return mc.reduce_scatter(h, "tp", 0) / mc.pvary(norm, "tp")
+
+
+def test_parts_of_another_layout_and_gradients_that_stop_on_ranks_alone() -> None:
+    specs = {"in_specs": ("b (tp d)", "(tp d) e"), "out_specs": "(tp b) e", "meshes": {"tp": 2}}
+    for fn, said in ((cut_otherwise, "not those that out_specs says"), (stopped_on_ranks, "gradients stop at detach")):
+        (finding,) = mc.verify(fn, draw(4, 4), draw(4, 4, seed=1), **specs).findings
+        assert finding.line == line_of(fn), finding
+        assert said in finding.text

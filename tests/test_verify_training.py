@@ -18,6 +18,7 @@ from meshcomm import parallel
 D, H, ROWS = 4, 8, 8
 Made = tuple[nn.Module, torch.optim.Optimizer, Callable[[Any], Any]]
 Make = Callable[[mc.Mesh], Made]
+DP = {"dp": 2}
 drawn = torch.Generator().manual_seed(0)
 BATCHES = [(torch.randn(ROWS, D, generator=drawn), torch.randn(ROWS, D, generator=drawn)) for _ in range(4)]
 
@@ -185,6 +186,30 @@ def test_rounding_of_which_an_optimiser_makes_updates(dtype: torch.dtype) -> Non
     report = mc.verify_training(shares, BATCHES, 4, {"dp": 2}, dtype=dtype).check()
     assert any(note.startswith("'0.bias': gradients are zero but for rounding") for note in report.notes)
     assert any("they add up to that of one rank" in note for note in report.notes)
+
+
+def sharded_states(mesh: mc.Mesh) -> Made:
+    model = parallel.data_parallel(mlp(), "dp", grads="mean")
+    adam = parallel.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), "dp")
+
+    def step(batch: Any) -> Tensor:
+        adam.zero_grad()
+        loss = squared(model, mine(batch, mesh))
+        loss.backward()
+        adam.step()
+        return loss.detach()
+
+    return model, adam, step
+
+
+def test_states_that_are_cut_go_on_from_a_checkpoint_on_twice_as_many_ranks() -> None:
+    assert len(mc.verify_training(sharded_states, BATCHES, meshes=[DP, {"dp": 4}]).check().ran) == 4
+
+
+def test_in_bfloat16_rounding_is_no_finding_and_factors_are_exact() -> None:
+    mc.verify_training(adaptors, BATCHES, 4, {"fsdp": 2}, dtype=torch.bfloat16).check()
+    report = mc.verify_training(twice, BATCHES, meshes=DP, dtype=torch.bfloat16, checkpoint=False)
+    assert ": 2 times the right one, reduced twice over 'dp'" in str(report)
 
 
 # ------------------------------------------------------------------------------------------------------- wrong ones
@@ -414,7 +439,6 @@ def fails(mesh: mc.Mesh) -> Made:
     return model, adam, lambda batch: mc.shard(torch.ones(3), "dp")  # does not divide
 
 
-DP = {"dp": 2}
 WRONG: list[tuple[Make, dict[str, int], str, str]] = [
     (by_hand(nothing), DP, "gradient", "not reduced over 'dp': the mean of the ranks' is right"),
     (by_hand(half_of_it), DP, "gradient", "'2.bias' on all ranks"),
@@ -442,9 +466,9 @@ WRONG: list[tuple[Make, dict[str, int], str, str]] = [
 def test_wrong_loops_are_named(case: Any) -> None:
     make, mesh, kind, said = case
     report = mc.verify_training(make, BATCHES, meshes=mesh, checkpoint=False)
-    print(report)
-    assert said in str(report)
+    assert said in str(report), report
     assert kind in [finding.kind for finding in report.findings]
+    assert all(finding.line for finding in report.findings), report
 
 
 def test_the_line_that_reduces_twice_is_blamed() -> None:

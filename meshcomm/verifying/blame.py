@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.collectives.check import differentiable
 from meshcomm.errors import CommError, VaryingError, held
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
@@ -168,6 +169,10 @@ class Story:
         state = self.value(end)
         if state.name == "partial":
             return self._lacking(end, state)
+        if state.name == "right" and not self.noun:
+            step = self.steps[end]
+            told = f"{step.name} gives parts of what is right, but not those that out_specs says"
+            return Blame(step.line, (told,), f"another dim, or order of axes, in {step.name}, or in out_specs")
         return self._wrong_on_the_way(end)
 
     def _wrong_on_the_way(self, end: int) -> Blame:
@@ -234,7 +239,7 @@ class Story:
             step = self.ranks[rank].steps[i]
             of = [(other, j) for j in step.of for other in (ranks if step.axis else (rank,))]
             before = [(r, j) for r, j in of if not among(r, j) and self._counts(r, j)]
-            if not before and not step.axis and step.of:
+            if not before and not step.axis and step.of and differentiable(step.value):
                 found.append((rank, i))
             todo += [each for each in before if each not in seen]
             seen |= set(before)
@@ -247,6 +252,8 @@ class Story:
 
     def _counts(self, rank: int, i: int) -> bool:
         step = self.ranks[rank].steps[i]
+        if not differentiable(step.value):
+            return False
         return not step.live or (step.gradient is not None and bool(step.gradient.any()))
 
     def _around(self, end: int) -> Blame:
@@ -392,6 +399,10 @@ class Story:
         start = next((i for i, step in enumerate(self.steps) if step.key[:2] == ("", label)), None)
         if start is None:
             return Blame()
+        stop = self._stop_on_ranks(start)
+        if stop is not None:
+            told = f"result right; gradients stop at {stop.name}, and not on one device"
+            return Blame(stop.line, (told,), f"look at {stop.name}")
         by_nudges = None if nudged is None or not self._is_hidden(start) else self._by_nudges(start, nudged)
         return by_nudges or self._back_to(start)
 
@@ -405,6 +416,22 @@ class Story:
         right = [i for i in sorted(after) if self.steps[i].live and self.gradient(i).name == "right"]
         found = next((i for i in right if self.steps[i].axis), next(iter(right), None))
         return "" if found is None else self.steps[found].name
+
+    def _stop_on_ranks(self, start: int) -> Step | None:
+        """A step, on the way from an input to an output, at which gradients stop, and which one device has not."""
+        after, before = {start}, {end for end in self.ranks[0].outputs if end is not None}
+        for i, step in enumerate(self.steps):
+            if after & set(step.of):
+                after.add(i)
+        for i in reversed(range(len(self.steps))):
+            if i in before:
+                before |= set(self.steps[i].of)
+        for i in sorted(after & before):
+            step = self.steps[i]
+            stops = not step.live and differentiable(step.value) and any(self.steps[j].live for j in step.of)
+            if stops and self.pairs and step.key[:2] not in {other.key[:2] for other in self.other.steps}:
+                return step
+        return None
 
     def _is_hidden(self, start: int) -> bool:
         """Whether there are steps after it, with a gradient, of which one device says nothing."""

@@ -368,10 +368,10 @@ def follow(
                 raise
             return Followed(trail.finished(), [], [], trail.calls)
         outputs = [trail.maker_of(y) for y in result.tensors]
-        if to_error:
-            return Followed(trail.finished(), outputs, [], trail.calls)
         ends = [y for y in result.tensors if differentiable(y)]
         gs = rank.program.parts(rank.mesh, list(cotangents), rank.place)
+        if to_error or [y.shape for y in ends] != [g.shape for g in gs]:
+            return Followed(trail.finished(), outputs, [], trail.calls)
         if seconds is not None:
             gs = [g.detach().clone().requires_grad_() for g in gs]
         pairs = [(y, g) for y, g in zip(ends, gs, strict=True) if y.requires_grad]

@@ -58,7 +58,7 @@ class Judge:
             why = "parameters differ from one rank's before the first step"
             fix = ("make the whole module under one seed and make it parallel then, or give all ranks the values of "
                    "one: parallel.load_full_state_dict, mc.broadcast")  # fmt: skip
-        return [self._told(kind, "", why, offs, fix)]
+        return [self._told(kind, "" if self.after else self.ranks[0].made_at, why, offs, fix)]
 
     def _updates(self, number: int, right: Moment, here: Sequence[Moment]) -> list[Finding]:
         counts = sorted({len(each.updates) for each in here})
@@ -158,8 +158,11 @@ class Judge:
         if not fix:
             fix = ("all that trained is right: look at what is returned" if not more and not self._later(number)
                    else "the parameters before it are right: look at the forward pass, for old copies of parameters, "
-                        "dropout, and the part of the batch that each rank takes")  # fmt: skip
-        return [self._finding("loss", "", f"the loss of step {number} is another one{why}", said, fix)]
+                        "batch norm of one rank's rows (parallel.convert_batch_norm), dropout, another "
+                        "dtype, and the part of the batch that each rank takes")  # fmt: skip
+        return [
+            self._finding("loss", self.ranks[0].steps_at, f"the loss of step {number} is another one{why}", said, fix)
+        ]
 
     def _later(self, number: int) -> bool:
         """Whether the gradients of this step are other ones."""
@@ -224,7 +227,8 @@ class Judge:
             said = f": {n if more else 1 / n:.4g} times the right one"
         if more:
             fix = ("reduce once over each axis along which it varies: the adaptors and pvary have reduced gradients "
-                   'already; with grads="mean" the loss is local, with grads="sum" reduce it yourself')  # fmt: skip
+                   'already; with grads="mean" the loss is local, with grads="sum" reduce it yourself. The loss '
+                   "of a microbatch that is not divided by their number has such a factor too")  # fmt: skip
             return f"{said}, reduced twice over {self._either(more)}", fix
         if less:
             said += f", a mean of what is a mean over {self._either(less)} already, or not summed over it"
@@ -301,8 +305,9 @@ class Judge:
         buffers = [off for off in offs if off.name not in trained]
         if buffers:
             fix = ("statistics of a batch are those of all ranks: parallel.convert_batch_norm, or broadcast them once "
-                   "at the end")  # fmt: skip
-            return self._told("parameter", line, f"buffers differ after step {number}", buffers, fix)
+                   "at the end; averages of parameters come after optimizer.step(), alike on all ranks")  # fmt: skip
+            what = f"buffers, or parameters that nothing trains, differ after step {number}"
+            return self._told("parameter", line, what, buffers, fix)
         before_twin = compare.wholes(self.twin.moments[number - 1 if number else START].parameters)
         after_twin = compare.wholes(right.parameters)
         factors = set()
@@ -349,6 +354,7 @@ class Judge:
     def _finding(self, kind: str, line: str, what: str, got: str, fix: str) -> Finding:
         after = f", {self.after}" if self.after and kind != "checkpoint" else ""
         at = f" at {line}" if line else ""
+        at = f", in what begins at {line}" if line and kind in ("loss", "start") else at
         return Finding(kind, line, text(WHERE, f"{what}, on {dict(self.sizes)}{after}{at}.", got=got, fix=fix))
 
     @staticmethod

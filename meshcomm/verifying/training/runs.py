@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, use_mesh
 from meshcomm.parallel.checkpoint.parts import collect, dotted, named
 from meshcomm.parallel.global_places import Spread
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.tracing.traces import trace
 from meshcomm.verifying.training.draws import watched
 from meshcomm.verifying.training.seen import START, WHERE, Moment, Part, Parts, Seen, Sent, Update
@@ -63,6 +64,7 @@ def train(job: Job) -> Seen:
     with use_mesh(mesh):
         module, optimizer, step = made(job, mesh)
         seen = Seen(dict(mesh.coordinate))
+        seen.made_at, seen.steps_at = line_of(job.make), line_of(step)
         names = named(module)
         has = {id(p) for group in optimizer.param_groups for p in group["params"]}
         seen.held = tuple(dict.fromkeys(names.first[id(p)] for p in module.parameters()
@@ -79,6 +81,14 @@ def train(job: Job) -> Seen:
                 job.save(job.folder, module, optimizer)
         seen.drew = not torch.equal(state, torch.get_rng_state())
     return seen
+
+
+def line_of(fn: object) -> str:
+    """Where a function begins."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(fn, "__code__", None)
+    return "" if code is None else str(CallSite(code.co_filename, code.co_firstlineno))
 
 
 def train_in_process(job: Job) -> Seen:

@@ -65,5 +65,9 @@ class Seen:
     moments: dict[int, Moment] = field(default_factory=dict)
     held: tuple[str, ...] = ()
     """Parameters that require grad and that the optimiser has."""
+    made_at: str = ""
+    """The line at which ``make`` begins; nothing where it is no Python function."""
+    steps_at: str = ""
+    """And that of the step."""
     drew: bool = False
     """Whether a step has taken random numbers of the rank's own."""
