@@ -20,6 +20,7 @@ from meshcomm.errors import text
 from meshcomm.runtime import recorder
 from meshcomm.runtime.call import AxisAt
 from meshcomm.runtime.callsite import hinted, in_backward
+from meshcomm.runtime.health import peers
 from meshcomm.runtime.process import exits
 from meshcomm.runtime.recorder import BEGAN, NUMBER, Log, Record, site_of, text_of
 from meshcomm.runtime.words import axis_text, place_of, sentence
@@ -133,7 +134,9 @@ def _who(
 
 
 def _rank(index: int, ranks: Sequence[int]) -> str:
-    return f"index {index} (rank {ranks[index]})" if ranks[index] != index else f"rank {index}"
+    place = peers.where(ranks[index])
+    who = f"index {index} (rank {ranks[index]})" if ranks[index] != index else f"rank {index}"
+    return f"{who} {place}" if place else who
 
 
 def _sorted(late: Late, found: Mapping[int, Any]) -> tuple[list[int], dict[int, str], list[int]]:

@@ -53,6 +53,7 @@ _met: _Meeting | None = None
 _last: _Meeting | None = None
 """The one that was left last."""
 _blamed: set[_Peer] = set()
+_places: list[str] = []
 
 
 # --------------------------------------------------------------------------------------------------------- the meeting
@@ -74,6 +75,20 @@ def forget() -> None:
     """The group is no more."""
     global _met
     _met = None
+    _places.clear()
+
+
+def placed(hosts: Sequence[str]) -> None:
+    """On which hosts the ranks are, in words, in order; where there are several."""
+    _places[:] = hosts
+
+
+def where(rank: int) -> str:
+    """``on node1 (10.0.0.2)``: where a rank of the world is, if there are several hosts and this is another one."""
+    here = _here()
+    if here is None or max(rank, here.rank) >= len(_places) or _places[rank] == _places[here.rank]:
+        return ""
+    return f"on {_places[rank]}"
 
 
 def _read(sign: str) -> _Peer:

@@ -335,6 +335,12 @@ def misses(here: Store, seats: Sequence[Seat], rank: int, address: str, seconds:
     return door, ("; ".join(whom) + ("; ..." if len(failed) > 4 else "")) if whom else ""
 
 
+def place(seat: Seat) -> str:
+    """A host in words: its name, and an address."""
+    known = seat.leads or next((each.address for each in seat.addresses), "")
+    return f"{seat.name} ({known})" if known else seat.name
+
+
 def who(seats: Sequence[Seat], rank: int, address: str) -> str:
     """The ranks of one host: ``ranks 2 and 3 (node1, 10.0.0.2)``."""
     there = [other for other, seat in enumerate(seats) if seat.host == seats[rank].host]
