@@ -50,6 +50,7 @@ PROGRAMS = {
     "context": Program(),
     "experts": Program(),
     "optimizers": Program(),
+    "checkpoints": Program(),
     "pipeline": Program(),
     "compiled": Program(),
     "growth": Program(),

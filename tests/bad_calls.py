@@ -1255,6 +1255,9 @@ SAVE: list[tuple[str, Callable[[Here], Any], str, bool]] = [
 ]  # fmt: skip
 for cause, call_it, said, told in SAVE:
     bad("checkpoint.save", cause, call_it, rf"^meshcomm.checkpoint.save: [\s\S]*{said}", told=told)
+bad("checkpoint.async_save", "a path of 3", lambda h: checkpoint.async_save(3, linear()), r"path=3 is no path")
+bad("checkpoint.async_save", "a negative step", lambda h: checkpoint.async_save(h.folder, linear(), step=-1), r"step=-1 is not a number from 0 on")
+bad("checkpoint.async_save", "an extra with code", lambda h: checkpoint.async_save(h.folder, linear(), extra=print), r"extra is a builtin", told=True)
 bad("checkpoint.load", "no checkpoint", lambda h: checkpoint.load(h.folder, linear()), r"there is no finished checkpoint", told=True)
 bad("checkpoint.load", "keys of text", lambda h: checkpoint.load(h.folder, linear(), keys="model"), r"keys='model' are not two names")
 bad("checkpoint.load", "a path of None", lambda h: checkpoint.load(None, linear()), r"path=None is no path")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from torch.serialization import set_crc32_options
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.parallel.checkpoint import latest, load, save
-from meshcomm.parallel.checkpoint.files import Root
+from meshcomm.parallel import full_state_dict, fully_shard
+from meshcomm.parallel.checkpoint import async_save, latest, load, save
+from meshcomm.parallel.checkpoint.files import Root, Writer
 from meshcomm.runtime.health import peers
 
 # Torch says so where it reads and writes on one rank.
@@ -211,3 +214,85 @@ def test_keep_and_what_interrupted_saves_have_left(tmp_path: Path) -> None:
     ]
     assert mc.launch(program, ranks=2)[0] == names
     assert latest(tmp_path) == str(tmp_path / "step-00000010")
+
+
+def background(folder: str) -> None:
+    """On each rank: bits of the moment of the call, and a disk that is full on one of them."""
+    mesh = mc.make_mesh({"x": -1})
+    with mc.use_mesh(mesh):
+        net = fully_shard(nn.Linear(6, 4), "x", grads="sum")
+        adam = torch.optim.AdamW(net.parameters())
+        saved = []
+        for step in (1, 2):
+            net(torch.ones(2, 6)).sum().backward()
+            adam.step()
+            saved.append((full_state_dict(net), adam.state_dict()["state"][0]["step"].item()))
+            saving = async_save(folder, net, adam, step=step, rank_extra=mesh.rank)
+        net(torch.ones(2, 6)).sum().backward()
+        adam.step()
+        found = load(folder, net, adam)  # waits for what is under way
+        assert (found.step, found.rank_extra, saving.done()) == (2, mesh.rank, True)
+        for step, (whole, count) in enumerate(saved, 1):
+            load(os.path.join(folder, f"step-{step:08d}"), net, adam)
+            assert_close(full_state_dict(net), whole, rtol=0, atol=0)
+            assert adam.state_dict()["state"][0]["step"].item() == count
+        full = async_save(folder, net, adam, step=FULL)
+        with pytest.raises(mc.MeshError, match=rf"index 1: step {FULL} was not saved: OSError:.* No space left"):
+            save(folder, net, adam, step=10)
+        with pytest.raises(mc.MeshError, match="was not saved"):
+            full.wait()
+        last = async_save(folder, net, adam, keep=2)
+        assert last.wait() == last.wait() == last.path == os.path.join(folder, "step-00000003")
+        assert sorted(os.listdir(folder)) == ["step-00000002", "step-00000003"]
+        assert not [name for name in os.listdir(last.path) if "done" in name]
+
+
+FULL = 77
+
+
+def written(self: Writer, *args: object) -> object:
+    time.sleep(0.05)
+    if self._rank == 1 and self._folder.endswith(f"{FULL}"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return _WRITE(self, *args)
+
+
+_WRITE: Any = Writer.write
+
+
+@pytest.mark.parametrize("runtime", ["in-process", "processes"])
+def test_saves_in_the_background(
+    runtime: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runtime == "in-process":
+        monkeypatch.setattr(Writer, "write", written)
+        mc.launch(background, 2, args=(str(tmp_path),))
+    else:
+        request.getfixturevalue("pool4").run(background_of_a_process, str(tmp_path))
+
+
+def background_of_a_process(folder: str) -> None:
+    Writer.write = written  # type: ignore[method-assign, assignment]
+    try:
+        background(folder)
+    finally:
+        Writer.write = _WRITE  # type: ignore[method-assign]
+
+
+@pytest.mark.thorough
+def test_a_process_that_is_killed_while_it_saves_and_one_that_ends(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, threading, time, torch
+from meshcomm.parallel.checkpoint import async_save, save
+from meshcomm.parallel.checkpoint.files import Root
+save(sys.argv[1], torch.nn.Linear(4, 4), step=1)
+if sys.argv[2] == "killed":
+    Root.publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+async_save(sys.argv[1], torch.nn.Linear(4, 4), step=2)
+"""
+    for how, steps in (("killed", [1]), ("ended", [1, 2])):
+        done = subprocess.run([sys.executable, "-c", program, str(tmp_path / how), how], capture_output=True, text=True)
+        assert (done.returncode == 0) is (how == "ended"), done.stderr
+        assert Root(str(tmp_path / how)).steps() == steps
+        save(tmp_path / how, linear(), step=9)  # and what was left goes
+        assert len(os.listdir(tmp_path / how)) == len(steps) + 1

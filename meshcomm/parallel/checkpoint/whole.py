@@ -24,6 +24,7 @@ from meshcomm.parallel.checkpoint.files import (
     Root,
     Writer,
 )
+from meshcomm.parallel.checkpoint.in_background import Begun, Saving, begin, settle
 from meshcomm.parallel.checkpoint.parts import Entries, Path, checked_plain, collect
 from meshcomm.parallel.checkpoint.reader import OURS, Reader
 from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, random_states, set_random_states
@@ -118,7 +119,93 @@ def save(
 
     Source: ``torch.distributed.checkpoint.save``, whose planner and writer do the work.
     """
-    where = "checkpoint.save"
+    begun, planner = _begun("checkpoint.save", path, module, optimizer, step, extra, rank_extra, keep, mesh)
+    team, root, shares = begun.team, begun.root, begun.shares
+    try:
+        writer = Writer(begun.partial, root.folder(begun.step), begun.axis.index)
+        results = team.all(lambda: writer.write(shares.plan, planner))
+        every = team.gather(results)
+        team.first(lambda: writer.conclude(shares.table, every, shares.together.aliases))
+        team.first(lambda: root.publish("checkpoint.save", begun.partial, begun.step))
+    finally:
+        if begun.axis.index == 0:
+            root.close(begun.partial)
+    if keep is not None:
+        team.first(lambda: root.prune(keep, begun.step))
+    return root.folder(begun.step)
+
+
+@Op("checkpoint.async_save", "all ranks of the mesh call", compared=("path", "step", "keep"))
+@out_of_sight
+def async_save(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    rank_extra: Any = None,
+    keep: int | None = None,
+    mesh: Mesh | None = None,
+) -> Saving:
+    """:func:`save` that goes on while the program computes: it returns when what is to be written has been copied.
+
+    ::
+
+        saving = async_save(path, module, optimizer)   the bits of this moment, copied to memory of the host
+        loss(module(rows)).backward(); ...             each rank writes its file on a thread; the first publishes
+        saving.wait()                                  or the next save: the disk has it, or an error on every rank
+
+    One save is under way at a time: the next one, of either kind, first waits for the last, and so does :func:`load`.
+    The thread calls no collective. The checkpoint appears when all ranks have written, whether anybody waits or not; a
+    process that ends writes to the end first, one that is killed leaves the earlier checkpoints as they are.
+
+    Type: all ranks of the mesh call.
+
+    Args:
+        path, module, optimizer, step, extra, rank_extra, keep, mesh: as of :func:`save`.
+
+    Returns: a :class:`Saving`: ``wait()`` gives the folder, ``done()`` says whether nobody writes to it any more,
+        ``path`` is where the checkpoint will be.
+
+    Backward: none.
+
+    Cost: as of :func:`save`; the caller waits for the agreement of the ranks and for the copy alone. The copy's memory,
+        as much as this rank writes, is kept for the next save.
+
+    Raises:
+        MeshError: as of :func:`save`, before it returns; but if a rank cannot write, on all ranks from ``wait()``, or
+            from the next save. Then nothing is left behind, and what that save was to write is not written either.
+
+    Example:
+        >>> import tempfile, torch, meshcomm as mc
+        >>> from meshcomm.parallel.checkpoint import async_save, load
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> before = layer.weight.tolist()
+        >>> saving = async_save(folder.name, layer, step=5)
+        >>> _ = torch.nn.init.zeros_(layer.weight)
+        >>> _ = saving.wait()
+        >>> load(folder.name, layer).step, layer.weight.tolist() == before
+        (5, True)
+        >>> folder.cleanup()
+
+    Source: ``torch.distributed.checkpoint.async_save``.
+    """
+    begun, planner = _begun("checkpoint.async_save", path, module, optimizer, step, extra, rank_extra, keep, mesh)
+    try:
+        return begin(begun, planner)
+    except BaseException:
+        if begun.axis.index == 0:
+            begun.root.close(begun.partial)
+        raise
+
+
+def _begun(
+    where: str, path: Any, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None,
+    extra: Any, rank_extra: Any, keep: int | None, mesh: Mesh | None,
+) -> tuple[Begun, Planner]:  # fmt: skip
+    """What all ranks have agreed to write, and the folder that is made for it."""
     root = Root(_checked_path(where, path))
     checked_both(where, module, optimizer)
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
@@ -127,6 +214,7 @@ def save(
     step = None if step is None else int(step)
     axis = all_ranks(where, module, mesh)
     team = Team(where, axis, path=root.path, step=step, keep=keep)
+    settle(team, axis)
     team.first(lambda: _checked_room(where, root, step))
 
     def found_here() -> Entries:
@@ -140,22 +228,11 @@ def save(
 
     found = team.all(found_here)
     found.plain[OURS, "step"] = step
-    plan, table, together = team.share_out(found)
-    found.plain.update({(*_GROUPS, number, "params"): ours for number, ours in enumerate(together.groups)})
+    shares = team.share_out(found)
+    found.plain.update({(*_GROUPS, at, "params"): ours for at, ours in enumerate(shares.together.groups)})
     step, partial = team.tell(lambda: root.open(where, step))
     found.plain[OURS, "step"] = step
-    try:
-        writer = Writer(partial, root.folder(step), axis.index)
-        results = team.all(lambda: writer.write(plan, Planner(found)))
-        every = team.gather(results)
-        team.first(lambda: writer.conclude(table, every, together.aliases))
-        team.first(lambda: root.publish(where, partial, step))
-    finally:
-        if axis.index == 0:
-            root.close(partial)
-    if keep is not None:
-        team.first(lambda: root.prune(keep, step))
-    return root.folder(step)
+    return Begun(team, axis, root, step, partial, shares, keep), Planner(found)
 
 
 @Op("checkpoint.load", "all ranks of the mesh call", compared=("path", "keys", "optimizer"))
@@ -217,6 +294,7 @@ def load(
         fail(where, f"keys={keys!r} are not two names.", fix='("model", "optim")')
     axis = all_ranks(where, module, mesh)
     team = Team(where, axis, path=root.path, keys=keys, optimizer=optimizer is not None)
+    settle(team, axis, tell=False)
     folder = team.tell(lambda: _existing(where, root))
     here = team.all(lambda: [] if optimizer is None else names_of_groups(module, optimizer))
     groups = merged(team.everyone(here))
