@@ -24,7 +24,6 @@ from torch import Tensor
 from meshcomm.errors import MeshError, text
 from meshcomm.mesh import Axis
 from meshcomm.parallel.checkpoint.files import MetadataIndex, Planner, Root, SavePlan, Writer
-from meshcomm.parallel.checkpoint.team import Shares, Team
 from meshcomm.watch import out_of_sight
 
 _WHERE = "checkpoint.async_save"
@@ -38,12 +37,13 @@ _PATIENCE = 60.0
 class Begun(NamedTuple):
     """All that a save needs once its ranks have agreed."""
 
-    team: Team
+    team: Any
+    """The :class:`Team` of ``team.py``, which stands above."""
     axis: Axis
     root: Root
     step: int
     partial: str
-    shares: Shares
+    shares: Any
     keep: int | None
 
 
@@ -158,7 +158,7 @@ class Saving:
 
     def _write(self) -> Sequence[Any]:
         begun = self._begun
-        results = self._writer.write(begun.shares.plan, self._copied)
+        results: Sequence[Any] = self._writer.write(begun.shares.plan, self._copied)
         self._say(results)
         return results
 
@@ -229,7 +229,7 @@ def begin(begun: Begun, planner: Planner) -> Saving:
     return _last[key]
 
 
-def settle(team: Team, axis: Axis, *, tell: bool = True) -> None:
+def settle(team: Any, axis: Axis, *, tell: bool = True) -> None:
     """What these ranks have begun to save is saved, or not; ``tell``: why not is an error, once."""
     last = _last.get((axis.ranks, axis.index))
     mine = last if last is not None and not last.over else None
@@ -239,7 +239,7 @@ def settle(team: Team, axis: Axis, *, tell: bool = True) -> None:
             raise told
 
 
-def settled(team: Team, mine: Saving | None) -> Exception | None:
+def settled(team: Any, mine: Saving | None) -> Exception | None:
     """All ranks come to know what has become of it: what went wrong, if anything did."""
     told: Exception | None = None
     try:
