@@ -23,7 +23,8 @@ from meshcomm.runtime.start import world
 from meshcomm.runtime.transports.hosts import link as links
 from meshcomm.runtime.transports.hosts.arrangement import Arrangement, arrangement_of
 from meshcomm.runtime.transports.hosts.link import HostsLink
-from meshcomm.runtime.transports.hosts.parts import blocks_of, chunks_of
+from meshcomm.runtime.transports.hosts.parts import blocks_of, chunks_of, number_of
+from meshcomm.runtime.transports.shared.words import code_of, said
 
 BLOCKS = ((0, 1), (2, 3))
 APART = ((0, 2), (1, 3))
@@ -214,6 +215,12 @@ def test_runs() -> None:
     assert [(run.start, run.stop) for run in blocks_of(10, 40, 16)] == [(0, 4), (4, 8), (8, 10)]
     assert len(blocks_of(10**6, 4 * 10**6, 1)) == 256
     assert blocks_of(3, 12, 100) == [slice(0, 3)]
+
+
+def test_what_part_a_call_is_stands_in_no_text() -> None:
+    code = code_of("all_reduce", "sum", torch.float32)
+    assert said(code, 500, number_of((65, 0, 0))) == said(code, 500, number_of((1, 255, 2000))) == said(code, 500, -1)
+    assert said(code_of("broadcast", "", torch.float32), 500, 3) == "broadcast f32[500] (src=3)"
 
 
 # --------------------------------------------------------------------------------------------------------- real hosts

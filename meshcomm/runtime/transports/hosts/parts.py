@@ -8,16 +8,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshcomm.runtime.transports.shared.words import TURNS
+
 Turn = tuple[int, int, int]
 """Which call of the axis this is a part of, which block of it, and from which index it comes: equal on all ranks."""
 
-_BLOCKS, _RANKS = 2**8, 2**11
+_BLOCKS = 2**8
+_RANKS = TURNS // _BLOCKS
 
 
 def number_of(turn: Turn) -> int:
     """Another one for each."""
     number, block, index = turn
-    return (number * _BLOCKS + block) * _RANKS + index
+    return number * TURNS + block * _RANKS + index
 
 
 def chunks_of(count: int, among: int) -> list[slice]:

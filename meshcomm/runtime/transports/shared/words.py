@@ -70,8 +70,13 @@ _TO_ONE = {PERMUTE, PRIMITIVES.index("reduce"), PRIMITIVES.index("gather")}
 """What is lent there the root alone reads; elsewhere all do, whoever lends it."""
 
 
+TURNS = 2**19
+"""A root as large is none: it says which part of which call of a larger axis this is."""
+
+
 def said(code: int, count: int, root: int) -> str:
     """``all_reduce f32[8] (op='sum')``."""
+    root = -1 if root >= TURNS else root
     name, op, dtype = PRIMITIVES[code >> 16], ("", *REDUCE_OPS)[code >> 8 & 255], _DTYPES[code & 255]
     text = primitive_text(name, name, op, None if name == "barrier" else dtype, (count,), root)
     return f"{text} for the gradient of leaf {ordinal_of(-1 - root)}" if root < -1 else text
