@@ -61,11 +61,11 @@ class Axis(Answers):
     ) -> None:
         self.mesh = mesh
         self.name = name
-        self.ranks = ranks
+        self.ranks = self.own_ranks = ranks
         self.size = len(ranks)
         self.index = self.own_index = index
         self.link = link
-        self.coordinate = coordinate
+        self.coordinate = self.own_coordinate = coordinate
         self.devices: set[torch.device] = set()  # those that the link is known to move
         self.key = str(next(_keys))  # a graph takes a number that has changed for one that may be any
         _axes[self.key] = self
@@ -91,7 +91,9 @@ class Axis(Answers):
         """
         if self.is_traced:
             return self
-        return Axis(self.mesh, self.name, self.ranks, self.own_index, self.link.traced(), self.coordinate, index_tensor)
+        return Axis(
+            self.mesh, self.name, self.own_ranks, self.own_index, self.link.traced(), self.own_coordinate, index_tensor
+        )
 
     def is_at(self, index: int) -> bool:
         """Whether this is the rank of this index, for what depends on nothing else of it."""
@@ -122,7 +124,7 @@ class Axis(Answers):
         return f"{self.mesh._identity}: {self.name if isinstance(self.name, str) else ','.join(self.name)}"
 
     def __repr__(self) -> str:
-        at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
+        at = ", ".join(f"{name}={place}" for name, place in self.own_coordinate.items())
         return f"{self.name!r} ({at})"
 
 
@@ -139,6 +141,31 @@ class _ReadAxis(Axis):
     @index.setter
     def index(self, index: int) -> None:
         self.own_index = self.__dict__["index"] = index
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those along it, which say where this one is along the others."""
+        assert self.mesh.reads is not None
+        if rest := tuple(name for name in self.mesh.axis_names if name not in axes_in(self.name)):
+            self.mesh.reads.note(self.mesh.shape, rest)
+        return self.own_ranks
+
+    @ranks.setter
+    def ranks(self, ranks: tuple[int, ...]) -> None:
+        self.own_ranks = self.__dict__["ranks"] = ranks
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's place; ``own_coordinate`` where nothing that it does next depends on it."""
+        assert self.mesh.reads is not None
+        return ReadCoordinate(self.own_coordinate, self.mesh.reads, self.mesh.shape)
+
+    @coordinate.setter
+    def coordinate(self, coordinate: dict[str, int]) -> None:
+        self.own_coordinate = self.__dict__["coordinate"] = coordinate
+
+    def __repr__(self) -> str:
+        return f"{self.name!r} ({', '.join(f'{name}={place}' for name, place in self.coordinate.items())})"
 
 
 _axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()

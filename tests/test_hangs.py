@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -301,6 +302,37 @@ def test_who_takes_the_log_of_another_would_have_had_the_same(program: Callable[
         else:
             assert classes.log(rank, twin) == mine
     assert len(classes.ran) == runs
+
+
+def random_along_tp() -> float:
+    with mc.fork_rng("tp"):
+        return random.random()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [lambda: mc.current_mesh().axis("dp").ranks[0], lambda: mc.current_mesh().axis("dp").coordinate["tp"],
+     lambda: repr(mc.current_mesh().axis("dp")), lambda: mc.shard(torch.arange(6), "tp")[0].item(),
+     lambda: mc.reshard(torch.arange(6), "r -> (tp r)")[0].item(), random_along_tp],
+)  # fmt: skip
+def test_what_says_where_a_rank_is_makes_it_run(place: Callable[[], object]) -> None:
+    at = iter("abc")
+    first: dict[object, str] = {}
+
+    def main() -> None:
+        if first.setdefault(place(), next(at, "")) == "a":
+            mc.all_reduce(ones(), "tp")
+
+    proof = mc.prove_no_hang(main, {"dp": 40, "tp": 3})
+    assert kinds(proof) == ["unmatched"] * len(proof.findings) != []
+
+
+def test_zeros_that_nobody_sent_are_not_believed() -> None:
+    def main() -> None:
+        if not mc.shift(ones(), "tp", 1, wrap=False).any():
+            mc.all_reduce(ones(), "tp")
+
+    assert mc.prove_no_hang(main, {"dp": 40, "tp": 3}).unproven
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from meshcomm._torch import (
 )
 from meshcomm.errors import fail, shape_text
 from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.transports.dry.places import KNOWN
 
 __all__ = ["HostRead", "HostValues", "Values"]
 
@@ -42,7 +43,6 @@ in turn, or a function of the line and the dtype.
 
 _MOST = 4096
 """Elements of what is known."""
-_NAME = "_meshcomm_known"
 _MAKERS = frozenset(
     ("zeros", "ones", "full", "arange", "scalar_tensor", "eye", "linspace", "lift_fresh", "lift_fresh_copy")
 )
@@ -109,7 +109,7 @@ class Values:
         """The values of ``x``, if they are known."""
         if not is_without_memory(x):
             return x if x.numel() <= _MOST and not _is_spoiled(x) and x.layout is torch.strided else None
-        shadow: _Shadow | None = getattr(x, _NAME, None)
+        shadow: _Shadow | None = getattr(x, KNOWN, None)
         if shadow is None or shadow.storage() is not x.untyped_storage() or shadow.values.shape != x.shape:
             return None
         return None if _is_spoiled(shadow.values) else shadow.values
@@ -122,13 +122,13 @@ class Values:
             if name in _MAKERS and isinstance(result, Tensor) and result.numel() <= _MOST:
                 with torch.inference_mode(False):
                     values = operands[0].clone() if operands else func(*args, **{**kwargs, "device": "cpu"})
-                setattr(result, _NAME, _Shadow(result, values))
+                setattr(result, KNOWN, _Shadow(result, values))
             return
         if any(isinstance(x, Parameter) and not is_without_memory(x) for x in operands):
             what = f"a parameter that was made outside of the dry run is used at {call_site()}."
             fail("dry_run", what, fix="make the module inside of fn: there it takes no memory")
         changes = written_by(func, args, kwargs)
-        if not changes and not any(hasattr(x, _NAME) or not is_without_memory(x) for x in operands):
+        if not changes and not any(hasattr(x, KNOWN) or not is_without_memory(x) for x in operands):
             return
         known = [self.of(x) for x in operands]
         random = torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_UNSET)
@@ -149,7 +149,7 @@ class Values:
         made = func(*positional, **named)
         for x, values in zip(tree_flatten(result)[0], tree_flatten(made)[0], strict=True):
             if isinstance(x, Tensor) and is_without_memory(x) and values.numel() <= _MOST:
-                setattr(x, _NAME, _Shadow(x, values))
+                setattr(x, KNOWN, _Shadow(x, values))
 
     def suppose(self, x: Tensor, values: Tensor, sure: int | None = None) -> None:
         """``x``, which nobody knows, is from now on what ``host_values`` says, or ``values`` if they are known. At
@@ -163,7 +163,7 @@ class Values:
             taken = torch.tensor(rows, dtype=x.dtype, device="cpu").reshape(known.shape)
             if sure is not None:
                 taken[sure] = known[sure]
-        setattr(x, _NAME, _Shadow(x, taken))
+        setattr(x, KNOWN, _Shadow(x, taken))
 
     # ------------------------------------------------------------------------------------------- what is read
 

@@ -59,6 +59,11 @@ class AxisAt(NamedTuple):
     name: str | tuple[str, ...]
     coordinate: dict[str, int]
 
+    @property
+    def own_coordinate(self) -> dict[str, int]:
+        """As an Axis calls it."""
+        return self.coordinate
+
 
 class Call(NamedTuple):
     """A call of this rank."""
@@ -103,7 +108,7 @@ class Call(NamedTuple):
         frames the caller knows that they are this library's; each one that is looked at costs more than the rest.
         """
         at = self.axis
-        axis = None if at is None else _new(AxisAt, (at.name, at.coordinate))
+        axis = None if at is None else _new(AxisAt, (at.name, at.own_coordinate))
         seen = moved, send, recv, messages, site_of(sys._getframe(skip)), backward_pass() != -1
         made: Call = _new(Call, (*self[:_AXIS], axis, *self[_AXIS + 1 : _SEEN], *seen))
         return made

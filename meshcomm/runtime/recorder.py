@@ -168,7 +168,7 @@ def noted(record: Record | None, what: str, axis: Any, dtype: torch.dtype | None
     The axis may be gone when somebody asks. Who asks for this is called by a function of the library.
     """
     seen = None if record is None else (record[CALL], record[WHAT], record[OP], record[ROOT], record[NUMBER])
-    call = _public, what, axis.name, axis.coordinate, dtype, shape, call_spot(3), backward_pass() != -1, seen
+    call = _public, what, axis.name, axis.own_coordinate, dtype, shape, call_spot(3), backward_pass() != -1, seen
     if record is not None:
         record[CALL] = call
     return call

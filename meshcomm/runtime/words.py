@@ -116,7 +116,7 @@ class Words(NamedTuple):
 
 def place_of(axis: Any) -> str:
     """``dp=3,tp=1``: where this rank is on the mesh of the axis."""
-    coordinate = getattr(axis, "coordinate", None)
+    coordinate = getattr(axis, "own_coordinate", None)
     return "?" if coordinate is None else ",".join(f"{name}={place}" for name, place in coordinate.items())
 
 

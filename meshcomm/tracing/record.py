@@ -113,9 +113,9 @@ class _Place:
 
     def __init__(self, axis: Axis) -> None:
         self.name, self.size, self.index = axis.name, axis.size, axis.own_index
-        self.ranks, self.group = axis.ranks, axis.group
-        self.rank = axis.ranks[axis.own_index]
-        self.place = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
+        self.ranks, self.group = axis.own_ranks, axis.group
+        self.rank = axis.own_ranks[axis.own_index]
+        self.place = ", ".join(f"{name}={place}" for name, place in axis.own_coordinate.items())
 
     def named(self, messages: Sequence[Any]) -> tuple[tuple[int, int, str], ...]:
         """Messages with the ranks of the world in place of indices."""

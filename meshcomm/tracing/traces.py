@@ -112,7 +112,7 @@ class Trace(Shown):
                 self._learn((name, axes) for name, axes in axis.mesh.names.items())
                 self._axes.append(weakref.ref(axis))
                 every = axis.mesh.in_process and self._home is None
-                self._heard.update(range(axis.mesh.world_size) if every else [axis.ranks[axis.own_index]])
+                self._heard.update(range(axis.mesh.world_size) if every else [axis.own_ranks[axis.own_index]])
                 attach(axis, self._records)
 
     def _note_compiled(self, axis: Axis, now: bool = False) -> None:

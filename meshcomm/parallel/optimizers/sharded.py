@@ -171,7 +171,7 @@ class _Steps:
                 if self.shares.cut == "tensors" and part.size > 1:
                     what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}, and {self._kind} looks at"
                     fail(WHERE, f"{what} whole tensors.", fix="without shard_optimizer, or AdamW")
-                if part.size > 1 and len({*axis.ranks} & {*part.mesh.axis(part.axis).ranks}) > 1:
+                if part.size > 1 and len({*axis.own_ranks} & {*part.mesh.axis(part.axis).own_ranks}) > 1:
                     what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}, and so are its states."
                     fail(WHERE, what, fix="without shard_optimizer; or an axis along which parameters are the same")
 

@@ -78,7 +78,7 @@ def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mes
         ``jax_threefry_partitionable``; DTensor's random operations, which draw what depends on the mesh.
     """
     over = check.mesh_of(WHERE, "", mesh)
-    place = over.axis(over.axis_names[0], WHERE).coordinate
+    place = over.axis(over.axis_names[0], WHERE).own_coordinate
     text = as_text(layout)
     if not isinstance(text, str):
         parse(WHERE, text, over.shape)  # says what is wrong

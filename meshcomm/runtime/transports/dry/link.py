@@ -192,9 +192,8 @@ class DryLink(Defaults):
         return _result(_like(x), x)
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
-        """What came, or zeros."""
-        y = _like(x) if source is not None else torch.zeros_like(x, memory_format=torch.contiguous_format)
-        return cast(Tensor, _result(y, x))
+        """What came; zeros are unknown too, for others have none."""
+        return cast(Tensor, _result(_like(x), x))
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """As large as ``x``."""

@@ -21,6 +21,9 @@ from meshcomm.runtime.callsite import call_site
 
 Shape = tuple[tuple[str, int], ...]
 
+KNOWN = "_meshcomm_known"
+"""On a tensor without memory, its values where a dry run knows them."""
+
 
 class PlaceRead(NamedTuple):
     """One thing that was read: an index, or whether it is this one."""
