@@ -124,7 +124,7 @@ class Axis(Answers):
         return f"{self.mesh._identity}: {self.name if isinstance(self.name, str) else ','.join(self.name)}"
 
     def __repr__(self) -> str:
-        at = ", ".join(f"{name}={place}" for name, place in self.own_coordinate.items())
+        at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
         return f"{self.name!r} ({at})"
 
 
@@ -163,9 +163,6 @@ class _ReadAxis(Axis):
     @coordinate.setter
     def coordinate(self, coordinate: dict[str, int]) -> None:
         self.own_coordinate = self.__dict__["coordinate"] = coordinate
-
-    def __repr__(self) -> str:
-        return f"{self.name!r} ({', '.join(f'{name}={place}' for name, place in self.coordinate.items())})"
 
 
 _axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
