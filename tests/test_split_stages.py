@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshcomm import MeshError
+import meshcomm as mc
+from meshcomm import MeshError, parallel
 from meshcomm.parallel import split_stages
 
 D, WORDS = 8, 11
@@ -173,3 +175,68 @@ def test_what_to_do_with_an_encoder_and_a_decoder() -> None:
     model = nn.Transformer(D, 2, 2, 2, 8, batch_first=True)
     with pytest.raises(MeshError, match="hand on its hidden values and the decoder's tokens"):
         split_stages(model, 2, example=(torch.ones(1, 3, D), torch.ones(1, 2, D)))
+
+
+class Listless(GPT):
+    """The forward stands on the object, as who patches a model leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = super().forward
+
+
+def spread(model: nn.Module, adaptor: str) -> nn.Module:
+    mesh = mc.make_mesh({"a": 1})
+    if adaptor == "tensor_parallel":
+        return parallel.tensor_parallel(model, {"*": "replicated"}, axis="a", mesh=mesh)
+    if adaptor == "fully_shard":
+        return parallel.fully_shard(model, "a", grads="mean", mesh=mesh)
+    return parallel.data_parallel(model, "a", grads="mean", mesh=mesh)
+
+
+@pytest.mark.parametrize("make", [GPT, MODELS["Sequential"][0]], ids=["GPT", "Sequential"])
+@pytest.mark.parametrize("adaptor", ["tensor_parallel", "fully_shard", "data_parallel"])
+def test_adaptors_come_after(adaptor: str, make: Callable[[], nn.Module]) -> None:
+    """Each stage would run the whole model, or reduce nothing, and nobody would be told."""
+    with pytest.raises(MeshError, match="has been spread by an adaptor[\\s\\S]*around each stage"):
+        split_stages(spread(make(), adaptor), 2)
+
+
+def test_a_forward_of_the_object_is_refused() -> None:
+    with pytest.raises(MeshError, match="has a forward that is not its class's"):
+        split_stages(Listless(), 2)
+
+
+def test_stages_share_no_hooks() -> None:
+    """Of the parts that several stages have a copy of, each has its own."""
+    inside = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    first, second = split_stages(nn.Sequential(inside), 2)
+    heard: list[str] = []
+    first[0].register_forward_hook(lambda *_: heard.append("first"))
+    second(first(torch.ones(1, D)))
+    assert heard == ["first"]
+
+
+def test_a_stage_has_a_plan() -> None:
+    """It is looked at on what the stage before gives."""
+    torch.manual_seed(0)
+    model, ids = GPT().double(), torch.randint(0, WORDS, (2, 6))
+    first, second = split_stages(model, 2)
+    wanted = second(first(ids))
+    mesh = mc.make_mesh({"tp": 1})
+    for stage in (first, second):
+        parallel.tensor_parallel(stage, "auto", axis="tp", mesh=mesh)
+    torch.testing.assert_close(second(first(ids)), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_what_two_stages_have_is_cut_once() -> None:
+    first, last = split_stages(GPT(tied=True), 2)
+    mesh = mc.make_mesh({"tp": 2})
+
+    def program() -> None:
+        mine = copy.deepcopy([first, last])
+        for stage, plan in zip(mine, ({"embed": "vocab"}, {"head": "column"}), strict=True):
+            parallel.tensor_parallel(stage, {**plan, "*": "replicated"}, axis="tp", mesh=mesh)
+
+    with pytest.raises(MeshError, match="'head.weight' has been cut by tensor_parallel as 'embed.weight'"):
+        mc.launch(program, ranks=2)

@@ -18,6 +18,7 @@ from meshcomm._torch import own_parameters, watch_total_norms
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
 from meshcomm.parallel.global_places import Place
+from meshcomm.spmd.types.told import told_to_vary
 
 
 class Dim(NamedTuple):
@@ -118,6 +119,11 @@ def known_around(module: nn.Module) -> list[nn.Module]:
     return [each for each in list(_known) if any(part is module for part in each.modules())]
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Whether an adaptor was given just this module."""
+    return _MESHES in vars(module)
+
+
 def all_known() -> list[nn.Module]:
     """The modules that adaptors have spread, of all ranks in this process."""
     return list(_known)
@@ -208,6 +214,21 @@ def refuse_overlap(where: str, module: nn.Module, axis: Axis, among: Container[i
                 what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}"
                 fix = f"axes={{{part.name!r}: ...}}, the others; each axis cuts a parameter once, or has the same of it"
                 fail(where, f"{what}, and would be taken to be the same along axis {axis.name!r}.", fix=fix)
+
+
+def refuse_cut_elsewhere(where: str, module: nn.Module) -> None:
+    """MeshError for a parameter that was cut as one of another module, which has it too."""
+    own = parts_of(module)
+    cut = {id(p): name for name, p in module.named_parameters() if id(p) not in own and told_to_vary(p)}
+    inside = set(module.modules()) if cut else ()
+    for owner in (each for other in (all_known() if cut else ()) for each in other.modules() if each not in inside):
+        params = own_parameters(owner)
+        for key, parts in cuts_of(owner).items():
+            name = cut.get(id(params.get(key)))
+            if name is not None:
+                what = f"{name!r} has been cut by {parts[0].maker} as {parts[0].name!r} of a module that has it too."
+                fix = "copy.deepcopy of each module before: a parameter is cut once; those of stages are tied by name"
+                fail(where, what, fix=fix)
 
 
 def places_of(module: nn.Module) -> dict[int, Place]:

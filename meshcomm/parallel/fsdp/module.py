@@ -28,6 +28,7 @@ from meshcomm.parallel.cut_parameters import (
     know,
     know_as,
     refuse_copies,
+    refuse_cut_elsewhere,
     refuse_overlap,
 )
 from meshcomm.parallel.cut_states import mark_states
@@ -232,6 +233,7 @@ def fully_shard(
     if init is not None and not callable(init):
         fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
     refuse_copies(where, module, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
+    refuse_cut_elsewhere(where, module)
     claim(module, where)
     refuse_renormalised(where, module)
     apart, before = parts_sharded_before(module, ax)

@@ -119,6 +119,11 @@ def _parameters_of(value: Any) -> set[int]:
     return found
 
 
+def depends_on(value: Any, leaf: Tensor) -> bool:
+    """Whether anything of the value does."""
+    return id(leaf) in _parameters_of(value)
+
+
 @contextlib.contextmanager
 def as_found(model: nn.Module) -> Iterator[None]:
     """Evaluating, with all parameters wanting gradients; afterwards, and for random numbers, as it was."""

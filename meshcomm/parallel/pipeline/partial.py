@@ -10,15 +10,17 @@ What needs no parameters, masks and the like, is computed again on every stage f
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import described, fail
-from meshcomm.parallel.pipeline.blocks import Seen, as_found, mapped, tensors_of
-from meshcomm.parallel.tensor.auto.example_inputs import Given
+from meshcomm.errors import MeshError, described, fail
+from meshcomm.parallel.cut_parameters import is_spread
+from meshcomm.parallel.pipeline.blocks import Seen, as_found, depends_on, mapped, tensors_of
+from meshcomm.parallel.tensor.auto.example_inputs import Given, remember
 
 
 class _Reached(Exception):  # noqa: N818  # nothing is wrong
@@ -170,7 +172,7 @@ def _part_of(
         return made[id(part)]
     if not around and own and needed.issuperset(own):
         return part
-    made[id(part)] = new = copy.copy(part)
+    made[id(part)] = new = copy_of(part)
     direct = vars(part)["_parameters"]
     elsewhere = {name: p for name, p in direct.items() if p is not None and (id(part), id(p)) not in needed}
     vars(new)["_parameters"] = {name: p for name, p in direct.items() if name not in elsewhere}
@@ -185,6 +187,25 @@ def _part_of(
         for name, child in children
     }
     return new
+
+
+def copy_of(part: nn.Module) -> nn.Module:
+    """Another module of the same parts. What runs the one that it was made for would run the whole model."""
+    if "forward" in vars(part) or is_spread(part):
+        what = "has been spread by an adaptor" if is_spread(part) else "has a forward that is not its class's"
+        fail(
+            "split_stages",
+            f"a {type(part).__name__} that is to be cut {what}, which knows of all of it and not of a part.",
+            fix="split_stages(model, n) of the model as it was made; then tensor_parallel, fully_shard or data_parallel"
+            " around each stage",
+        )
+    made = copy.copy(part)
+    vars(made).update({name: copy.copy(kept) for name, kept in vars(part).items() if _HOOKS.fullmatch(name)})
+    return made
+
+
+_HOOKS = re.compile(r"_.*hooks.*")
+"""Tables of a module's hooks, which a shallow copy would share: what one stage is told others would do, too."""
 
 
 def by_hand(model: nn.Module) -> str:
@@ -206,8 +227,16 @@ def proved(model: nn.Module, stages: Sequence[nn.Module], seen: Seen, where: str
     try:
         with as_found(model), torch.enable_grad():
             x: Any = kwargs if kwargs and not args else args
-            for stage in stages:
-                x = stage(x)
+            for at, stage in enumerate(stages):
+                if at:
+                    x = (x[0].detach().requires_grad_(), *x[1:])
+                given, x = x, stage(x)
+                remember(stage, given)
+                if at and not depends_on(x, given[0]):
+                    what = f"what stage {at} gives does not depend on what stage {at - 1} has given"
+                    fail(where, f"{type(model).__name__} cannot be cut between its blocks: {what}.", fix=fix)
+    except MeshError:
+        raise
     except Exception as error:
         fail(where, f"{type(model).__name__} cannot be cut between its blocks: {described(error)}", fix=fix)
     ours, whole = tensors_of(x), tensors_of(seen.output)

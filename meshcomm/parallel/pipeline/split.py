@@ -7,7 +7,6 @@ of blocks in a row                                      what is behind the last 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from meshcomm.errors import fail, few
 from meshcomm.parallel.pipeline.blocks import look
-from meshcomm.parallel.pipeline.partial import PartialModel, by_hand, proved
+from meshcomm.parallel.pipeline.partial import PartialModel, by_hand, copy_of, proved
 
 WHERE = "split_stages"
 
@@ -38,8 +37,9 @@ def split_stages(
     others do nothing, and stops behind its last block; what the model was called with travels along. What is before
     the blocks or behind them and asks for a parameter has it: one that several stages have, as a tied embedding, is
     tied by name (``stage.tied_parameters``), and ``pipelined`` adds up its gradients.
-    Where two stages of one rank have it, as "zbv" places the first and the last, give ``fully_shard`` a
-    ``copy.deepcopy`` of each: it shards a parameter once.
+    Where two stages of one rank have it, as "zbv" places the first and the last, give ``fully_shard`` and
+    ``tensor_parallel`` a ``copy.deepcopy`` of each: a parameter is cut once.
+    Adaptors come after: ``tensor_parallel(stage, "auto", ...)`` knows what a stage is called with.
 
     Type: as the model's
     Args:
@@ -53,7 +53,8 @@ def split_stages(
     Backward: none of its own
     Cost: one forward of the example, and another one by the stages, whose result must be the model's; no communication
     Raises:
-        MeshError: fewer parts than stages; ``costs`` that are none; no row of blocks; a model that cannot be cut there.
+        MeshError: fewer parts than stages; ``costs`` that are none; no row of blocks; a model that cannot be cut there,
+            or that an adaptor has spread already.
     Example:
         >>> import torch
         >>> from meshcomm.parallel import split_stages
@@ -109,7 +110,7 @@ def _size(part: nn.Module) -> float:
 
 def _kept(part: nn.Module, paths: set[tuple[str, ...]]) -> nn.Module:
     """A Sequential of those of its parts alone, under their names."""
-    made = copy.copy(part)
+    made = copy_of(part)
     kept = {}
     for name, child in vars(part)["_modules"].items():
         below = {path[1:] for path in paths if path[0] == name}

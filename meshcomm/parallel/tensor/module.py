@@ -13,7 +13,14 @@ from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.alike import refuse_other_modules
-from meshcomm.parallel.cut_parameters import Part, checked_module, know, refuse_copies, refuse_overlap
+from meshcomm.parallel.cut_parameters import (
+    Part,
+    checked_module,
+    know,
+    refuse_copies,
+    refuse_cut_elsewhere,
+    refuse_overlap,
+)
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.later_values import wait_for_values
 from meshcomm.parallel.optimizers.over_parts import watch_steps
@@ -140,6 +147,7 @@ def tensor_parallel(
     refuse_sliced(WHERE, module, "call tensor_parallel before fully_shard")
     refuse_copies(WHERE, module, "tensor parallelism over another axis than data_parallel's", ax)
     refuse_overlap(WHERE, module, ax)
+    refuse_cut_elsewhere(WHERE, module)
     if isinstance(plan, str) and plan == "auto":
         plan = _found(module, ax, sequence)
     if not divide:

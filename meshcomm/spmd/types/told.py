@@ -44,6 +44,12 @@ def tell(where: str, x: Tensor, mesh: Mesh, varies: Collection[str], same: Colle
         note_by_hand(x, Type(_since(where, told.varies), grid=grid))
 
 
+def told_to_vary(x: Tensor) -> bool:
+    """Whether an adaptor has made it another one on each rank along some axis."""
+    told = getattr(x, _TOLD, None)
+    return isinstance(told, _Told) and bool(told.varies)
+
+
 def remember(module: Module) -> None:
     """What is known of each parameter is that of the one of its name too, whichever stands there later: copies of a
     module, ``load_state_dict(assign=True)`` and some conversions make new ones, of which nothing is known.
