@@ -14,7 +14,7 @@ import meshcomm as mc
 from meshcomm import MeshError, parallel
 from meshcomm.parallel import split_stages
 
-D, WORDS = 8, 11
+D, WORDS = 8, 12
 
 
 class Block(nn.Module):
