@@ -267,10 +267,12 @@ class Host:
         kinds = ["--net", "--pid", "--uts", "--ipc", "--mount"]
         return ["nsenter", "--target", str(_inside(self.first)), *kinds, *where, *command]
 
-    def start(self, *command: str, folder: Path | None = None, **environ: str) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str, folder: Path | None = None, stdin: int = subprocess.DEVNULL, **environ: str
+    ) -> subprocess.Popen[str]:
         """A program on the host, whose stdout and stderr are one pipe. Variables of launchers are not handed on."""
         started = subprocess.Popen(
-            self.command(*command, folder=folder), env=_environ(environ), text=True, stdin=subprocess.DEVNULL,
+            self.command(*command, folder=folder), env=_environ(environ), text=True, stdin=stdin,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._started.append(started)
@@ -280,8 +282,9 @@ class Host:
         """Its namespaces have ended: so have its programs."""
         for each in self._started:
             each.wait(30)
-            if each.stdout is not None:
-                each.stdout.close()
+            for pipe in (each.stdin, each.stdout):
+                if pipe is not None:
+                    pipe.close()
 
     def run(self, *command: str, timeout: float = 60, folder: Path | None = None, **environ: str) -> str:
         """What a program on the host prints; CalledProcessError if it fails."""

@@ -39,6 +39,8 @@ from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.transports.turns import Family, Pool
 
+_FOR_THE_WIRE = 5.0
+"""Seconds that a rank has to tell the others of its machine why nothing came to it from another one."""
 _families: dict[tuple[tuple[int, ...], timedelta], Family] = {}
 _pools: dict[tuple[tuple[int, ...], timedelta], Pool] = {}
 _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
@@ -182,10 +184,9 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
         for when in ("early", "late"):
             part = NearLink(*among, recorder.Log(*among[1:], seconds), f"{name}, {when} on {own}")
             part.log.title, part.log.meeting, part.log.axes = log.title, log.meeting, log.axes
-            part.on_axis, part.hold = own, hold
-            part.makers["mail"] = partial(
-                _mail_of, those, part.name, part.index, limit.total_seconds(), here.adopted, hold
-            )
+            part.on_axis, part.axis_log, part.hold = own, log, hold
+            patience = limit.total_seconds() + _FOR_THE_WIRE
+            part.makers["mail"] = partial(_mail_of, those, part.name, part.index, patience, here.adopted, hold)
             _links.add(part)
             parts.append(part)
         link.meet_in(hosts, *parts)

@@ -139,6 +139,11 @@ def state_of(record: Record) -> str:
     return "completed"
 
 
+def under_way(log: Log) -> Record | None:
+    """The first call of this log that has not come to its end."""
+    return next((record for record in log.records.copy() if state_of(record) in ("begun", "queued")), None)
+
+
 def waits_on_a_device(since: float) -> bool:
     """Whether a call of this process that was made before is one that its device has not come through."""
     every = [] if _ring is None else [record for log in list(_ring.logs) for record in log.records.copy()]

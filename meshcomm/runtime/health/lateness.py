@@ -20,7 +20,7 @@ from meshcomm.errors import text
 from meshcomm.runtime import recorder
 from meshcomm.runtime.call import AxisAt
 from meshcomm.runtime.callsite import hinted, in_backward
-from meshcomm.runtime.health import peers
+from meshcomm.runtime.health import hosts
 from meshcomm.runtime.process import exits
 from meshcomm.runtime.recorder import BEGAN, NUMBER, Log, Record, site_of, text_of
 from meshcomm.runtime.words import axis_text, place_of, sentence
@@ -53,6 +53,8 @@ class Late(NamedTuple):
     """What has become of their processes."""
     axis: AxisAt | None = None
     """Which of the names of the group was used, where that is known."""
+    aside: Sequence[int] = ()
+    """Those that this rank itself does not wait for, but another one may."""
 
     @property
     def over(self) -> str:
@@ -81,19 +83,22 @@ def keep_by(keep: Callable[[], Path | None]) -> None:
 def late_text(late: Late, fix: str = "the call was given up; s") -> str:
     """All of it. ``fix``: what has become of the call, and the beginning of "see"."""
     lines = [_itself(late)]
-    found = _ask(late)
+    found, far = _ask(late)
     came, elsewhere, silent = _sorted(late, found)
-    absent = sorted([*elsewhere, *silent]) if late.missing is None else list(late.missing)
-    lines += _who(late, came, elsewhere, silent, asked=late.log.meeting is not None)
+    lost = {i: far[rank] for i, rank in enumerate(late.log.ranks) if rank in far and i not in came}
+    blamed = lost or [i for i in silent if i not in late.aside]
+    absent = sorted([*elsewhere, *blamed]) if late.missing is None else list(late.missing)
+    lines += _who(late, came, elsewhere, silent, lost, asked=late.log.meeting is not None)
     lines += [f"  last completed: {line}" for line in _completed(late, found)]
     for dumped in (path for keep in _keepers if late.log.meeting is not None and (path := keep()) is not None):
         lines.append(
             f"  the last calls of this rank are in {dumped}; python -m meshcomm explain {os.path.dirname(dumped)}"
         )
+    what = f"{_named(absent)} did not come" if absent else "all ranks came, and not all that they sent"
+    why = "; ".join(filter(None, (hosts.no_way(far), late.found)))
     said = text(
         late.where,
-        f"{_named(absent) if absent else 'not everybody'} did not come within {late.seconds:.3g} s"
-        f"{': ' + late.found if late.found else ''}.",
+        f"{what} within {late.seconds:.3g} s{': ' if why else ''}{why}.",
         got="\n".join(lines),
         fix=f"{fix}ee where the ranks that have not come are (kill -USR1, then python -m meshcomm explain; py-spy dump"
         " --pid): all ranks of an axis must make the same calls in the same order",
@@ -119,22 +124,30 @@ def _clock(when: float) -> str:
 
 
 def _who(
-    late: Late, came: Sequence[int], elsewhere: Mapping[int, str], silent: Sequence[int], *, asked: bool
+    late: Late,
+    came: Sequence[int],
+    elsewhere: Mapping[int, str],
+    silent: Sequence[int],
+    lost: Mapping[int, str],
+    *,
+    asked: bool,
 ) -> Iterator[str]:
     ranks = late.log.ranks
     yield f"  arrived: {', '.join(_rank(i, ranks) for i in sorted([*came, late.log.index]))}"
     for i, where in list(elsewhere.items())[:_SHOWN]:
         yield f"  not arrived: {_rank(i, ranks)}: {where}"
     for i in silent[:_SHOWN]:
-        said = late.known.get(i)
+        said = f"its host does not answer: {lost[i]}" if i in lost else late.known.get(i)
         said = said or ("it does not answer: it may still compute, wait with more patience, or hang" if asked else "")
-        yield f"  not arrived: {_rank(i, ranks)}{': ' + said if said else ''}"
+        aside = i in late.aside or (late.missing is None and lost)
+        how = "not known of" if aside and i not in lost else "not arrived"
+        yield f"  {how}: {_rank(i, ranks)}{': ' + said if said else ''}"
     if len(silent) > _SHOWN or len(elsewhere) > _SHOWN:
         yield "  and more"
 
 
 def _rank(index: int, ranks: Sequence[int]) -> str:
-    place = peers.where(ranks[index])
+    place = hosts.where(ranks[index])
     who = f"index {index} (rank {ranks[index]})" if ranks[index] != index else f"rank {index}"
     return f"{who} {place}" if place else who
 
@@ -167,18 +180,20 @@ def _completed(late: Late, found: Mapping[int, Any]) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------- at the store
 
 
-def _ask(late: Late) -> dict[int, Any]:
-    """What others say, by index."""
+def _ask(late: Late) -> tuple[dict[int, Any], dict[int, str]]:
+    """What others say, by index; and by rank of the world whose hosts do not answer, and why not."""
     if late.log.meeting is None:
-        return {}
+        return {}, {}
     grace = min(_GRACE, _LEAST + _SHARE * late.seconds)
     found: dict[int, Any] = {}
     asking = threading.Thread(
         target=_meet, args=(late, grace, found), name="meshcomm late", daemon=True
     )  # the store may not answer, if the process that serves it has stopped
     asking.start()
-    asking.join(grace + 1.0)
-    return dict(found)
+    end = time.monotonic() + grace + 1.0
+    far = hosts.silent((late.log.ranks[i] for i in late.suspects), grace)
+    asking.join(max(0.0, end - time.monotonic()))
+    return dict(found), far
 
 
 def _meet(late: Late, grace: float, found: dict[int, Any]) -> None:

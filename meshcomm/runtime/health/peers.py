@@ -10,12 +10,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm.errors import CommError, described
+from meshcomm.runtime.health import hosts
 from meshcomm.runtime.process import table
 from meshcomm.runtime.process.exits import last_error
 
@@ -53,7 +54,6 @@ _met: _Meeting | None = None
 _last: _Meeting | None = None
 """The one that was left last."""
 _blamed: set[_Peer] = set()
-_places: list[str] = []
 
 
 # --------------------------------------------------------------------------------------------------------- the meeting
@@ -75,20 +75,7 @@ def forget() -> None:
     """The group is no more."""
     global _met
     _met = None
-    _places.clear()
-
-
-def placed(hosts: Sequence[str]) -> None:
-    """On which hosts the ranks are, in words, in order; where there are several."""
-    _places[:] = hosts
-
-
-def where(rank: int) -> str:
-    """``on node1 (10.0.0.2)``: where a rank of the world is, if there are several hosts and this is another one."""
-    here = _here()
-    if here is None or max(rank, here.rank) >= len(_places) or _places[rank] == _places[here.rank]:
-        return ""
-    return f"on {_places[rank]}"
+    hosts.forget()
 
 
 def _read(sign: str) -> _Peer:
@@ -108,7 +95,7 @@ def _here() -> _Meeting | None:
 def leave(why: str = "") -> None:
     """Tell the others that this process makes no more calls, and why."""
     global _last
-    here = _here()
+    here, far = _here(), hosts.are_several()
     if here is None:
         return
     forget()
@@ -116,8 +103,20 @@ def leave(why: str = "") -> None:
     error = last_error()
     if not why and error is not None:
         why = described(error)[:300].removesuffix(": ")
-    with contextlib.suppress(RuntimeError):
-        here.store.set(f"left/{here.rank}", why or "its program is over")
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):
+            here.store.set(f"left/{here.rank}", why or "its program is over")
+
+    _patiently(tell) if far else tell()
+
+
+def _patiently(ask: Callable[[], None]) -> None:
+    """Ask the store, which may be gone, or stand still, or be on a host that cannot be reached."""
+    with contextlib.suppress(RuntimeError):  # no new threads at the end of the interpreter
+        asking = threading.Thread(target=ask, name="meshcomm peers", daemon=True)
+        asking.start()
+        asking.join(_ANSWER)
 
 
 def distance(reason: str) -> int:
@@ -235,7 +234,7 @@ def _look(here: _Meeting, ranks: Sequence[int]) -> dict[int, str]:
 
 
 def _said(here: _Meeting, ranks: Sequence[int]) -> dict[int, str]:
-    """What those who have left have said, if the store answers in time: its server may be gone, or stand still."""
+    """What those who have left have said, if the store answers in time."""
     answers: dict[int, str] = {}
 
     def ask() -> None:
@@ -244,8 +243,5 @@ def _said(here: _Meeting, ranks: Sequence[int]) -> dict[int, str]:
                 if here.store.check([f"left/{rank}"]):
                     answers[rank] = here.store.get(f"left/{rank}").decode(errors="replace")
 
-    with contextlib.suppress(RuntimeError):  # no new threads at the end of the interpreter
-        asking = threading.Thread(target=ask, name="meshcomm peers", daemon=True)
-        asking.start()
-        asking.join(_ANSWER)
+    _patiently(ask)
     return dict(answers)

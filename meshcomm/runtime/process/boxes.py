@@ -17,7 +17,7 @@ ENTRIES = 4096
 """The entries of a mailbox: how far a rank may run ahead of the others."""
 ENTRY = 16
 _ENTRIES_AT = 128
-_STATE, _TURN, _COUNT, _LISTENS, _BELL = 0, 1, 2, 3, 4
+_STATE, _TURN, _COUNT, _LISTENS, _BELL, _WHY = range(6)
 HERE, LEAVING, GONE = 0, 1, 2
 _DRAINED = 8
 _FAR = 2**62
@@ -73,6 +73,16 @@ class Box:
     def state(self) -> int:
         """What was said."""
         return self.cells[self._base + _STATE]
+
+    def give_up(self, why: int) -> None:
+        """``LEAVING``, because of a call that has failed; ``why``: what others find the reason by."""
+        self.cells[self._base + _WHY] = why + 1
+        self.say(max(LEAVING, self.state()))
+
+    def why(self) -> int | None:
+        """What was said so."""
+        found = self.cells[self._base + _WHY]
+        return found - 1 if found else None
 
     def drained(self, place: int) -> int:
         """The last call up to which the reader at this place has seen every entry."""

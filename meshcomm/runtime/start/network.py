@@ -27,10 +27,14 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from meshcomm.runtime.health.hosts import Place
+
 GLOO = "GLOO_SOCKET_IFNAME"
 _OTHERS = ("NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """What else says between hosts which interfaces to use: gloo's is to be among these."""
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_MOST_DOORS = 64
+"""The most hosts of which every rank knows where they listen."""
 PATIENCE = 10.0
 """The most seconds that a host has to answer."""
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "podman")
@@ -231,7 +235,7 @@ def no_way(host: str, port: int) -> str:
 
 
 class Door:
-    """What a host's first rank has open while the others try to reach it."""
+    """What a host's first rank has open while the others try to reach it, and later, when they miss it."""
 
     def __init__(self, address: str) -> None:
         self.address, self.token, self.error = address, os.urandom(16), ""
@@ -259,7 +263,7 @@ class Door:
                 connection.sendall(self.token)
 
     def close(self) -> None:
-        """All have tried."""
+        """Nobody tries any more."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # who accepts wakes up
@@ -320,8 +324,8 @@ def master_of(store: object) -> str | None:
 
 
 def misses(here: Store, seats: Sequence[Seat], rank: int, address: str, seconds: float) -> tuple[Door | None, str]:
-    """The door of this rank, to be closed when all have tried, and whom it cannot reach, in words; only the first rank
-    of a host tries. ``here`` is of this meeting alone.
+    """The door of this rank, and whom it cannot reach, in words; only the first rank of a host tries. ``here`` is of
+    this meeting alone.
     """
     first = first_ranks(seats)
     if first[seats[rank].host] != rank:
@@ -335,10 +339,15 @@ def misses(here: Store, seats: Sequence[Seat], rank: int, address: str, seconds:
     return door, ("; ".join(whom) + ("; ..." if len(failed) > 4 else "")) if whom else ""
 
 
-def place(seat: Seat) -> str:
-    """A host in words: its name, and an address."""
-    known = seat.leads or next((each.address for each in seat.addresses), "")
-    return f"{seat.name} ({known})" if known else seat.name
+def places(here: Store, seats: Sequence[Seat]) -> list[Place]:
+    """Of all ranks in order; with what the first of each host has open, unless these are too many to ask for."""
+    first = first_ranks(seats)
+    doors = dict.fromkeys(first, ("", 0))
+    if len(first) <= _MOST_DOORS:
+        told = here.multi_get([f"door/{rank}" for rank in first.values()])
+        doors = {host: tuple(json.loads(each)[:2]) for host, each in zip(first, told, strict=True)}
+    known = [seat.leads or next((each.address for each in seat.addresses), "") for seat in seats]
+    return [Place(seat.host, seat.name, each, *doors[seat.host]) for seat, each in zip(seats, known, strict=True)]
 
 
 def who(seats: Sequence[Seat], rank: int, address: str) -> str:

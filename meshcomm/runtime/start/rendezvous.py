@@ -23,7 +23,7 @@ from typing import NoReturn, TypeVar
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from meshcomm.errors import CommError, fail
-from meshcomm.runtime.health import peers
+from meshcomm.runtime.health import hosts, peers
 from meshcomm.runtime.process import exits, table
 from meshcomm.runtime.start import network
 from meshcomm.runtime.start.launchers import LOOPBACK, VARIABLES, Launcher
@@ -368,7 +368,8 @@ def agreed(here: Store, rank: int, size: int, mine: bool, timeout: timedelta) ->
 
 def reached(here: Store, rank: int, seats: Sequence[Seat], interface: str | None, timeout: timedelta) -> None:
     """CommError on all ranks where the hosts do not reach each other, as gloo will: which ranks, and at which address.
-    Nothing where there is one host.
+    Nothing where there is one host. Else it is known from now on where all are, and what a host's first rank has open
+    stays so: who waits in vain tries it again.
     """
     if len(network.first_ranks(seats)) == 1:
         return
@@ -387,9 +388,12 @@ def reached(here: Store, rank: int, seats: Sequence[Seat], interface: str | None
 
     try:
         _await(here, "reached", rank, len(seats), timeout, say)
-    finally:
+        places = network.places(here, seats)
+    except BaseException:
         for door in filter(None, doors):
             door.close()
+        raise
+    hosts.placed(rank, places, next((door.close for door in doors if door is not None), None))
 
 
 def _await(here: Store, key: str, rank: int, size: int, timeout: timedelta, first: Callable[[], object] = bool) -> str:

@@ -288,8 +288,6 @@ def _start(who: Launcher, request: Request) -> None:
             if devices.has_gloo(backend):
                 seated = [network.Seat.read(each) for each in seats]
                 _listen_at(state, network.choose(seat, seated, os.environ))
-                if len(network.first_ranks(seated)) > 1:
-                    peers.placed([network.place(each) for each in seated])
                 rendezvous.reached(here, who.rank, seated, os.environ.get(network.GLOO), timeout)
             _make_group(state, backend, who, timeout, here, place.device)
             near = Neighbours(tokens[0], tuple(map(Address.read, addresses)))

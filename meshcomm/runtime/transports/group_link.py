@@ -21,13 +21,13 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.call import told
-from meshcomm.runtime.health import peers
+from meshcomm.runtime.health import hosts, peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import begin_all, queued, then_all
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.accelerator import mark
-from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Record, failed, state_of
+from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Record, failed, under_way
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox
 from meshcomm.runtime.transports.post import CALLS
@@ -190,6 +190,7 @@ class GroupLink(PacketLink):
         who = peers.account(self.ranks, closed=_TIMED_OUT not in said)
         if _TIMED_OUT in said and (late := self._late(who)) is not None:
             return CommError(late_text(late))
+        who = who or hosts.at(said)  # which is all that is known of a process elsewhere that was killed
         return CommError(
             text(
                 what,
@@ -221,8 +222,7 @@ class GroupLink(PacketLink):
 
     def _late(self, found: str) -> Late | None:
         """The call whose time is up."""
-        under_way = ("begun", "queued")
-        record = next((record for record in self.log.records.copy() if state_of(record) in under_way), None)
+        record = under_way(self.log)
         if record is None:
             return None
         return Late(record[WHAT], self.log, record, monotonic() - record[BEGAN], found=found)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshcomm.runtime.health import peers
+from meshcomm.runtime.health import hosts, peers
 from meshcomm.runtime.hooks.guard.boards import Group, Shelf
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.words import ranks_text
@@ -395,7 +395,9 @@ class Guard:
         groups: dict[str, list[str]] = {}
         for rank in range(self.size):
             status = self._own_status() if rank == self.rank else self.status(rank)
-            reason = "" if rank == self.rank else self.gone(rank, status) or peers.stopped(rank)
+            reason = (
+                "" if rank == self.rank else self.gone(rank, status) or peers.stopped(rank) or hosts.unreached(rank)
+            )
             wait = status.of_main() or next(iter(status.waits), None)
             if wait is not None and not reason:
                 groups.setdefault(f"called {wait.words}", []).append(wait.place)

@@ -15,12 +15,15 @@ from typing import NamedTuple, NoReturn
 
 from meshcomm.errors import CommError, described, text
 from meshcomm.runtime.callsite import hinted
+from meshcomm.runtime.health import hosts
 from meshcomm.runtime.hooks.guard.boards import EXPIRED, GAVE_UP, LEAVING, MADE, REFUSED, Entry
 from meshcomm.runtime.hooks.guard.guard import DEADLOCK, Wait
 from meshcomm.runtime.hooks.guard.link import Room
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.words import Words, calls_text, sentence
 
+_ANSWER = 1.0
+"""Seconds that the hosts of those that have not come have to answer."""
 _LINGER = 2.0
 """Seconds that a rank which sees a difference gives the others to come too, so that all can be told of."""
 MET_SINCE = "the ranks have met in a barrier since, which ends what was begun before"
@@ -173,10 +176,11 @@ class Meeting:
 
     def _late(self, seconds: float, state: int) -> NoReturn:
         ranks, name, missing = self.room.group.ranks, self.room.guard.name, self.missing
-        absent = ", ".join(name(ranks[i]) for i in missing)
+        lost = hosts.no_way(hosts.silent((ranks[i] for i in missing), _ANSWER))
+        absent = ", ".join(f"{name(ranks[i])} {hosts.where(ranks[i])}".rstrip() for i in missing)
         came = ", ".join(name(rank) for i, rank in enumerate(ranks) if i not in missing)
         since = time.strftime("%H:%M:%S", time.localtime(self.waits.since))
-        what = f"not all ranks came within {seconds:.3g} s, since {since}."
+        what = f"not all ranks came within {seconds:.3g} s, since {since}{': ' if lost else ''}{lost}."
         self.fail(what, f"not there: {absent}; there: {came}; {self.room.whereabouts()}", state=state)
 
     def fail(self, what: str, got: str, more: str = "", state: int = GAVE_UP) -> NoReturn:

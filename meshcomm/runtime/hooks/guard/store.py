@@ -12,10 +12,12 @@ from typing import Any, NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm.errors import CommError, text
-from meshcomm.runtime.health import peers
+from meshcomm.runtime.health import hosts, peers
 from meshcomm.runtime.process import exits
 
-_AGAIN = 1.0
+_ASKED = 1.0
+"""Seconds that the host of such a store has to answer."""
+_AGAIN = 0.25
 """Seconds for a store that has not answered the last question: who ends because of that does not wait as long again."""
 
 
@@ -99,8 +101,10 @@ def _answer(questions: queue.SimpleQueue[_Question | None]) -> None:
 
 def _lost(reason: str) -> NoReturn:
     what = "the store of the process group does not answer, at which the ranks compare their calls."
-    got = "; ".join(filter(None, (peers.account([0], closed=True), reason)))
-    raise CommError(text("guard", what, got=got, fix="look at rank 0, which serves it: it has ended, or is stopped"))
+    got = "; ".join(filter(None, (peers.account([0], closed=True), hosts.no_way(hosts.silent([0], _ASKED)), reason)))
+    who = f"rank 0 {hosts.where(0)}".rstrip()
+    fix = f"look at {who}, which serves it: it has ended, is stopped, or cannot be reached"
+    raise CommError(text("guard", what, got=got, fix=fix))
 
 
 _store: list[PatientStore] = []

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm.runtime.call import told
+from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.pending import begin_all, queued, settled
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import recorded
@@ -83,6 +84,11 @@ class HostsLink(ProcessLink):
         """What is lent is a copy; so is what is sent to peers."""
         two = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
         return (self._here(x) and name in two) or super().copies(name, x)
+
+    def _late(self, found: str) -> Late | None:
+        """Of the wire: those of this machine are not waited for there."""
+        late = super()._late(found)
+        return late and late._replace(aside=self.hosts.hosts[self._host])
 
     def _here(self, x: Tensor) -> bool:
         return self._on_gloo and x.is_cpu
@@ -303,8 +309,10 @@ class HostsLink(ProcessLink):
                     second()
                 for _, _, last in todo:
                     last()
-            except BaseException:
+            except BaseException as error:
                 self._lost.append(todo)  # what is under way goes on reading and writing
+                for near in (self.early, self.late):
+                    near.give_up(error)
                 raise
             return result
 

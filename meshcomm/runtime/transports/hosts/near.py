@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from meshcomm.errors import described
+from meshcomm.runtime.health.lateness import Late
+from meshcomm.runtime.recorder import WHAT, Log, under_way
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.hosts.parts import Turn, number_of
 from meshcomm.runtime.transports.shared.call import Call
+from meshcomm.runtime.transports.shared.entry import GIVEN_UP
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 
@@ -20,10 +24,27 @@ class NearLink(OneHostLink):
     hears = False
     on_axis: tuple[int, ...]
     """The indices of its ranks along the axis."""
+    axis_log: Log
+    """Where calls of the axis are noted."""
 
     def place_on_axis(self, index: int) -> int:
         """As the axis has it."""
         return self.on_axis[index]
+
+    def as_called(self, late: Late) -> Late:
+        """The call of the axis."""
+        record = under_way(self.axis_log)
+        if record is None:
+            return late
+        missing, came = ([self.on_axis[i] for i in each] for each in (late.missing or (), late.came))
+        far = [i for i in range(len(self.axis_log.ranks)) if i not in self.on_axis]
+        return Late(record[WHAT], self.axis_log, record, late.seconds, missing, came, found=late.found, aside=far)
+
+    def give_up(self, error: BaseException) -> None:
+        """A call of the axis has failed: the others of this machine need not wait for this rank."""
+        why = described(error).split("\n", 1)[0].removeprefix("CommError: ")
+        if GIVEN_UP not in why:  # else they hear it from that one
+            self.mail.give_up(why)
 
     def reduce_pieces(
         self, name: str, op: str, x: Tensor, turn: Turn, pieces: Sequence[slice], rows: Sequence[Tensor],

@@ -45,6 +45,9 @@ class Near(Protocol):
     index: int
     size: int
 
+    def give_up(self, error: BaseException) -> None:
+        """A call of the axis has failed: the others of this machine need not wait for this rank."""
+
     def reduce_pieces(
         self, name: str, op: str, x: Tensor, turn: Turn, pieces: Sequence[slice], rows: Sequence[Tensor],
         each: Callable[[int], object],

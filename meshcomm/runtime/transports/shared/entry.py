@@ -26,6 +26,8 @@ from meshcomm.runtime.transports.shared.waiting import Wait
 from meshcomm.runtime.transports.shared.words import ENTRY_CELLS, STANDS, WHY, dtype_of, last_said, name_of, said
 
 NOBODY = -1
+GIVEN_UP = "has given up"
+"""What is told of a rank that makes no more calls of a link, because one has failed."""
 _SMALL = 2**15
 """Bytes up to which it is faster to lend all than to leave out what nobody reads."""
 
@@ -41,6 +43,9 @@ class Caller(Protocol):
 
     def place_on_axis(self, index: int) -> int:
         """What the user knows this index of the link as."""
+
+    def as_called(self, late: Late) -> Late:
+        """What the user knows such a call as."""
 
 
 class Watch(Protocol):
@@ -306,7 +311,9 @@ class Entry:
             assert neighbour is not None
             who = f"rank {self.link.ranks[i]}, process {neighbour.pid}"
             ended = neighbour.is_gone()
-            if ended or (box is not None and box.state() != HERE):
+            if given_up := mail.why_given_up(i):
+                gone[i] = f"index {self.link.place_on_axis(i)} {GIVEN_UP} ({who}): {given_up}"
+            elif ended or (box is not None and box.state() != HERE):
                 why = peers.reason(self.link.ranks[i])
                 # Who has said why has left, whether or not its process has come to its end meanwhile.
                 how = "has ended" if ended and not why else peers.LEFT
@@ -321,7 +328,7 @@ class Entry:
         """That the mesh's time is up, in words."""
         found = peers.account([self.link.ranks[i] for i in missing])
         late = Late(self.name, self.link.log, self.record, self.mail.timeout, missing, *self.whereabouts(), found)
-        return late_text(late)
+        return late_text(self.link.as_called(late))
 
     def fail(self, what: str) -> NoReturn:
         """With where this was, and what to look at."""

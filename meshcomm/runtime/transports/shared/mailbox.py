@@ -112,6 +112,17 @@ class Mail:
         """Whether the next call has to see first that the others have followed."""
         return (self.number + 1) % (ENTRIES // 4) == 0
 
+    def give_up(self, why: str) -> None:
+        """This rank makes no more calls here, because one has failed."""
+        self.own.give_up(self.lexicon.write(self.key, why.encode()))
+        self.ring()
+
+    def why_given_up(self, index: int) -> str:
+        """What that rank has said so; empty if it has not."""
+        box = self.box(index)
+        place = None if box is None else box.why()
+        return "" if place is None else self.words_at(index, place, self.key).decode(errors="replace")
+
     def box(self, index: int) -> Box | None:
         """That of another rank, once it has made it."""
         found = self.boxes[index]

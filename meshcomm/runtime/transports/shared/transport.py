@@ -22,6 +22,7 @@ from torch import Tensor
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.call import for_later, told
+from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process.lending import room
 from meshcomm.runtime.process.reuse import reserve
@@ -64,6 +65,10 @@ class OneHostLink(ProcessLink):
     def place_on_axis(self, index: int) -> int:
         """What the user knows this index of the link as."""
         return index
+
+    def as_called(self, late: Late) -> Late:
+        """What the user knows such a call as."""
+        return late
 
     # ------------------------------------------------------------------------------------------- the primitives
 
