@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+_FOLDER = "hosts-"
 _TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "hostname")
 _NETWORKS = ("10.77.0", "10.78.0"), ("fd77:", "fd78:")
 _TOLD = (
@@ -51,6 +53,34 @@ _TOLD = (
     "TP_",
     "TORCHELASTIC",
 )
+_SLURM = """
+ClusterName=hosts
+SlurmctldHost={first.name}({first.address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={own}/munge/socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={own}/spool
+SlurmctldPidFile={own}/slurmctld.pid
+SlurmdPidFile={own}/slurmd.pid
+SlurmctldLogFile={own}/slurmctld.log
+SlurmdLogFile={own}/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+SwitchType=switch/none
+SlurmdParameters=config_overrides
+DebugFlags=NO_CONF_HASH
+{nodes}PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
+"""
+"""A configuration for each host, for its own sockets and folders."""
 _FIRST = (
     "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
 )
@@ -110,7 +140,9 @@ class Hosts(Sequence["Host"]):
         self._hosts: list[Host] = []
         with contextlib.ExitStack() as undone:
             undone.enter_context(self._closing)
-            self._folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+            _sweep()
+            prefix = f"{_FOLDER}{os.getpid()}-"
+            self._folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
             switch = _first(self._closing, "switch", None)
             for network in range(networks):
                 _in(switch, "ip", "link", "add", f"br{network}", "up", "type", "bridge", "forward_delay", "0")
@@ -207,6 +239,38 @@ class Hosts(Sequence["Host"]):
         )  # fmt: skip
         self._closing.callback(_ended, started)
         return started
+
+    def srun(self, ranks: int, script: str, *args: str) -> subprocess.Popen[str]:
+        """On the first host, over a Slurm of which each host has a munged and a slurmd, and the first one the slurmctld."""
+        folder, first = self._folder / "slurm", self[0]
+        key, line = os.urandom(1024), "NodeName={0.name} NodeAddr={0.address} CPUs={1} State=UNKNOWN\n"
+        nodes = "".join(line.format(host, ranks) for host in self)
+        (folder / "state").mkdir(parents=True)
+        self._folder.chmod(0o755)  # munged looks at who may write on the way to its socket
+        for host in self:
+            own, munge = folder / host.name, folder / host.name / "munge"
+            munge.mkdir(mode=0o700, parents=True)
+            (munge / "key").write_bytes(key)
+            (munge / "key").chmod(0o400)
+            (own / "slurm.conf").write_text(_SLURM.format(folder=folder, own=own, first=first, nodes=nodes))
+            files = [
+                f"--{name}={munge}/{name.split('-')[0]}" for name in ("key-file", "pid-file", "log-file", "seed-file")
+            ]
+            host.run("munged", *files, f"--socket={munge}/socket", "--num-threads=2", "--force")
+        confs = {host: {"SLURM_CONF": str(folder / host.name / "slurm.conf")} for host in self}
+        first.start("slurmctld", "-D", "-f", confs[first]["SLURM_CONF"])
+        for host in self:
+            host.start("slurmd", "-D", "-f", confs[host]["SLURM_CONF"], "-N", host.name)
+        end = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(subprocess.CalledProcessError):  # slurmctld does not answer yet
+                if first.run("sinfo", "-h", "-N", "-o", "%T", **confs[first]).split() == ["idle"] * len(self):
+                    break
+            if time.monotonic() > end:
+                raise TimeoutError("".join(path.read_text()[-2000:] for path in folder.glob("**/*.log")))
+            time.sleep(0.2)
+        many = ["-N", str(len(self)), f"--ntasks-per-node={ranks}", "-n", str(ranks * len(self))]
+        return first.start("srun", *many, sys.executable, script, *args, **confs[first])
 
     def __getitem__(self, index: Any) -> Any:
         return self._hosts[index]
@@ -390,6 +454,14 @@ def _first(closing: contextlib.ExitStack, name: str, names: Path | None) -> subp
         made.kill()
         raise subprocess.CalledProcessError(made.wait(30), "unshare", stderr=made.stderr.read())
     return made
+
+
+def _sweep() -> None:
+    """Folders of those who were killed, which are all that they leave."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        pid = path.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _ended(made: subprocess.Popen[str]) -> None:

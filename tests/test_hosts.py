@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,12 +73,17 @@ def test_hosts_end_with_who_made_them(tmp_path: Path) -> None:
     space = made.stdout.readline().strip()
     assert space.startswith("pid:")
     assert list(_processes_of(space))
+    folders, links = f"hosts-{made.pid}-*", sorted(os.listdir("/sys/class/net"))
+    assert list(Path(tempfile.gettempdir()).glob(folders))
     made.send_signal(signal.SIGKILL)
     made.communicate(timeout=30)
     end = time.monotonic() + 30
     while list(_processes_of(space)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not list(_processes_of(space))
+    assert sorted(os.listdir("/sys/class/net")) == links
+    with Hosts(1):
+        assert not list(Path(tempfile.gettempdir()).glob(folders))
 
 
 def _processes_of(space: str) -> Iterator[str]:
@@ -130,6 +137,14 @@ def test_mpiexec_with_a_host_file(program: str, kind: str) -> None:
         text = hosts.mpiexec(str(mpiexec), 2, program).communicate(timeout=200)[0]
         found = sorted(re.findall(r"met: (\d) of 4 on \w+, 10, eth0", text))
         assert found == ["0", "1", "2", "3"], text
+
+
+def test_srun_over_a_slurmd_on_each_host(program: str) -> None:
+    lacking = [tool for tool in ("munged", "slurmctld", "slurmd", "srun", "sinfo") if shutil.which(tool) is None]
+    if lacking:
+        pytest.skip(f"needs {', '.join(lacking)} (Debian: slurm-wlm, munge)")
+    with Hosts(2) as hosts:
+        met([hosts.srun(2, program)], "eth0")
 
 
 def test_the_way_to_the_master_is_found(program: str) -> None:
