@@ -176,17 +176,23 @@ class Hosts(Sequence["Host"]):
             host.end()
 
     def torchrun(
-        self, ranks: int, script: str, *args: str, port: int = 29500, to: str = "", nnodes: str = "", **environ: str
-    ) -> list[subprocess.Popen[str]]:
+        self, ranks: int, script: str, *args: str, port: int = 29500, to: str = "", nnodes: str = "", restarts: int = 0,
+        **environ: str,
+    ) -> list[subprocess.Popen[str]]:  # fmt: skip
         """On each host a torchrun of ``ranks`` ranks, which meet by its own rendezvous on the first host; ``to``: by
-        which of its addresses or names; ``nnodes`` where it is not the number of hosts.
+        which of its addresses or names; ``nnodes`` where it is not the number of hosts; ``restarts``: how often.
         """
         to = to or self[0].address
         end = f"[{to}]:{port}" if ":" in to else f"{to}:{port}"
-        where = [f"--nnodes={nnodes or len(self)}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+        where = [
+            f"--nnodes={nnodes or len(self)}",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={restarts}",
+            "--rdzv-backend=c10d",
+        ]
         run = [sys.executable, "-m", "torch.distributed.run", *where, f"--rdzv-endpoint={end}", "--rdzv-id=hosts"]
         # torchrun itself does not know an address for its own where the host's name means loopback.
-        serves = [f"--rdzv-conf=is_host={int(host is self[0])},join_timeout=120" for host in self]
+        serves = [f"--rdzv-conf=is_host={int(host is self[0])},join_timeout=120,last_call_timeout=3" for host in self]
         return [host.start(*run, here, script, *args, **environ) for host, here in zip(self, serves, strict=True)]
 
     def plain(
