@@ -230,7 +230,7 @@ LATE = {
     "meshcomm.runtime.groups": {"meshcomm.runtime.hooks.guard.setup"},
     "meshcomm.launch": {"meshcomm.runtime.start.workers"},
     "meshcomm.__main__": {"meshcomm.tools.hardware", "meshcomm.tools.verify"},
-    "meshcomm.tools.verify": {"meshcomm.verifying.verify"},
+    "meshcomm.tools.verify": {"meshcomm.verifying.verify", "meshcomm.verifying.training.verify"},
     "meshcomm.testing.equal": {"meshcomm.verifying.verify", "meshcomm.verifying.training.verify"},
     "meshcomm.make_mesh": {"meshcomm.runtime.transports.threads.transport"},
 }  # fmt: skip

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from meshcomm.errors import MeshError, fail, names
 from meshcomm.verifying.report import Report
-from meshcomm.verifying.training.verify import checked_meshes, verify_training
 
 _WHERE = "verify"
 _USUAL = [{"dp": 2}]
@@ -68,8 +67,12 @@ def _report(asked: argparse.Namespace, meshes: list[dict[str, int]]) -> Report:
     if asked.batches is not None:
         batches = found(asked.batches)
         batches = list(batches() if callable(batches) else batches)
-        sizes = checked_meshes(_WHERE, meshes or _USUAL)
-        return verify_training(fn, batches, asked.steps, sizes, seed=asked.seed, progress=_progress(asked.quiet))
+        loops: Any = importlib.import_module("meshcomm.verifying.training.verify")  # and a function nothing of it
+        sizes = loops.checked_meshes(_WHERE, meshes or _USUAL)
+        report_of_loop: Report = loops.verify_training(
+            fn, batches, asked.steps, sizes, seed=asked.seed, progress=_progress(asked.quiet)
+        )
+        return report_of_loop
     if asked.inputs is not None or asked.out is not None:
         if asked.inputs is None or asked.out is None:
             fail(_WHERE, "--in and --out come together.", fix="a layout for each input and each result")

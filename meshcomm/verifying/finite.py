@@ -9,11 +9,12 @@ from torch import Tensor
 
 from meshcomm.errors import text
 from meshcomm.mesh import Mesh
+from meshcomm.verifying.blame.followed import follow
+from meshcomm.verifying.blame.trail import Trail
 from meshcomm.verifying.compare import wide
 from meshcomm.verifying.derivatives import Reference, drawn
 from meshcomm.verifying.program import WHERE, Leaf, OnRank
 from meshcomm.verifying.report import Finding
-from meshcomm.verifying.trail import Trail, follow
 
 _STEPS = (1e-5, 1e-6, 1e-4)
 _NEAR = 1e-5

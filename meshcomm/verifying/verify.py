@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +21,19 @@ from meshcomm.runtime.ops import Op
 from meshcomm.spmd.shard_map.assemble import coordinates
 from meshcomm.spmd.shard_map.specs import in_strings
 from meshcomm.verifying import meshes as sizes
-from meshcomm.verifying.blame import Blame, Story, refused
+from meshcomm.verifying.asked import dtypes_of, fits, in_order, kinds_of
+from meshcomm.verifying.blame.checker import refused
+from meshcomm.verifying.blame.followed import follow
+from meshcomm.verifying.blame.nudges import last_wrong
+from meshcomm.verifying.blame.story import Blame, Story
+from meshcomm.verifying.blame.told import story_of
+from meshcomm.verifying.blame.trail import stop_of
 from meshcomm.verifying.compare import Difference, difference, explained, scale_of
 from meshcomm.verifying.derivatives import KINDS, Derived, Reference, job_of, reference_of
 from meshcomm.verifying.finite import held_against_differences
-from meshcomm.verifying.nudges import last_wrong
-from meshcomm.verifying.program import WHERE, OnRank, Program, in_group, own_words
+from meshcomm.verifying.program import WHERE, OnRank, Program, in_group
 from meshcomm.verifying.report import Finding, Report
 from meshcomm.verifying.schedules import runs_alike
-from meshcomm.verifying.trail import follow, stop_of
 
 __all__ = ["verify"]
 
@@ -133,11 +137,11 @@ class _Call:
                 WHERE, f"schedules={schedules!r} is no number of runs.", fix="how many orders of the ranks; 0 for none"
             )
         self.schedules = schedules
-        self.kinds = _kinds(derivatives)
-        self.dtypes = _dtypes(dtypes)
+        self.kinds = kinds_of(derivatives)
+        self.dtypes = dtypes_of(dtypes)
         if isinstance(seed, bool) or not isinstance(seed, int):
             fail(WHERE, f"seed={seed!r} is not an int.", fix="an int")
-        self.in_specs = _in_order(fn, in_strings(in_specs), len(inputs))
+        self.in_specs = in_order(fn, in_strings(in_specs), len(inputs))
         self.out_specs = in_strings(out_specs)
         self.axes = sizes.axes_of((self.in_specs, self.out_specs), WHERE)
         self.notes: list[str] = []
@@ -158,22 +162,22 @@ class _Call:
     def checked(self) -> None:
         """All that can be wrong before anything runs; meshes that do not fit are skipped where nobody named them."""
         program = self.program(self.dtypes[0])
-        fits, world = [], _ranks()
+        fitting, world = [], _ranks()
         for shape in self.shapes:
             total = torch.Size(shape.values()).numel()
             if world is not None and total > world:
                 self.notes.append(f"{_named(shape)} was skipped: the group has {world} ranks.")
                 continue
             try:
-                _fits(program, shape)
-                fits.append(shape)
+                fits(program, shape)
+                fitting.append(shape)
             except MeshError as error:
                 if self.exact:
                     raise
                 self.notes.append(f"{_named(shape)} was skipped: {_said(error)}")
-        if not fits:
+        if not fitting:
             fail(WHERE, "none of the meshes can be run.", got="; ".join(self.notes), fix="inputs that they divide")
-        self.shapes = fits
+        self.shapes = fitting
 
     def program(self, dtype: torch.dtype) -> Program:
         """The function with its inputs in one dtype."""
@@ -368,11 +372,11 @@ def _blamed(reference: Reference, mesh: Mesh, ones: Mesh, kind: str, i: int, fir
         found = refused(program, mesh)
     if found is not None and kind == "vjp":
         with contextlib.suppress(Exception):  # what the checker says stands without it
-            back = Story(reference, ones, mesh).right_back_to(program.targets[i].label)
+            back = story_of(reference, ones, mesh).right_back_to(program.targets[i].label)
             found = found._replace(told=(*([f"gradients right back to {back}"] if back else []), *found.told))
     if found is None:
         try:
-            found = _followed(reference, Story(reference, ones, mesh, kind), kind, i)
+            found = _followed(reference, story_of(reference, ones, mesh, kind), kind, i)
         except Exception as error:
             found = Blame("", (f"its steps could not be followed: {described(error)}",))
     if kind == "value" and (found is None or not found.line):
@@ -391,7 +395,7 @@ def _followed(reference: Reference, story: Story, kind: str, i: int) -> Blame | 
     if kind == "jvp":
         return story.blame_value(ends[i])
     if kind == "vjp":
-        return story.blame_gradient(targets[i].label, last_wrong)
+        return story.blame_gradient(targets[i].label, partial(last_wrong, reference, story.mesh))
     return story.blame_value(ends[i - len(targets)]) if i >= len(targets) else story.blame_second(targets[i].label)
 
 
@@ -422,7 +426,7 @@ def _raised(error: Exception, shape: Mapping[str, int], reference: Reference, me
     blame, line = Blame(), _line_of(error)
     if not _is_own(error):
         with contextlib.suppress(Exception):  # then the line of the error has to do
-            blame = Story(reference, ones, mesh, to_error=True).blame_error(error)
+            blame = story_of(reference, ones, mesh, to_error=True).blame_error(error)
     what = f"{_named(shape)} raises {type(error).__name__}, and one device does not."
     got = "; ".join((str(error).replace("\n", "\n       "), *blame.told))
     return Finding("error", blame.line or line, text(WHERE, what, got=got, fix=blame.fix))
@@ -459,51 +463,3 @@ def _said(error: Exception) -> str:
 def _ranks() -> int | None:
     """How many a running group has."""
     return make_mesh({"every": -1}).size if in_group() else None
-
-
-def _fits(program: Program, shape: Mapping[str, int]) -> None:
-    """Whether the inputs can be cut so."""
-    with own_words():
-        for leaf in program.cut:
-            sizes.divides(leaf.spec, tuple(leaf.value.shape), leaf.label, shape, WHERE)
-    for leaf in program.leaves:
-        if not isinstance(leaf.value, Tensor) and leaf.value is not None and leaf.spec is not None:
-            what = f"{leaf.label} is no tensor but {type(leaf.value).__name__}, and its spec is {leaf.spec!r}."
-            fail(WHERE, what, fix="the spec None, or pass a tensor")
-
-
-def _in_order(fn: Callable[..., Any], specs: Any, count: int) -> Any:
-    """A spec per input."""
-    if isinstance(specs, Mapping):
-        target = fn.forward if isinstance(fn, torch.nn.Module) else fn
-        names = list(inspect.signature(target).parameters)[:count]
-        unknown = [name for name in specs if name not in names]
-        if unknown or len(specs) != count:
-            got = f"specs for {list(specs)}; the inputs are {names}"
-            fail(WHERE, "in_specs does not name the inputs.", got=got, fix="a spec per input, by position or by name")
-        return tuple(specs[name] for name in names)
-    if isinstance(specs, (list, tuple)):
-        if len(specs) != count:
-            fail(
-                WHERE,
-                f"in_specs has {len(specs)} specs for {count} inputs.",
-                got=repr(specs),
-                fix="one per input, or a single layout for all",
-            )
-        return tuple(specs)
-    return (specs,) * count
-
-
-def _kinds(given: Any) -> list[str]:
-    kinds = (given,) if isinstance(given, str) else given
-    if not isinstance(kinds, (tuple, list)) or any(kind not in KINDS for kind in kinds):
-        fail(WHERE, f"derivatives={given!r}.", fix='some of "vjp", "jvp", "second"; () for values alone')
-    return [kind for kind in KINDS if kind in kinds]
-
-
-def _dtypes(given: Any) -> list[torch.dtype]:
-    dtypes = (given,) if isinstance(given, torch.dtype) else given
-    good = isinstance(dtypes, (tuple, list)) and dtypes
-    if not good or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes):
-        fail(WHERE, f"dtypes={given!r}.", fix="floating point dtypes, such as (torch.float64, torch.bfloat16)")
-    return list(dtypes)

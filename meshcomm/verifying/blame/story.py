@@ -15,8 +15,6 @@ their numbers, and gradients by what a nudge of one rank's part does (nudges.py)
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,25 +22,15 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives.check import differentiable
-from meshcomm.errors import CommError, VaryingError, held
-from meshcomm.make_mesh import make_mesh
+from meshcomm.errors import CommError
 from meshcomm.mesh import Mesh
-from meshcomm.objects.objects import all_gather_object
 from meshcomm.spmd.shard_map.assemble import coordinates
-from meshcomm.spmd.shard_map.function import shard_map
-from meshcomm.spmd.types.reachable import in_place_of
+from meshcomm.verifying.blame.partings import first_of, first_parting, lines_in, one_line_of
+from meshcomm.verifying.blame.states import UNKNOWN, State, is_part, state_of
+from meshcomm.verifying.blame.trail import Followed, Step, is_reduction, paired, stop_of
 from meshcomm.verifying.compare import explained, times
-from meshcomm.verifying.derivatives import Reference
-from meshcomm.verifying.partings import first_of, first_parting, lines_in, one_line_of
-from meshcomm.verifying.program import OnRank, Program, in_group
-from meshcomm.verifying.states import UNKNOWN, State, is_part, state_of
-from meshcomm.verifying.trail import Followed, Step, follow, follow_tangents, is_reduction, paired, stop_of
 
-_LINE = re.compile(r" at (\S+:\d+)")
-_MEANT = ("a pvary is missing", "multiplies it by the number of ranks", "which its spec", "takes what is invariant")
-
-
-Nudged = Callable[[Reference, Mesh, "Sequence[Followed]", Sequence[int]], "tuple[int, float | None] | None"]
+Nudged = Callable[["Sequence[Followed]", "Sequence[int]"], "tuple[int, float | None] | None"]
 
 
 class Blame(NamedTuple):
@@ -53,74 +41,17 @@ class Blame(NamedTuple):
     fix: str = ""
 
 
-def refused(program: Program, mesh: Mesh) -> Blame | None:
-    """What the checker of varying types says of the program."""
-    text = _checked(program, mesh)
-    if text is None or not any(each in text for each in _MEANT):
-        return None
-    head, *lines = text.split("\n")
-    said = {line.strip().partition(": ")[0]: line.strip().partition(": ")[2] for line in lines}
-    what = head.partition(": ")[2]
-    place = _LINE.search(head) or _LINE.search(said.get("got", ""))
-    fix = said.get("fix", "").partition(";")[0]
-    where = _LINE.search(head)
-    if where and fix.endswith("before"):
-        fix += f" {what.partition(' takes')[0]}"
-    return Blame("" if place is None else place[1], (what.removesuffix("."),), fix)
-
-
-def _checked(program: Program, mesh: Mesh) -> str | None:
-    """What the first rank is told that the checker refuses."""
-    values = iter(leaf.value.clone() for leaf in program.cut)
-    leaves = []
-    wanted = {id(program.cut[i].value) for i in program.wanted}
-    for leaf in program.leaves:
-        x = leaf.value
-        y = next(values) if isinstance(x, Tensor) else x
-        leaves.append(y.requires_grad_() if id(x) in wanted else y)
-    specs = tuple(leaf.spec for leaf in program.leaves)
-    instead = {key: program.cast(x).clone().requires_grad_(x.requires_grad) for key, _, x in program.closed}
-    error = None
-    if not in_group() or mesh.place.rank() in mesh.ranks:
-        with torch.enable_grad(), in_place_of(program.reach.slots, instead), held():
-            try:
-                shard_map(
-                    program.on_leaves(), mesh=mesh, in_specs=specs, out_specs=program.out_specs, check_vma="error"
-                )(*leaves)
-            except VaryingError as raised:
-                error = str(raised)
-            except Exception:
-                error = None
-    if not in_group():
-        return error
-    found = all_gather_object(error, "every", mesh=make_mesh({"every": -1}))
-    return next((each for each in found if each is not None), None)
-
-
 class Story:
     """The steps of all ranks beside those of the twin."""
 
     def __init__(
-        self, reference: Reference, ones: Mesh, mesh: Mesh, kind: str = "vjp", *, to_error: bool = False
+        self, mesh: Mesh, ranks: Sequence[Followed], other: Followed, kind: str = "vjp", *, moved: bool = False
     ) -> None:
-        """``kind``: what is wrong, as in :data:`derivatives.KINDS`."""
-        program, given = reference.program, reference.directions
-        self.reference, self.mesh, self.kind = reference, mesh, kind
+        """``other``: the steps of one device. ``kind``: what is wrong, as in :data:`derivatives.KINDS`. ``moved``:
+        values may be in another order.
+        """
+        self.mesh, self.kind, self.ranks, self.other, self.moved = mesh, kind, ranks, other, moved
         self.noun = {"jvp": "tangent", "second": "second derivative"}.get(kind, "")
-
-        def job(rank: OnRank) -> Followed:
-            if kind == "jvp":
-                return follow_tangents(rank, given.tangents)
-            seconds = given.seconds if kind == "second" else None
-            return follow(rank, given.cotangents, to_error=to_error, seconds=seconds)
-
-        self.ranks: list[Followed] = program.run(mesh, job)
-        self.other = Followed([], [], [])
-        if program.twin is None:
-            self.other = program.run(ones, job)[0]
-        else:
-            with contextlib.suppress(Exception):  # it need not run on one device
-                self.other = program.run(ones, job)[0]
         self.steps: Sequence[Step] = self.ranks[0].steps
         self.pairs = paired([rank.steps for rank in self.ranks], self.other.steps)
         self.takers: dict[int, list[int]] = {}
@@ -136,7 +67,7 @@ class Story:
             j = self.pairs.get(i)
             self._values[i] = (
                 UNKNOWN if j is None
-                else state_of([rank.steps[i].value for rank in self.ranks], self.other.steps[j].value, self.mesh)
+                else state_of([rank.steps[i].value for rank in self.ranks], self.other.steps[j].value, self.mesh, moved=self.moved)
             )  # fmt: skip
         return self._values[i]
 
@@ -380,7 +311,7 @@ class Story:
         for i, step in enumerate(self.steps):
             if after & set(step.of):
                 after.add(i)
-        wrong = nudged(self.reference, self.mesh, self.ranks, sorted(after))
+        wrong = nudged(self.ranks, sorted(after))
         if wrong is None:
             return None
         at, factor = wrong
@@ -395,7 +326,7 @@ class Story:
         return Blame(step.line, (*told, "so a nudge of each rank's part says"), f"look at the backward of {step.name}")
 
     def blame_gradient(self, label: str, nudged: Nudged | None = None) -> Blame:
-        """Walk on from an input whose gradient is wrong. ``nudged``: :func:`nudges.last_wrong`."""
+        """Walk on from an input whose gradient is wrong. ``nudged``: what bisects by nudges."""
         start = next((i for i, step in enumerate(self.steps) if step.key[:2] == ("", label)), None)
         if start is None:
             return Blame()

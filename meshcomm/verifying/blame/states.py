@@ -37,9 +37,11 @@ UNKNOWN = State("unknown")
 _REDUCTIONS = ("sum", "mean", "amax", "amin")
 
 
-def state_of(parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bool = False) -> State:
+def state_of(
+    parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bool = False, moved: bool = False
+) -> State:
     """What these parts, in order of rank, are of this value. Of a gradient, what is the same on all ranks may add up
-    to it too.
+    to it too. ``moved``: the same numbers in another order, as of a sequence that is shared out in zigzag, are right.
     """
     shape = parts[0].shape
     if any(x.shape != shape or x.dtype != whole.dtype for x in parts) or len(shape) != whole.ndim:
@@ -53,6 +55,8 @@ def state_of(parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bo
     for right in rights:
         if all(difference("", 0, x, y, scale) is None for x, y in zip(parts, right, strict=True)):
             return State("right")
+    if moved and _moved(parts, whole):
+        return State("right")
     if not differentiable(whole):
         return UNKNOWN  # an index, which is another one on each rank
     for layout, right in zip(layouts, rights, strict=True):
@@ -66,6 +70,16 @@ def state_of(parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bo
         factors = {None if each is None or each.factor is None else round(each.factor, 6) for each in found}
         factor = factor or (factors.pop() if len(factors) == 1 else None)
     return State("wrong", factor=factor)
+
+
+def _moved(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether all parts together have the numbers of the whole one, each equally often."""
+    count, rest = divmod(sum(x.numel() for x in parts), max(whole.numel(), 1))
+    if rest or not count or whole.is_complex():
+        return False
+    here = torch.cat([wide(x).flatten() for x in parts]).sort().values.to(whole.dtype)
+    right = wide(whole).flatten().repeat(count).sort().values.to(whole.dtype)
+    return difference("", 0, here, right, scale_of([whole])) is None
 
 
 def is_part(part: Tensor, whole: Tensor, mesh: Mesh, place: dict[str, int]) -> bool:

@@ -20,10 +20,10 @@ from torch import Tensor
 from meshcomm.collectives.check import differentiable
 from meshcomm.mesh import Mesh
 from meshcomm.spmd.shard_map.assemble import coordinates
+from meshcomm.verifying.blame.trail import Followed, Trail
 from meshcomm.verifying.compare import wide
 from meshcomm.verifying.derivatives import Reference, drawn
 from meshcomm.verifying.program import Leaf, OnRank
-from meshcomm.verifying.trail import Followed, Trail
 
 _STEPS = (1e-5, 1e-6)
 _NEAR = 1e-4
