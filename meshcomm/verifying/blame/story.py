@@ -64,11 +64,10 @@ class Story:
     def value(self, i: int) -> State:
         """Of the result of a step."""
         if i not in self._values:
-            j = self.pairs.get(i)
+            j, mine = self.pairs.get(i), [rank.steps[i].value for rank in self.ranks]
             self._values[i] = (
-                UNKNOWN if j is None
-                else state_of([rank.steps[i].value for rank in self.ranks], self.other.steps[j].value, self.mesh, moved=self.moved)
-            )  # fmt: skip
+                UNKNOWN if j is None else state_of(mine, self.other.steps[j].value, self.mesh, moved=self.moved)
+            )
         return self._values[i]
 
     def gradient(self, i: int) -> State:
@@ -106,6 +105,13 @@ class Story:
             return Blame(step.line, (told,), f"another dim, or order of axes, in {step.name}, or in out_specs")
         return self._wrong_on_the_way(end)
 
+    def blame_first(self) -> Blame:
+        """Of the first output that something wrong goes before; nothing where all is right, or nothing is known."""
+        for end in self.ranks[0].outputs:
+            if end is not None and self.pairs and self._wrong_before(end):
+                return self._wrong_on_the_way(end)
+        return Blame()
+
     def _wrong_on_the_way(self, end: int) -> Blame:
         """The first step on the way to this one that is wrong, and whose operands are right."""
         todo, seen, found = [end], {end}, []
@@ -127,7 +133,9 @@ class Story:
             within = self._by_numbers(end)
             if within is not None:
                 return within
-        if is_reduction(step) and step.reduction == "sum":  # of what it takes the mean would be right
+        if (
+            is_reduction(step) and step.reduction == "sum" and not self.moved
+        ):  # of what it takes the mean would be right
             of = [j for j in step.of if self.value(j).by == "mean"]
             if of:
                 return self._of_another_size(of[0])

@@ -185,6 +185,11 @@ def axes_of(factor: float, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     return [axes for axes in subsets(sizes) if abs(math.prod(sizes[axis] for axis in axes) - factor) <= _NEAR * factor]
 
 
+def near_to(factor: float, other: float) -> bool:
+    """Whether two factors are one."""
+    return abs(factor - other) <= _NEAR * abs(other)
+
+
 def subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Of the axes that have more than one index, fewest first."""
     names = [name for name, size in sizes.items() if size > 1]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import text
+from meshcomm.verifying.blame.story import Blame
 from meshcomm.verifying.report import Finding
 from meshcomm.verifying.training import compare
 from meshcomm.verifying.training.compare import Off
+from meshcomm.verifying.training.lines import Again
 from meshcomm.verifying.training.seen import START, WHERE, Moment, Parts, Seen, Sent
 
 _SMALL = {"gradient": 1e-4, "state": 1e-4, "parameter": 0.1}
@@ -21,9 +23,13 @@ _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 class Judge:
     """Holds the ranks of one mesh against one rank."""
 
-    def __init__(self, twin: Seen, ranks: Sequence[Seen], sizes: Mapping[str, int], after: str = "") -> None:
-        """``after``: what has happened before the first step, such as a checkpoint that was loaded."""
-        self.twin, self.ranks, self.sizes, self.after = twin, ranks, sizes, after
+    def __init__(
+        self, twin: Seen, ranks: Sequence[Seen], sizes: Mapping[str, int], after: str = "", again: Again | None = None
+    ) -> None:
+        """``after``: what has happened before the first step, such as a checkpoint that was loaded. ``again``: runs it
+        once more, for a line, or to see whether a factor is one by chance.
+        """
+        self.twin, self.ranks, self.sizes, self.after, self.again = twin, ranks, sizes, after, again
         self.notes: list[str] = []
 
     def findings(self) -> list[Finding]:
@@ -58,7 +64,8 @@ class Judge:
             why = "parameters differ from one rank's before the first step"
             fix = ("make the whole module under one seed and make it parallel then, or give all ranks the values of "
                    "one: parallel.load_full_state_dict, mc.broadcast")  # fmt: skip
-        return [self._told(kind, "" if self.after else self.ranks[0].made_at, why, offs, fix)]
+        first = self.ranks[0]
+        return [self._told(kind, (first.loads_at if self.after else "") or first.made_at, why, offs, fix)]
 
     def _updates(self, number: int, right: Moment, here: Sequence[Moment]) -> list[Finding]:
         counts = sorted({len(each.updates) for each in here})
@@ -142,9 +149,7 @@ class Judge:
             if not more and not alike and any((x - wanted).abs().max().item() <= near * size for x in shares):
                 self._note("step gives each rank's share of the loss; they add up to that of one rank.")
                 return []
-        factor = compare.factor_of(
-            torch.stack(got).flatten(), torch.stack([wanted.double()] * len(got)).flatten(), near
-        )
+        factor = self._loss_factor(number)
         values = ", ".join(f"{x.tolist():.6g}" if not x.ndim else str(tuple(x.shape)) for x in got[:4])
         said = (
             f"{values}{', ...' if len(got) > 4 else ''}; {wanted.tolist():.6g} on one rank"
@@ -154,15 +159,26 @@ class Judge:
         known = factor is not None and (
             abs(factor) < 1e-9 or (factor > 0 and compare.axes_of(max(factor, 1 / factor), self.sizes))
         )
-        why, fix = self._why_factor(factor, "the loss") if factor is not None and known else ("", "")
+        why, fix = self._why_factor(factor, "the loss", number) if factor is not None and known else ("", "")
+        blame = Blame() if self.again is None else self.again.blame(number)
+        if blame.line:
+            said, fix = "; ".join((said, *blame.told)), fix or blame.fix
         if not fix:
             fix = ("all that trained is right: look at what is returned" if not more and not self._later(number)
                    else "the parameters before it are right: look at the forward pass, for old copies of parameters, "
                         "batch norm of one rank's rows (parallel.convert_batch_norm), dropout, another "
                         "dtype, and the part of the batch that each rank takes")  # fmt: skip
-        return [
-            self._finding("loss", self.ranks[0].steps_at, f"the loss of step {number} is another one{why}", said, fix)
-        ]
+        line = blame.line or self.ranks[0].steps_at
+        return [self._finding("loss", line, f"the loss of step {number} is another one{why}", said, fix)]
+
+    def _loss_factor(self, number: int) -> float | None:
+        """All losses are so many times the one of one rank."""
+        wanted, losses = self.twin.moments[number].loss, [each.moments[number].loss for each in self.ranks]
+        got = [loss.double() for loss in losses if loss is not None]
+        if wanted is None or not got or any(x.shape != wanted.shape for x in got):
+            return None
+        near = max(compare.tolerance(wanted.dtype), 1e-7)
+        return compare.factor_of(torch.stack(got).flatten(), torch.stack([wanted.double()] * len(got)).flatten(), near)
 
     def _later(self, number: int) -> bool:
         """Whether the gradients of this step are other ones."""
@@ -191,8 +207,8 @@ class Judge:
             return self._told("gradient", line, what + clipped, offs, fix)
         factor = compare.same_factor(offs)
         if factor is not None:
-            why, fix = self._why_factor(factor, "the gradient")
-            axes = compare.axes_of(max(factor, 1 / factor) if factor > 0 else 0.0, self.sizes)
+            why, fix = self._why_factor(factor, "the gradient", number)
+            axes = self._following(factor, "the gradient", number)[0]
             sent = self._reductions(here, {axis for each in axes for axis in each}, right, offs)
             blamed = sent[-1].line if factor > 1 and axes and sent else line
             seen = f"; reduced at {self._lines(sent)}" if sent and axes else ""
@@ -207,21 +223,66 @@ class Judge:
         stale = self._stale(number, at, gradients, twin)
         if stale:
             return self._told("gradient", line, what + stale[0], offs, stale[1])
+        untied = self._untied(offs)
+        if untied:
+            fix = "tie them again after the module was made parallel or copied, and before the optimiser is made"
+            return self._told("gradient", self.ranks[0].made_at, what + untied, offs, fix)
         alike = self._alike(gradients, offs)
+        blame = Blame() if self.again is None or not alike else self.again.blame(number)
         fix = ("ranks agree and no single factor is in it: where they have different numbers of rows or tokens, the "
                "mean of their means is not the mean: mc.weighted_mean(total, count, axis); or rows are used twice or "
                "not at all" if alike
                else "look for a missing mc.pvary with mc.check_vma('error') around the step")  # fmt: skip
-        return self._told("gradient", line, what, offs, fix, "" if alike else "; replicas disagree")
+        more = "; ".join(("", *blame.told)) if blame.line else ("" if alike else "; replicas disagree")
+        return self._told("gradient", blame.line or line, what, offs, fix, more)
 
-    def _why_factor(self, factor: float, what: str) -> tuple[str, str]:
+    def _untied(self, offs: Sequence[Off]) -> str:
+        """Whether what is off is one parameter with several names on one rank, and several here."""
+        names = {off.name for off in offs}
+        for alias, name in self.twin.aliases.items():
+            if {alias, name} <= names and any(alias in each.moments[max(each.moments)].parameters
+                                              and alias not in each.aliases for each in self.ranks):  # fmt: skip
+                return f": {alias!r} is {name!r} on one rank, and a parameter of its own here"
+        return ""
+
+    def _following(self, factor: float, what: str, number: int) -> tuple[list[tuple[str, ...]], str]:
+        """The axes whose sizes make such a factor, and of which it follows the size on another mesh; and where not."""
+        if factor <= 0:
+            return [], ""
+        choices = compare.axes_of(max(factor, 1 / factor), self.sizes)
+        kept, seen = [], ""
+        for axes in choices:
+            other = None if self.again is None else self.again.elsewhere(axes[0], number)
+            there = None
+            if other is not None:
+                judge = Judge(self.twin, other[1], other[0])
+                there = judge._loss_factor(number) if what == "the loss" else judge._gradient_factor(number)
+                more = other[0][axes[0]] / self.sizes[axes[0]]
+            if other is None or there is None or compare.near_to(there, factor * (more if factor > 1 else 1 / more)):
+                kept.append(axes)
+            else:
+                seen = f", {there:.4g} times on {other[0]}"
+        return kept, "" if kept else seen
+
+    def _gradient_factor(self, number: int) -> float | None:
+        """All gradients that are off are so many times those of one rank."""
+        right, here = self.twin.moments[number], [each.moments[number] for each in self.ranks]
+        for at, update in enumerate(right.updates):
+            if any(len(each.updates) <= at for each in here):
+                return None
+            offs = self._off(number, [each.updates[at].gradients for each in here], update.gradients, "gradient")
+            if offs:
+                return compare.same_factor(offs)
+        return 1.0
+
+    def _why_factor(self, factor: float, what: str, number: int) -> tuple[str, str]:
         """What makes such a factor, and what to do."""
         if abs(factor) < 1e-9:
             fix = "nothing of the loss comes back to it: look for detach(), and for other ranks' part"
             return f": {what} is zero", fix
         said = f": {factor:.4g} times the right one"
-        more = compare.axes_of(factor, self.sizes) if factor > 1 else []
-        less = compare.axes_of(1 / factor, self.sizes) if 0 < factor < 1 else []
+        found, elsewhere = self._following(factor, what, number)
+        more, less = (found, []) if factor > 1 else ([], found)
         if more or less:  # what it is but for rounding
             n = math.prod(self.sizes[axis] for axis in (more or less)[0])
             said = f": {n if more else 1 / n:.4g} times the right one"
@@ -233,7 +294,7 @@ class Judge:
         if less:
             said += f", a mean of what is a mean over {self._either(less)} already, or not summed over it"
             return said, 'divide once: with grads="sum" by the rows of all ranks, with grads="mean" by this rank\'s own'
-        return said, "the same factor everywhere: look at how the loss, or what is accumulated, is scaled"
+        return said + elsewhere, "the same factor everywhere: look at how the loss, or what is accumulated, is scaled"
 
     def _clipped(self, offs: Sequence[Off], gradients: Sequence[Parts], right: Mapping[str, Tensor | None]) -> str:
         """Whether each rank has clipped by the norm of its own part."""
@@ -307,7 +368,8 @@ class Judge:
             fix = ("statistics of a batch are those of all ranks: parallel.convert_batch_norm, or broadcast them once "
                    "at the end; averages of parameters come after optimizer.step(), alike on all ranks")  # fmt: skip
             what = f"buffers, or parameters that nothing trains, differ after step {number}"
-            return self._told("parameter", line, what, buffers, fix)
+            wrote = [] if self.again is None else self.again.written(number, [off.name for off in buffers])
+            return self._told("parameter", wrote[-1] if wrote else line, what, buffers, fix)
         before_twin = compare.wholes(self.twin.moments[number - 1 if number else START].parameters)
         after_twin = compare.wholes(right.parameters)
         factors = set()
@@ -332,7 +394,10 @@ class Judge:
             return self._told("parameter", line, f"{what}: the update is {only:g} times the right one", offs,
                               "the same learning rate and one optimizer.step() on every rank")  # fmt: skip
         fix = "look for what the optimiser does between ranks, and for who else writes parameters"
-        return self._told("parameter", line, what, offs, fix)
+        wrote = [] if self.again is None else self.again.written(number, [off.name for off in offs])
+        others = [each for each in wrote if each != line]
+        more = f"; written at {', '.join(others)} too" if others else ""
+        return self._told("parameter", others[-1] if others else line, what, offs, fix, more)
 
     # ----------------------------------------------------------------------------------------------------- in words
 
@@ -354,8 +419,13 @@ class Judge:
     def _finding(self, kind: str, line: str, what: str, got: str, fix: str) -> Finding:
         after = f", {self.after}" if self.after and kind != "checkpoint" else ""
         at = f" at {line}" if line else ""
-        at = f", in what begins at {line}" if line and kind in ("loss", "start") else at
+        at = f", in what begins at {line}" if line and line in self._begins() else at
         return Finding(kind, line, text(WHERE, f"{what}, on {dict(self.sizes)}{after}{at}.", got=got, fix=fix))
+
+    def _begins(self) -> tuple[str, ...]:
+        """Lines at which something begins, and which are not wrong themselves."""
+        first = self.ranks[0]
+        return first.made_at, first.steps_at, first.loads_at
 
     @staticmethod
     def _axes(axes: Sequence[str]) -> str:

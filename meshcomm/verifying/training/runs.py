@@ -27,10 +27,11 @@ from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, use_mesh
 from meshcomm.parallel.checkpoint.parts import collect, dotted, named
 from meshcomm.parallel.global_places import Spread
-from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.runtime.callsite import CallSite, call_site, is_ours
 from meshcomm.tracing.traces import trace
 from meshcomm.verifying.training.draws import watched
 from meshcomm.verifying.training.seen import START, WHERE, Moment, Part, Parts, Seen, Sent, Update
+from meshcomm.verifying.training.watched_step import WatchedStep
 
 Make = Callable[[Mesh], tuple[nn.Module, Optimizer, Callable[[Any], Any]]]
 Save = Callable[[str, nn.Module, Optimizer], object]
@@ -56,6 +57,8 @@ class Job:
     """Where; with ``first`` it is loaded from there."""
     without_draws: bool = False
     """Whether dropout is let through, and only looked at."""
+    follow: int = START
+    """Which step is watched operation by operation."""
 
 
 def train(job: Job) -> Seen:
@@ -65,7 +68,9 @@ def train(job: Job) -> Seen:
         module, optimizer, step = made(job, mesh)
         seen = Seen(dict(mesh.coordinate))
         seen.made_at, seen.steps_at = line_of(job.make), line_of(step)
+        seen.loads_at = "" if is_ours(getattr(job.load, "__code__", train.__code__).co_filename) else line_of(job.load)
         names = named(module)
+        seen.aliases = dict(names.aliases)
         has = {id(p) for group in optimizer.param_groups for p in group["params"]}
         seen.held = tuple(dict.fromkeys(names.first[id(p)] for p in module.parameters()
                                         if p.requires_grad and id(p) in has))  # fmt: skip
@@ -101,17 +106,33 @@ def one_step(job: Job, module: nn.Module, optimizer: Optimizer, step: Callable[[
     """Take it, and look."""
     moment = Moment()
 
-    def before_update(*_: Any) -> None:
-        line = call_site()
-        moment.updates.append(Update(str(line), gradients(module)))
+    def before_update(_: Any, args: Any, kwargs: Any) -> Any:
+        line = str(call_site())
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # after the optimiser itself
+        if closure is None:
+            moment.updates.append(Update(line, gradients(module)))
+            return None
+        moment.updates.append(Update(line, {}))  # of what a closure makes, when it is called first
+        at = len(moment.updates) - 1
+
+        def heard() -> Any:
+            loss = closure()
+            if not moment.updates[at].gradients:
+                moment.updates[at] = Update(line, gradients(module))
+            return loss
+
+        return ((args[0], heard, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": heard})
 
     batch = as_dtype(copy.deepcopy(job.batches[number % len(job.batches)]), job.dtype)
     hook = optimizer.register_step_pre_hook(before_update)
+    steps = WatchedStep(module) if number == job.follow else None
     try:
-        with trace() as traced, watched(moment.drawn, job.without_draws):
+        with trace() as traced, watched(moment.drawn, job.without_draws), steps or contextlib.nullcontext():
             loss = step(batch)
     finally:
         hook.remove()
+    if steps is not None:
+        moment.followed, moment.written = steps.followed(loss), steps.written
     moment.sent = [Sent(event.primitive, event.axis, event.payload, str(event.site or ""), event.backward)
                    for event in traced.events]  # fmt: skip
     moment.loss = checked_loss(loss)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.verifying.blame.trail import Followed
 from meshcomm.verifying.training.draws import Drawn
 
 WHERE = "verify_training"
@@ -55,6 +56,10 @@ class Moment:
     states: Parts = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
+    followed: Followed | None = None
+    """Where it was asked for: all that happened, and which of it was differentiated or given as the loss."""
+    written: dict[str, list[str]] = field(default_factory=dict)
+    """Then too: the lines that have written each parameter or buffer, by name."""
 
 
 @dataclass
@@ -69,5 +74,9 @@ class Seen:
     """The line at which ``make`` begins; nothing where it is no Python function."""
     steps_at: str = ""
     """And that of the step."""
+    loads_at: str = ""
+    """And that of what loads a checkpoint, where it is the user's."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of parameters that have another one too, and that one."""
     drew: bool = False
     """Whether a step has taken random numbers of the rank's own."""

@@ -21,6 +21,7 @@ from meshcomm.runtime.transports.threads.scheduler import current_rank
 from meshcomm.verifying.report import Finding, Report
 from meshcomm.verifying.training.dropout import dropout_findings
 from meshcomm.verifying.training.findings import Judge
+from meshcomm.verifying.training.lines import Again
 from meshcomm.verifying.training.runs import Job, Make, Save, default_dtype, train, train_in_process
 from meshcomm.verifying.training.seen import WHERE, Seen
 
@@ -117,17 +118,22 @@ def verify_training(
         right, draws = twins[tuple(ones)]
         following = sizes[(at + 1) % len(sizes)]
         onto = following if at + 1 < len(sizes) or (len(sizes) > 1 and {*following} == {*mesh}) else ones
-        one_mesh(replace(job, sizes=mesh, without_draws=draws), right, onto, bool(checkpoint), runtime,
+        alone = replace(job, make=twin or make, sizes=ones, without_draws=draws)
+        one_mesh(replace(job, sizes=mesh, without_draws=draws), alone, right, onto, bool(checkpoint), runtime,
                  findings, notes, ran, tell)  # fmt: skip
     return Report(WHERE, findings, notes, ran)
 
 
 def one_mesh(
-    job: Job, right: Seen, onto: Mapping[str, int], saves: bool, runtime: Runtime, findings: list[Finding],
+    job: Job, twin: Job, right: Seen, onto: Mapping[str, int], saves: bool, runtime: Runtime, findings: list[Finding],
     notes: list[str], ran: list[str], tell: Callable[[str], object],
 ) -> None:  # fmt: skip
     """One mesh from the first step on, and another one from half way on, unless the first one is wrong."""
     half = max(1, job.last // 2)
+
+    def judge(job: Job, seen: Sequence[Seen], after: str = "") -> Judge:
+        return Judge(right, seen, job.sizes, after, Again(job, twin, lambda job: _launched(job, "in-process")))
+
     with tempfile.TemporaryDirectory() as folder:
         tell(f"{dict(job.sizes)}: {job.last} steps")
         if saves:
@@ -139,7 +145,7 @@ def one_mesh(
         if seen is None:
             findings += failed
             return
-        found = _judged(Judge(right, seen, job.sizes), seen, job, findings, notes)
+        found = _judged(judge(job, seen), seen, job, findings, notes)
         ran.append(f"{dict(job.sizes)}: {job.last} steps")
         findings += [] if found else failed
         if not saves or found:
@@ -149,7 +155,7 @@ def one_mesh(
         later = replace(job, sizes=onto, first=half, half=-1)
         seen = _run(later, runtime, findings, after)
         if seen is not None:
-            _judged(Judge(right, seen, onto, after), seen, later, findings, notes)
+            _judged(judge(later, seen, after), seen, later, findings, notes)
             ran.append(f"{dict(onto)}: {job.last - half} steps {after}")
 
 
