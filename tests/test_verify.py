@@ -63,6 +63,16 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
     return y * mc.axis_size("dp")  # here
 
 
+def by_chance(x: Tensor, w: Tensor) -> Tensor:
+    y = mc.all_reduce((x @ mc.pvary(w, "dp")).square().sum(), "dp")
+    return y * (2 if mc.axis_size("dp") > 1 else 1)  # here
+
+
+def mean_of_part(x: Tensor, w: Tensor) -> Tensor:
+    mean = x.mean(0)  # here
+    return mc.all_reduce(((x - mean) @ mc.pvary(w, "dp")).square().sum(), "dp")
+
+
 def hooked(x: Tensor, w: Tensor) -> Tensor:
     h = (x @ mc.pvary(w, "dp")).sin()
     n = mc.axis_size("dp")
@@ -84,12 +94,15 @@ def stopped(x: Tensor, w: Tensor) -> Tensor:
         (mean_for_sum, "value", r"0.5 times the right one; .* a mean too much along it"),
         (not_reduced, "value", r"not yet reduced over 'dp', and tanh .*\n  fix: mc.all_reduce\(it, 'dp'\) after sum"),
         (scaled, "value", r"2 times the right one; .* right up to all_reduce at"),
+        (by_chance, "value", r"2 times the right one; on {'dp': 3} it is 2 times, so that it is not the size of 'dp'"),
+        (mean_of_part, "value", r"\n  fix: mc.all_reduce\(it, 'dp', 'mean'\) after mean at .*, before sub at"),
         (stopped, "finite differences", r"gradients right back to detach at .*, where they stop"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_found_with_its_line(fn: Callable[..., Any], kind: str, said: str) -> None:
     report = mc.verify(fn, X, W, **SPECS, meshes=DP)
     assert [(each.kind, each.line) for each in report.findings] == [(kind, line_of(fn))], report
+    assert report.findings[0].lines[0] == line_of(fn)
     with pytest.raises(mc.VerifyError, match=said):
         report.check()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,26 @@ def drops(mesh: mc.Mesh) -> Made:
     return model, sgd, step
 
 
+def closures(mesh: mc.Mesh) -> Made:
+    """Gradients are there when the closure has run."""
+    model = spread(mlp(), mesh)
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def step(batch: Any) -> Any:
+        def closure() -> Tensor:
+            lbfgs.zero_grad()
+            loss = squared(model, mine(batch, mesh))
+            loss.backward()
+            return loss
+
+        return lbfgs.step(closure)
+
+    return model, lbfgs, step
+
+
 RIGHT: list[tuple[Make, Any]] = [
     (adaptors, [{"dp": 2}, {"dp": 4}]), (adaptors, {"fsdp": 2, "tp": 2}), (adaptors, {"replica": 2, "fsdp": 2}),
-    (stages, {"pp": 2, "dp": 2}), (experts, {"ep": 2}),
+    (stages, {"pp": 2, "dp": 2}), (experts, {"ep": 2}), (closures, DP),
 ]  # fmt: skip
 
 
@@ -439,6 +457,36 @@ def fails(mesh: mc.Mesh) -> Made:
     return model, adam, lambda batch: mc.shard(torch.ones(3), "dp")  # does not divide
 
 
+def undivided(mesh: mc.Mesh) -> Made:
+    """Two microbatches on every mesh but that of one rank: their number is that of the ranks by chance."""
+    model = spread(mlp(), mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> None:
+        sgd.zero_grad()
+        count = 2 if mesh.size > 1 else 1
+        for part in zip(*(x.chunk(count) for x in mine(batch, mesh)), strict=True):
+            squared(model, part).backward()
+        sgd.step()
+
+    return model, sgd, step
+
+
+def untied(mesh: mc.Mesh) -> Made:
+    """Two layers with one weight, on one rank alone."""
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    model[2].weight = model[0].weight if mesh.size == 1 else nn.Parameter(model[0].weight.detach().clone())
+    model = spread(model, mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> None:
+        sgd.zero_grad()
+        squared(model, mine(batch, mesh)).backward()
+        sgd.step()
+
+    return model, sgd, step
+
+
 WRONG: list[tuple[Make, dict[str, int], str, str]] = [
     (by_hand(nothing), DP, "gradient", "not reduced over 'dp': the mean of the ranks' is right"),
     (by_hand(half_of_it), DP, "gradient", "'2.bias' on all ranks"),
@@ -458,6 +506,8 @@ WRONG: list[tuple[Make, dict[str, int], str, str]] = [
     (own_values, DP, "start", "before the first step"),
     (other_count, DP, "update", "called 2 times in step 0, 1 on one rank"),
     (faster, DP, "parameter", "the update is 2 times the right one"),
+    (undivided, DP, "gradient", "2 times the right one, and on {'dp': 4} too: it does not follow the size of 'dp'"),
+    (untied, DP, "gradient", "'2.weight' is '0.weight' on one rank, and a parameter of its own here"),
     (fails, DP, "error", "the loop fails on {'dp': 2}, and not on one rank"),
 ]  # fmt: skip
 
@@ -479,6 +529,69 @@ def test_the_line_that_reduces_twice_is_blamed() -> None:
     )
 
 
+def masked(mesh: mc.Mesh) -> Made:
+    """A mean over this rank's tokens of a sequence in zigzag; the mean of the ranks' is another one."""
+    model = parallel.data_parallel(mlp(), "cp", grads="mean")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = parallel.context_order(ROWS, "cp")
+
+    def step(batch: Any) -> Tensor:
+        x, target = (mc.shard(each[order], "cp") for each in batch)
+        sgd.zero_grad()
+        counted = (target > 0.5).double()
+        loss = (counted * (model(x) - target)).square().sum() / counted.sum()  # here
+        loss.backward()
+        sgd.step()
+        return loss.detach()
+
+    return model, sgd, step
+
+
+def own_rows(mesh: mc.Mesh) -> Made:
+    """A buffer of this rank's rows."""
+    model = mlp()
+    model.register_buffer("seen", torch.zeros(D))
+    spread(model, mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> None:
+        sgd.zero_grad()
+        squared(model, mine(batch, mesh)).backward()
+        sgd.step()
+        model.seen += mine(batch, mesh)[0].mean(0)  # here
+
+    return model, sgd, step
+
+
+def summed_up(mesh: mc.Mesh) -> Made:
+    model, sgd, step = closures(mesh)
+    return model, sgd, lambda batch: mc.all_reduce(step(batch).detach(), "dp")  # here
+
+
+def pulled_back(mesh: mc.Mesh) -> Made:
+    """Weights that somebody writes besides the optimiser."""
+    model, sgd, step = by_hand(over("mean"))(mesh)
+
+    def more(batch: Any) -> Any:
+        loss = step(batch)
+        with torch.no_grad():
+            model[0].weight.mul_(1 - 0.1 * mesh.coordinate["dp"])  # here
+        return loss
+
+    return model, sgd, more
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "kind"),
+    [(masked, {"cp": 2}, "loss"), (own_rows, DP, "parameter"), (summed_up, DP, "loss"), (pulled_back, DP, "parameter")],
+)
+def test_the_line_within_the_step_is_named(make: Make, mesh: dict[str, int], kind: str) -> None:
+    report = mc.verify_training(make, BATCHES, meshes=mesh, checkpoint=False)
+    lines, first = inspect.getsourcelines(make)
+    at = first + next(i for i, line in enumerate(lines) if line.endswith("# here\n"))
+    assert (report.findings[0].kind, report.findings[0].line) == (kind, f"{Path(__file__).name}:{at}"), report
+
+
 def saved_by(rank: int) -> Callable[..., None]:
     def save(path: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if mc.rank() == rank:
@@ -496,7 +609,7 @@ def loaded(path: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def test_checkpoints_are_those_of_all_ranks_and_have_all_that_there_is() -> None:
     report = mc.verify_training(by_hand(over("mean")), BATCHES, meshes=DP, checkpoint=(saved_by(0), loaded))
     (finding,) = report.findings  # a momentum, which is not in the file
-    assert finding.kind == "checkpoint"
+    assert (finding.kind, finding.line) == ("checkpoint", f"{Path(__file__).name}:{loaded.__code__.co_firstlineno}")
     assert "states of the optimiser that were loaded after a checkpoint of {'dp': 2} are not those" in finding.text
 
     def each_its_own(mesh: mc.Mesh) -> Made:

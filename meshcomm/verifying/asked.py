@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import fail
+from meshcomm.make_mesh import make_mesh
 from meshcomm.verifying import meshes as sizes
 from meshcomm.verifying.derivatives import KINDS
-from meshcomm.verifying.program import WHERE, Program, own_words
+from meshcomm.verifying.program import WHERE, Program, in_group, own_words
 
 
 def fits(program: Program, shape: Mapping[str, int]) -> None:
@@ -63,3 +64,8 @@ def dtypes_of(given: Any) -> list[torch.dtype]:
     if not good or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes):
         fail(WHERE, f"dtypes={given!r}.", fix="floating point dtypes, such as (torch.float64, torch.bfloat16)")
     return list(dtypes)
+
+
+def group_size() -> int | None:
+    """How many ranks a running group has; None where there is none."""
+    return make_mesh({"every": -1}).size if in_group() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,6 +14,8 @@ from meshcomm.pictures.judged import Verdict, judged
 from meshcomm.pictures.picture import Picture, Shown
 
 __all__ = ["Finding", "Found", "Report"]
+
+_LINES = re.compile(r"[\w.-]+\.\w+:\d+")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,14 @@ class Finding:
     kind: str
     line: str
     text: str
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All lines that it names, the one to blame first: where a reduction is lacking, what makes the value and what
+        takes it.
+        """
+        named = (self.line, *_LINES.findall(self.text))
+        return tuple(dict.fromkeys(line for line in named if line))
 
     def __str__(self) -> str:
         return self.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -14,21 +15,20 @@ from torch import Tensor
 from meshcomm._torch import tree_flatten
 from meshcomm.collectives.check import differentiable
 from meshcomm.errors import MeshError, described, fail, shape_text, text
-from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours
 from meshcomm.runtime.ops import Op
 from meshcomm.spmd.shard_map.assemble import coordinates
 from meshcomm.spmd.shard_map.specs import in_strings
 from meshcomm.verifying import meshes as sizes
-from meshcomm.verifying.asked import dtypes_of, fits, in_order, kinds_of
+from meshcomm.verifying.asked import dtypes_of, fits, group_size, in_order, kinds_of
 from meshcomm.verifying.blame.checker import refused
 from meshcomm.verifying.blame.followed import follow
 from meshcomm.verifying.blame.nudges import last_wrong
 from meshcomm.verifying.blame.story import Blame, Story
 from meshcomm.verifying.blame.told import story_of
 from meshcomm.verifying.blame.trail import stop_of
-from meshcomm.verifying.compare import Difference, difference, explained, scale_of
+from meshcomm.verifying.compare import Difference, difference, explained, scale_of, times
 from meshcomm.verifying.derivatives import KINDS, Derived, Reference, job_of, reference_of
 from meshcomm.verifying.finite import held_against_differences
 from meshcomm.verifying.program import WHERE, OnRank, Program, in_group
@@ -162,7 +162,7 @@ class _Call:
     def checked(self) -> None:
         """All that can be wrong before anything runs; meshes that do not fit are skipped where nobody named them."""
         program = self.program(self.dtypes[0])
-        fitting, world = [], _ranks()
+        fitting, world = [], group_size()
         for shape in self.shapes:
             total = torch.Size(shape.values()).numel()
             if world is not None and total > world:
@@ -287,37 +287,39 @@ class _Call:
             self.findings.append(Finding("value", "", text(WHERE, what, got=f"{forms[rank]}; on one device {right}")))
             return
         for kind in ("value", *kinds):
-            wrong = list(self.differences(reference, found, mesh, kind))
+            wrong = list(differences(reference, found, mesh, kind))
             if wrong:
                 self.findings.append(_explained(reference, mesh, ones, kind, wrong))
                 return
 
-    def differences(
-        self, reference: Reference, found: Sequence[Derived], mesh: Mesh, kind: str
-    ) -> Iterable[tuple[int, Difference]]:
-        """What is off: which value, and how on the first rank where it is."""
-        expected, places = reference.expected(kind), coordinates(mesh)
-        scale = scale_of(leaf.value for leaf in expected) or scale_of(leaf.value for leaf in reference.program.cut)
-        program = reference.program
-        parts = [program.parts(mesh, expected, place) for place in places]
-        for i, leaf in enumerate(expected):
-            of = scale_of([leaf.value])
-            for rank, each in enumerate(found):
-                values = each.result.tensors if kind == "value" else each.by[kind]
-                wrong = difference(leaf.label, rank, values[i], parts[rank][i], scale, of=of)
-                if wrong is not None:
-                    yield i, wrong
-                    break
-        if kind == "value":
-            right = reference.derived.result.rest
-            for rank, each in enumerate(found):
-                for (label, got), (_, want) in zip(each.result.rest, right, strict=True):
-                    if not _same(got, want):
-                        yield -1, Difference(label, rank, float("nan"), f"{got!r} where {want!r} is right", None)
 
-
+_MOST_RANKS = 16
 _DRAWS = "random numbers are drawn outside of mc.rng, which are others on each rank and on one device."
 _KIND = {"vjp": "the VJP", "jvp": "the JVP", "second": "the VJP of the VJP", "value": "the value"}
+
+
+def differences(
+    reference: Reference, found: Sequence[Derived], mesh: Mesh, kind: str
+) -> Iterable[tuple[int, Difference]]:
+    """What is off: which value, and how on the first rank where it is."""
+    expected, places = reference.expected(kind), coordinates(mesh)
+    scale = scale_of(leaf.value for leaf in expected) or scale_of(leaf.value for leaf in reference.program.cut)
+    program = reference.program
+    parts = [program.parts(mesh, expected, place) for place in places]
+    for i, leaf in enumerate(expected):
+        of = scale_of([leaf.value])
+        for rank, each in enumerate(found):
+            values = each.result.tensors if kind == "value" else each.by[kind]
+            wrong = difference(leaf.label, rank, values[i], parts[rank][i], scale, of=of)
+            if wrong is not None:
+                yield i, wrong
+                break
+    if kind == "value":
+        right = reference.derived.result.rest
+        for rank, each in enumerate(found):
+            for (label, got), (_, want) in zip(each.result.rest, right, strict=True):
+                if not _same(got, want):
+                    yield -1, Difference(label, rank, float("nan"), f"{got!r} where {want!r} is right", None)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -352,6 +354,9 @@ def _explained(
     blame = _blamed(reference, mesh, ones, kind, i, first)
     sizes_of = [(axis, n) for axis, n in mesh.shape.items() if n > 1]
     why = explained(first.factor, sizes_of)
+    chance = _by_chance(reference, mesh, kind, i, first) if why else ""
+    if chance:
+        blame, why = blame._replace(told=(chance, *(each for each in blame.told if each != why))), ""
     told = [first.said, *([why] if why and why not in blame.told else []), *blame.told]
     if kind != "value" and not any(each.startswith("result right") for each in blame.told):
         told.insert(1, "result right")
@@ -360,6 +365,30 @@ def _explained(
     off = "" if first.off != first.off else f" by {first.off:.2g}"
     what = f"{first.label} is off{off} on rank {first.rank} of {_named(mesh.shape)}."
     return Finding(kind, blame.line, text(WHERE, what, got="; ".join(told), fix=blame.fix))
+
+
+def _by_chance(reference: Reference, mesh: Mesh, kind: str, i: int, first: Difference) -> str:
+    """What the factor is on a mesh on which the axis of its size has another one, if it does not follow it there."""
+    program, factor = reference.program, first.factor
+    axis = next((axis for axis, n in mesh.shape.items() if explained(factor, [(axis, n)])), None)
+    if axis is None or factor is None or i < 0:
+        return ""
+    n, world = mesh.shape[axis], group_size()
+    for size in (2 * n, n + 1, n - 1):
+        shape = {**mesh.shape, axis: size}
+        if size < 2 or torch.Size(shape.values()).numel() > (_MOST_RANKS if world is None else world):
+            continue
+        with contextlib.suppress(Exception):  # it does not divide, or fn does not run there
+            fits(program, shape)
+            other = program.mesh(shape)
+            found = program.run(other, job_of(reference.directions, [kind] if kind != "value" else []))
+            wrong = dict(differences(reference, found, other, kind)).get(i)
+            there = 1.0 if wrong is None else wrong.factor
+            wanted = factor * (size / n) ** (round(math.log(factor, n)) if factor > 0 else 0)
+            if there is None or abs(there - wanted) < 1e-3 * wanted:
+                return ""
+            return f"on {_named(shape)} it is {times(there)}, so that it is not the size of {axis!r}"
+    return ""
 
 
 def _blamed(reference: Reference, mesh: Mesh, ones: Mesh, kind: str, i: int, first: Difference) -> Blame:
@@ -458,8 +487,3 @@ def _named(shape: Mapping[str, int]) -> str:
 def _said(error: Exception) -> str:
     """What is wrong, without who says so."""
     return str(error).partition(": ")[2].partition("\n")[0]
-
-
-def _ranks() -> int | None:
-    """How many a running group has."""
-    return make_mesh({"every": -1}).size if in_group() else None

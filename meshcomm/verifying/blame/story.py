@@ -282,7 +282,9 @@ class Story:
         if self.noun:
             return Blame(step.line, (self._gives(step), f"it is not reduced over {over}"), self._instead(step, state))
         told = f"{step.name} gives what is not yet reduced over {over}" + (f", and {used} takes it" if used else "")
-        return Blame(step.line, (told,), f"mc.all_reduce(it, {over}) after {step.name}")
+        how = {"": "", "sum": ""}.get(state.by, f", {state.by.removeprefix('a')!r}")
+        fix = f"mc.all_reduce(it, {over}{how}) after {step.name}" + (f", before {used}" if used else "")
+        return Blame(step.line, (told,), fix)
 
     def _right_up_to(self, i: int) -> tuple[str, ...]:
         """The last collective before a step that gives what is right."""

@@ -261,7 +261,8 @@ class Judge:
             if other is None or there is None or compare.near_to(there, factor * (more if factor > 1 else 1 / more)):
                 kept.append(axes)
             else:
-                seen = f", {there:.4g} times on {other[0]}"
+                alike = "and" if compare.near_to(there, factor) else f"{there:.4g} times it"
+                seen = f", {alike} on {other[0]}{' too' * (alike == 'and')}: it does not follow the size of {axes[0]!r}"
         return kept, "" if kept else seen
 
     def _gradient_factor(self, number: int) -> float | None:
