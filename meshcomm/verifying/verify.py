@@ -24,8 +24,9 @@ from meshcomm.verifying import meshes as sizes
 from meshcomm.verifying.asked import dtypes_of, fits, group_size, in_order, kinds_of
 from meshcomm.verifying.blame.checker import refused
 from meshcomm.verifying.blame.followed import follow
+from meshcomm.verifying.blame.line import Blame
 from meshcomm.verifying.blame.nudges import last_wrong
-from meshcomm.verifying.blame.story import Blame, Story
+from meshcomm.verifying.blame.story import Story
 from meshcomm.verifying.blame.told import story_of
 from meshcomm.verifying.blame.trail import stop_of
 from meshcomm.verifying.compare import Difference, difference, explained, scale_of, times

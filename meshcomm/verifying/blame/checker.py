@@ -13,7 +13,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.spmd.shard_map.function import shard_map
 from meshcomm.spmd.types.reachable import in_place_of
-from meshcomm.verifying.blame.story import Blame
+from meshcomm.verifying.blame.line import Blame
 from meshcomm.verifying.program import Program, in_group
 
 _LINE = re.compile(r" at (\S+:\d+)")

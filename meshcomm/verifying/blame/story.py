@@ -16,7 +16,6 @@ their numbers, and gradients by what a nudge of one rank's part does (nudges.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,20 +24,13 @@ from meshcomm.collectives.check import differentiable
 from meshcomm.errors import CommError
 from meshcomm.mesh import Mesh
 from meshcomm.spmd.shard_map.assemble import coordinates
+from meshcomm.verifying.blame.line import Blame
 from meshcomm.verifying.blame.partings import first_of, first_parting, lines_in, one_line_of
 from meshcomm.verifying.blame.states import UNKNOWN, State, is_part, state_of
 from meshcomm.verifying.blame.trail import Followed, Step, is_reduction, paired, stop_of
 from meshcomm.verifying.compare import explained, times
 
 Nudged = Callable[["Sequence[Followed]", "Sequence[int]"], "tuple[int, float | None] | None"]
-
-
-class Blame(NamedTuple):
-    """Where, what else is known, and what to write."""
-
-    line: str = ""
-    told: tuple[str, ...] = ()
-    fix: str = ""
 
 
 class Story:

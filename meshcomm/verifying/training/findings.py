@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from meshcomm.errors import text
-from meshcomm.verifying.blame.story import Blame
+from meshcomm.verifying.blame.line import Blame
 from meshcomm.verifying.report import Finding
 from meshcomm.verifying.training import compare
 from meshcomm.verifying.training.compare import Off
-from meshcomm.verifying.training.lines import Again
 from meshcomm.verifying.training.seen import START, WHERE, Moment, Parts, Seen, Sent
 
 _SMALL = {"gradient": 1e-4, "state": 1e-4, "parameter": 0.1}
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+
+
+class Again(Protocol):
+    """What runs a loop once more: :class:`lines.Again`."""
+
+    def blame(self, number: int) -> Blame:
+        """Of the first thing in this step that is wrong."""
+
+    def written(self, number: int, names: Sequence[str]) -> list[str]:
+        """The lines that have written these."""
+
+    def elsewhere(self, axis: str, number: int) -> tuple[dict[str, int], Sequence[Seen]] | None:
+        """The loop on a mesh on which this axis has another size."""
 
 
 class Judge:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshcomm.make_mesh import make_mesh
-from meshcomm.verifying.blame.story import Blame, Story
+from meshcomm.verifying.blame.line import Blame
+from meshcomm.verifying.blame.story import Story
 from meshcomm.verifying.training.runs import Job
 from meshcomm.verifying.training.seen import START, Moment, Seen
 
