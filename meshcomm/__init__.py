@@ -29,6 +29,8 @@ if typing.TYPE_CHECKING:
     from meshcomm.collectives.one_rank import barrier, gather, reduce, scatter
     from meshcomm.collectives.scan import scan
     from meshcomm.dry.hardware import Hardware, hardware
+    from meshcomm.dry.planning.advice import Advice
+    from meshcomm.dry.planning.sweep import Sweep, sweep
     from meshcomm.dry.run import DryRun, dry_run
     from meshcomm.layout.dtensor import from_dtensor, layout_from, placements, to_dtensor
     from meshcomm.layout.einsum import einsum
@@ -72,6 +74,7 @@ if typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "CommError",
     "DryRun",
     "Finding",
@@ -84,6 +87,7 @@ __all__ = [
     "Plan",
     "Proof",
     "Report",
+    "Sweep",
     "Trace",
     "TraceEvent",
     "VaryingError",
@@ -160,6 +164,7 @@ __all__ = [
     "show",
     "shutdown",
     "split_rows",
+    "sweep",
     "sync_seed",
     "tie",
     "to_dtensor",
@@ -185,6 +190,8 @@ _LATER = {
         "meshcomm.collectives.one_rank": "barrier gather reduce scatter",
         "meshcomm.collectives.scan": "scan",
         "meshcomm.dry.hardware": "Hardware hardware",
+        "meshcomm.dry.planning.advice": "Advice",
+        "meshcomm.dry.planning.sweep": "Sweep sweep",
         "meshcomm.dry.run": "DryRun dry_run",
         "meshcomm.layout.dtensor": "from_dtensor layout_from placements to_dtensor",
         "meshcomm.layout.einsum": "einsum",

@@ -1235,6 +1235,40 @@ FORETOLD: list[tuple[str, Callable[[], Any], str]] = [
 for cause, call, said in FORETOLD:
     plain("dry_run", cause, call, rf"^meshcomm.dry_run: [\s\S]*{said}")
 
+
+
+def advised(fn: Callable[..., Any] = lambda batch=2: torch.ones(batch).sum(), **given: Any) -> Any:
+    """Advice on a program of one argument."""
+    return mc.dry_run(fn, {"dp": 2}, hardware=mc.hardware("h100")).advice(**given)
+
+
+ADVICE: list[tuple[str, Callable[[], Any], str]] = [
+    ("no such argument", lambda: advised(changes={"more": {"rows": 4}}), r"changes\['more'\]: fn cannot be called so: .*'rows'"),
+    ("no mapping of changes", lambda: advised(changes={"more": 4}), r"changes=\{'more': 4\} are none"),
+    ("no kind", lambda: advised(kinds=["faster"]), r"kinds=\['faster'\] are not known"),
+    ("tokens of zero", lambda: advised(tokens=0), r"tokens=0 makes no sense"),
+]  # fmt: skip
+for cause, call, said in ADVICE:
+    plain("DryRun.advice", cause, call, rf"^meshcomm.DryRun.advice: [\s\S]*{said}")
+
+H100 = mc.hardware("h100")
+SWEEPS: list[tuple[str, Callable[[], Any], str]] = [
+    ("no function", lambda: mc.sweep(cast(Any, 3), [{"dp": 2}], H100), r"fn is not callable but int"),
+    ("one mesh", lambda: mc.sweep(int, cast(Any, {"dp": 2}), H100), r"meshes=\{'dp': 2\} are no list of meshes"),
+    ("no meshes", lambda: mc.sweep(int, [], H100), r"there are no meshes"),
+    ("a size of 0", lambda: mc.sweep(int, [{"dp": 8}, {"dp": 0}], H100), r"axis 'dp' has size 0"),
+    ("a name as hardware", lambda: mc.sweep(int, [{"dp": 2}], cast(Any, "h100")), r"hardware='h100' is none"),
+    ("no hardware", lambda: mc.sweep(int, [{"dp": 2}], []), r"hardware=\[\] is none"),
+    ("negative tokens", lambda: mc.sweep(int, [{"dp": 2}], H100, tokens=lambda mesh: -mesh["dp"]), r"tokens=-2 makes no sense"),
+    ("layers out of order", lambda: mc.sweep(int, [{"dp": 2}], H100, layers=(4, 2, 32)), r"layers=\(4, 2, 32\) are not in order"),
+    ("two layers", lambda: mc.sweep(int, [{"dp": 2}], H100, layers=cast(Any, (4, 2))), r"layers=\(4, 2\) are no three numbers"),
+    ("a rank beyond the mesh", lambda: mc.sweep(int, [{"dp": 2}], H100, ranks=[4]), r"rank 4 is not on the mesh"),
+    ("in a dry run", lambda: mc.dry_run(lambda: mc.sweep(int, [{"dp": 2}], H100), {"dp": 2}), r"called inside of a dry run"),
+    ("a file of no kind", lambda: mc.sweep(int, [{"dp": 2}], H100).save("meshes.xls"), r"ends in none of"),
+]  # fmt: skip
+for cause, call, said in SWEEPS:
+    plain("sweep", cause, call, rf"^meshcomm.(sweep|show): [\s\S]*{said}")
+
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 SAVE: list[tuple[str, Callable[[Here], Any], str, bool]] = [

@@ -226,6 +226,7 @@ def test_every_function_is_called() -> None:
         "dump_collectives",
         "dry_run",
         "hardware",
+        "sweep",
     } <= set(CALLS)
 
 

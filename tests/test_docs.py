@@ -187,6 +187,7 @@ LACKING: dict[str, set[str]] = {
     "init": {"Type", "Backward"},
     "dry_run": {"Type", "Backward"},
     "hardware": {"Type", "Backward"},
+    "sweep": {"Type", "Backward"},
     "is_dry": {"Type", "Args", "Backward", "Raises"},
     "trace": {"Type", "Args", "Backward"},
     "dump_collectives": {"Type", "Backward"},

@@ -208,7 +208,7 @@ LATE = {
         "meshcomm.verifying.report", "meshcomm.verifying.hangs.proof", "meshcomm.verifying.hangs.prove",
         "meshcomm.verifying.training.verify",
         "meshcomm.verifying.verify",
-        "meshcomm.dry.hardware", "meshcomm.dry.run",
+        "meshcomm.dry.hardware", "meshcomm.dry.planning.advice", "meshcomm.dry.planning.sweep", "meshcomm.dry.run",
         "meshcomm.spmd.shard_map.function", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.dry.hardware": {"meshcomm.dry.measure"},

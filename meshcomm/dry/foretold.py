@@ -60,6 +60,11 @@ class Foretold:
             self._timeline = Timeline(machine, {rank: ran[rank] for rank in self.ranks})
         return self
 
+    @property
+    def logs(self) -> Mapping[int, Log]:
+        """By rank: what it did, of those that ran and of those with whom they exchange messages."""
+        return self._logs
+
     def on(self, machine: Hardware) -> Self:
         """The same run on another machine: nothing runs again.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import math
@@ -21,6 +22,8 @@ from meshcomm.dry.foretold import Foretold, checked_hardware
 from meshcomm.dry.hardware import Hardware
 from meshcomm.dry.log import Log
 from meshcomm.dry.memory import LiveMemory, Peak, most_of
+from meshcomm.dry.planning.advice import KINDS, Advice, Again, advised
+from meshcomm.dry.planning.outcome import Amount
 from meshcomm.dry.values import HostRead, HostValues, Values, refuse_unknown_size
 from meshcomm.errors import MeshError, fail
 from meshcomm.make_mesh import make_mesh
@@ -71,6 +74,9 @@ class DryRun(Foretold):
         """The lines that read a value which a dry run has not."""
         self.peaks = dict(peaks)
         """By kind of device, ``"cpu"`` and ``"cuda"``, the most memory at once: of the rank that has most."""
+        self.program: Callable[..., object] | None = None
+        """What ran."""
+        self._again: Again | None = None
 
     @property
     def peak(self) -> Peak:
@@ -91,6 +97,55 @@ class DryRun(Foretold):
     def ok(self) -> bool:
         """Whether nothing was found: no value had to be guessed."""
         return not self.findings
+
+    def advice(
+        self,
+        changes: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        tokens: Amount | None = None,
+        kinds: Sequence[str] = KINDS,
+    ) -> Advice:
+        """Which change would help most: each is tried, by running the program again with it.
+
+        ::
+
+            print(run.advice({"batch of 4": {"batch": 4}}))
+
+                change                                  seconds     gain     peak  ...
+                fully_shard(regather=False)               0.201    12.1%  31.2 GB
+                a mesh of {'fsdp': 64, 'tp': 4}           0.214     6.4%  22.0 GB
+                batch of 4                                ...
+
+        The library makes these changes itself, by their kind:
+
+        * ``"program"``: arguments of :func:`fully_shard` (``regather``, ``prefetch``, units of two, units of each
+          layer, dtypes), :func:`data_parallel` (``bucket_mb``, dtypes), :func:`tensor_parallel` (``sequence``) and
+          :func:`pipelined` (``microbatches``, ``remat``, ``schedule``), in all of the program's calls of it;
+        * ``"mesh"``: other meshes of as many ranks: an axis divided by its least prime factor, another multiplied;
+        * ``"machine"``: links, products, memory and host that are twice as fast;
+        * ``"limit"``: calls over an axis, or messages, that take no time: more than any overlap can give.
+
+        Args:
+            changes: of kind ``"given"``: a name, and arguments by name with which ``fn`` is called: a program of no
+                arguments may have some with defaults, ``def train(batch=2): ...``.
+            tokens: how much one step does on all ranks, or a function that says it of the mesh, a dict, and of those
+                arguments of ``changes`` that it takes, ``lambda mesh, batch=2: ...``; where it differs, seconds are
+                those for as much as the program does. Without it, of another mesh the operations (``flops``) of all
+                ranks say how much it does, and a change of yours that computes more or less is not the best one.
+            kinds: which are tried.
+
+        Returns: an :class:`Advice`. What is refused, because the model does not go on such a mesh or the program takes
+            no such argument, stands there with the reason.
+
+        Cost: a dry run for each change of the program or the mesh.
+
+        Raises:
+            MeshError: no hardware; arguments that ``fn`` has not; a program that does something else when it runs
+                again, since it keeps what an earlier run has made, or has used up what it reads; in a dry run.
+        """
+        if self._again is None or dry_world() is not None:
+            fail("DryRun.advice", "this run cannot be repeated here.", fix="call it on what mc.dry_run gives, outside")
+        return advised(self, self._again, changes, tokens, kinds)
 
     def __repr__(self) -> str:
         return f"DryRun({self.shape}, ranks={self.ranks})"
@@ -185,16 +240,28 @@ def dry_run(
         fail(_WHERE, "called inside of a dry run.", fix="call it outside; mc.is_dry() says where one is")
     program = Program(fn, shape, names, host_values)
     chosen = checked_ranks(_WHERE, ranks, program.size)
-    machine = checked_hardware(hardware, program.size)
+    return run_of(program, chosen, checked_hardware(hardware, program.size))
+
+
+def run_of(program: Program, chosen: Sequence[int], machine: Hardware | None, partners: bool = False) -> DryRun:
+    """What these ranks do; with ``partners``, those with whom they exchange messages count as they do."""
     with kept_random():
-        done = [program.run(rank) for rank in chosen]
-        logs = {rank: each.log for rank, each in zip(chosen, done, strict=True)}
-        if machine is not None:
-            program.run_partners(logs)
-    reads = dict.fromkeys(read for each in done for read in each.values.reads)
-    peaks = most_of([each.memory.peaks(rank) for rank, each in zip(chosen, done, strict=True)])
-    found = DryRun(shape, chosen, together([each.trace for each in done]), tuple(reads), peaks)
-    return found._foretell(logs, names, machine)
+        done = {rank: program.run(rank) for rank in chosen}
+        if machine is not None or partners:
+            program.run_partners(done)
+    counted = sorted(done) if partners else list(chosen)
+    reads = dict.fromkeys(read for rank in counted for read in done[rank].values.reads)
+    peaks = most_of([done[rank].memory.peaks(rank) for rank in counted])
+    found = DryRun(program.shape, counted, together([done[rank].trace for rank in counted]), tuple(reads), peaks)
+    logs = {rank: each.log for rank, each in done.items()}
+
+    def again(machine: Hardware, shape: Mapping[str, int] | None, options: Any, given: Mapping[str, Any]) -> DryRun:
+        fn = functools.partial(program.fn, **given) if given else program.fn
+        other = Program(fn, dict(shape or program.shape), program.names, program.given, options)
+        return run_of(other, chosen, machine, partners)
+
+    found.program, found._again = program.fn, again
+    return found._foretell(logs, program.names, machine)
 
 
 def checked_mesh(where: str, mesh: Any, most: int = _MOST) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
@@ -262,8 +329,9 @@ class Program:
         shape: dict[str, int],
         names: dict[str, tuple[str, ...]],
         host_values: HostValues,
+        options: Any = None,
     ) -> None:
-        self.fn, self.shape, self.names, self.given = fn, shape, names, host_values
+        self.fn, self.shape, self.names, self.given, self.options = fn, shape, names, host_values, options
         self.size = math.prod(shape.values())
         self._posted: Posted = {}
         self._needed: list[tuple[int, Message]] = []
@@ -276,13 +344,13 @@ class Program:
             except MissingError as missing:
                 self._provide(rank, missing)
 
-    def run_partners(self, logs: dict[int, Log]) -> None:
+    def run_partners(self, done: dict[int, Done]) -> None:
         """Those with whom the others exchange messages, too: at most so many."""
-        while new := sorted({rank for log in logs.values() for rank in log.partners()} - set(logs)):
+        while new := sorted({rank for each in done.values() for rank in each.log.partners()} - set(done)):
             for rank in new:
-                if len(logs) >= _PARTNERS:
+                if len(done) >= _PARTNERS:
                     return
-                logs[rank] = self.run(rank).log
+                done[rank] = self.run(rank)
 
     def _provide(self, rank: int, missing: MissingError) -> None:
         """Run the sender until it has posted the message."""
@@ -311,7 +379,7 @@ class Program:
     def _once(self, rank: int) -> Done:
         values, trace, memory = Values(self.given), Trace(), LiveMemory()
         world, log = DryWorld(rank, self.size, self._posted, values.suppose), Log(rank)
-        world.linked = log.listen
+        world.linked, world.options = log.listen, self.options
         operations = Operations(values, log, memory)
         with contextlib.ExitStack() as stack:
             stack.callback(forget_axes, lambda axis: isinstance(axis.link, DryLink) and axis.link.is_of(world))
@@ -325,7 +393,7 @@ class Program:
                 try:
                     self._call(log)
                 except MissingError as missing:
-                    _drop(missing)
+                    drop(missing)
                     raise MissingError(missing.message) from None
         return Done(trace, values, log, memory, world.reads)
 
@@ -349,8 +417,8 @@ def _of_numpy(error: RuntimeError) -> MeshError:
     return MeshError(f"{what}\n  fix: x.tolist() gives host_values; or another way where mc.is_dry()")
 
 
-def _drop(missing: MissingError) -> None:
-    """What was under way in a run that begins again."""
+def drop(missing: BaseException) -> None:
+    """What was under way in a run that has ended too early."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         traceback.clear_frames(missing.__traceback__)

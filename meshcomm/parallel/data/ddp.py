@@ -28,6 +28,7 @@ from meshcomm.parallel.optimizers.gradient_dtypes import refuse_narrower, watch_
 from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, refuse_renormalised, refuse_sliced
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.dry.options import has_options
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.told import remember, tell
 from meshcomm.watch import out_of_sight
@@ -37,6 +38,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @Op("data_parallel", "parameters and buffers invariant", composed=True)
+@has_options
 @out_of_sight
 def data_parallel(
     module: M,

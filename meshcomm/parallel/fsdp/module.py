@@ -56,6 +56,7 @@ from meshcomm.parallel.optimizers.gradient_dtypes import refuse_narrower, watch_
 from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.dry.options import has_options
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.told import remember, tell
 from meshcomm.watch import out_of_sight
@@ -65,6 +66,7 @@ WHERE = "fully_shard"
 
 
 @Op("fully_shard", composed=True)
+@has_options
 @out_of_sight
 def fully_shard(
     module: M,

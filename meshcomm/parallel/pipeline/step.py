@@ -33,6 +33,7 @@ from meshcomm.parallel.pipeline.running.wires import Outline, Terms, Wires, carr
 from meshcomm.parallel.pipeline.schedule import Schedule
 from meshcomm.parallel.weights.names_in_files import Unfit
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.dry.options import has_options
 from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.grids import grid_of
@@ -48,6 +49,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @Op("pipelined", "the loss invariant along ``axis``", composed=True)
+@has_options
 def pipelined(
     stages: nn.Module | Sequence[nn.Module],
     axis: AxisName,

@@ -30,6 +30,7 @@ from meshcomm.parallel.tensor.layers import Layer, layers_of, past_forward
 from meshcomm.parallel.tensor.plan import WHERE, Block, Style, divided, read
 from meshcomm.parallel.tensor.state import HERE, Parallel, known_of
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.dry.options import has_options
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.told import remember, tell
 from meshcomm.watch import out_of_sight
@@ -38,6 +39,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @Op("tensor_parallel", "what goes in and comes out is invariant", composed=True)
+@has_options
 @out_of_sight
 def tensor_parallel(
     module: M,

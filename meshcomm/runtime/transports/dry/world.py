@@ -46,6 +46,8 @@ class DryWorld:
         """``suppose(x, values, sure)``: x, which nobody knows, is what the caller says, or these values."""
         self.linked: Callable[[Any], None] = lambda link: None
         """Who is told of each link that is made."""
+        self.options: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """``options(fn, args, kwargs)``: who calls the functions that have options in the program's place."""
         self.made: Counter[Any] = Counter()
         """How many meshes like it were made before."""
 
