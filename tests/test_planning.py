@@ -184,7 +184,9 @@ def test_what_cannot_be_repeated_is_refused() -> None:
 def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """An 8-B model on 2 GPUs: without tensor parallelism more tokens, with it all in memory; a picture."""
     out = tmp_path / "meshes.svg"
-    monkeypatch.setattr(sys, "argv", ["plan_a_cluster.py", "--gpus", "2", "--on", "b200", "--few", "1", "--out", str(out)])
+    monkeypatch.setattr(
+        sys, "argv", ["plan_a_cluster.py", "--gpus", "2", "--on", "b200", "--few", "1", "--out", str(out)]
+    )
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     said = capsys.readouterr().out
     rows = re.findall(r"^rep 1, fsdp (\d), tp (\d) +[\d.]+ +(\d+) +([\d.]+) +(yes|no)", said, re.MULTILINE)

@@ -14,14 +14,17 @@ import torch
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
 _MAMF = "ml-engineering (S. Bekman), Maximum Achievable Matmul FLOPS, bf16"
-_NVLINK = "NCCL, src/graph/topo.h: what a link carries, times the links of the data sheet"
+_TUNING = "NCCL 2.30.7, src/graph/tuning.cc, ncclTunerConstantsDefaults"
+_NVLINK = (
+    "NCCL 2.30.7, src/graph/topo.h: what a link carries (SM80, SM90, SM100_NVLINK_BW), times those of the data sheet"
+)
 _NIC = "SimAI (astra-sim-alibabacloud), calbusbw.h: what one NIC carries"
 _SHARED = {
     "ranks_per_node": "8 GPUs of a HGX or DGX board",
     "launch": "assumed: what eager PyTorch needs on the host for one operation",
-    "call": "NCCL, src/graph/tuning.cc: base latency of a ring, LL128",
-    "within.latency": "NCCL, src/graph/tuning.cc: a step of a ring over NVLink, LL128",
-    "between.latency": "NCCL, src/graph/tuning.cc: a step of a ring over the network, LL128",
+    "call": f"{_TUNING}: base latency of rings and trees, LL128",
+    "within.latency": f"{_TUNING}: a step of a ring over NVLink, LL128",
+    "between.latency": f"{_TUNING}: a step of a ring over the network, LL128; of a tree, or of one GPU a node, it has 8.5",
     "memory_efficiency": "assumed: streams come to nine tenths of a data sheet's bandwidth",
     "units": "the data sheet's number of multiprocessors; products run in waves of 128 x 128 tiles (NVIDIA, Matrix "
     "Multiplication Background User's Guide)",
