@@ -212,6 +212,7 @@ LATE = {
         "meshcomm.spmd.shard_map.function", "meshcomm.tracing.budget", "meshcomm.tracing.event", "meshcomm.tracing.traces",
     },
     "meshcomm.dry.hardware": {"meshcomm.dry.measure"},
+    "meshcomm.dry.planning.options": {"meshcomm.parallel.fsdp.choice_of_units"},
     "meshcomm.parallel": {"meshcomm.elsewhere"} | {
         f"meshcomm.parallel.{name}"
         for name in (

@@ -708,6 +708,10 @@ HERE = {
     ("meshcomm/__init__.py", "importlib.import_module"): "names of its own, when first asked for",
     ("meshcomm/__main__.py", "importlib.import_module"): "a tool of its own, when it is asked for",
     ("meshcomm/dry/hardware.py", "importlib.import_module"): "what measures this machine, where that is wanted",
+    (
+        "meshcomm/dry/planning/options.py",
+        "importlib.import_module",
+    ): "the units of a program that has called fully_shard",
     ("meshcomm/tools/verify.py", "importlib.import_module"): "proofs of functions, where one is wanted",
     ("meshcomm/testing/equal.py", "importlib.import_module"): "the proof that is asserted, of two",
     ("meshcomm/parallel/__init__.py", "importlib.import_module"): "names of its own, when first asked for",

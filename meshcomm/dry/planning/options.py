@@ -6,14 +6,13 @@ what a Change makes of it. So every call of fully_shard in the program, whoever 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-
-from meshcomm.parallel.fsdp.choice_of_units import units_chosen
 
 __all__ = ["Change", "Listener", "options_worth_a_try"]
 
@@ -97,7 +96,9 @@ def _in_pairs(fn: Callable[..., Any], given: dict[str, Any]) -> Any:
     """Each unit with the next one."""
     module = given["module"]
     rest = {name: value for name, value in given.items() if name not in ("module", "units", "axes", "methods")}
-    units = list(units_chosen(module, given["units"], given["methods"]).values())[1:] if _one(module) else []
+    choice: Any = importlib.import_module("meshcomm.parallel.fsdp.choice_of_units")  # there since it was called
+    found = choice.units_chosen(module, given["units"], given["methods"]) if _one(module) else {}
+    units = list(found.values())[1:]
     if len(units) < 2 or given["axes"] or any(a is not b and a in set(b.modules()) for a in units for b in units):
         raise ValueError("there are no two units beside each other")
     for at in range(0, len(units) - 1, 2):
