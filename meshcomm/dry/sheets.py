@@ -24,7 +24,7 @@ _SHARED = {
     "launch": "assumed: what eager PyTorch needs on the host for one operation",
     "call": f"{_TUNING}: base latency of rings and trees, LL128",
     "within.latency": f"{_TUNING}: a step of a ring over NVLink, LL128",
-    "between.latency": f"{_TUNING}: a step of a ring over the network, LL128; of a tree, or of one GPU a node, it has 8.5",
+    "between.latency": f"{_TUNING}: a step of a ring over the network, LL128 (of a tree, or one GPU a node: 8.5)",
     "memory_efficiency": "assumed: streams come to nine tenths of a data sheet's bandwidth",
     "units": "the data sheet's number of multiprocessors; products run in waves of 128 x 128 tiles (NVIDIA, Matrix "
     "Multiplication Background User's Guide)",
