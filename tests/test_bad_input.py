@@ -49,7 +49,7 @@ NO_ROW = {
     "backend": "no arguments", "current_mesh": "no arguments", "device": "no arguments", "get_dist_info": "no arguments",
     "is_distributed": "no arguments", "local_rank": "no arguments", "local_world_size": "no arguments", "node_rank": "no arguments",
     "rank": "no arguments", "shutdown": "no arguments", "world_size": "no arguments",
-    "is_dry": "no arguments", "DryRun": "what dry_run gives", "Advice": "what DryRun.advice gives", "Sweep": "what sweep gives", "Hardware": "what hardware gives", "trace": "no arguments", "Trace": "what trace gives", "TraceEvent": "of a trace",
+    "is_dry": "no arguments", "Advice": "what DryRun.advice gives", "Sweep": "what sweep gives", "Hardware": "what hardware gives", "trace": "no arguments", "Trace": "what trace gives", "TraceEvent": "of a trace",
 }  # fmt: skip
 """Public names that cannot be called wrongly."""
 

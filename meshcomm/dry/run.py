@@ -137,7 +137,7 @@ class DryRun(Foretold):
         Returns: an :class:`Advice`. What is refused, because the model does not go on such a mesh or the program takes
             no such argument, stands there with the reason.
 
-        Cost: a dry run for each change of the program or the mesh.
+        Cost: nothing is communicated; a dry run for each change of the program or the mesh.
 
         Raises:
             MeshError: no hardware; arguments that ``fn`` has not; a program that does something else when it runs
