@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -51,9 +54,11 @@ def without_memory() -> contextlib.AbstractContextManager[object]:
     return mode
 
 
-def handled_without_memory(handle: Handle) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def handled_without_memory(handle: Handle) -> Iterator[None]:
     """The same, where ``handle(func, args, kwargs, go)`` gives the results of each operation of torch's: ``go()`` is
-    what torch would give. What has memory may be an operand.
+    what torch would give. What has memory may be an operand. ``data_ptr()`` is a number that tells tensors apart as an
+    address would; that of a storage is a RuntimeError, and no 0 for all. ``copy.deepcopy`` copies.
     """
     if _fake_mode is None or _fake_tensor is None:
         fail("dry_run", **lack(_MODE if _fake_mode is None else _TENSOR))
@@ -74,8 +79,61 @@ def handled_without_memory(handle: Handle) -> contextlib.AbstractContextManager[
         def __reduce__(self) -> NoReturn:
             fail("dry_run", "a tensor of a dry run is pickled, or saved: it has no values.", fix=_NOT_THERE)
 
-    mode: contextlib.AbstractContextManager[object] = Handled(allow_non_fake_inputs=True)
-    return mode
+    mode: Any = Handled(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
+    with _ways_of_their_own(), mode:
+        yield
+
+
+_METHODS: dict[str, Callable[..., Any]] = {}
+_lock, _inside = threading.Lock(), [0]
+
+
+@contextlib.contextmanager
+def _ways_of_their_own() -> Iterator[None]:
+    """Tensors without memory have their own methods for what torch does by address."""
+    with _lock:
+        _inside[0] += 1
+        for name, method in _METHODS.items():
+            setattr(_fake_tensor, name, method)
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside[0] -= 1
+            for name in () if _inside[0] else _METHODS:
+                delattr(_fake_tensor, name)
+
+
+def _copied(x: Tensor, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy`` of a tensor: what torch makes a copy of by its storage."""
+    if not x.is_leaf:
+        return Tensor.__deepcopy__(x, memo)  # type: ignore[no-untyped-call]  # which is refused
+    if id(x) in memo:
+        return memo[id(x)]
+    is_parameter = isinstance(x, Parameter)
+    with torch.no_grad():
+        y: Any = x.clone() if is_parameter or int(x.untyped_storage().nbytes()) == x.nbytes else _part_of_copy(x, memo)
+    if is_parameter:
+        y = type(x)(y, x.requires_grad) if type(x) is not _fake_tensor else Parameter(y, x.requires_grad)
+    else:
+        y.requires_grad_(x.requires_grad)
+        own = {name: value for name, value in vars(x).items() if name not in vars(y)}
+        vars(y).update(copy.deepcopy(own, memo))
+        y.grad = copy.deepcopy(x.grad, memo)
+    memo[id(x)] = y
+    return y
+
+
+def _part_of_copy(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """The same part of a copy of its storage, one for all that are copied together."""
+    key = memory_of(x)
+    if key not in memo:
+        memo[key] = x.new_empty(int(x.untyped_storage().nbytes()) // x.element_size()).untyped_storage()
+    return x.new_empty(0).set_(memo[key], x.storage_offset(), x.size(), x.stride())
+
+
+_METHODS.update(__deepcopy__=_copied, data_ptr=lambda x: _place(x))
 
 
 def _let_go(mode: Any) -> None:

@@ -12,6 +12,7 @@ the peak are added up when the run has ended.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import weakref
@@ -94,10 +95,12 @@ def _mib(size: int) -> str:
 class _Piece(weakref.ref[torch.UntypedStorage]):
     """A storage while it is there."""
 
-    __slots__ = ("born", "died", "nbytes", "part", "site")
+    __slots__ = ("born", "died", "nbytes", "part", "said", "site")
     born: int
     died: int | None
     nbytes: int
+    said: int
+    """Bytes that the storage says it has."""
     part: str
     site: str | Spot | None
 
@@ -195,18 +198,17 @@ class LiveMemory:
             if isinstance(x, Parameter) and x.is_leaf:
                 self._know(x)
         adds = node is not None and node.name().endswith("AccumulateGrad")
+        own = _UNREDUCED.get(_torch.operation_name(func), _nothing)(operands)
         for x in (*results, *operands[:1]) if adds else results:
             storage = _storage(x)
             if storage is None:
                 continue
             piece: _Piece | None = getattr(storage, _NAME, None)
             nbytes = int(storage.nbytes())
-            if piece is None or piece.nbytes != _given(nbytes, x):
-                if piece is None and not nbytes:
+            if piece is None or piece.said != nbytes:
+                if piece is None and (not nbytes or _is_of_outside(func, operands)):
                     continue
-                if piece is None and _is_of_outside(func, operands):
-                    continue
-                self._add(func, operands, x, storage, backward, node, graph)
+                self._add(func, operands, x, storage, own, backward, node, graph)
                 piece = getattr(storage, _NAME)
             if adds:
                 piece.part = _GRADIENTS
@@ -226,8 +228,9 @@ class LiveMemory:
         device.free(piece)
 
     def _add(
-        self, func: Any, operands: Sequence[Tensor], x: Tensor, storage: Any, backward: bool, node: Any, graph: bool
-    ) -> None:
+        self, func: Any, operands: Sequence[Tensor], x: Tensor, storage: Any, own: int, backward: bool, node: Any,
+        graph: bool,
+    ) -> None:  # fmt: skip
         device = self._devices.setdefault(x.device.type, _Device())
         before: _Piece | None = getattr(storage, _NAME, None)
         piece = _Piece(storage, device.free)
@@ -236,7 +239,8 @@ class LiveMemory:
         if backward and not graph:
             known = self._lines.get(_torch.sequence_number(node)) if node is not None else None
             piece.site = called_at(site_at(known or spot), backward=True)
-        piece.nbytes = _given(int(storage.nbytes()), x)
+        piece.said = int(storage.nbytes())
+        piece.nbytes = _given(max(piece.said, own), x)
         piece.part = before.part if before is not None else self._part(operands, ours, backward, graph)
         if before is not None:
             device.free(before)
@@ -292,6 +296,21 @@ _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
 """Bytes that kernels take while they run, where it is much."""
+
+
+def _nothing(operands: Sequence[Tensor]) -> int:
+    return 0
+
+
+def _all_losses(operands: Sequence[Tensor]) -> int:
+    return math.prod(torch.broadcast_shapes(*(x.shape for x in operands[:2]))) * operands[0].itemsize
+
+
+_UNREDUCED = {
+    f"aten::{name}": _all_losses
+    for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
+}
+"""Losses whose mean or sum torch leaves in the memory of what it was made of, a loss for each element."""
 _BY_PLACE = {
     ("parallel/fsdp/groups.py", "gather"): _GATHERED,
     ("parallel/fsdp/groups.py", "packed"): _BUCKETS,

@@ -404,17 +404,30 @@ class Program:
                 for _ in result:
                     log.lap()
         except RuntimeError as error:
-            if "numpy() is not supported" not in str(error):
+            told = next((told for said, told in _MEMORY_WANTED.items() if said in str(error)), None)
+            if told is None:
                 raise
-            raise _of_numpy(error) from None
+            raise _of_memory(error, *told) from None
 
 
-def _of_numpy(error: RuntimeError) -> MeshError:
-    """What torch says where a tensor without memory is wanted as an array, in our words and with the line."""
+_MEMORY_WANTED = {
+    "numpy() is not supported": (
+        "x.numpy() at {} wants the values of a tensor, which a dry run has not",
+        "x.tolist() gives host_values; or another way where mc.is_dry()",
+    ),
+    "Cannot access data pointer": (
+        "{} asks where a storage lies, which a dry run has not in memory",
+        "x.data_ptr() of a tensor tells them apart; or another way where mc.is_dry()",
+    ),
+}
+"""What torch says: what was wrong, at which line, and what to do."""
+
+
+def _of_memory(error: RuntimeError, what: str, fix: str) -> MeshError:
+    """What torch says where the memory of a tensor without memory is wanted, in our words and with the line."""
     calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     at = next((CallSite(*call) for call in reversed(calls) if not is_ours(call[0])), "fn")
-    what = f"meshcomm.{_WHERE}: x.numpy() at {at} wants the values of a tensor, which a dry run has not."
-    return MeshError(f"{what}\n  fix: x.tolist() gives host_values; or another way where mc.is_dry()")
+    return MeshError(f"meshcomm.{_WHERE}: {what.format(at)}.\n  fix: {fix}")
 
 
 def drop(missing: BaseException) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm import _torch
 from meshcomm.errors import fail
 
 
@@ -129,7 +130,7 @@ class Place:
 def _dense(x: Tensor) -> Tensor:
     """The same memory; files have nothing but dense tensors."""
     y = x.detach()
-    if type(y) is not Tensor or y.layout is not torch.strided or y.is_quantized or y.is_nested:
+    if _torch.kind_of(y) is not Tensor or y.layout is not torch.strided or y.is_quantized or y.is_nested:
         fail("checkpoint", f"a {type(x).__name__} of layout {x.layout} is no dense tensor.", got=str(tuple(x.shape)))
     return y
 

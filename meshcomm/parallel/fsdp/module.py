@@ -456,7 +456,8 @@ def _part(group: Group, at: int, slot: Slot) -> Part:
 
 
 def _shared_seed(policy: Policy) -> int:
-    seed = int(torch.randint(2**48, (), device="cpu").item())
+    with _torch.outside_transforms():
+        seed = int(torch.randint(2**48, (), device="cpu").item())
     for axis in policy.axes:
         [[seed]] = agree([seed], axis, 0)
     return seed

@@ -83,7 +83,14 @@ class Arrival:
             for at, x in zip(places, made, strict=True):
                 given[at] = x
         self.device = given[0].device if given else None
-        self.tree: Any = outline.filled(given)
+        self._tree: Any = outline.filled(given)
+
+    def given(self) -> Any:
+        """The pytree, once: it is not kept until backward, and not by what its own graph knows, which would be a cycle
+        that waits for a collection of garbage.
+        """
+        tree, self._tree = self._tree, None
+        return tree
 
     def taken(self) -> list[Tensor]:
         """The gradients, once; zeros where the stage has used nothing."""
@@ -276,7 +283,7 @@ class Pass:
         begin = time.perf_counter()
         arrival = Arrival(outline, tensors, self.trains)
         with NOTHING if self.told else _explained(self._given(job, outline)):
-            y = self._through(self.stages.modules[chunk], arrival.tree, later)
+            y = self._through(self.stages.modules[chunk], arrival.given(), later)
         if stage == self.stages.last:
             self._ends(action, arrival, y, later)
         self.ran.append(Ran(action, begin, time.perf_counter()))

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshcomm import _torch
+
 
 class Kind(NamedTuple):
     """A kind of layer."""
@@ -55,7 +57,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         return _EMBEDDING
     if isinstance(module, nn.Conv1d):
         same = module.stride == (1,) and module.padding in ((0,), "valid", "same") and module.groups == 1
-        return _CONVOLUTION if same and module.kernel_size == (1,) and type(module.weight) is nn.Parameter else None
+        return _CONVOLUTION if same and module.kernel_size == (1,) and _torch.kind_of(module.weight) is nn.Parameter else None
     return None if _conv1d(module) is None else _CONV1D
 
 
