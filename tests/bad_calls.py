@@ -1200,6 +1200,8 @@ DRY_RUNS: list[tuple[str, Callable[[], Any], str]] = [
      r"host_values gives 'a' for bad_calls.py"),
     ("in a dry run", lambda: mc.dry_run(lambda: mc.dry_run(int, {"dp": 2}), {"dp": 2}), r"called inside of a dry run"),
     ("an array of values", lambda: mc.dry_run(lambda: torch.randn(3).numpy(), {"dp": 2}), r"x.numpy\(\) at bad_calls.py:\d+ wants the values"),
+    ("where a storage lies", lambda: mc.dry_run(lambda: torch.randn(3).untyped_storage().data_ptr(), {"dp": 2}),
+     r"bad_calls.py:\d+ asks where a storage lies"),
     ("a file of values", lambda: mc.dry_run(lambda: torch.save(torch.randn(3), io.BytesIO()), {"dp": 2}), r"is pickled, or saved"),
     ("bytes that nobody sends", lambda: mc.dry_run(lambda: mc.rank() or mc.recv_object("dp", 1), {"dp": 2}), r"receives bytes from rank 1 that"),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import meshcomm as mc
-from meshcomm import parallel
+from meshcomm import _torch, parallel
 
 D, WORDS = 32, 300
 PLAN = {"blocks.*.0": "column", "blocks.*.2": "row", "embed": "replicated", "head": "replicated"}
@@ -50,10 +50,31 @@ def sharded(rows: int = 16, **how: Any) -> None:
     train(parallel.fully_shard(model, "a", grads="mean", units=["blocks.*"], **how), rows)
 
 
+def stages() -> None:
+    """Messages without envelopes, as where no profiler looks."""
+    here = nn.Sequential(nn.Linear(D, 4 * D), nn.Tanh(), nn.Linear(4 * D, D))
+    step = parallel.pipelined(here, "a", loss=F.mse_loss, microbatches=4, grads="mean", schedule="1f1b")
+    optimizer = torch.optim.AdamW(here.parameters())
+    x = torch.randn(128, D)
+    for _ in range(2):
+        step(x, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def large_results() -> None:
+    """Their memory is used again, so there is the most of it at the second one."""
+    for _ in range(3):
+        mc.all_gather(torch.randn(2**17 + 3), "a")
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "fsdp, tp": sharded,
     "few rows": lambda: sharded(2),
     "bfloat16": lambda: sharded(param_dtype=torch.bfloat16),
+    "few rows, bfloat16": lambda: sharded(2, param_dtype=torch.bfloat16),
+    "stages": stages,
+    "large results": large_results,
     "kept": lambda: sharded(regather=False),
     "hsdp": lambda: train(parallel.fully_shard(Net(), "a", replica_axis="b", grads="mean", units=["blocks.*"]), 16),
     "dp": lambda: train(parallel.data_parallel(Net(), ("a", "b"), grads="mean", bucket_mb=0.05), 16),
@@ -64,7 +85,8 @@ SHAPE = {"a": 2, "b": 2}
 def measured() -> list[int]:
     """By program, what torch's allocator has given out at most."""
     found = []
-    with mc.use_mesh(mc.make_mesh(SHAPE)):
+    with mc.use_mesh(mc.make_mesh(SHAPE)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch, "profiler_on", lambda: False)  # it would change how messages go
         for program in PROGRAMS.values():
             gc.collect()
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -160,3 +182,38 @@ def test_gathered_parameters_are_told_apart() -> None:
     assert parts["parameters"] == 8 * size // 64
     assert 4 * size < parts["gathered"] <= 8 * size
     assert 0 < parts["buckets"] <= 2 * size
+
+
+@pytest.mark.gpu
+def test_the_peak_is_that_of_a_gpu() -> None:
+    """Within 2 % of what torch's allocator for CUDA has given out; workspaces are there beforehand."""
+
+    def main() -> None:
+        with torch.device("cuda"):
+            train(Net(), 256)
+
+    main()
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    main()
+    most = torch.cuda.max_memory_allocated() - before
+    assert mc.dry_run(main, {"dp": 8}).peaks["cuda"].bytes == pytest.approx(most, rel=0.02)
+
+
+def test_a_loss_that_is_reduced_keeps_the_memory_of_each() -> None:
+    """As torch does it, until its mean is gone too."""
+    for loss in (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss):
+        x = torch.rand(50, 20)
+        kept = loss(x, x).untyped_storage().nbytes()
+
+        def main(loss: Any = loss) -> None:
+            x = torch.rand(50, 20)
+            said.append(mean := loss(x, x))
+            x = torch.empty(0)
+            torch.empty(10**6)
+            del mean
+
+        said: list[Tensor] = []
+        assert mc.dry_run(main, {"dp": 2}).peak_bytes - 4 * 10**6 == kept, loss.__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -97,6 +98,31 @@ def pipeline(schedule: str, chunks: int = 1) -> None:
     step(x, x)
 
 
+def given_where_needed() -> None:
+    """The batch on the first stage and on the last one alone."""
+    at, last = mc.current_mesh().coordinate["pp"], mc.axis_size("pp") - 1  # type: ignore[union-attr]
+    step = parallel.pipelined(nn.Linear(4, 4), "pp", loss=F.mse_loss, microbatches=4, grads="mean")
+    for rows in (8, 6):
+        x = torch.randn(rows, 4)
+        step(x if at == 0 else None, x if at == last else None)
+    step.evaluate(x if at == 0 else None)
+
+
+def loaded() -> None:
+    """On the meta device, then given the values of the whole."""
+    with torch.device("meta"):
+        model: nn.Module = Net()
+    sharded(model)
+    parallel.load_full_state_dict(model, copy.deepcopy(Net()).state_dict())
+    train(model)
+
+
+def vocabulary() -> None:
+    """Ids are looked at in a real run alone."""
+    model = parallel.tensor_parallel(nn.Sequential(nn.Embedding(8, D)), {"0": "vocab"}, axis="tp")
+    model(torch.randint(8, (4, 6))).sum().backward()
+
+
 def functional() -> None:
     w = torch.randn(4, 4, requires_grad=True)
     parallel.pipeline(lambda p, h: torch.tanh(h @ p), w, torch.randn(4, 3, 4), axis="pp").sum().backward()
@@ -128,6 +154,9 @@ PLANS: dict[str, tuple[dict[str, int], Callable[[], Any]]] = {
     "1f1b, fsdp": ({"pp": 2, "fsdp": 2}, lambda: pipeline("1f1b")),
     "interleaved": ({"pp": 2}, lambda: pipeline("interleaved", 2)),
     "pipeline": ({"pp": 2}, functional),
+    "batch at the ends": ({"pp": 3}, given_where_needed),
+    "loaded": ({"fsdp": 2}, loaded),
+    "vocabulary": ({"tp": 2}, vocabulary),
     "calls": ({"dp": 2, "tp": 2}, calls),
 }
 
@@ -280,3 +309,37 @@ def test_who_this_process_is() -> None:
     found: list[Any] = []
     mc.dry_run(main, mc.make_mesh({"a": 3, "b": 2}, names={"pair": ("a", "b")}), ranks=[4])
     assert found == [(4, 6, {"all": 4}, math.prod((3, 2)), [True], True)]
+
+
+def test_tensors_are_told_apart_and_copied() -> None:
+    """By numbers that stand for addresses; copies are of the same classes, and those of views of one storage share
+    theirs.
+    """
+
+    def main() -> None:
+        x, layer = torch.arange(8.0), nn.Linear(2, 2)
+        first, second = x[:4], x[4:]
+        copied = copy.deepcopy({"halves": [first, second], "layer": layer, "count": torch.tensor(3.0)})
+        own, other = copied["halves"]
+        assert (second.data_ptr() - first.data_ptr(), other.data_ptr() - own.data_ptr()) == (16, 16)
+        assert len({each.data_ptr() for each in (x, own, layer.weight, copied["layer"].weight)}) == 4
+        assert isinstance(copied["layer"].weight, nn.Parameter)
+        assert copied["layer"].weight.requires_grad
+        assert copied["count"].item() == 3.0
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)(torch.randn(3, 2, 8))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = mc.dry_run(main, {"dp": 2})
+    assert run.ok
+    assert run.peak_bytes > 0
+
+
+def test_storages_that_are_put_into_tensors_are_freed() -> None:
+    """torch remembers what operations were given, and would keep them."""
+
+    def main() -> None:
+        for _ in range(3):
+            torch.empty(0).set_(torch.empty(1000).untyped_storage(), 0, (10, 100), ())
+
+    assert mc.dry_run(main, {"dp": 2}).peak_bytes == 4000

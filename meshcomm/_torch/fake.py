@@ -71,10 +71,20 @@ def handled_without_memory(handle: Handle) -> Iterator[None]:
             go = super().__torch_dispatch__
             if self.in_kernel_invocation:
                 return go(func, types, args, given)
+            if func in _OF_STORAGES:
+                go = self._not_remembered
             try:
                 return handle(func, args, given, lambda: go(func, types, args, given))
             finally:
                 _let_go(self)
+
+        def _not_remembered(self, *given: Any) -> Any:
+            """torch remembers what operations gave, and what they were given: a storage would never go."""
+            was, self.cache_enabled = getattr(self, "cache_enabled", False), False
+            try:
+                return super().__torch_dispatch__(*given)
+            finally:
+                self.cache_enabled = was
 
         def __reduce__(self) -> NoReturn:
             fail("dry_run", "a tensor of a dry run is pickled, or saved: it has no values.", fix=_NOT_THERE)
@@ -85,6 +95,8 @@ def handled_without_memory(handle: Handle) -> Iterator[None]:
         yield
 
 
+_put = torch.ops.aten.set_
+_OF_STORAGES = frozenset(getattr(_put, name) for name in _put.overloads() if "Storage" in name)
 _METHODS: dict[str, Callable[..., Any]] = {}
 _lock, _inside = threading.Lock(), [0]
 

@@ -307,8 +307,7 @@ def _all_losses(operands: Sequence[Tensor]) -> int:
 
 
 _UNREDUCED = {
-    f"aten::{name}": _all_losses
-    for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
+    f"aten::{name}": _all_losses for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 }
 """Losses whose mean or sum torch leaves in the memory of what it was made of, a loss for each element."""
 _BY_PLACE = {

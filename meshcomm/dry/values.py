@@ -89,6 +89,10 @@ class _Shadow:
     def __init__(self, x: Tensor, values: Tensor) -> None:
         self.values, self.storage = values, weakref.ref(x.untyped_storage())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shadow:
+        """It is that of this storage alone; what copies a tensor has made the copy's."""
+        return self
+
 
 class Values:
     """What is known in one run, and what was read."""

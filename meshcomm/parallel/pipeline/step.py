@@ -34,7 +34,7 @@ from meshcomm.parallel.pipeline.schedule import Schedule
 from meshcomm.parallel.weights.names_in_files import Unfit
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.options import has_options
-from meshcomm.runtime.transports.dry.world import is_dry
+from meshcomm.runtime.transports.dry.world import is_dry, said_by
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.told import as_told
@@ -280,7 +280,8 @@ class PipelineStep(nn.Module):
         needs = hash(tuple(p.requires_grad for p in self._all_parameters())) if trains else 0
         modes = [int(evaluates), int(trains), int(bool(problem)), int(last and targets is not None)]
         own = hash((self.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(axis.mesh.device.type)))
-        with paused():
+        # A dry run of another rank has the number of rows from where the first stage is.
+        with paused(), said_by(self.schedule.place(0)[0]) if is_dry() else contextlib.nullcontext():
             carrier = carrier_along(axis)
             every = agree([*modes, *said, needs, own, *terms_of(carrier)], axis)
         terms = Terms.met([each[9:] for each in every])

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,9 @@ _UNHELD = _Kept(1).held()
 class Reserve:
     """The storages that this process keeps, those given last at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, gives: Callable[[], bool] = _torch.plain_now) -> None:
+        """``now``: seconds; ``gives``: whether it may give of what it keeps."""
+        self._now, self._gives = now, gives
         self._lock = threading.Lock()
         self._kept: list[_Kept] = []
         self._asked: deque[int] = deque(maxlen=_MOST)
@@ -73,7 +75,7 @@ class Reserve:
         """A new dense tensor of this shape, of the dtype of ``like``, which is on the CPU."""
         nbytes = math.prod(shape) * like.itemsize
         # Who holds the lock may be this thread, in the middle of what frees something else.
-        if not _LEAST <= nbytes <= self._room or not _torch.plain_now() or not self._lock.acquire(blocking=False):
+        if not _LEAST <= nbytes <= self._room or not self._gives() or not self._lock.acquire(blocking=False):
             return like.new_empty(shape)
         try:
             kept = self._take(nbytes)
@@ -82,7 +84,7 @@ class Reserve:
             self._lock.release()
 
     def _take(self, nbytes: int) -> _Kept | None:
-        now, mine = time.monotonic(), self._kept
+        now, mine = self._now(), self._kept
         found = next((kept for kept in mine if kept.nbytes == nbytes and kept.is_free()), None)
         if found is None and nbytes not in self._asked:  # what is never asked for again is not kept
             self._asked.append(nbytes)
@@ -102,7 +104,7 @@ class Reserve:
         """Forget what was not asked for in a long time."""
         if self._kept and self._lock.acquire(blocking=False):
             try:
-                end = time.monotonic() - _LONG
+                end = self._now() - _LONG
                 while self._kept and self._kept[0].given < end:
                     self.held -= self._kept.pop(0).nbytes
             finally:

@@ -196,6 +196,14 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     return _folded(op, xs, out)
 
 
+def spare_bytes(op: str, dtype: torch.dtype, numel: int, count: int) -> int:
+    """What ``fold`` of ``count`` tensors of ``numel`` takes at once, beside them and the result."""
+    levels = (count - 1).bit_length()
+    if count > 1 and wide(op, dtype) != dtype:
+        return (count + levels) * 4 * min(numel, _BLOCK)
+    return max(0, levels - 1) * dtype.itemsize * (min(numel, _BLOCK) if count >= 4 else numel)
+
+
 def wide(op: str, dtype: torch.dtype) -> torch.dtype:
     """In which a reduction is accumulated, and its parts travel."""
     return torch.float32 if dtype in HALF and op in ("sum", "mean", "product") else dtype

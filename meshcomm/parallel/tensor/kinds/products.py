@@ -57,7 +57,11 @@ def kind_of(module: nn.Module) -> Kind | None:
         return _EMBEDDING
     if isinstance(module, nn.Conv1d):
         same = module.stride == (1,) and module.padding in ((0,), "valid", "same") and module.groups == 1
-        return _CONVOLUTION if same and module.kernel_size == (1,) and _torch.kind_of(module.weight) is nn.Parameter else None
+        return (
+            _CONVOLUTION
+            if same and module.kernel_size == (1,) and _torch.kind_of(module.weight) is nn.Parameter
+            else None
+        )
     return None if _conv1d(module) is None else _CONV1D
 
 

@@ -30,6 +30,7 @@ from meshcomm.errors import fail
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.process.reuse import Reserve
 from meshcomm.runtime.transports import dtypes, exact
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, here
 from meshcomm.runtime.transports.protocol import Defaults, Empty, Link
@@ -82,14 +83,15 @@ class DryPlace:
 class _Arrived(Pending):
     """What was begun; what it was given stays until somebody waits, as it would."""
 
-    __slots__ = ("_kept", "_value")
+    __slots__ = ("_kept", "_spare", "_value")
 
-    def __init__(self, value: Any, kept: Any) -> None:
-        self._value, self._kept = value, kept
+    def __init__(self, value: Any, kept: Any, spare: int) -> None:
+        self._value, self._kept, self._spare = value, kept, spare
 
     def wait(self, timeout: float | None) -> Any:
         """It is there."""
-        self._kept = None
+        _take_for_a_moment(self._spare)
+        self._kept, self._spare = None, 0
         return self._value
 
     def done(self) -> bool:
@@ -101,8 +103,18 @@ class _Arrived(Pending):
         self._kept = None
 
 
-def _result(value: Any, given: Any = None) -> Any:
-    return _Arrived(value, given) if told.later else value
+def _take_for_a_moment(spare: int) -> None:
+    """Room of the CPU's, in which who waits adds what came."""
+    if spare:
+        torch.empty(spare, dtype=torch.uint8, device="cpu")
+
+
+def _result(value: Any, given: Any = None, spare: int = 0) -> Any:
+    """``spare``: bytes that who waits needs beside it."""
+    if told.later:
+        return _Arrived(value, given, spare)
+    _take_for_a_moment(spare)
+    return value
 
 
 class DryLink(Defaults):
@@ -114,6 +126,9 @@ class DryLink(Defaults):
         self.axis = axis[0] if len(axis) == 1 else axis
         self._numbers: Counter[tuple[int, ...]] = Counter()
         self.orders: dict[Any, list[int]] = {}
+        if world.reserve is None:
+            world.reserve = Reserve(lambda: 0.0, lambda: True)
+        self._empty = world.reserve.empty
         self.ledger = Ledger()
 
     def is_of(self, world: DryWorld) -> bool:
@@ -128,6 +143,18 @@ class DryLink(Defaults):
         """What an accelerator's backend does."""
         return device.type != "cpu"
 
+    def _new(self, shape: Sequence[int], x: Tensor) -> Tensor:
+        """A result, which lies where that of processes of one machine would."""
+        return self._empty(shape, x) if x.is_cpu else x.new_empty(shape)
+
+    def _like(self, x: Tensor) -> Tensor:
+        return self._new(x.shape, x)
+
+    def _reduced(self, shape: Sequence[int], x: Tensor, op: str, given: Any) -> Tensor:
+        """The result of a reduction of parts of this shape; the CPU's are added here."""
+        y = self._new(shape, x)
+        return cast(Tensor, _result(y, given, dtypes.spare_bytes(op, x.dtype, y.numel(), self.size) if x.is_cpu else 0))
+
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
         """The others say what this rank says."""
         with _torch.outside_transforms():
@@ -139,14 +166,16 @@ class DryLink(Defaults):
                 self.all_reduce(mine, op)
                 mean = dtypes.fold(op, [mine] * self.size).tolist() if op not in exact.EXACT else mean
             else:
-                self.all_gather(mine)
+                rows: Any = self.all_gather(mine)
+                if here.source is not None:
+                    return _result((rows.wait(None) if isinstance(rows, Pending) else rows).tolist())  # type: ignore[no-any-return]
         return _result([mean] * (1 if src is not None or op else self.size))  # type: ignore[no-any-return]
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As large as ``x``."""
         if _host(x):
             return cast(Tensor, _result(dtypes.fold(op.removeprefix("exact "), [x] * self.size)))
-        return cast(Tensor, _result(_like(x)))
+        return self._reduced(x.shape, x, op, None)
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """In place."""
@@ -154,7 +183,7 @@ class DryLink(Defaults):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """n times as large."""
-        y = x.expand(self.size, *x.shape).clone() if _host(x) else x.new_empty(self.size, *x.shape)
+        y = x.expand(self.size, *x.shape).clone() if _host(x) else self._new((self.size, *x.shape), x)
         if _host(x) and here.source is not None:
             y[here.source] = self._of_host(x, here.source)
         return cast(Tensor, _result(y, x))
@@ -164,22 +193,22 @@ class DryLink(Defaults):
         first, *others = x.shape
         if _host(x):
             return _result(x.repeat(self.size, *(1 for _ in others)), x)
-        return _result(x.new_empty(first * self.size, *others) if empty is None else empty(x, first * self.size), x)
+        return _result(self._new((first * self.size, *others), x) if empty is None else empty(x, first * self.size), x)
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """A row."""
         if _host(x):
             return cast(Tensor, _result(dtypes.fold(op.removeprefix("exact "), [x[self.index]] * self.size)))
-        return cast(Tensor, _result(x.new_empty(x.shape[1:]), x))
+        return self._reduced(x.shape[1:], x, op, x)
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """The same of what lies so."""
-        return _result(x.new_empty(x.shape[0] // self.size, *x.shape[1:]), x)
+        return self._reduced((x.shape[0] // self.size, *x.shape[1:]), x, op, x)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """As many as are received."""
         if not _host(x):
-            return cast(Tensor, _result(x.new_empty(sum(recv)), x))
+            return cast(Tensor, _result(self._new((sum(recv),), x), x))
         number = self._count(0, 0, _RUNS)
         for to, run in zip(self.ranks, x.split(list(send)), strict=True):
             self._run.post((self.name, self._run.rank, to, _RUNS, number), run)
@@ -189,30 +218,30 @@ class DryLink(Defaults):
 
     def swap_flat(self, x: Tensor) -> Any:
         """As many as are given."""
-        return _result(_like(x), x)
+        return _result(self._like(x), x)
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """What came; zeros are unknown too, for others have none."""
-        return cast(Tensor, _result(_like(x), x))
+        return cast(Tensor, _result(self._like(x), x))
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """As large as ``x``."""
-        return cast(Tensor, _result(self._of_host(x, src).clone() if _host(x) else _like(x)))
+        return cast(Tensor, _result(self._of_host(x, src).clone() if _host(x) else self._like(x)))
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """On ``dst`` as large as ``x``; the backend's copy is there on the others too, until it has been sent."""
-        y = _like(x)
+        y = self._like(x)
         self._run.reads.note_index(self.name, dst)
         return cast("Tensor | None", _result(y if self.index == dst else None, y))
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """On ``dst`` n times as large."""
         self._run.reads.note_index(self.name, dst)
-        return cast("Tensor | None", _result(x.new_empty(self.size, *x.shape) if self.index == dst else None, x))
+        return cast("Tensor | None", _result(self._new((self.size, *x.shape), x) if self.index == dst else None, x))
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """As large as ``like``."""
-        return cast(Tensor, _result(_like(like), x))
+        return cast(Tensor, _result(self._like(like), x))
 
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """Bytes as they were posted; of all else only the shapes."""
@@ -223,7 +252,7 @@ class DryLink(Defaults):
         for src, shape, dtype, tag, device in wants:
             message = self._message(self.ranks[src], self._run.rank, tag)
             held = self._run.take(message) if dtype is torch.uint8 else None
-            got.append(torch.empty(shape, dtype=dtype, device=device) if held is None else held)
+            got.append(self._new(shape, torch.empty(0, dtype=dtype, device=device)) if held is None else held)
         return cast("list[Tensor]", _result(got, posts))
 
     def _message(self, src: int, dst: int, tag: int) -> Message:
@@ -252,7 +281,3 @@ class DryLink(Defaults):
 def _host(x: Tensor) -> bool:
     """Whether it holds numbers of the host's: what the library makes of them has memory, outside of all modes."""
     return not _torch.is_without_memory(x) and _torch.plain_now()
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

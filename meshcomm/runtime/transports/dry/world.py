@@ -48,6 +48,8 @@ class DryWorld:
         """Who is told of each link that is made."""
         self.options: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
         """``options(fn, args, kwargs)``: who calls the functions that have options in the program's place."""
+        self.reserve: Any = None
+        """What its links keep of the memory of large results, to use it again."""
         self.made: Counter[Any] = Counter()
         """How many meshes like it were made before."""
 
