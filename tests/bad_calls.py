@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -1198,6 +1199,8 @@ DRY_RUNS: list[tuple[str, Callable[[], Any], str]] = [
     ("a size that depends on values", lambda: mc.dry_run(lambda: torch.randn(3).nonzero(), {"dp": 2}), r"result of nonzero at "),
     ("text as a value", lambda: mc.dry_run(lambda: torch.randn(()).item(), {"dp": 2}, host_values=cast(Any, "a")),
      r"host_values gives 'a' for bad_calls.py"),
+    ("nan as an int", lambda: mc.dry_run(lambda: torch.randint(3, ()).item(), {"dp": 2}, host_values=nan),
+     r"host_values gives nan for bad_calls.py:\d+, where torch.int64 is read"),
     ("in a dry run", lambda: mc.dry_run(lambda: mc.dry_run(int, {"dp": 2}), {"dp": 2}), r"called inside of a dry run"),
     ("an array of values", lambda: mc.dry_run(lambda: torch.randn(3).numpy(), {"dp": 2}), r"x.numpy\(\) at bad_calls.py:\d+ wants the values"),
     ("where a storage lies", lambda: mc.dry_run(lambda: torch.randn(3).untyped_storage().data_ptr(), {"dp": 2}),
@@ -1223,6 +1226,12 @@ HARDWARE: list[tuple[str, Callable[[], Any], str]] = [
     ("half a link", lambda: mc.hardware("h100", within=3.7e11), r"is no link"),
     ("a link above memory", lambda: mc.hardware("h100", between=(0, 5e12)), r"between.bandwidth = 5e\+12 is more than memory_bandwidth"),
     ("too efficient", lambda: mc.hardware("h100", product_efficiency=1.5), r"product_efficiency=1.5 is more than all"),
+    ("made by hand", lambda: mc.dry_run(int, {"dp": 2}, hardware=replace(mc.hardware("h100"), memory_bandwidth=-1.0)),
+     r"memory_bandwidth=-1.0 makes no sense"),
+    ("gigabytes", lambda: mc.hardware("h100", memory=80), r"memory=80 is less than any machine has"),
+    ("gigabytes of a link", lambda: mc.hardware("h100", within=(1e-6, 370)), r"within.bandwidth=370 is less than any machine has"),
+    ("ahead as text", lambda: mc.hardware("h100", ahead="yes"), r"ahead='yes' is not a bool"),
+    ("sources in a list", lambda: mc.hardware("h100", sources=["a"]), r"sources=\['a'\] is no mapping"),
     ("no rank on a node", lambda: mc.hardware("h100", ranks_per_node=0), r"ranks_per_node=0 makes no sense"),
 ]  # fmt: skip
 for cause, call, said in HARDWARE:

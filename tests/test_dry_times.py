@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshcomm as mc
 from meshcomm import parallel
+from meshcomm.dry import measure
+from meshcomm.tools.hardware import main
 
 ROUND = mc.hardware(
     "h100", flops={"float32": 1e12}, memory_bandwidth=1e15, within=(0.0, 1e9), between=(0.0, 1e8), ranks_per_node=4,
@@ -157,3 +159,23 @@ def test_what_is_asked_of_a_tensor_takes_no_time() -> None:
         torch.utils.checkpoint.checkpoint(lambda z: z.view(-1), y, use_reentrant=False)
 
     assert seconds(main, {"dp": 2}) == 0.0
+
+
+def test_this_machine_is_measured_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks have the same figures, those of the slowest; what ``python -m meshcomm hardware FILE`` writes is read."""
+    monkeypatch.setattr(measure, "_SECONDS", 0.001)
+    monkeypatch.setattr(measure, "_LARGE", 2**16)
+    figures, others = mc.launch(measure.on_a_rank, ranks=2)
+    assert figures == others
+    monkeypatch.setattr(measure, "measured", lambda: figures)
+    assert main([str(tmp_path / "machine.json")]) == 0
+    machine = mc.hardware(tmp_path / "machine.json")
+    assert machine == mc.hardware("this machine")
+    assert (machine.ranks_per_node, machine.ahead) == (2, False)
+    assert machine.within.bandwidth <= machine.memory_bandwidth
+    assert machine.launch > 0
+    assert mc.dry_run(lambda: mc.all_reduce(x() @ x(), "dp"), {"dp": 2}, hardware=machine).seconds > 0
+    assert main([str(tmp_path / "none" / "machine.json")]) == 2
+    assert "none" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshcomm.dry.hardware import Hardware
+from meshcomm.dry.hardware import Hardware, checked
 from meshcomm.dry.log import Log
 from meshcomm.dry.replay import replayed
 from meshcomm.dry.timeline import Timeline
@@ -29,6 +29,7 @@ def checked_hardware(machine: Any, ranks: int) -> Hardware | None:
         return None
     if not isinstance(machine, Hardware):
         fail(_WHERE, f"hardware={machine!r} is none.", fix='mc.hardware("h100")')
+    checked(machine)  # it may be made by hand
     node = machine.ranks_per_node
     if ranks > node and ranks % node:
         what = f"{ranks} ranks do not fill nodes of {node}."

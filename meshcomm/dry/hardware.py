@@ -22,6 +22,8 @@ __all__ = ["Hardware", "LinkSpeed", "hardware"]
 _WHERE = "hardware"
 _HERE = "this machine"
 _FORMAT = "meshcomm hardware 1"
+_LITTLE = 10_000
+"""Bytes, or bytes per second: less is another unit."""
 
 
 @dataclass(frozen=True)
@@ -205,11 +207,22 @@ def checked(given: Hardware) -> Hardware:
     shares = {name: getattr(given, f"{name}_efficiency") for name in ("product", "attention", "memory")}
     if not rates:
         fail(_WHERE, "flops has no dtype.", fix='flops={"bfloat16": 9.9e14}')
+    if not isinstance(given.ahead, bool):
+        fail(_WHERE, f"ahead={given.ahead!r} is not a bool.", fix="whether the host goes on while operations run")
+    if not isinstance(given.sources, Mapping):
+        fail(_WHERE, f"sources={given.sources!r} is no mapping.", fix="names of figures to texts")
     for name, value in {**positive, **times, **{f"{name}_efficiency": share for name, share in shares.items()}}.items():
         number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value < 0 or (value == 0 and name not in times):
             wanted = "a number of seconds that is not negative" if name in times else "a positive number"
             fail(_WHERE, f"{name}={value!r} makes no sense.", fix=wanted)
+    for name, size in {**links, "memory": given.memory}.items():
+        if size < _LITTLE:
+            fail(
+                _WHERE,
+                f"{name}={size!r} is less than any machine has.",
+                fix="bytes, and bytes per second: 80e9, not 80",
+            )
     for name, share in shares.items():
         if share > 1:
             fail(_WHERE, f"{name}_efficiency={share!r} is more than all.", fix="a share, at most 1")

@@ -303,7 +303,8 @@ def _nothing(operands: Sequence[Tensor]) -> int:
 
 
 def _all_losses(operands: Sequence[Tensor]) -> int:
-    return math.prod(torch.broadcast_shapes(*(x.shape for x in operands[:2]))) * operands[0].itemsize
+    shape: Sequence[int] = torch.broadcast_shapes(*(x.shape for x in operands[:2]))
+    return math.prod(shape) * operands[0].itemsize
 
 
 _UNREDUCED = {

@@ -192,7 +192,11 @@ class Values:
             fix = 'a number; {"train.py:33": number or list of numbers}; or a function (line, dtype) -> number'
             fail("dry_run", f"host_values gives {given!r} for {line}.", fix=fix)
         kind: Any = complex if dtype.is_complex else float if dtype.is_floating_point else int
-        value = bool(given) if dtype is torch.bool else kind(given)
+        try:
+            value = bool(given) if dtype is torch.bool else kind(given)
+        except (TypeError, ValueError, OverflowError):
+            fix = f"a number that one of {str(dtype).removeprefix('torch.')} can be"
+            fail("dry_run", f"host_values gives {given!r} for {line}, where {dtype} is read.", fix=fix)
         count, _, before = self._reads.get(site, (0, None, False))
         self._reads[site] = [count + 1, value, guessed or before]
         return value

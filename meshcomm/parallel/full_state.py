@@ -295,7 +295,7 @@ def load_full_state_dict(
     where = "load_full_state_dict"
     checked_module(where, module)
     axis = all_ranks(where, module, mesh)
-    team = Team(where, axis, takes_values=False)
+    team = Team(where, axis, False)  # of shapes too, in a dry run
     with contextlib.ExitStack() as files:
         given = team.all(lambda: opened(where, state_or_path))
         files.callback(given.close)

@@ -51,7 +51,7 @@ class _Here(NamedTuple):
 class Team:
     """The ranks of one call: what one of them cannot do is an error on all, before they go on."""
 
-    def __init__(self, where: str, axis: Axis, *, takes_values: bool = True, **given: object) -> None:
+    def __init__(self, where: str, axis: Axis, takes_values: bool = True, /, **given: object) -> None:
         """``takes_values``: whether what they do is done for the values of tensors, which a dry run has not."""
         if takes_values and is_dry():
             fail(where, "a dry run has no values to save or to load.", fix="if not mc.is_dry(): around the call")
