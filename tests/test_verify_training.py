@@ -224,6 +224,13 @@ def test_states_that_are_cut_go_on_from_a_checkpoint_on_twice_as_many_ranks() ->
     assert len(mc.verify_training(sharded_states, BATCHES, meshes=[DP, {"dp": 4}]).check().ran) == 4
 
 
+def test_a_loss_that_is_not_finite_is_said_to_be_none_that_can_be_compared() -> None:
+    large = by_hand(over("mean"), lambda model, batch, mesh: 1e6 * squared(model, mine(batch, mesh)))
+    (finding,) = mc.verify_training(large, BATCHES, meshes=DP, dtype=torch.float16).findings
+    assert finding.kind == "seed"
+    assert "is not finite on one rank" in finding.text
+
+
 def test_in_bfloat16_rounding_is_no_finding_and_factors_are_exact() -> None:
     mc.verify_training(adaptors, BATCHES, 4, {"fsdp": 2}, dtype=torch.bfloat16).check()
     report = mc.verify_training(twice, BATCHES, meshes=DP, dtype=torch.bfloat16, checkpoint=False)

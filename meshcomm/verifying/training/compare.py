@@ -17,7 +17,12 @@ from meshcomm.collectives.check import differentiable
 from meshcomm.parallel.global_places import part_of
 from meshcomm.verifying.training.seen import Part, Parts, Seen
 
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_ADDED = 16
+"""Of how many parts a sum may be made that are rounded one by one: ranks, microbatches, layers, steps."""
+_ENOUGH = 2e-2
+"""So much of the largest number is seen in any dtype that has the digits for it."""
+_LOST = 64
+"""Times eps of the largest one: what cancels out over a batch, such as the gradient of a bias of keys, is left with."""
 _NEAR = 1e-3
 """Of factors."""
 
@@ -35,13 +40,23 @@ class Off(NamedTuple):
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of numbers of this dtype after some steps, relative to the largest one."""
-    return _TOLERANCE.get(dtype, 0.0)
+    """Of numbers of this dtype after some steps, relative to the largest one.
+
+    A sum of n parts that are rounded one by one is off by some sqrt(n) eps. An optimiser that divides by the root of a
+    square leaves half of the digits, where there are more than it takes to see a mistake.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    eps, n = torch.finfo(dtype).eps, math.sqrt(_ADDED)
+    return max(2 * eps * n, min(math.sqrt(eps * n), _ENOUGH))
 
 
 def _rounding(dtype: torch.dtype) -> float:
     """Of sums of numbers of this dtype, relative to the largest one of its kind: more than small differences are."""
-    return 4 * torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    eps = torch.finfo(dtype).eps
+    return max(4 * eps, min(_LOST * eps, 1e-5))
 
 
 def whole(part: Part) -> Tensor:
@@ -103,7 +118,8 @@ def noise(right: Mapping[str, Tensor | None], small: float) -> dict[str, Tensor]
     for name, g in right.items():
         if g is not None and g.numel() and differentiable(g):
             floor, size = max(tolerance(g.dtype) * small, _rounding(g.dtype)) * scale, g.abs()
-            mask = (size <= floor) & ((size > 0) | bool(0 < size.max() <= floor))
+            left = (size > 0) & (size <= floor)
+            mask = (size <= floor) if left.any() else left  # a zero among them is one by chance
             if mask.any():
                 found[name] = mask
     return found

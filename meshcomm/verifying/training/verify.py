@@ -23,7 +23,7 @@ from meshcomm.verifying.training.dropout import dropout_findings
 from meshcomm.verifying.training.findings import Judge
 from meshcomm.verifying.training.lines import Again
 from meshcomm.verifying.training.runs import Job, Make, Save, default_dtype, train, train_in_process
-from meshcomm.verifying.training.seen import WHERE, Seen
+from meshcomm.verifying.training.seen import WHERE, Moment, Seen
 
 Runtime = Literal["in-process", "processes"]
 
@@ -73,7 +73,8 @@ def verify_training(
 
     Returns: a :class:`Report`; ``.check()`` raises what it found. Kinds of findings: "loss", "gradient", "parameter",
     "optimizer", "update" (another number of updates), "start", "checkpoint", "dropout", "seed" (``make`` does not make
-    the same twice, so that nothing can be compared), and "error", of a mesh on which the loop fails.
+    the same twice, or the loss is not finite on one rank, so that nothing can be compared), and "error", of a mesh on
+    which the loop fails.
 
     Cost: each mesh runs ``steps`` steps, and the half of them again; one rank runs them twice.
 
@@ -186,6 +187,12 @@ def _twin(job: Job, runtime: Runtime, findings: list[Finding], notes: list[str])
         )
         note = f"{what} at {line} is drawn by each rank for itself, outside of mc.rng: {more}."
         notes += [] if note in notes else [note]
+    number = next((n for n, moment in first.moments.items() if _overflows(moment)), None)
+    if number is not None:
+        what = f"the loss of step {number}, or a gradient, is not finite on one rank, so that nothing can be compared."
+        fix = "dtype=torch.float64, or an optimiser whose eps is not zero in this dtype"
+        findings.append(Finding("seed", first.steps_at, text(WHERE, what, fix=fix)))
+        return first, draws
     judge = Judge(first, [again], job.sizes)
     unlike = judge.findings()
     if unlike:
@@ -195,6 +202,13 @@ def _twin(job: Job, runtime: Runtime, findings: list[Finding], notes: list[str])
         fix = "make everything of torch's random numbers, which have a seed here, or of numbers that do not change"
         findings.append(Finding("seed", unlike[0].line, text(WHERE, f"{what}.", got=got, fix=fix)))
     return first, draws
+
+
+def _overflows(moment: Moment) -> bool:
+    """Whether its loss, or a gradient, is not finite."""
+    parts = (part for update in moment.updates for part in update.gradients.values() if part is not None)
+    numbers = [box for part in parts for _, box in part.boxes] + ([] if moment.loss is None else [moment.loss])
+    return not all(bool(x.isfinite().all()) for x in numbers)
 
 
 def _launched(job: Job, runtime: Runtime) -> list[Seen]:
