@@ -2,9 +2,10 @@
 
     python -m benchmarks.dry                  # both; a few minutes
     python -m benchmarks.dry --quick          # the order of plans on this machine, small
-    python -m benchmarks.dry --published --markdown   # the table of docs/dry-runs.md
+    python -m benchmarks.dry --published --markdown   # the tables of docs/dry-runs.md
 
-Published: tokens per second and GPU of torchtitan, Llama 3 in PyTorch, eager, bf16. The machines are
+Published: tokens per second and GPU of torchtitan, Llama 3 in PyTorch, eager, bf16; teraFLOP/s of Megatron-LM's GPT
+(benchmarks/megatron.py). The machines are
 those of mc.hardware, with the one figure that the source says to be otherwise; no constant is fitted to a row. Of the
 layers, which are all alike, some run: the time of a step is a + b x layers, and two numbers of layers give a and b.
 
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshcomm as mc
+from benchmarks import megatron
 from benchmarks.common import options_of, print_markdown, print_table, run, say
 from benchmarks.llama import PLAN, SIZES, Llama
 from meshcomm import parallel
@@ -113,6 +115,23 @@ def published(markdown: bool) -> list[dict[str, Any]]:
     head = ["Llama 3", "GPU", "published", "foretold", "off", "source"]
     print(f"{max(one['took'] for one in found):.2f} s of this machine per layer and step, at most")
     (print_markdown if markdown else lambda *table: print_table("Tokens per second and GPU", *table))(head, cells)
+    return [*found, *published_of_gpt(markdown)]
+
+
+def published_of_gpt(markdown: bool) -> list[dict[str, Any]]:
+    """Megatron's rows."""
+    found: list[dict[str, Any]] = []
+    cells = []
+    for case in megatron.CASES:
+        say(f"GPT {case.model}")
+        rate = megatron.foretold(case)
+        off = rate / case.published - 1
+        found.append({"row": case._asdict(), "teraflops": rate, "off": off})
+        mesh = f"{case.model}, dp {case.gpus // case.tensor}, tp {case.tensor}"
+        cells.append([mesh, f"{case.published:.0f}", f"{rate:.0f}", f"{off:+.0%}"])
+    head = ["GPT, A100", "published", "foretold", "off"]
+    print(f"\n{megatron.SOURCE}")
+    (print_markdown if markdown else lambda *table: print_table("teraFLOP/s of each GPU", *table))(head, cells)
     return found
 
 
