@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from meshcomm.errors import CommError, described
 from meshcomm.runtime.health import hosts
 from meshcomm.runtime.process import table
-from meshcomm.runtime.process.exits import last_error
+from meshcomm.runtime.process.exits import blocked, last_error
 
 _ANSWER = 1.0
 """Seconds that the store has to answer: who asks is about to fail."""
@@ -105,18 +105,24 @@ def leave(why: str = "") -> None:
         why = described(error)[:300].removesuffix(": ")
 
     def tell() -> None:
-        with contextlib.suppress(RuntimeError):
+        with blocked() if far else contextlib.nullcontext(), contextlib.suppress(RuntimeError):  # not to end under it
             here.store.set(f"left/{here.rank}", why or "its program is over")
 
-    _patiently(tell) if far else tell()
+    if not (far and _patiently(tell)):
+        tell()
 
 
-def _patiently(ask: Callable[[], None]) -> None:
-    """Ask the store, which may be gone, or stand still, or be on a host that cannot be reached."""
-    with contextlib.suppress(RuntimeError):  # no new threads at the end of the interpreter
+def _patiently(ask: Callable[[], None]) -> bool:
+    """Ask the store, which may be gone, or stand still, or be on a host that cannot be reached; False where that cannot
+    be done, for the interpreter ends, and starts no more threads.
+    """
+    try:
         asking = threading.Thread(target=ask, name="meshcomm peers", daemon=True)
         asking.start()
-        asking.join(_ANSWER)
+    except RuntimeError:
+        return False
+    asking.join(_ANSWER)
+    return True
 
 
 def distance(reason: str) -> int:
