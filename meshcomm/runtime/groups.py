@@ -255,6 +255,10 @@ def _forget() -> None:
     for guard in _guards:
         guard.end()
     recorder.retire()
+    failed = exits.last_error()
+    for link in list(_links) if isinstance(failed, CommError) else ():
+        if isinstance(link, NearLink) and "mail" in vars(link):
+            link.give_up(failed)  # type: ignore[arg-type]  # the store, which knows why, may be what cannot be reached
     take_leave([mail for mail in _mails.values() if exits.leaving() or not mail.adopted])
     # A reference to a process group that outlives destroy_process_group ends the interpreter with SIGABRT.
     for link in list(_links):

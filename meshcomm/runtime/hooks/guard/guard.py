@@ -337,7 +337,7 @@ class Guard:
         status = self.status(rank)
         reason = self.gone(rank, status)
         if reason:
-            return f"{self.name(rank)} {reason}"
+            return " ".join(filter(None, (self.name(rank), hosts.where(rank), reason)))
         home = self._home(status)
         if home and status.issued.get(key, 0) < number:
             return f"{self.name(rank)} has {home}"

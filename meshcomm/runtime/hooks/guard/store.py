@@ -100,8 +100,10 @@ def _answer(questions: queue.SimpleQueue[_Question | None]) -> None:
 
 
 def _lost(reason: str) -> NoReturn:
-    what = "the store of the process group does not answer, at which the ranks compare their calls."
-    got = "; ".join(filter(None, (peers.account([0], closed=True), hosts.no_way(hosts.silent([0], _ASKED)), reason)))
+    lost = hosts.no_way(hosts.silent([0], _ASKED))
+    what = "the store of the process group does not answer, at which the ranks compare their calls"
+    what += f": {lost}." if lost else "."
+    got = "; ".join(filter(None, (peers.account([0], closed=True), reason)))
     who = f"rank 0 {hosts.where(0)}".rstrip()
     fix = f"look at {who}, which serves it: it has ended, is stopped, or cannot be reached"
     raise CommError(text("guard", what, got=got, fix=fix))

@@ -113,9 +113,10 @@ class Mail:
         return (self.number + 1) % (ENTRIES // 4) == 0
 
     def give_up(self, why: str) -> None:
-        """This rank makes no more calls here, because one has failed."""
-        self.own.give_up(self.lexicon.write(self.key, why.encode()))
-        self.ring()
+        """This rank makes no more calls here, because one has failed: the first one."""
+        if self.own.why() is None:
+            self.own.give_up(self.lexicon.write(self.key, why.encode()))
+            self.ring()
 
     def why_given_up(self, index: int) -> str:
         """What that rank has said so; empty if it has not."""
