@@ -94,7 +94,12 @@ def late_text(late: Late, fix: str = "the call was given up; s") -> str:
         lines.append(
             f"  the last calls of this rank are in {dumped}; python -m meshcomm explain {os.path.dirname(dumped)}"
         )
-    what = f"{_named(absent)} did not come" if absent else "all ranks came, and not all that they sent"
+    far_off = dict.fromkeys(filter(None, (hosts.where(late.log.ranks[i]) for i in absent[:_SHOWN])))
+    what = (
+        f"{' '.join([_named(absent), ', '.join(far_off)]).rstrip()} did not come"
+        if absent
+        else "all ranks came, and not all that they sent"
+    )
     why = "; ".join(filter(None, (hosts.no_way(far), late.found)))
     said = text(
         late.where,
