@@ -76,7 +76,9 @@ def verify_training(
     the same twice, or the loss is not finite on one rank, so that nothing can be compared), and "error", of a mesh on
     which the loop fails.
 
-    Cost: each mesh runs ``steps`` steps, and the half of them again; one rank runs them twice.
+    Cost: each mesh runs ``steps`` steps, and the half of them again; one rank runs them twice. A loop that is wrong
+        runs once more up to the step in question, for the line, and on a mesh of at most 16 ranks on which an axis has
+        another size, where a factor equals its size.
 
     Raises:
         MeshError: before anything runs: not callable, no batches, no steps, meshes that are none; before any step: make
