@@ -68,12 +68,21 @@ def large_results() -> None:
         mc.all_gather(torch.randn(2**17 + 3), "a")
 
 
+def images() -> None:
+    """Kernels of convolutions take copies of their operands."""
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.AdaptiveAvgPool2d(1)
+    model = parallel.data_parallel(nn.Sequential(*layers), ("a", "b"), grads="mean")
+    for _ in range(2):
+        model(torch.randn(4, 3, 24, 24)).square().mean().backward()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "fsdp, tp": sharded,
     "few rows": lambda: sharded(2),
     "bfloat16": lambda: sharded(param_dtype=torch.bfloat16),
     "few rows, bfloat16": lambda: sharded(2, param_dtype=torch.bfloat16),
     "stages": stages,
+    "images": images,
     "large results": large_results,
     "kept": lambda: sharded(regather=False),
     "hsdp": lambda: train(parallel.fully_shard(Net(), "a", replica_axis="b", grads="mean", units=["blocks.*"]), 16),

@@ -223,7 +223,7 @@ class LiveMemory:
         if work is None or made is None or storage is None:
             return
         device, piece = self._devices[results[0].device.type], _Piece(storage)
-        piece.nbytes, piece.part, piece.site = work(operands), _ACTIVATIONS, made.site
+        piece.nbytes, piece.part, piece.site = work([*operands, *results]), _ACTIVATIONS, made.site
         device.add(piece, name)
         device.free(piece)
 
@@ -291,9 +291,30 @@ def _attention_backward(operands: Sequence[Tensor]) -> int:
     return copy + torch.get_num_threads() * (8 * rows * columns + 4 * rows + narrow)
 
 
+def _blocked(x: Tensor) -> int:
+    """Bytes of an image with its channels in blocks, as kernels of the CPU take it; few channels are none."""
+    channels, block = x.shape[1], 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+    return 0 if channels < 4 else x.nbytes // channels * -(-channels // block) * block
+
+
+def _convolution(operands: Sequence[Tensor]) -> int:
+    """Its operands in blocks, then its result in blocks; what has no window takes them as they are."""
+    x, w, *_, y = operands
+    if math.prod(w.shape[2:]) == 1 or not y.is_cpu:
+        return 0
+    return max(_blocked(x) + w.nbytes + _blocked(y) - y.nbytes, _blocked(y))
+
+
+def _convolution_backward(operands: Sequence[Tensor]) -> int:
+    g, x, w = operands[:3]
+    return 0 if math.prod(w.shape[2:]) == 1 or not x.is_cpu else _blocked(g) + _blocked(x)
+
+
 _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
 }
 """Bytes that kernels take while they run, where it is much."""
 
