@@ -343,3 +343,19 @@ def test_storages_that_are_put_into_tensors_are_freed() -> None:
             torch.empty(0).set_(torch.empty(1000).untyped_storage(), 0, (10, 100), ())
 
     assert mc.dry_run(main, {"dp": 2}).peak_bytes == 4000
+
+
+def test_a_plan_is_found_outside() -> None:
+    """What proves it has values, on ranks of its own, and is no part of what this rank communicates."""
+
+    def program(device: str) -> str:
+        with torch.device(device):
+            model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+        mc.parallel.tensor_parallel(model, "auto", axis="tp")
+        return f"{tuple(model[0].weight.shape)}, {tuple(model[2].weight.shape)}"  # type: ignore[union-attr]
+
+    for device in ("cpu", "meta"):
+        seen: list[str] = []
+        run = mc.dry_run(lambda device=device, seen=seen: seen.append(program(device)), {"dp": 2, "tp": 4})
+        assert seen == ["(4, 8), (8, 4)"]
+        assert {event.axis for event in run.trace.events} <= {"tp"}

@@ -21,6 +21,7 @@ from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.pictures.timeline import Bar, timeline
 from meshcomm.runtime.ops import is_operation, operations
 from meshcomm.runtime.start import workers
+from meshcomm.runtime.transports.dry.world import DryWorld, dry_world
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.tracing import chrome
 from meshcomm.tracing.event import Totals, TraceEvent, axis_text, bytes_text, grouped, most, table_of
@@ -41,6 +42,7 @@ class Trace(Shown):
         self._names: dict[str, set[tuple[str, ...]]] = {}  # what stands for several axes, on any of the meshes
         self._heard: set[int] = set()  # the ranks of the world whose calls it would have
         self._home: Rank | None = None
+        self._dry: DryWorld | None = None  # the dry run in which it was entered: it hears of nothing outside
         self._origin = 0
         self._end: int | None = None
         self._records: list[Record] = []
@@ -57,7 +59,7 @@ class Trace(Shown):
             fail("trace", "opened inside of torch.compile.", fix="open it around the call of the compiled function")
         if self._origin:
             fail("trace", "a trace is entered once.", fix="make another one: with mc.trace() as t:")
-        self._home = current_rank()
+        self._home, self._dry = current_rank(), dry_world()
         self.began, self._origin = time.time(), time.perf_counter_ns()
         with _changing:
             _open.append(self)
@@ -104,6 +106,8 @@ class Trace(Shown):
     def _listen(self, axis: Axis) -> None:
         """Hear of all that goes over ``axis``, if this trace is about it."""
         if self._home is not None and current_rank() is not self._home:
+            return
+        if self._dry is not None and dry_world() is not self._dry:
             return
         if axis.name in _compiled.get(axis.mesh, ()):
             self._note_compiled(axis)

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
+from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import checked_module
@@ -34,9 +35,11 @@ from meshcomm.parallel.tensor.auto.regions import (
     tables_of,
 )
 from meshcomm.parallel.tensor.auto.small_copy import SmallCopy, small_copy_of
+from meshcomm.parallel.tensor.auto.without_values import outside
 from meshcomm.parallel.tensor.plan import Cut
 from meshcomm.parallel.tensor.state import known_of
 from meshcomm.runtime.ops import Op
+from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 WHERE = "auto_plan"
@@ -109,6 +112,8 @@ def auto_plan(
         fail(WHERE, f"{lazy!r} has no shape yet.", fix="run the module once before")
     if known_of(module) is not None:
         fail(WHERE, "the module is tensor parallel already.", fix="the module as it was, and one plan for all of it")
+    if is_dry():
+        return outside(lambda twin, given: _found_apart(twin, n, given, unsure), module, example)
     small, flow, proof = _seen(module, axis, here, example)
     regions, odd = _regions(small.module, flow, n)
     if regions and (current_rank() is not None or not here.in_process):
@@ -134,6 +139,11 @@ def auto_plan(
     notes = {**unknown, **{each.name: why.get(each.key) or each.reason for each in regions if each.key not in chosen}}
     picked = [each.candidates[chosen[each.key]] for each in regions if each.key in chosen]
     return plan_for(module, small, assembled(picked, small.module), picked, notes, n)
+
+
+def _found_apart(module: nn.Module, n: int, example: Any, unsure: Literal["refuse", "whole"]) -> TensorPlan:
+    """On ranks that are started for it."""
+    return auto_plan(module, "auto", example=example, unsure=unsure, mesh=make_mesh({"auto": n}))
 
 
 def _mesh_of(axis: AxisName, mesh: Mesh | None) -> tuple[Mesh, int]:

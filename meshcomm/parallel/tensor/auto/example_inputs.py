@@ -49,6 +49,11 @@ def remember(module: nn.Module, x: Any) -> None:
     vars(module)[_CALLED_WITH] = x
 
 
+def remembered(module: nn.Module) -> Any:
+    """What :func:`remember` was told, or None."""
+    return vars(module).get(_CALLED_WITH)
+
+
 def _ids(module: nn.Module) -> Tensor:
     """Tokens of the vocabulary whose length the configuration has, else of the longest table."""
     tables = {part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)}
