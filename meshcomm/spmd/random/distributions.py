@@ -1,9 +1,9 @@
 """Random numbers of a part of a global tensor, made of the words of :mod:`meshcomm.spmd.random.philox`.
 
-It is made of operations that give an element the same bits wherever it stands in a tensor: a logarithm of the library's
-vector unit and one of its scalar unit differ in the last bit, and which of them an element meets depends on how a tensor
-is cut. IEEE 754 rounds all of them exactly but one: the square root of normal numbers on CPUs is that of torch's build,
-one unit off in some, so that another build or device may have another last bit there.
+It is made of operations that give an element the same bits wherever it stands in a tensor: a logarithm of torch's
+vector unit and one of its scalar unit differ in the last bit, and which of them an element meets depends on how a
+tensor is cut. IEEE 754 rounds all of them exactly but one: the square root of normal numbers is that of torch's build,
+on CPUs one unit off in some, so that another build or device may have another last bit there.
 """
 
 from __future__ import annotations
