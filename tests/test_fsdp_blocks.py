@@ -315,7 +315,7 @@ def otherwise(key: str, inner: object, outer: object) -> Callable[[Model, mc.Mes
 WRONG: dict[str, tuple[Callable[[Model, mc.Mesh], None], str]] = {
     "the model first": (one_of, r"'the module' is sharded already|'up' is sharded already, as a part of Model"),
     "twice": (twice, "'the module' is sharded already"),
-    "a weight of two blocks": (shared, r"'up.weight' is one of a part that was sharded before[\s\S]*in one call"),
+    "a weight of two blocks": (shared, r"'up.weight' has been cut by fully_shard[\s\S]*one call for all that share it"),
     "a weight of a block and the model": (
         shared_with_the_root,
         "'table.weight' is one of a part that was sharded before",

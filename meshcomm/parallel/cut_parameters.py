@@ -227,7 +227,7 @@ def refuse_cut_elsewhere(where: str, module: nn.Module) -> None:
             name = cut.get(id(params.get(key)))
             if name is not None:
                 what = f"{name!r} has been cut by {parts[0].maker} as {parts[0].name!r} of a module that has it too."
-                fix = "copy.deepcopy of each module before: a parameter is cut once; those of stages are tied by name"
+                fix = "one call for all that share it; of stages, which tie it by name, a copy.deepcopy of each"
                 fail(where, what, fix=fix)
 
 
