@@ -107,10 +107,10 @@ def launch(
         )
         return results
     devices.choose_backend(backend, "launch")
-    return world_of(ranks, limit).run(lambda: _to_its_end(fn, args, kwargs or {}))
+    return world_of(ranks, limit).run(lambda: to_its_end(fn, args, kwargs or {}))
 
 
-def _to_its_end(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def to_its_end(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``sys.exit(0)`` is how a program ends well: the rank has returned, and the others go on, as processes would."""
     try:
         return fn(*args, **kwargs)

@@ -24,7 +24,7 @@ from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.runtime.axis_names import Sizes, Together, checked_names, ranks_along
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.recorder import log_of
-from meshcomm.runtime.transports.dry.places import PlaceReads, ReadCoordinate
+from meshcomm.runtime.transports.dry.places import KNOWN, PlaceReads, ReadCoordinate
 from meshcomm.runtime.transports.protocol import Link, Place
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads import eras
@@ -108,6 +108,11 @@ class Axis(Answers):
         if self.mesh.reads is not None:
             self.mesh.reads.note_size(what)
         return self.own_index
+
+    def own_place(self, x: Tensor) -> int:
+        """This rank's index, for its part of ``x``: it is read with the part, where the values of that are known."""
+        known = self.mesh.reads is not None and (not _torch.is_without_memory(x) or hasattr(x, KNOWN))
+        return self.index if known else self.own_index
 
     def own_of(self, of_each: Sequence[T]) -> T:
         """What is this rank's of what there is for each index."""

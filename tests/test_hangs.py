@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from fuzz_breaks import broken_of, follow
 from fuzz_programs import Rolled
 from fuzz_steps import Run
@@ -302,6 +306,51 @@ def test_who_takes_the_log_of_another_would_have_had_the_same(program: Callable[
         else:
             assert classes.log(rank, twin) == mine
     assert len(classes.ran) == runs
+
+
+@functools.lru_cache
+def kept_rank() -> int:
+    return mc.rank()
+
+
+def by_environment() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def by_torch() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 66}], ids=str)
+@pytest.mark.parametrize("rank", [kept_rank, by_environment, by_torch])
+def test_a_rank_that_is_read_elsewhere(rank: Callable[[], int], shape: dict[str, int]) -> None:
+    kept_rank.cache_clear()
+
+    def main() -> None:
+        if rank() == 0:
+            mc.barrier("dp")
+
+    assert kinds(mc.prove_no_hang(main, shape)) == ["unmatched"]
+
+
+def test_what_differs_between_processes_is_listed() -> None:
+    def main() -> None:
+        time.time(), random.random(), os.environ.get("SLURM_PROCID")
+        mc.all_gather_object(mc.rank(), "dp")
+
+    said = [line.split(" at ")[0] for line in mc.prove_no_hang(main, {"dp": 66}, ranks="classes").unproven]
+    assert said == ["all_gather_object()", "time.time()", "random.random()", "os.environ['SLURM_PROCID']"]
+
+
+def test_a_proof_by_classes_says_so() -> None:
+    def main() -> None:
+        mc.barrier("dp")
+
+    proof = mc.prove_no_hang(main, {"dp": 66}, ranks="classes")
+    assert proof.ok
+    assert proof.classes == (0,)
+    assert "proven for classes of ranks" in str(proof)
+    assert not mc.prove_no_hang(main, {"dp": 66}).classes
 
 
 def random_along_tp() -> float:

@@ -419,6 +419,7 @@ def test_no_private_name_of_a_room_is_used_in_another() -> None:
 # The mesh knows its DeviceMesh; DTensor is a format of torch's own, and lives in one file.
 FORMATS = {
     "meshcomm.mesh": {"torch.distributed", "torch.distributed.device_mesh"},  # whose groups a place has
+    "meshcomm.verifying.hangs.outside": {"torch.distributed"},  # what a program asks of it: its rank
     "meshcomm.make_mesh": {"torch.distributed", "torch.distributed.device_mesh"},
     "meshcomm.layout.dtensor": {"torch.distributed.device_mesh", "torch.distributed.tensor"},
     "meshcomm.parallel.checkpoint.files": {

@@ -24,7 +24,7 @@ Tree = TypeVar("Tree")
 def _transpose_broadcast(g: Tensor, axis: Axis, src: int) -> Tensor:
     if not (axis.is_traced or torch.is_grad_enabled()):  # nobody differentiates it
         # New, not ``g`` itself: autograd makes what it is given the ``.grad`` of a leaf, and gives others ``g`` too.
-        return g.clone() if axis.own_index == src else torch.zeros_like(g)
+        return g.clone() if axis.own_place(g) == src else torch.zeros_like(g)
     # A condition on a tensor, so that all ranks have the same graph.
     return torch.where(axis.index_tensor.to(g.device) == src, apply(rule_named("pvary"), g, axis), 0)
 

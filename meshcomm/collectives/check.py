@@ -48,7 +48,7 @@ def explain(where: str, what: str, axis: Axis, *, x: Tensor | None = None, got: 
     parts = [got] if got else []
     if x is not None:
         parts.append(f"x {shape_text(x.dtype, x.shape)}")
-    at = ", ".join(f"{name}={place}" for name, place in axis.own_coordinate.items())
+    at = ", ".join(f"{name}={place}" for name, place in axis.coordinate.items())
     parts += [f"mesh {axis.mesh.shape}", f"at {at}"]
     message = text(where, what, got="; ".join(parts), fix=fix)
     if talks(where) and not (torch.compiler.is_compiling() or is_held()):

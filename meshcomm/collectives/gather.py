@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from meshcomm import _torch
 from meshcomm.collectives import check
 from meshcomm.collectives.buckets import Rows
 from meshcomm.collectives.door import (
@@ -30,7 +29,6 @@ from meshcomm.collectives.rule import Described, Params, Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
-from meshcomm.runtime.transports.dry.places import KNOWN
 from meshcomm.watch import here
 from meshcomm.work import Work
 
@@ -77,23 +75,17 @@ def as_first(x: Tensor, dim: int, call: Callable[..., Any], *given: Any) -> Any:
     return then(call(x.reshape(x.shape[dim:]), *given), lambda y: y.view(*before, *y.shape))
 
 
-def _place(x: Tensor, axis: Axis) -> int:
-    """This rank's index, for its part of ``x``: it is read with the part, where the values of that are known."""
-    known = axis.mesh.reads is not None and (not _torch.is_without_memory(x) or hasattr(x, KNOWN))
-    return axis.index if known else axis.own_index
-
-
 def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes, tree: Described = ()) -> Tensor:
     if sizes is None:
         length = x.shape[dim] // axis.size
         if axis.is_traced:  # the same graph on every rank
             places = axis.index_tensor.to(x.device) * length + torch.arange(length, device=x.device)
             return x.index_select(dim, places)
-        start = _place(x, axis) * length
+        start = axis.own_place(x) * length
         if x.is_contiguous() and x.numel() <= _SMALL:
             return x.narrow_copy(dim, start, length)  # one operation, on one thread, of what is dense
     else:
-        start, length = sum(sizes[: _place(x, axis)]), axis.own_of(sizes)
+        start, length = sum(sizes[: axis.own_place(x)]), axis.own_of(sizes)
     return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 

@@ -308,6 +308,8 @@ class Done:
     memory: LiveMemory
     places: PlaceReads
     """What it has read of its place."""
+    operations: int = 0
+    """How many of torch's it made."""
 
 
 @contextlib.contextmanager
@@ -330,8 +332,12 @@ class Program:
         names: dict[str, tuple[str, ...]],
         host_values: HostValues,
         options: Any = None,
+        *,
+        measured: bool = True,
     ) -> None:
+        """``measured``: whether somebody wants to know of operations, and of memory."""
         self.fn, self.shape, self.names, self.given, self.options = fn, shape, names, host_values, options
+        self._measured = measured
         self.size = math.prod(shape.values())
         self._posted: Posted = {}
         self._needed: list[tuple[int, Message]] = []
@@ -379,8 +385,9 @@ class Program:
     def _once(self, rank: int) -> Done:
         values, trace, memory = Values(self.given), Trace(), LiveMemory()
         world, log = DryWorld(rank, self.size, self._posted, values.suppose), Log(rank)
-        world.linked, world.options = log.listen, self.options
-        operations = Operations(values, log, memory)
+        operations, world.options = Operations(values), self.options
+        if self._measured:
+            world.linked, operations = log.listen, Operations(values, log, memory)
         with contextlib.ExitStack() as stack:
             stack.callback(forget_axes, lambda axis: isinstance(axis.link, DryLink) and axis.link.is_of(world))
             stack.enter_context(inside(world))
@@ -388,14 +395,15 @@ class Program:
             with use_mesh(mesh):
                 stack.enter_context(trace)
                 mesh.axis(mesh.axis_names[0])  # the trace is of this rank, though it may call nothing
-                stack.enter_context(memory.watching(world))
+                if self._measured:
+                    stack.enter_context(memory.watching(world))
                 stack.enter_context(_torch.handled_without_memory(operations))
                 try:
                     self._call(log)
                 except MissingError as missing:
                     drop(missing)
                     raise MissingError(missing.message) from None
-        return Done(trace, values, log, memory, world.reads)
+        return Done(trace, values, log, memory, world.reads, operations.count)
 
     def _call(self, log: Log) -> None:
         try:
@@ -443,11 +451,14 @@ class Operations:
 
     def __init__(self, values: Values, log: Log | None = None, memory: LiveMemory | None = None) -> None:
         self.values, self.log, self.memory = values, log, memory
+        self.count = 0
+        """How many there were."""
         self._depth = 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go: Callable[[], Any]) -> Any:
         """The result: ``go()``, or what is known."""
         name = _torch.operation_name(func)
+        self.count += 1
         if name in _READS:
             if self.log is not None:
                 self.log.read()

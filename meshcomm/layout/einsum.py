@@ -272,9 +272,10 @@ def _gathered_in_a_ring(operands: Sequence[Tensor], recipe: Recipe, number: int,
     pieces: list[Tensor | None] = [None] * axis.size
     total: Tensor | None = None
     mine, length = parts[number], parts[number].shape[step.dim]
+    place = max(map(axis.own_place, parts))
     for turn in range(axis.size):
         coming = shift(mine, axis.name, mesh=mesh, async_op=True) if turn + 1 < axis.size else None
-        at = (axis.own_index - turn) % axis.size
+        at = (place - turn) % axis.size
         now = [mine if i == number else _cut(part, inputs[i], index, at, length) for i, part in enumerate(parts)]
         piece = _product(now, inputs, recipe.product)
         if index in recipe.product:
@@ -295,9 +296,10 @@ def _scattered_in_a_ring(parts: Sequence[Tensor], recipe: Recipe, mesh: Mesh) ->
     whole = next(part.shape[dims.index(index)] for part, dims in zip(parts, inputs, strict=True) if index in dims)
     length = whole // axis.size
     total: Tensor | None = None
+    place = max(map(axis.own_place, parts))
     for turn in range(1, axis.size + 1):
         coming = None if total is None else shift(total, axis.name, mesh=mesh, async_op=True)
-        at = (axis.own_index - turn) % axis.size
+        at = (place - turn) % axis.size
         now = [_cut(part, dims, index, at, length) for part, dims in zip(parts, inputs, strict=True)]
         piece = _product(now, inputs, recipe.product)
         total = piece if coming is None else coming.wait() + piece

@@ -126,6 +126,8 @@ def all_gather_object(obj: T, axis: AxisName, *, mesh: Mesh | None = None) -> li
     Source: ``torch.distributed.all_gather_object``; mpi4py's ``allgather``.
     """
     ax = check.axis_of("all_gather_object", axis, mesh)
+    if ax.mesh.reads is not None:
+        ax.mesh.reads.note_others("all_gather_object()")
     courier = Courier("all_gather_object", ax)
     data, problem = packed(lambda: pack(obj))
     return unpacked(courier, courier.all_gather(data or bytearray(), problem))
@@ -171,6 +173,8 @@ def gather_object(obj: T, axis: AxisName, dst: int = 0, *, mesh: Mesh | None = N
     Source: ``torch.distributed.gather_object``; mpi4py's ``gather``.
     """
     ax = check.axis_of("gather_object", axis, mesh)
+    if ax.mesh.reads is not None:
+        ax.mesh.reads.note_others("gather_object()")
     courier = Courier("gather_object", ax, dst=dst)
     courier.index(dst, "dst")
     data, problem = packed(lambda: pack(obj))

@@ -79,6 +79,12 @@ class SharedState:
             kept = thing.get_state()
             self.places[name] = hash(bytes(kept.tolist()))
             self._undo.append(lambda: _ignored(thing.set_state(kept)))
+        elif isinstance(thing, type(functools.lru_cache(_ignored))):
+            self.places[f"{name}()"] = thing.cache_info().currsize
+            self._undo.append(thing.cache_clear)
+            self._look(thing.__wrapped__, name)
+        elif isinstance(thing, type):
+            self._class(thing, name)
         elif isinstance(thing, itertools.count):
             self.places[name] = repr(thing)
         elif isinstance(thing, types.GeneratorType):
@@ -108,8 +114,17 @@ class SharedState:
                     value = fn.__globals__[each]
                     self._look(value, each)
                     self._undo.append(functools.partial(fn.__globals__.__setitem__, each, value))
-        for key, value in vars(fn).items():
-            self._look(value, f"{name or fn.__name__}.{key}")
+        self._container(vars(fn), f"{name or fn.__name__}.__dict__")
+
+    def _class(self, thing: type, name: str) -> None:
+        if _package(thing) not in self._packages:
+            return
+        for key, value in list(vars(thing).items()):
+            if not key.startswith("__") and not isinstance(
+                value, (types.MemberDescriptorType, types.GetSetDescriptorType)
+            ):
+                self._look(value, f"{name}.{key}")
+                self._undo.append(functools.partial(setattr, thing, key, value))
 
     def _container(self, thing: Any, name: str) -> None:
         kept = thing.copy()

@@ -57,6 +57,7 @@ from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.options import has_options
+from meshcomm.runtime.transports.dry.places import forgotten
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.told import remember, tell
 from meshcomm.watch import out_of_sight
@@ -429,7 +430,7 @@ def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> T
     """This rank's shard; it may be as long as the chunk."""
     axis, mesh, rows = policy.axis, policy.axis.mesh, None
     if not sync:
-        return layout.stored_of(tensors, axis.own_index).to(policy.device)
+        return forgotten(layout.stored_of(tensors, axis.own_index)).to(policy.device)
     if axis.own_index == 0:
         rows = layout.buffer.join(tensors, tensors[0]).view(axis.size, layout.chunk).to(policy.device)
     like = torch.empty(1, layout.chunk, dtype=tensors[0].dtype, device=policy.device)

@@ -78,6 +78,6 @@ class _Closed(Axis):
     def link(self) -> Any:  # type: ignore[override]
         """None: who asks wants to communicate."""
         what = f"a stage communicates along axis {self.name!r}, along which its pipeline goes."
-        at = ", ".join(f"{name}={place}" for name, place in self.own_coordinate.items())
+        at = ", ".join(f"{name}={place}" for name, place in self.coordinate.items())
         fix = "before the pipeline or after it: each rank runs its stage at other times"
         fail(self.pipeline, what, got=f"mesh {self.mesh.shape}; at {at}", fix=fix)

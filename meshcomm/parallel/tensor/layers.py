@@ -237,7 +237,7 @@ class _Column(_OfKind):
             if at or len(pieces) == 1:
                 pieces[at] = heads_of(piece, heads, axis=state.name, mesh=state.mesh)
             else:
-                pieces[at] = piece.chunk(state.axis.size)[state.axis.own_index]
+                pieces[at] = piece.chunk(state.axis.size)[state.axis.own_place(piece)]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).transpose(0, dim)
 
 
@@ -270,7 +270,7 @@ class _Row(_OfKind):
         state = self.state
         dim = self.kind.features
         if self.module in state.inside:
-            return input.chunk(state.axis.size, dim)[state.axis.own_index]
+            return input.chunk(state.axis.size, dim)[state.axis.own_place(input)]
         return shard(input, state.name, dim, mesh=state.mesh)
 
 
@@ -308,7 +308,7 @@ class _Vocab(_OfKind):
         rows, mine = own_rows(WHERE, ids, count, state.axis)
         padding = table.padding_idx
         if padding is not None:
-            local = padding - state.axis.own_index * count
+            local = padding - state.axis.index * count
             table.padding_idx = local if 0 <= local < count else None
         try:
             found = method(rows)

@@ -208,7 +208,7 @@ class Parallel:
         done = dict(zip(map(id, rest), pvary(rest, self.name, mesh=self.mesh) if rest else [], strict=True))
         for p, alone in zip(params, once, strict=True) if True in once else ():
             if alone and id(p) in done:  # on all ranks, so that the order of backward is the same on all
-                done[id(p)] = _on_one_rank(done[id(p)], self.axis.own_index)
+                done[id(p)] = _on_one_rank(done[id(p)], self.axis.own_place(done[id(p)]))
         return [done.get(id(p), p) for p in params]
 
     def cuts_sequence(self, said: bool | None = None) -> bool:

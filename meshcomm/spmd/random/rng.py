@@ -83,6 +83,9 @@ def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mes
     if not isinstance(text, str):
         parse(WHERE, text, over.shape)  # says what is wrong
     cut, axes = _cut(text, key_of(over.shape), tuple(place.items()))
+    if over.reads is not None:
+        for name in axes:
+            over.reads.note(over.shape, (name,))
     draws = Draws(cut, _key(seed), handler_of)
     with drawing(axes, over), draws:
         yield

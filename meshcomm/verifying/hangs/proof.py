@@ -38,6 +38,7 @@ class Proof(Found):
             host, ``done()``, a time-out. With other data or at another time it may go a way that was not judged.
         ran: what was judged, a line each.
         notes: what is no error, and yet good to know.
+        classes: the ranks that ran, where each stands for those that are equal to it; none where all ran.
 
     Example:
         >>> import meshcomm as mc
@@ -50,10 +51,15 @@ class Proof(Found):
     unproven: Sequence[str] = ()
     ran: Sequence[str] = field(default=(), repr=False)
     notes: Sequence[str] = ()
+    classes: Sequence[int] = ()
     _raised = HangError
 
     def __str__(self) -> str:
         nothing = "meshcomm.prove_no_hang: nothing hangs."
+        if self.classes:
+            nothing = (
+                "meshcomm.prove_no_hang: proven for classes of ranks: nothing hangs if those are equal that seem so."
+            )
         return self.written(nothing, ran=self.ran, unproven=self.unproven, note=self.notes)
 
 

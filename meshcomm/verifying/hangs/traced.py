@@ -15,23 +15,31 @@ __all__ = ["logs_of", "unproven_of"]
 _WHERE = "prove_no_hang"
 
 
-def logs_of(trace: Trace, *, alone: bool = False) -> dict[int, Log]:
-    """Rank to what it has called and where it has waited; ``alone``: of one rank, the others are not asked for."""
+Groups = dict[tuple[str, tuple[int, ...]], Group]
+"""Those that are known, by name and ranks: thousands of ranks have them in common."""
+
+
+def logs_of(trace: Trace, *, alone: bool = False, known: Groups | None = None) -> dict[int, Log]:
+    """Rank to what it has called and where it has waited; ``alone``: of one rank, the others are not asked for.
+    ``known``: groups of other traces, which it adds to.
+    """
     events = trace.events
     _checked(trace, events, alone)
     broken = any(event.error is not None for event in events)  # then nobody's last call may be the last one
     found = {rank: Log(rank, cut=broken) for rank in trace.ranks}
-    groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+    known = {} if known is None else known
+    groups: dict[tuple[str, int], Group] = {}
     of_rank: dict[int, list[TraceEvent]] = {rank: [] for rank in found}
     for event in events:
         of_rank[event.rank].append(event)
     for rank, mine in of_rank.items():
         log, steps = found[rank], list[tuple[float, int, int]]()
         for event in mine:
-            name = _rolled(event), event.ranks
-            group = groups.get(name)
+            name = _rolled(event)
+            group = groups.get((name, id(event.ranks)))
             if group is None:
-                group = groups[name] = Group(*name, axis_text(event.axis))
+                key = name, event.ranks
+                group = groups[name, id(event.ranks)] = known.setdefault(key, Group(*key, axis_text(event.axis)))
             number = len(log.issues)
             log.issues.append(_issue(event, group))
             steps.append((event.start, 2 * number, number))
@@ -76,8 +84,9 @@ def _checked(trace: Trace, events: Sequence[TraceEvent], alone: bool) -> None:
         fail(_WHERE, "the trace is open.", got=repr(trace), fix="leave its with block first")
     if any(not event.ranks for event in events):
         fail(_WHERE, "the trace is one of an older version, whose events do not say what they meet.", fix="trace again")
-    lacking = sorted({rank for event in events for rank in event.ranks}.difference(trace.ranks))
-    if lacking and not alone:
+    groups = {id(event.ranks): event.ranks for event in events}.values()  # thousands of events have a few
+    lacking = [] if alone else sorted({rank for ranks in groups for rank in ranks}.difference(trace.ranks))
+    if lacking:
         got = f"those of {ranks_said(trace.ranks)}"
         fix = "merge the traces of all ranks: mc.Trace.merge(...) of saved files, or of mc.gather_object(t, axis)"
         fail(_WHERE, f"the trace has no calls of {ranks_said(lacking)}, which others call with.", got=got, fix=fix)

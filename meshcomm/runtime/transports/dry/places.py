@@ -17,12 +17,21 @@ import math
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from meshcomm.runtime.callsite import call_site
 
 Shape = tuple[tuple[str, int], ...]
 
 KNOWN = "_meshcomm_known"
 """On a tensor without memory, its values where a dry run knows them."""
+
+
+def forgotten(x: Tensor) -> Tensor:
+    """``x``, which is another part on each rank: a dry run does not know its values, whatever they were made of."""
+    if hasattr(x, KNOWN):
+        delattr(x, KNOWN)
+    return x
 
 
 class PlaceRead(NamedTuple):
@@ -66,6 +75,8 @@ class PlaceReads:
         """And at which line first."""
         self.sizes: dict[str, None] = {}
         """Sizes of this rank's parts, which may be other ones elsewhere, and where they were made."""
+        self.others: dict[str, None] = {}
+        """What other ranks give, which a dry run takes to be what this one does, and where."""
         self.groups: dict[str, tuple[Shape, tuple[str, ...]]] = {}
         """The name of a sequence of calls, to the mesh and the axes that it is over."""
         self._meshes: dict[str, Shape] = {}
@@ -83,6 +94,10 @@ class PlaceReads:
     def note_size(self, what: str) -> None:
         """A part of this rank's is made, whose size may depend on its place."""
         self.sizes[f"{what} at {call_site()}"] = None
+
+    def note_others(self, what: str) -> None:
+        """What others give is handed to the program, which may go by it."""
+        self.others[f"{what} at {call_site()}"] = None
 
     def _note(self, read: PlaceRead) -> None:
         if read not in self.found:
