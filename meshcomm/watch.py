@@ -88,12 +88,15 @@ def watched_by(watcher: Watcher | None) -> Iterator[None]:
         here.watcher = outer
 
 
-@contextmanager
-def drawing(along: frozenset[str], over: Any) -> Iterator[None]:
+class drawing:
     """Inside, random functions draw differently along these axes of a mesh, and alike along all others."""
-    outer = here.draws_along, here.draws_over
-    here.draws_along, here.draws_over = along, over
-    try:
-        yield
-    finally:
-        here.draws_along, here.draws_over = outer
+
+    def __init__(self, along: frozenset[str], over: Any) -> None:
+        self._inside = along, over
+
+    def __enter__(self) -> None:
+        self._outer = here.draws_along, here.draws_over
+        here.draws_along, here.draws_over = self._inside
+
+    def __exit__(self, *exc: object) -> None:
+        here.draws_along, here.draws_over = self._outer

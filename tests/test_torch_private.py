@@ -723,6 +723,12 @@ def test_name_dispatch_modes() -> None:
         assert _torch.dispatch_modes() == 1
 
 
+def test_name_function_modes() -> None:
+    assert _torch.function_modes() == 0
+    with torch.device("meta"):
+        assert _torch.function_modes() == 1
+
+
 def test_name_outside_dispatch_modes() -> None:
     class Measures(Listed):
         sees_meshcomm = True

@@ -137,7 +137,7 @@ class Draws(TorchFunctionMode):
         self, func: Any, shape: Sequence[int], device: torch.device, make: Callable[[Stream, Part], Tensor]
     ) -> Any:
         """A tensor of this shape, made of the numbers of the next draw; no mode sees how."""
-        with _torch.without_modes(), torch.no_grad():
+        with _torch.without_modes():
             return self.made(func, shape, device, make)
 
     def made(

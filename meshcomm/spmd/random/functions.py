@@ -90,6 +90,7 @@ def _refuse_if_it_draws(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: 
 # ------------------------------------------------------------------------------------------------------- new tensors
 
 Make = Callable[[Stream, Part, torch.dtype], Tensor]
+_CPU = torch.device("cpu")
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -133,16 +134,19 @@ def _new(
     if out is not None:
         given, kwargs = out.device, kwargs | {"dtype": out.dtype}
     elif given is None:
-        given = torch.get_default_device() if like is None else like.device
-    with _torch.without_modes(), torch.no_grad():
+        given = like.device if like is not None else torch.get_default_device() if _torch.function_modes() else _CPU
+    with _torch.without_modes():
         form = _form(func, args, kwargs)
         if not integers:
             _float(func, form.dtype)
         y = draws.made(func, form.shape, torch.device(given), lambda stream, part: make(stream, part, form.dtype))
         if out is not None:
-            y = out.resize_(form.shape).copy_(y)
-        elif pinned or y.dtype != form.dtype or not form.is_contiguous():
+            with torch.no_grad():
+                y = out.resize_(form.shape).copy_(y)
+        elif pinned or not form.is_contiguous():
             y = torch.empty_like(form, device=given, pin_memory=pinned).copy_(y)
+        else:
+            y = y.to(form.dtype)
     return noted_as_drawn(y.requires_grad_(requires_grad) if requires_grad else y)
 
 
@@ -206,12 +210,12 @@ def _bernoulli(
 
 def _below(draws: Draws, func: Any, x: Tensor, p: Any) -> Tensor:
     """Which elements of a tensor such as ``x`` come out as 1."""
-    with _torch.without_modes(), torch.no_grad():
-        if isinstance(p, Tensor):
+    if isinstance(p, Tensor):
+        with _torch.without_modes():
             p = p.detach().expand(x.shape)
             wrong = p.device.type == "cpu" and not _torch.functorch_active() and not bool(((p >= 0) & (p <= 1)).all())
-        else:
-            wrong = not 0 <= p <= 1
+    else:
+        wrong = not 0 <= p <= 1
     if wrong:
         fail(
             WHERE,

@@ -150,11 +150,15 @@ class FewWords(Words):
     """The same of ints, 64 bits apart."""
 
     def __init__(self, words: Sequence[int], ones: int, length: int) -> None:
-        self._ints, self._ones, self._length = words, ones, 8 * length
+        self._ints, self._ones, self.length = words, ones, length
+
+    def memory(self, ints: Sequence[int] | None = None) -> bytearray:
+        """One after the other, or these in their place."""
+        some = self._ints if ints is None else ints
+        return bytearray().join([each.to_bytes(8 * self.length, sys.byteorder) for each in some])
 
     def _tensor(self, ints: Sequence[int]) -> Tensor:
-        memory = bytearray().join([each.to_bytes(self._length, sys.byteorder) for each in ints])
-        return torch.frombuffer(memory, dtype=torch.int64).view(len(ints), -1)
+        return torch.frombuffer(self.memory(ints), dtype=torch.int64).view(len(ints), -1)
 
     def columns(self, out: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """All of them with all columns of ``out``."""
@@ -214,6 +218,43 @@ class Part(NamedTuple):
         return base, length, dims
 
 
+@functools.lru_cache(maxsize=1024)
+def _blocks(part: Part, per: int) -> tuple[int, int, list[tuple[int, int]], bool, int, int]:
+    """Its runs, whether they are of whole blocks of so many numbers, how many blocks one touches, and all of them."""
+    base, length, dims = part.runs()
+    exact = not any(each % per for each in (base, length, *(stride for _, stride in dims)))
+    # How many blocks a run touches: exactly, or at most if that differs between runs.
+    count = -(-(base % per + length) // per) if exact or not dims else (length + 2 * per - 2) // per
+    return base, length, dims, exact, count, count * math.prod(many for many, _ in dims)
+
+
+class Few(NamedTuple):
+    """Few blocks of one draw and of the next ones, as lanes of ints."""
+
+    length: int
+    ones: int
+    low: int
+    high: int
+    """The halves of a block's index."""
+    later: int
+    """How much later its draw is."""
+
+
+@functools.lru_cache(maxsize=256)
+def _few(part: Part, per: int, draws: int) -> tuple[list[int], Few]:
+    """Where the runs of a part begin, in each of so many draws, and their blocks."""
+    base, _, dims, _, count, total = _blocks(part, per)
+    starts = [base]
+    for many, stride in dims:
+        starts = [step + start for step in range(0, many * stride, stride) for start in starts]
+    blocks = [block for start in starts for block in range(start // per, start // per + count)] * draws
+    ones, low, high = _lanes((1,) * len(blocks)), _lanes(blocks), 0
+    if max(blocks) > _MASK:
+        low, high = low & _MASK * ones, low >> 32 & _MASK * ones
+    later = _lanes([later for later in range(draws) for _ in range(total)])
+    return starts * draws, Few(len(blocks), ones, low, high, later)
+
+
 _Make = Callable[[Words, Tensor], None]
 """``make(words, out)`` writes ``[n, per]`` numbers for n blocks."""
 
@@ -266,17 +307,10 @@ class Stream(NamedTuple):
     ahead: Ahead | None = None
     """Of the draws with this key."""
 
-    def few_words(self, blocks: Sequence[int], draws: int = 1) -> Words:
+    def few_words(self, few: Few) -> Words:
         """Those of these blocks in this draw, and in the next ones."""
-        length = len(blocks) * draws
-        ones = _lanes((1,) * length)
-        low, high = _lanes([*blocks] * draws), 0
-        if max(blocks) > _MASK:
-            low, high = low & _MASK * ones, low >> 32 & _MASK * ones
-        draw = self.draw * ones
-        if draws > 1:
-            draw += _lanes([later for later in range(draws) for _ in blocks])
-        return FewWords(_words_of_ints((low, draw, high, self.attempt * ones), self.key, ones), ones, length)
+        counter = few.low, self.draw * few.ones + few.later, few.high, self.attempt * few.ones
+        return FewWords(_words_of_ints(counter, self.key, few.ones), few.ones, few.length)
 
     def fill(self, part: Part, dtype: torch.dtype, per: int, make: _Make, *kind: Any) -> Tensor:
         """A tensor with the numbers of ``part``: the element with the global index i is number ``i % per`` of block
@@ -287,11 +321,7 @@ class Stream(NamedTuple):
         plain, ahead = self.device.type == "cpu" and plain_now(), self.ahead if self.attempt == 0 else None
         if plain and ahead is not None and (found := ahead.found(self.draw, (kind, part, dtype))) is not None:
             return found
-        base, length, dims = part.runs()
-        exact = not any(each % per for each in (base, length, *(stride for _, stride in dims)))
-        # How many blocks a run touches: exactly, or at most if that differs between runs.
-        count = -(-(base % per + length) // per) if exact or not dims else (length + 2 * per - 2) // per
-        total = count * math.prod(many for many, _ in dims)
+        base, length, dims, exact, count, total = _blocks(part, per)
         few, draws = plain and total <= _FEW, 1
         if few and ahead is not None:
             draws = ahead.count(self.draw, total)
@@ -299,13 +329,10 @@ class Stream(NamedTuple):
         y = torch.empty(shape, dtype=dtype, device=self.device)
         total *= draws
         values = y.view(total, per) if exact else torch.empty((total, per), dtype=dtype, device=self.device)
-        starts: Any = [base]
+        starts: Any
         if few:
-            for many, stride in dims:
-                starts = [step + start for step in range(0, many * stride, stride) for start in starts]
-            blocks = [block for start in starts for block in range(start // per, start // per + count)]
-            make(self.few_words(blocks, draws), values)
-            starts *= draws
+            starts, lanes = _few(part, per, draws)
+            make(self.few_words(lanes), values)
         else:
             starts = self._fill_many(values, base, count, dims, make)
         if not exact:
