@@ -88,7 +88,7 @@ def watched_by(watcher: Watcher | None) -> Iterator[None]:
         here.watcher = outer
 
 
-class drawing:
+class drawing:  # noqa: N801  # as a function is called
     """Inside, random functions draw differently along these axes of a mesh, and alike along all others."""
 
     def __init__(self, along: frozenset[str], over: Any) -> None:

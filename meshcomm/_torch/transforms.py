@@ -66,9 +66,7 @@ _depth_of_modes: Any = find(
 dispatch_modes: Callable[[], int] = _depth_of_modes or (lambda: 1)
 """How many modes see what torch is called for on this thread; one, where it does not tell."""
 
-function_modes: Callable[[], int] = find(
-    "torch._C._len_torch_function_stack", "draws of rng cost 3 µs more", lambda: 1
-)
+function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", "draws of rng cost 3 µs more", lambda: 1)
 """The same of those that see torch's functions, the one of a default device among them."""
 
 

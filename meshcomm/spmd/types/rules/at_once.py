@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -212,16 +212,27 @@ class AtOnce(Writes):
             place = id(frame.f_code), frame.f_lasti, name
             found = None if joined is None else joined.get(place)
             whole = self._join(types, name, place, frame) if found is None else found[1]
-        count, given = len(whole.axes), args
-        if not count:
+        axes, given = whole.axes, args
+        if not axes:
             return whole, args
         for i, x in enumerate(flat):
             mine = getattr(x, NAME, None)
-            if mine is not None and len(mine.axes) != count and x.requires_grad and torch.is_grad_enabled():
-                y = self._varied_before(x, whole.axes - mine.axes) if flat is args else None
-                if y is None:
+            if mine is None or len(mine.axes) == len(axes) or not x.requires_grad or not is_grad_enabled():
+                continue
+            # The pvary of x that vary would give, if it was made before.
+            key = id(x)
+            entry = self._always.get(key)
+            if entry is None:
+                entry = self._lately.get(key)
+                if entry is None:
                     return None
-                given = (*given[:i], y, *given[i + 1 :])
+                self._lately.move_to_end(key)
+            if entry.x is not x or entry.version != version_of(x) or entry.node is not x.grad_fn or flat is not args:
+                return None
+            y = entry.by.get(axes - mine.axes if mine.axes else axes)
+            if y is None or not self.insert or unwrap_if_dead(y) is not y or not same_place(x, y):
+                return None
+            given = (given[0], y) if i == 1 and len(given) == 2 else (*given[:i], y, *given[i + 1 :])
         return whole, given
 
     def _join(self, types: tuple[Type, ...], name: str, place: tuple[int, int, str], frame: FrameType) -> Type:
@@ -243,19 +254,6 @@ class AtOnce(Writes):
             places.clear()
         places[place] = frame.f_code, whole
         return whole
-
-    def _varied_before(self, x: Tensor, axes: frozenset[str]) -> Tensor | None:
-        """The pvary of ``x`` that :func:`vary` would give, if it was made before."""
-        entry = self._always.get(id(x))
-        if entry is None:
-            entry = self._lately.get(id(x))
-            if entry is None:
-                return None
-            self._lately.move_to_end(id(x))
-        if not self.insert or entry.x is not x or entry.version != version_of(x) or entry.node is not x.grad_fn:
-            return None
-        y = entry.by.get(axes)
-        return y if y is not None and unwrap_if_dead(y) is y and same_place(x, y) else None
 
     # ------------------------------------------------------------------------------------------------------- in place
 

@@ -95,7 +95,7 @@ def same_place(x: Tensor, y: Tensor) -> bool:
     """Whether both have the same numbers, because these lie in the same memory in the same way."""
     if functorch_active():
         x, y = _innermost(x), _innermost(y)
-    if x.dtype != y.dtype:
+    if x.dtype is not y.dtype:
         return False
     try:
         return x.is_set_to(y)
