@@ -353,7 +353,8 @@ class Stream(NamedTuple):
     def _fill_many(self, values: Tensor, base: int, count: int, dims: list[tuple[int, int]], make: _Make) -> Tensor:
         """Write all of them, so many blocks at a time that their words stay in the cache; gives where runs begin."""
         (total, per), device = values.shape, self.device
-        chunk = min(total, {"cpu": _ON_CPU, "meta": total}.get(device.type, _ON_OTHERS))
+        on_cpu = _ON_CPU * min(torch.get_num_threads(), _THREADS)
+        chunk = min(total, {"cpu": on_cpu, "meta": total}.get(device.type, _ON_OTHERS))
         starts = torch.full((1,), base, dtype=torch.int64, device=device)
         for many, stride in dims:
             steps = torch.arange(many, device=device).mul_(stride)
@@ -374,8 +375,10 @@ class Stream(NamedTuple):
         return starts
 
 
-_ON_CPU, _ON_OTHERS = 2**16, 2**24
-"""Blocks at a time: what stays in the cache and is worth the calls, or bounds the memory that is taken meanwhile."""
+_ON_CPU, _THREADS, _ON_OTHERS = 2**15, 8, 2**24
+"""Blocks at a time: for each of a few threads what stays in its core's cache and is worth the calls, or what bounds the
+memory that is taken meanwhile.
+"""
 _FEW = 2**9
 """Blocks whose words Python's integers give sooner than tensors do."""
 
