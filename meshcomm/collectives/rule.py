@@ -186,12 +186,14 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
     node: Any = super(Function, shortened(kind, "axis")).apply  # type: ignore[misc]
 
     def summed(x: Tensor, axis: Axis) -> Tensor:
-        link = axis.link
-        if _is_compiling() or functorch_active() or dual_level_open() or link.hears or profiler_on():
+        if _is_compiling() or functorch_active() or dual_level_open():
             return apply(rule, x, axis, ("sum",))
+        link = axis.link
+        told_of = link.hears or profiler_on()
         if x.requires_grad and _makes_graphs():
-            return node(unwrap_if_dead(x), axis)  # type: ignore[no-any-return]
-        return link.all_reduce(x, "sum")
+            x = unwrap_if_dead(x)
+            return rule.node(x, (axis, ("sum",), ())) if told_of else node(x, axis)  # type: ignore[no-any-return]
+        return rule.announced(x, axis, ("sum",), False, ()) if told_of else link.all_reduce(x, "sum")  # type: ignore[no-any-return]
 
     return summed
 
