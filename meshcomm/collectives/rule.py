@@ -193,7 +193,7 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
         if x.requires_grad and _makes_graphs():
             x = unwrap_if_dead(x)
             return rule.node(x, (axis, ("sum",), ())) if told_of else node(x, axis)  # type: ignore[no-any-return]
-        return rule.announced(x, axis, ("sum",), False, ()) if told_of else link.all_reduce(x, "sum")  # type: ignore[no-any-return]
+        return rule.announced(x, axis, ("sum",), False, ()) if told_of else link.all_reduce(x, "sum")
 
     return summed
 
