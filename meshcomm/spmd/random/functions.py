@@ -4,6 +4,7 @@ error.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -185,6 +186,7 @@ def _range(func: Any, low: Any, high: Any, dtype: torch.dtype) -> None:
         fail(WHERE, what, fix=f"ints, low < high, from {least} to {most}")
 
 
+@functools.cache
 def _ends(dtype: torch.dtype) -> tuple[int, int]:
     """From where to where a dtype holds all integers."""
     if dtype == torch.bool:

@@ -103,6 +103,8 @@ def _cut(
 
 def _key(seed: object) -> int:
     """64 bits, other ones for any other seed of that length."""
+    if type(seed) is int:  # as below, for what is given most
+        return mixed(seed, 0)
     parts = seed if isinstance(seed, tuple) else (seed,)
     if not parts or not all(check.whole_number(part) for part in parts):
         fail(WHERE, f"seed={seed!r} is not an int.", fix="an int, or a tuple of ints, that is the same on every rank")
