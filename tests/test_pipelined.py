@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm import parallel
+from meshcomm.parallel.pipeline.running.weights_later import WeightsLater
 
 D = 4
 F64 = torch.float64
@@ -300,6 +301,71 @@ def weights_come_later(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("kind", [OfItsInput, Derivative, Odd, Checkpointed])
 def test_weights_of_whatever_layers_come_later(kind: type[nn.Module]) -> None:
     mc.launch(weights_come_later, ranks=2, args=(kind,))
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.compile(backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(x)))
+        return y
+
+
+def test_a_compiled_stage_has_its_weights_gradients_at_once() -> None:
+    mc.launch(weights_come_later, ranks=2, args=(Compiled,))
+
+
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        self.c, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, (x @ self.a).flatten(0, -2), self.b)
+        return torch.mm(y, self.c.t()).view(x.shape)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x, x.flip(1), x.flip(1))[0]
+        return y
+
+
+APART: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
+    "linear": (lambda: nn.Linear(8, 3), [2, 5, 8]),
+    "products": (Products, [2, 5, 8]),
+    "attention": (Attention, [2, 5, 8]),
+    "conv1d same": (lambda: nn.Conv1d(2, 4, 3, padding="same", dilation=2), [3, 2, 7]),
+    "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=2, padding=(1, 0), groups=2), [3, 4, 7, 6]),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2, bias=False), [2, 2, 3, 4, 3]),
+    "conv transposed": (lambda: nn.ConvTranspose2d(4, 2, 3, stride=2, output_padding=1, groups=2), [2, 4, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_gradients_of_a_layers_weights_come_after_that_of_its_input(name: str) -> None:
+    make, shape = APART[name]
+    torch.manual_seed(0)
+    layer, x, later = make().to(F64), torch.randn(shape, dtype=F64, requires_grad=True), WeightsLater()
+    y = layer(x)
+    seed = torch.randn_like(y)
+    expected = torch.autograd.grad(y, [x, *layer.parameters()], seed)
+    with later.forward():
+        again = layer(x)
+    torch.testing.assert_close(again, y)
+    with later.opened():
+        again.backward(seed)
+    assert all(p.grad is None for p in layer.parameters())
+    later.finish()
+    torch.testing.assert_close([x.grad, *(p.grad for p in layer.parameters())], [*expected])
 
 
 def half_precision() -> None:

@@ -613,6 +613,27 @@ def test_name_function_of() -> None:
     assert _torch.function_of((x * 2).grad_fn) is None
 
 
+def test_name_attention_of_linears() -> None:
+    whole = torch.nn.functional.multi_head_attention_forward
+    heard = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            heard.append(func)
+            inside = _torch.attention_of_linears(func)
+            with self if inside else contextlib.nullcontext():
+                return (inside or func)(*args, **(kwargs or {}))
+
+    layer, x = torch.nn.MultiheadAttention(4, 2), torch.randn(3, 1, 4)
+    expected = layer(x, x, x)
+    with Mode():
+        found = layer(x, x, x)
+    torch.testing.assert_close(found, expected)
+    assert heard.count(whole) == 1
+    assert heard.count(torch.nn.functional.linear) == 2
+    assert _torch.attention_of_linears(torch.nn.functional.linear) is None
+
+
 def test_name_keeps_tensors() -> None:
     x = torch.ones(2, requires_grad=True)
     assert [_torch.keeps_tensors(y.grad_fn) for y in (x * x, x.exp(), x.view(2, 1), x + x)] == [

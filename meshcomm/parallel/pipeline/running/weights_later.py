@@ -5,9 +5,10 @@
     forward     x ──> [linear] ──> y            D   gradient of x = g @ weight; x and g are kept
                 weight ──┘                      W   gradient of weight = g.T @ x, and on into whatever weight is made of
 
-Under the mode each ``torch.nn.functional.linear`` whose weight requires grad is such a node. What uses weights
-otherwise has their gradients with those of its inputs; so has a linear layer whose weight is made of the stage's input,
-or by operations which backward goes through once only.
+Under the mode each linear layer, convolution and product with a matrix whose weight requires grad is such a node, those
+in ``nn.MultiheadAttention`` too. What uses weights otherwise (norms, embeddings, recurrent layers, ``einsum``) has
+their gradients with those of its inputs; so has a layer whose weight is made of the stage's input, or by operations
+which backward goes through once only, and all of a stage that is compiled: its graph has one backward.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshcomm._torch import function_of, functorch_active, keeps_tensors
+from meshcomm._torch import attention_of_linears, function_of, functorch_active, keeps_tensors
 from meshcomm.errors import fail
+from meshcomm.parallel.pipeline.running.products import Product, Read, read
 
 WHERE = "pipelined"
 
 
-class Product(NamedTuple):
+class Owed(NamedTuple):
     """What the gradients of a weight and a bias are made of."""
 
+    product: Product
+    shape: torch.Size
+    """Of the weight."""
     weight: GradientEdge | None
     bias: GradientEdge | None
     x: Tensor
@@ -39,11 +43,11 @@ class Product(NamedTuple):
 
 
 class WeightsLater(TorchFunctionMode):
-    """Inside, linear layers leave the gradients of their weights to :meth:`finish`, which comes after backward."""
+    """Inside, layers leave the gradients of their weights to :meth:`finish`, which comes after backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._products: list[Product] = []
+        self._owed: list[Owed] = []
         self.open = False
         """Whether the backward that runs is the pipeline's, and not one that a stage does within its forward."""
 
@@ -68,15 +72,18 @@ class WeightsLater(TorchFunctionMode):
             self.open = was
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.linear and torch.is_grad_enabled():
-            return self._linear(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            call = read(func, args, kwargs)
+            if call is not None and not functorch_active() and _separate(call.weight, call.bias):
+                return self._apart(call)
+            inside = attention_of_linears(func)
+            if inside is not None:
+                with self:
+                    return inside(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        ranks = weight.ndim, 1 if bias is None else bias.ndim
-        if not weight.requires_grad or ranks != (2, 1) or functorch_active() or not _separate(weight, bias):
-            return functional.linear(input, weight, bias)
-        x = input
+    def _apart(self, call: Read) -> Tensor:
+        product, x, weight, bias = call
         kind = x.device.type
         if torch.is_autocast_enabled(kind):  # what is kept is what is multiplied
             x, weight, bias = (_cast(each, torch.get_autocast_dtype(kind)) for each in (x, weight, bias))
@@ -84,28 +91,27 @@ class WeightsLater(TorchFunctionMode):
         edges = _edge(weight), _edge(bias)
         start = torch.empty(0, requires_grad=True, device=x.device)
         plain = None if bias is None else bias.detach()
-        y: Tensor = _Linear.apply(start, x, weight.detach(), plain, edges, self)  # type: ignore[no-untyped-call]
+        y: Tensor = _Apart.apply(start, x, weight.detach(), plain, product, edges, self)  # type: ignore[no-untyped-call]
         return y
 
-    def keep(self, product: Product) -> None:
+    def keep(self, owed: Owed) -> None:
         """For :meth:`finish`."""
-        self._products.append(product)
+        self._owed.append(owed)
 
     @torch.no_grad()
     def finish(self) -> None:
         """The gradients of the weights."""
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
-        products, self._products = self._products, []
-        for weight, bias, x, gradient in products:
-            g = gradient.reshape(-1, gradient.shape[-1])
+        every, self._owed = self._owed, []
+        for product, shape, weight, bias, x, gradient in every:
             if weight is not None:
                 edges.append(weight)
-                gradients.append(g.t() @ x.reshape(-1, x.shape[-1]).conj())
+                gradients.append(product.of_weight(gradient, x, shape))
             if bias is not None:
                 edges.append(bias)
-                gradients.append(g.sum(0))
-        del products
+                gradients.append(product.of_bias(gradient))
+        del every
         if edges:
             torch.autograd.backward(edges, gradients)
 
@@ -132,33 +138,41 @@ def _saves(node: Any) -> bool:
     function = function_of(node)
     if function is None:
         return keeps_tensors(node)
-    return function is _Linear or not function.__module__.startswith("meshcomm.")
+    return function is _Apart or not function.__module__.startswith("meshcomm.")
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-class _Linear(Function):
+class _Apart(Function):
     """Gives the gradient of the input alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, start: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, edges: Any, later: WeightsLater
+        ctx: Any,
+        start: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Product,
+        edges: Any,
+        later: WeightsLater,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.edges, ctx.later = edges, later
-        return functional.linear(x, weight, bias)
+        ctx.product, ctx.edges, ctx.later = product, edges, later
+        return product.run(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_weight, of_bias = ctx.edges
         if ctx.later.open:
-            ctx.later.keep(Product(of_weight, of_bias, x.detach(), g.detach()))
+            ctx.later.keep(Owed(ctx.product, weight.shape, of_weight, of_bias, x.detach(), g.detach()))
         elif torch.is_grad_enabled():  # a derivative that a stage takes, and that is differentiated again
             weight = getattr(of_weight.node, "variable", None)
             if weight is None:
                 what = "a stage differentiates what it computes, by weights that are made of other tensors."
                 fail(WHERE, what, fix='a schedule without D and W, such as "1f1b"')
-        return None, g @ weight.conj() if ctx.needs_input_grad[1] else None, None, None, None, None
+        of_input = ctx.product.of_input(g, x, weight) if ctx.needs_input_grad[1] else None
+        return None, of_input, None, None, None, None, None
