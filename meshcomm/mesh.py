@@ -24,7 +24,7 @@ from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.runtime.axis_names import Sizes, Together, checked_names, ranks_along
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.recorder import log_of
-from meshcomm.runtime.transports.dry.places import KNOWN, PlaceReads, ReadCoordinate
+from meshcomm.runtime.transports.dry.places import KNOWN, PlaceReads, ReadCoordinate, by_program
 from meshcomm.runtime.transports.protocol import Link, Place
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads import eras
@@ -133,6 +133,9 @@ class Axis(Answers):
         return f"{self.name!r} ({at})"
 
 
+_OWN = frozenset(("own_index", "own_ranks", "own_coordinate"))
+
+
 class _ReadAxis(Axis):
     """One of a run in which somebody wants to know what a rank asks of its place."""
 
@@ -146,6 +149,11 @@ class _ReadAxis(Axis):
     @index.setter
     def index(self, index: int) -> None:
         self.own_index = self.__dict__["index"] = index
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN and by_program():
+            name = name.removeprefix("own_")
+        return super().__getattribute__(name)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -299,6 +307,8 @@ class Mesh(Answers, Shown):
 
     def own_index(self) -> int:
         """:attr:`rank`, for the library itself: no checker is asked."""
+        if self.reads is not None and by_program():
+            self.reads.note_rank()
         mine = self.place.rank()
         if mine is None:
             self._outside_a_rank("mesh.rank")
@@ -331,6 +341,8 @@ class Mesh(Answers, Shown):
 
     def own_coordinate(self) -> dict[str, int]:
         """:attr:`coordinate`, for the library itself: no checker is asked."""
+        if self.reads is not None and by_program():
+            self.reads.note_rank()
         return self.coordinate_of(self.own_index())
 
     def coordinate_of(self, index: int) -> dict[str, int]:

@@ -362,7 +362,10 @@ def random_along_tp() -> float:
     "place",
     [lambda: mc.current_mesh().axis("dp").ranks[0], lambda: mc.current_mesh().axis("dp").coordinate["tp"],
      lambda: repr(mc.current_mesh().axis("dp")), lambda: mc.shard(torch.arange(6), "tp")[0].item(),
-     lambda: mc.reshard(torch.arange(6), "r -> (tp r)")[0].item(), random_along_tp],
+     lambda: mc.reshard(torch.arange(6), "r -> (tp r)")[0].item(), random_along_tp,
+     lambda: mc.current_mesh().axis("tp").link.index, lambda: mc.current_mesh().axis("dp").link.ranks,
+     lambda: mc.current_mesh().axis("tp").own_index, lambda: mc.current_mesh().axis("dp").own_ranks[0],
+     lambda: mc.current_mesh().own_index(), lambda: mc.current_mesh().place.rank()],
 )  # fmt: skip
 def test_what_says_where_a_rank_is_makes_it_run(place: Callable[[], object]) -> None:
     at = iter("abc")
@@ -408,6 +411,17 @@ def test_a_coordinate_that_is_missing_is_named() -> None:
     ):
         mc.prove_no_hang(main, {"dp": 4, "tp": 2}, ranks=[0])
     assert mc.prove_no_hang(main, {"dp": 4, "tp": 2}, ranks=[0, 1]).ok
+
+
+def test_the_list_that_an_error_gives_is_all_that_is_needed() -> None:
+    def main() -> None:
+        mesh = mc.current_mesh()
+        if mesh.coordinate["tp"] == 2 and mesh.coordinate["dp"] == 1:
+            mesh.coordinate["pp"]
+
+    with pytest.raises(mc.MeshError, match=r"fix: ranks=\[0, 2, 4, 10, 11\], one for each way; or"):
+        mc.prove_no_hang(main, {"dp": 2, "tp": 3, "pp": 2}, ranks=[2])
+    assert mc.prove_no_hang(main, {"dp": 2, "tp": 3, "pp": 2}, ranks=[0, 2, 4, 10, 11]).ok
 
 
 def test_ranks_that_did_not_run_are_in_the_findings() -> None:

@@ -87,16 +87,30 @@ def test_train_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
 
 
 def test_finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two meshes, with a checkpoint between them."""
     pytest.importorskip("transformers")
     tune = example("finetune", monkeypatch)
     args = tune.parse(["--steps", "2", "--out", str(tmp_path)])
-    mesh = {"fsdp": 2, "tp": 2}
+    assert mc.prove_no_hang(lambda: tune.main(args), {"all": 4}).check()
 
-    def main() -> None:
-        model, adam = tune.parallel(args)
-        tune.train(args, model, adam, range(1), "one")
 
-    assert mc.prove_no_hang(main, mesh).check()
+def test_elastic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elastic = example("elastic", monkeypatch)
+    for steps in ("2", "3"):  # the second time it begins with the checkpoint of the first
+        args = elastic.parse(["--steps", steps, "--out", str(tmp_path)])
+        assert mc.prove_no_hang(lambda: elastic.main(args), {"all": 2}).check()
+
+
+def test_plan_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of the model of which it plans, on as many ranks as it does: of each class one, for they have no memory."""
+    page = example("plan_a_cluster", monkeypatch)
+    proof = mc.prove_no_hang(lambda: list(page.train(1)), {"rep": 4, "fsdp": 8, "tp": 8}, ranks="classes")
+    assert proof.check().classes
+
+
+def test_each_example_is_proven_here() -> None:
+    source = Path(__file__).read_text()
+    assert [page.stem for page in sorted(EXAMPLES.glob("*.py")) if f'"{page.stem}"' not in source] == []
 
 
 # --------------------------------------------------------------------------------------------- adaptors, on many ranks

@@ -41,6 +41,8 @@ HostValues = float | bool | Mapping[str, Any] | Callable[[str, torch.dtype], Any
 in turn, or a function of the line and the dtype.
 """
 
+_MANY = 20_000
+"""Reads at one line of what nobody knows: a loop that ends by a value does not end by a guess."""
 _MOST = 4096
 """Elements of what is known."""
 _MAKERS = frozenset(
@@ -199,6 +201,10 @@ class Values:
             fail("dry_run", f"host_values gives {given!r} for {line}, where {dtype} is read.", fix=fix)
         count, _, before = self._reads.get(site, (0, None, False))
         self._reads[site] = [count + 1, value, guessed or before]
+        if guessed and count >= _MANY:
+            what = f"{line} has read {count} values that nobody knows, {value!r} each time: a loop that no value ends."
+            fail("dry_run", what, fix=f"host_values={{{line!r}: [...]}} of a dry run, the numbers that are read there; "
+                 "or end it by another number where mc.is_dry()")  # fmt: skip
         return value
 
 

@@ -177,11 +177,12 @@ class _Watched(Around):
         record, began = self._record, _clock()
         if record.ended is None:
             record.waited_at = began
+        if timeout is not None:
+            record.asked = "a time-out", call_spot(2)
         try:
             value = self.inside.wait(timeout)
         except TimedOutError:
             record.waited += _clock() - began
-            record.asked = "a time-out", call_spot(2)
             raise
         except BaseException as error:
             record.end(error)

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from meshcomm.errors import fail, few
 from meshcomm.runtime.axis_names import ranks_along
@@ -17,6 +18,9 @@ from meshcomm.runtime.transports.dry.places import PlaceRead, PlaceReads
 from meshcomm.verifying.hangs.log import Group, Issue, Log, Message
 
 __all__ = ["Classes"]
+
+_SHOWN = 256
+"""Ranks of a list."""
 
 
 class Classes:
@@ -74,8 +78,8 @@ class Classes:
 
     # --------------------------------------------------------------------------------------------- who is missing
 
-    def refuse(self, where: str, rank: int) -> None:
-        """No rank that has run goes the way of this one: say in what it differs, and which ranks are needed."""
+    def lacks(self, rank: int) -> str:
+        """No rank that has run goes the way of this one: in what it differs, and where that was read."""
         apart = {twin: [read for read in reads.found if read.of(rank) != read.of(twin)]
                  for twin, (_, reads) in self.ran.items()}  # fmt: skip
         nearest = min(apart, key=lambda twin: len(apart[twin]))
@@ -85,21 +89,14 @@ class Classes:
         place = (
             f"{read} = {value}" if read.at is None else f"{read}, which holds for {'it' if value else 'none of these'}"
         )
-        what = f"rank {rank} is equal to none of ranks={few(list(self.ran))} in {place}, which is read at {line}."
-        needed = list(self._needed(rank))
-        fix = f"ranks={needed if len(needed) <= 64 else few(needed)}, one for each way; or None, which finds them"
-        fail(where, what, got=f"mesh {self.shape}", fix=fix)
+        return f"rank {rank} is equal to none of ranks={few(list(self.ran))} in {place}, which is read at {line}."
 
-    def _needed(self, _: int) -> Iterator[int]:
-        """One rank for each that differs from all before in what is known to be read; those that ran first."""
-        reads = list(dict.fromkeys(read for _, reads in self.ran.values() for read in reads.found))
-        size = next(iter(self.ran.values()))[1].size
-        seen = set()
-        for rank in dict.fromkeys((*self.ran, *range(size))):
-            values = tuple(read.of(rank) for read in reads)
-            if values not in seen:
-                seen.add(values)
-                yield rank
+    def refuse(self, where: str, what: str, more: bool) -> NoReturn:
+        """Say which ranks are needed: those that have run, all of them or the first."""
+        needed = sorted(self.ran)
+        listed = few(needed) if more or len(needed) > _SHOWN else repr(needed)
+        fix = f'ranks={listed}, one for each way{", and more" if more else ""}; or "classes", which finds them'
+        fail(where, what, got=f"mesh {self.shape}", fix=fix)
 
 
 def _moved(messages: Sequence[Message], group: Group, to: Group) -> tuple[Message, ...]:

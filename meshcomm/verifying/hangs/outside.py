@@ -3,8 +3,9 @@
 ::
 
     os.environ["RANK"], torch.distributed.get_rank()   answered as by a launcher: a read of the rank
-    SLURM_PROCID and the like                          not known here: the line is listed
-    random, numpy.random, os.urandom, time, hash, id   other ones in each process: the line is listed
+    torch.distributed.all_reduce(x)                    sent past the library: refused
+    other variables, such as SLURM_PROCID              not known here: the line is listed
+    random, numpy.random, os.urandom, time, hash, id   other ones in each process: the line is listed (and profiled.py)
     threads of the program's own                       not seen: the line is listed
 
 Heard is what stands in the user's own files, while ranks of a proof run.
@@ -14,33 +15,40 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import os
 import random
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from types import FrameType, FunctionType
+from collections.abc import Callable, Iterator, MutableMapping
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch.distributed as dist
 
+from meshcomm.errors import fail
 from meshcomm.runtime.callsite import CallSite, is_ours
 from meshcomm.runtime.transports.dry.world import dry_world
 from meshcomm.runtime.transports.threads.scheduler import current_rank
+from meshcomm.verifying.hangs.profiled import heard_by
 
 __all__ = ["Outside"]
 
 _OF_RANK = ("RANK", "LOCAL_RANK")
 _OF_SIZE = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OF_OTHERS = frozenset(
-    ("GROUP_RANK", "ROLE_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PMI_RANK", "PMIX_RANK",
-     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID", "HOSTNAME")
-)  # fmt: skip
 _CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time")
 _LIBRARIES = tuple({sysconfig.get_paths()[kind] + os.sep for kind in ("stdlib", "purelib", "platlib")})
-_MAPPINGS = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_THROUGH = tuple(f"<frozen {each}>" for each in ("_collections_abc", "genericpath", "os", "posixpath")) + tuple(
+    _STANDARD + each.replace("/", os.sep)
+    for each in (
+        "_collections_abc.py", "concurrent/futures/", "genericpath.py", "glob.py", "os.py", "pathlib", "platform.py",
+        "posixpath.py", "random.py", "secrets.py", "shutil.py", "socket.py", "tempfile.py", "threading.py", "uuid.py",
+    )
+)  # fmt: skip
+"""Of the standard library, what asks for who calls it."""
 
 
 class Outside:
@@ -57,13 +65,17 @@ class Outside:
             for name, answer in (("is_initialized", lambda _: True), ("get_rank", _rank), ("get_world_size", _size)):
                 if hasattr(dist, name):
                     self._replace(dist, name, _answering(getattr(dist, name), answer))
+            for name in [*_that_send()]:
+                self._replace(dist, name, _refusing(getattr(dist, name), name))
             for name in _CLOCKS:
                 self._listen(time, name, "time")
             self._listen(os, "urandom", "os")
             self._listen(threading.Thread, "start", "a thread, ")
             self._drawn(random, "random")
             if "numpy" in sys.modules:
-                self._drawn(sys.modules["numpy"].random, "numpy.random")
+                numpy = sys.modules["numpy"].random
+                self._drawn(numpy, "numpy.random")
+                self._replace(numpy, "default_rng", self._unseeded(numpy.default_rng))
             for name in ("hash", "id"):
                 if name not in self._globals and self._globals:
                     self._stack.callback(self._globals.pop, name, None)
@@ -80,6 +92,10 @@ class Outside:
         """A line of the program's that asks for something."""
         self.found[f"{what} at {site}"] = None
 
+    def of_thread(self) -> contextlib.AbstractContextManager[None]:
+        """``with`` it a rank's program runs in this thread."""
+        return heard_by(self.note, asker)
+
     def _drawn(self, module: Any, name: str) -> None:
         """Its functions that draw of the one state that a process has, or seed another one by nothing."""
         for each in dir(module):
@@ -93,6 +109,15 @@ class Outside:
                 "get_state",
             ):
                 self._listen(module, each, name)
+
+    def _unseeded(self, known: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            site = None if args or kwargs else asker(sys._getframe(1))
+            if site is not None:
+                self.note("numpy.random.default_rng()", site)
+            return known(*args, **kwargs)
+
+        return asked
 
     def _listen(self, owner: Any, name: str, said: str) -> None:
         what = f"{said}{name}()" if said.endswith(" ") else f"{said}.{name}()"
@@ -112,14 +137,19 @@ class Outside:
         return heard
 
 
-def asker(frame: FrameType | None, through: tuple[str, ...] = ()) -> CallSite | None:
-    """Where a rank of a proof asks, if it is its program that does, and no library. ``through``: files in between."""
-    while frame is not None and frame.f_code.co_filename in through:
+def asker(frame: FrameType | None) -> CallSite | None:
+    """Where a rank of a proof asks, if it is its program that does, and no library."""
+    while frame is not None and (frame.f_code.co_filename.startswith(_THROUGH) or _is_made(frame.f_code)):
         frame = frame.f_back
     if frame is None or (dry_world() is None and current_rank() is None):
         return None
     file = frame.f_code.co_filename
     return None if is_ours(file) or file.startswith((*_LIBRARIES, "<frozen")) else CallSite(file, frame.f_lineno)
+
+
+def _is_made(code: CodeType) -> bool:
+    """Whether it is a method of a dataclass, which stands in no file."""
+    return code.co_filename == "<string>" and code.co_name.startswith("__")
 
 
 def _rank(group: Any = None) -> int:
@@ -140,6 +170,26 @@ def _size(group: Any = None) -> int:
     return rank.world.size
 
 
+def _that_send() -> Iterator[str]:
+    """What torch.distributed sends by itself: what it does with a group, but asking of it."""
+    for name, known in vars(dist).items():
+        if type(known) is FunctionType and not name.startswith(("_", "get_", "is_", "destroy_", "abort_")):
+            parameters = inspect.signature(known).parameters
+            if "group" in parameters or name in ("batch_isend_irecv", "init_process_group", "new_group"):
+                yield name
+
+
+def _refusing(known: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        site = asker(sys._getframe(1))
+        if site is not None:
+            what = f"torch.distributed.{name} at {site} sends by itself, and nothing here knows of it."
+            fail("prove_no_hang", what, fix="call meshcomm's own, over a named axis")
+        return known(*args, **kwargs)
+
+    return asked
+
+
 def _answering(known: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     def asked(group: Any = None) -> Any:
         if group is None and asker(sys._getframe(1)) is not None:
@@ -156,12 +206,11 @@ def _heard_environment(outside: Outside) -> Iterator[None]:
 
     class Heard(plain):  # type: ignore[misc]
         def __getitem__(self, name: str) -> str:
-            if name in _OF_RANK or name in _OF_SIZE or name in _OF_OTHERS:
-                site = asker(sys._getframe(1), _MAPPINGS)
-                if site is not None:
-                    if name not in _OF_OTHERS:
-                        return str(_rank() if name in _OF_RANK else _size())
-                    outside.note(f"os.environ[{name!r}]", site)
+            site = asker(sys._getframe(1))
+            if site is not None:
+                if name in _OF_RANK or name in _OF_SIZE:
+                    return str(_rank() if name in _OF_RANK else _size())
+                outside.note(f"os.environ[{name!r}]", site)
             return str(super().__getitem__(name))
 
     environ: MutableMapping[str, str] = os.environ

@@ -35,6 +35,8 @@ _RUN = 64
 """Ranks that are run together; more of them run dry, one after the other."""
 _OPERATIONS = 100_000
 """Of torch's, all ranks together: so many are made one after the other, in less than a minute."""
+_LOOKED_FOR = 256
+"""Ranks that a list lacks and that run, so that the error can name all of them."""
 Ranks = Sequence[int] | Literal["classes"] | None
 
 
@@ -144,7 +146,7 @@ def _looked_twice(
     proof = first()
     after = SharedState(fn)
     changed = after.changed(before)
-    if not changed or not proof.ok:
+    if not changed:
         return proof
     try:
         again = dry(begin=before)
@@ -152,6 +154,10 @@ def _looked_twice(
         again = Proof(notes=[f"not seen with Python objects of each rank's own: {error}"])
     finally:
         after.restore()
+    if not proof.ok:
+        note = f"the ranks share Python objects here and change them: {few(changed)}. With objects of each rank's own,"
+        note = f"{note} as processes have them, nothing hangs."
+        return proof if not again.ok or again.notes else replace(proof, notes=(*proof.notes, note))
     said = f"Python objects that the ranks share here and change, and of which each process has its own: {few(changed)}"
     return replace(
         proof,
@@ -169,7 +175,7 @@ def _of_program(
 
     def run() -> None:
         mesh = make_mesh(shape, names=names)
-        with use_mesh(mesh), reads[mesh.own_index()]:
+        with use_mesh(mesh), reads[mesh.own_index()], outside.of_thread():
             fn()
 
     error: CommError | None = None
@@ -200,10 +206,16 @@ def _of_dry(
     they make no more operations than ``every``, else the first of those that go the same way. ``begin``: what each of
     them begins with.
     """
-    program = Program(lambda: to_its_end(fn, (), {}), shape, dict(names), None, measured=False)
+
+    def run() -> None:
+        with outside.of_thread():
+            to_its_end(fn, (), {})
+
+    program = Program(run, shape, dict(names), None, measured=False)
     classes, known, listed = Classes(shape), Groups(), frozenset(ranks or ())
     logs: dict[int, Log] = {}
     unproven: list[str] = []
+    lacking = ""
     with kept_random():
         random, left = RandomState(), every
         for rank in (*(ranks or ()), *range(program.size)):
@@ -212,7 +224,9 @@ def _of_dry(
             twin = None if rank in listed or left > 0 else classes.twin(rank)
             if twin is None:
                 if ranks is not None and rank not in listed:
-                    classes.refuse(_WHERE, rank)
+                    lacking = lacking or classes.lacks(rank)
+                    if len(classes.ran) >= len(listed) + _LOOKED_FOR:
+                        classes.refuse(_WHERE, lacking, more=True)
                 random.load()  # they agree on numbers by saying the same
                 if begin is not None:
                     begin.restore()
@@ -223,6 +237,8 @@ def _of_dry(
                 unproven += [*unproven_of(done.trace.events), *done.places.others]
                 twin = rank
             logs[rank] = classes.log(rank, twin)
+    if lacking:
+        classes.refuse(_WHERE, lacking, more=False)
     by_classes = len(classes.ran) < program.size
     if by_classes:
         unproven += [what for _, reads in classes.ran.values() for what in reads.sizes]

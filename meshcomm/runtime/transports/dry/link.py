@@ -32,6 +32,7 @@ from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.process.reuse import Reserve
 from meshcomm.runtime.transports import dtypes, exact
+from meshcomm.runtime.transports.dry.places import by_program
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, here
 from meshcomm.runtime.transports.protocol import Defaults, Empty, Link
 
@@ -49,6 +50,8 @@ class DryPlace:
 
     def rank(self) -> int:
         """The rank that runs."""
+        if by_program():
+            self.reads.note_rank()
         return self._run.rank
 
     def world_size(self) -> int:
@@ -121,8 +124,8 @@ class DryLink(Defaults):
     """The link of one rank to others that are not there."""
 
     def __init__(self, world: DryWorld, ranks: tuple[int, ...], name: str, axis: tuple[str, ...]) -> None:
-        self.size, self.index = len(ranks), ranks.index(world.rank)
-        self._run, self.ranks, self.name = world, ranks, name
+        self.size, self._index = len(ranks), ranks.index(world.rank)
+        self._run, self._ranks, self.name = world, ranks, name
         self.axis = axis[0] if len(axis) == 1 else axis
         self._numbers: Counter[tuple[int, ...]] = Counter()
         self.orders: dict[Any, list[int]] = {}
@@ -130,6 +133,20 @@ class DryLink(Defaults):
             world.reserve = Reserve(lambda: 0.0, lambda: True)
         self._empty = world.reserve.empty
         self.ledger = Ledger()
+
+    @property
+    def index(self) -> int:
+        """This rank's."""
+        if by_program():
+            self._run.reads.note_along(self.name)
+        return self._index
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of the group, which say where this one is."""
+        if by_program():
+            self._run.reads.note_rank()
+        return self._ranks
 
     def is_of(self, world: DryWorld) -> bool:
         """Whether it is one of this run."""
@@ -160,7 +177,7 @@ class DryLink(Defaults):
         with _torch.outside_transforms():
             mine, mean = torch.tensor(values, dtype=torch.int64, device="cpu"), list(values)
             if src is not None:
-                mean = self._of_host(mine, src if here.source is not None else self.index).tolist()
+                mean = self._of_host(mine, src if here.source is not None else self._index).tolist()
                 self.broadcast(mine, src)
             elif op:
                 self.all_reduce(mine, op)
@@ -198,7 +215,7 @@ class DryLink(Defaults):
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """A row."""
         if _host(x):
-            return cast(Tensor, _result(dtypes.fold(op.removeprefix("exact "), [x[self.index]] * self.size)))
+            return cast(Tensor, _result(dtypes.fold(op.removeprefix("exact "), [x[self._index]] * self.size)))
         return self._reduced(x.shape[1:], x, op, x)
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
@@ -210,10 +227,10 @@ class DryLink(Defaults):
         if not _host(x):
             return cast(Tensor, _result(self._new((sum(recv),), x), x))
         number = self._count(0, 0, _RUNS)
-        for to, run in zip(self.ranks, x.split(list(send)), strict=True):
+        for to, run in zip(self._ranks, x.split(list(send)), strict=True):
             self._run.post((self.name, self._run.rank, to, _RUNS, number), run)
         runs = [self._run.take((self.name, src, self._run.rank, _RUNS, number)) if length else x[:0]
-                for src, length in zip(self.ranks, recv, strict=True)]  # fmt: skip
+                for src, length in zip(self._ranks, recv, strict=True)]  # fmt: skip
         return cast(Tensor, _result(torch.cat(cast("list[Tensor]", runs)), x))
 
     def swap_flat(self, x: Tensor) -> Any:
@@ -232,12 +249,12 @@ class DryLink(Defaults):
         """On ``dst`` as large as ``x``; the backend's copy is there on the others too, until it has been sent."""
         y = self._like(x)
         self._run.reads.note_index(self.name, dst)
-        return cast("Tensor | None", _result(y if self.index == dst else None, y))
+        return cast("Tensor | None", _result(y if self._index == dst else None, y))
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """On ``dst`` n times as large."""
         self._run.reads.note_index(self.name, dst)
-        return cast("Tensor | None", _result(self._new((self.size, *x.shape), x) if self.index == dst else None, x))
+        return cast("Tensor | None", _result(self._new((self.size, *x.shape), x) if self._index == dst else None, x))
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """As large as ``like``."""
@@ -247,10 +264,10 @@ class DryLink(Defaults):
         """Bytes as they were posted; of all else only the shapes."""
         for x, dst, tag in posts:
             held = None if _torch.is_without_memory(x) else x.clone()
-            self._run.post(self._message(self._run.rank, self.ranks[dst], tag), held)
+            self._run.post(self._message(self._run.rank, self._ranks[dst], tag), held)
         got = []
         for src, shape, dtype, tag, device in wants:
-            message = self._message(self.ranks[src], self._run.rank, tag)
+            message = self._message(self._ranks[src], self._run.rank, tag)
             held = self._run.take(message) if dtype is torch.uint8 else None
             got.append(self._new(shape, torch.empty(0, dtype=dtype, device=device)) if held is None else held)
         return cast("list[Tensor]", _result(got, posts))
@@ -266,9 +283,9 @@ class DryLink(Defaults):
         """What the rank of index ``src`` gives where this one gives ``x``; bytes are not those of this rank."""
         number = self._count(0, 0, _SAID)
         self._run.post((self.name, self._run.rank, _ALL, _SAID, number), x.clone())
-        if src == self.index or (x.dtype is not torch.uint8 and here.source is None):
+        if src == self._index or (x.dtype is not torch.uint8 and here.source is None):
             return x
-        return cast(Tensor, self._run.take((self.name, self.ranks[src], _ALL, _SAID, number)))
+        return cast(Tensor, self._run.take((self.name, self._ranks[src], _ALL, _SAID, number)))
 
     def barrier(self) -> object:
         """Everyone is here."""

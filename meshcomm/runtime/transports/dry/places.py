@@ -14,17 +14,23 @@ so is all that is done until the second one, and so on.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import call_site, is_ours
 
 Shape = tuple[tuple[str, int], ...]
 
 KNOWN = "_meshcomm_known"
 """On a tensor without memory, its values where a dry run knows them."""
+
+
+def by_program() -> bool:
+    """Whether it is the program that asks the caller, and not the library for itself."""
+    return not is_ours(sys._getframe(2).f_code.co_filename)
 
 
 def forgotten(x: Tensor) -> Tensor:
@@ -117,6 +123,11 @@ class PlaceReads:
         """Whether the index in this group is ``at`` is read."""
         shape, axes = self.groups[group]
         self.note(dict(shape), axes, at)
+
+    def note_along(self, group: str) -> None:
+        """The index in this group is read."""
+        shape, axes = self.groups[group]
+        self.note(dict(shape), axes)
 
     def take_over(self, theirs: Mapping[PlaceRead, str], group: str) -> None:
         """What came over ``group`` from an index that is the same for all of it depends on what that rank has read:
