@@ -149,6 +149,32 @@ def test_states_move(tmp_path: Path) -> None:
     mc.launch(moves, ranks=4, args=(str(tmp_path),))
 
 
+def tied_move(path: str) -> None:
+    """The embedding and the head are on two ranks, then on one, then on two."""
+    mesh, found = mc.make_mesh({"pp": 2}), []
+    for at, schedule in enumerate(("interleaved", "zbv", "interleaved")):
+        step = step_of(mesh, schedule)
+        adam = torch.optim.AdamW(step.parameters(), lr=0.01)
+        for number in range(2):
+            if number and at:
+                parallel.checkpoint.load(path, step, adam, mesh=mesh)
+            elif number:
+                parallel.checkpoint.save(path, step, adam, mesh=mesh)
+            step(*batch(number))
+            adam.step()
+            adam.zero_grad()
+        found.append(parallel.full_state_dict(step, mesh=mesh))
+        if at < 2:  # the next one takes what this one has taken
+            parallel.checkpoint.load(path, step, adam, mesh=mesh)
+            parallel.checkpoint.save(path, step, adam, mesh=mesh)
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=1e-9, atol=1e-9)
+
+
+def test_states_of_tied_stages_move(tmp_path: Path) -> None:
+    mc.launch(tied_move, ranks=2, args=(str(tmp_path),))
+
+
 class Places(nn.Module):
     """The gradient of the token is a part of that of the places, where there is one row."""
 

@@ -83,6 +83,22 @@ def named(module: nn.Module, *, later: bool = False) -> Named:
     return Named(first, aliases, places_of(module), params, parts_of(module))
 
 
+def ties_of(stage: nn.Module) -> dict[str, str]:
+    """From the names of a stage's parameters that other stages have, too, to the name that all of them know."""
+    found = getattr(stage, "tied_parameters", None)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def same_parameters(module: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of names of one parameter: within the module, and a stage's with the one that all stages know."""
+    names_of = state_names(module)
+    pairs = [*named(module, later=True).aliases.items()]
+    for path, part in module.named_modules():
+        inside = f"{path}." if path else ""
+        pairs += [(names_of(inside + name), f"tied {known}") for name, known in ties_of(part).items()]
+    return pairs
+
+
 def state_names(module: nn.Module) -> Callable[[str], str]:
     """A function from names in a module to those without the traces of wrappers."""
     outer = [f"{path}.module." if path else "module." for path, part in module.named_modules()

@@ -135,9 +135,17 @@ class Restoring:
     # ------------------------------------------------------------------------------------------------ the optimiser
 
     def optimizer(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, root: Path, together: Sequence[Sequence[str]]
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        root: Path,
+        together: Sequence[Sequence[str]],
+        same: Mapping[str, str],
     ) -> None:
-        """State by the parameters' names, settings by the groups that have them; ``together``: on all ranks."""
+        """State by the parameters' names, settings by the groups that have them; ``together``: on all ranks.
+        ``same``: from other names of a parameter to the one that counts; stages of a pipeline that have it may be on
+        one rank in the run that saved, and on several here.
+        """
         here = named(module)
         groups = self._groups(root)
         if not groups:
@@ -147,22 +155,25 @@ class Restoring:
         for key, path in self.reader.paths.items():
             if path[: len(root) + 1] == (*root, "state") and len(path) > len(root) + 2:
                 name, tail = str(path[len(root) + 1]), path[len(root) + 2 :]
-                known = states.setdefault(here.aliases.get(name, name), [])
+                known = states.setdefault(same.get(name, name), [])
                 if all(tail != other for other, _ in known):  # stages that share a parameter have it under two names
                     known.append((tail, key))
-        scalars = self._scalars(here, states)
+        own = {name: states.get(same.get(name, name), []) for name in here.first.values()}
+        scalars = self._scalars(here, own)
+        used: set[str] = set()
         wrong: list[str] = []
         for number, group in enumerate(optimizer.param_groups):
             ours = optimizer_names(here, group["params"])
-            settings = self._settings(here, groups, group, together[number])
+            settings = self._settings(same, groups, group, together[number])
             self._commits.append(lambda group=group, settings=settings: _set(group, settings))  # type: ignore[misc]
             for name, p in zip(ours, group["params"], strict=True):
                 place, shape = here.place_of_state(optimizer, p)
-                like = [(tail, key, tail not in scalars) for tail, key in states.pop(name, [])]
+                like = [(tail, key, tail not in scalars) for tail, key in own[name]]
+                used.add(same.get(name, name))
                 kept = is_kept(optimizer, p)
                 leaves = [self._state(*each, p, (place, shape), settings, wrong) for each in like if kept]
                 self._commits.append(lambda p=p, leaves=leaves: _set_state(optimizer, p, leaves))  # type: ignore[misc]
-        self._refuse("optimiser", [], list(states), wrong)
+        self._refuse("optimiser", [], [name for name in states if name not in used], wrong)
 
     def _groups(self, root: Path) -> list[dict[str, Any]]:
         tree = built(self._leaves((*root, "param_groups")))
@@ -172,10 +183,15 @@ class Restoring:
         return groups
 
     def _settings(
-        self, here: Named, groups: Sequence[Mapping[str, Any]], group: Mapping[str, Any], ours: Sequence[str]
+        self,
+        same: Mapping[str, str],
+        groups: Sequence[Mapping[str, Any]],
+        group: Mapping[str, Any],
+        ours: Sequence[str],
     ) -> dict[str, Any]:
         """Those of the one group that has the same parameters."""
-        fitting = [each for each in groups if {here.aliases.get(name, name) for name in each["params"]} == set(ours)]
+        wanted = {same.get(name, name) for name in ours}
+        fitting = [each for each in groups if {same.get(name, name) for name in each["params"]} == wanted]
         if len(fitting) != 1:
             of = [name for each in groups for name in each["params"]]
             odd = [name for name in ours if name not in of]

@@ -144,6 +144,21 @@ def merged(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     ]
 
 
+def names_that_count(every: Sequence[Sequence[tuple[str, str]]]) -> dict[str, str]:
+    """Of names of one parameter the one that stands for all, if ``every`` rank tells the pairs that it knows."""
+    found: dict[str, str] = {}
+
+    def counts(name: str) -> str:
+        while name in found:
+            name = found[name]
+        return name
+
+    for one, other in (pair for pairs in every for pair in pairs):
+        if counts(one) != counts(other):
+            found[counts(one)] = counts(other)
+    return {name: counts(name) for name in found}
+
+
 def _refuse_others(where: str, every: Sequence[_Here]) -> None:
     """Parameters of one name that are others on each rank: as of stages that count their layers from 0."""
     first: dict[tuple[str, tuple[int, ...]], tuple[int, Fingerprint]] = {}

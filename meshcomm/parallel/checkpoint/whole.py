@@ -25,10 +25,10 @@ from meshcomm.parallel.checkpoint.files import (
     Writer,
 )
 from meshcomm.parallel.checkpoint.in_background import Begun, Saving, begin, settle
-from meshcomm.parallel.checkpoint.parts import Entries, Path, checked_plain, collect
+from meshcomm.parallel.checkpoint.parts import Entries, Path, checked_plain, collect, same_parameters
 from meshcomm.parallel.checkpoint.reader import OURS, Reader
 from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, random_states, set_random_states
-from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_both, merged
+from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_both, merged, names_that_count
 from meshcomm.runtime.ops import Op
 from meshcomm.spmd.types.told import keep_types
 from meshcomm.watch import out_of_sight
@@ -296,8 +296,11 @@ def load(
     team = Team(where, axis, path=root.path, keys=keys, optimizer=optimizer is not None)
     settle(team, axis, tell=False)
     folder = team.tell(lambda: _existing(where, root))
-    here = team.all(lambda: [] if optimizer is None else names_of_groups(module, optimizer))
-    groups = merged(team.everyone(here))
+    told: tuple[list[list[str]], list[tuple[str, str]]] = team.all(
+        lambda: ([], []) if optimizer is None else (names_of_groups(module, optimizer), same_parameters(module))
+    )
+    every = team.everyone(told)
+    groups, same = merged([ours for ours, _ in every]), names_that_count([pairs for _, pairs in every])
     model_key, optim_key = (tuple(key.split(".")) if key else () for key in keys)
 
     def planned() -> tuple[Restoring, Checkpoint, Any]:
@@ -306,7 +309,7 @@ def load(
         restoring = Restoring(reader)
         restoring.module(module, model_key)
         if optimizer is not None:
-            restoring.optimizer(module, optimizer, optim_key, groups)
+            restoring.optimizer(module, optimizer, optim_key, groups, same)
         restoring.plan()
         return restoring, *_ours(reader, axis)
 

@@ -23,12 +23,13 @@ from meshcomm.collectives.agree import agree
 from meshcomm.errors import MeshError, fail, held, names
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.objects.objects import all_gather_object
+from meshcomm.parallel.checkpoint.parts import ties_of
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.data.micro_batches import reduced_once
 from meshcomm.parallel.data.replica import Grads
 from meshcomm.parallel.pipeline.running.executor import Batch, Pass, Ran, Stages
 from meshcomm.parallel.pipeline.running.microbatches import joined, rows_from, rows_of, shares_of, spans
-from meshcomm.parallel.pipeline.running.tied import Ties, ties_of
+from meshcomm.parallel.pipeline.running.tied import Ties
 from meshcomm.parallel.pipeline.running.wires import Outline, Terms, Wires, carrier_along, terms_of
 from meshcomm.parallel.pipeline.schedule import Schedule
 from meshcomm.parallel.weights.names_in_files import Unfit

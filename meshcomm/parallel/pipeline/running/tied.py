@@ -23,15 +23,10 @@ from meshcomm.collectives.messages import exchange
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis
 from meshcomm.objects.objects import all_gather_object
+from meshcomm.parallel.checkpoint.parts import ties_of
 from meshcomm.parallel.cut_parameters import Flat, Part, know_shared, parts_of
 
 WHERE = "pipelined"
-
-
-def ties_of(stage: nn.Module) -> dict[str, str]:
-    """From the names of a stage's parameters that others have, too, to the name that all of them know."""
-    found = getattr(stage, "tied_parameters", None)
-    return dict(found) if isinstance(found, dict) else {}
 
 
 class Held(NamedTuple):
