@@ -59,13 +59,13 @@ def loss(y: Tensor, ids: Tensor) -> Tensor:
     return functional.cross_entropy(y.mT, ids)
 
 
-def step_of(mesh: mc.Mesh, schedule: str, how: str = "", **given: Any) -> parallel.PipelineStep:
-    """The stages of this rank, with parameters of their own."""
+def step_of(mesh: mc.Mesh, schedule: str, how: str = "", *, copies: bool = True, **given: Any) -> parallel.PipelineStep:
+    """The stages of this rank; ``copies``: with parameters of their own."""
     n, rank = mesh.shape["pp"], mesh.coordinate["pp"]
     v = 1 if schedule in ("1f1b", "zb-h1") else 2
     stages = parallel.split_stages(made(), n * v)
     mine = [stages[rank], stages[2 * n - 1 - rank]] if schedule == "zbv" else stages[rank::n]
-    mine = [copy.deepcopy(stage) for stage in mine]
+    mine = [copy.deepcopy(stage) if copies else stage for stage in mine]
     for stage in mine:
         if "tp" in mesh.shape:
             parallel.tensor_parallel(stage, PLAN, axis="tp", mesh=mesh)
@@ -153,7 +153,7 @@ def tied_move(path: str) -> None:
     """The embedding and the head are on two ranks, then on one, then on two."""
     mesh, found = mc.make_mesh({"pp": 2}), []
     for at, schedule in enumerate(("interleaved", "zbv", "interleaved")):
-        step = step_of(mesh, schedule)
+        step = step_of(mesh, schedule, copies=False)
         adam = torch.optim.AdamW(step.parameters(), lr=0.01)
         for number in range(2):
             if number and at:
