@@ -39,6 +39,7 @@ def test_fewer_hosts_go_on_with_the_same_batches(tmp_path: Path) -> None:
         text = started[0].communicate(timeout=200)[0]
         assert started[0].returncode == 0, text
     example = runpy.run_path(EXAMPLE)
+    mc.shutdown()  # whatever a test before has left, of another time limit
     mc.launch(example["main"], ranks=1, args=(example["parse"](["--out", str(alone), "--steps", str(STEPS)]),))
 
     found, wanted = {line["step"]: line for line in lines_of(out)}, lines_of(alone)  # a step may have been done again
