@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from meshcomm.errors import CommError
+from meshcomm.runtime.health import hosts
 from meshcomm.runtime.start import network, rendezvous
 from meshcomm.runtime.start.network import Address, Door, Seat, choose
 
@@ -79,8 +80,9 @@ def test_who_does_not_answer() -> None:
     door.close()
 
 
-def test_every_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_is_told(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Four ranks, two on each host; the second host listens where nobody is."""
+    request.addfinalizer(hosts.forget)
     seats = [Seat("a", "node0", "", []), Seat("b", "node1", "", [])]
     seats = [seats[0], seats[0], seats[1], seats[1]]
     for second, expected in (("127.0.0.1", None), ("203.0.113.9", "ranks 2, 3 (node1, 203.0.113.9)")):

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshcomm as mc
 from meshcomm.collectives import one_rank
-from meshcomm.runtime.health import lateness
+from meshcomm.runtime.health import hosts, lateness
 
 SOON = 0.05
 LONG = 60.0
@@ -224,6 +224,16 @@ def test_among_the_ranks_of_one_process_no_time_passes() -> None:
     assert "meshcomm.all_reduce: index 1 did not come within 60 s." in text
     assert re.search(r"all_reduce f32\[8\] \(op='max'\) over 'a' at \S+, here a=0, call 2 of a group of 2", text)
     assert "last completed: this rank all_reduce f32[8] (op='sum'), call 1" in text
+
+
+def test_the_ranks_of_one_process_are_not_on_other_hosts(request: pytest.FixtureRequest) -> None:
+    """Though the process is a rank of a world that is on several: their numbers are not its own."""
+    request.addfinalizer(hosts.forget)
+    hosts.placed(0, [hosts.Place(name, name, "10.0.0.1", "", 0) for name in ("node0", "node1")], None)
+    assert hosts.where(1) == "on node1 (10.0.0.1)"
+    text, _ = mc.launch(alone_in_process, ranks=2)
+    assert "meshcomm.all_reduce: index 1 did not come within 60 s." in text
+    assert "node1" not in text
 
 
 # ------------------------------------------------------------------------------------------------------- bad values

@@ -94,7 +94,7 @@ def late_text(late: Late, fix: str = "the call was given up; s") -> str:
         lines.append(
             f"  the last calls of this rank are in {dumped}; python -m meshcomm explain {os.path.dirname(dumped)}"
         )
-    far_off = dict.fromkeys(filter(None, (hosts.where(late.log.ranks[i]) for i in absent[:_SHOWN])))
+    far_off = dict.fromkeys(filter(None, (_place(late.log, i) for i in absent[:_SHOWN])))
     what = (
         f"{' '.join([_named(absent), ', '.join(far_off)]).rstrip()} did not come"
         if absent
@@ -137,24 +137,28 @@ def _who(
     *,
     asked: bool,
 ) -> Iterator[str]:
-    ranks = late.log.ranks
-    yield f"  arrived: {', '.join(_rank(i, ranks) for i in sorted([*came, late.log.index]))}"
+    yield f"  arrived: {', '.join(_rank(i, late.log) for i in sorted([*came, late.log.index]))}"
     for i, where in list(elsewhere.items())[:_SHOWN]:
-        yield f"  not arrived: {_rank(i, ranks)}: {where}"
+        yield f"  not arrived: {_rank(i, late.log)}: {where}"
     for i in silent[:_SHOWN]:
         said = f"its host does not answer: {lost[i]}" if i in lost else late.known.get(i)
         said = said or ("it does not answer: it may still compute, wait with more patience, or hang" if asked else "")
         aside = i in late.aside or (late.missing is None and lost)
         how = "not known of" if aside and i not in lost else "not arrived"
-        yield f"  {how}: {_rank(i, ranks)}{': ' + said if said else ''}"
+        yield f"  {how}: {_rank(i, late.log)}{': ' + said if said else ''}"
     if len(silent) > _SHOWN or len(elsewhere) > _SHOWN:
         yield "  and more"
 
 
-def _rank(index: int, ranks: Sequence[int]) -> str:
-    place = hosts.where(ranks[index])
+def _rank(index: int, log: Log) -> str:
+    place, ranks = _place(log, index), log.ranks
     who = f"index {index} (rank {ranks[index]})" if ranks[index] != index else f"rank {index}"
     return f"{who} {place}" if place else who
+
+
+def _place(log: Log, index: int) -> str:
+    """On which other host; the ranks of one process have no store, and its numbers of them are not the world's."""
+    return "" if log.meeting is None else hosts.where(log.ranks[index])
 
 
 def _sorted(late: Late, found: Mapping[int, Any]) -> tuple[list[int], dict[int, str], list[int]]:
