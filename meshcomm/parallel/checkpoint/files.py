@@ -104,14 +104,15 @@ class Root:
             taken = [*self._named(), *(begun for begun, _ in self._begun())]
             now = max(taken, default=-1) + 1 if step is None else step
             partial = os.path.join(self.path, f"{_PARTIAL}step-{now:08d}-{_owner()}-{uuid.uuid4().hex[:8]}")
+            _open.add(partial)  # first: other threads of this process sweep, too
             os.mkdir(partial)
             rivals = [path for begun, path in self._begun() if begun == now and path != partial]
             if step is not None:  # those of another machine may have ended, and this be their next life
                 rivals = [path for path in rivals if _life(path) == "here"]
             if not rivals and not os.path.lexists(self.folder(now)):
-                _open.add(partial)
                 return now, partial
             os.rmdir(partial)
+            _open.discard(partial)
             if step is not None:
                 self.refuse_twice(where, step)
                 fail(where, f"another job is saving a checkpoint of step {step} to {self.path!r}.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,14 +12,16 @@ from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Axis, Mesh
-from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, scatter_object
+from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, unpacked
 from meshcomm.objects.parcels import FIX, Courier
+from meshcomm.objects.pickles import pack, unpack
 from meshcomm.parallel.checkpoint.files import Metadata, SavePlan, global_plan, local_plan
 from meshcomm.parallel.checkpoint.parts import Entries, Path
 from meshcomm.parallel.cut_parameters import checked_module, widest_mesh
 from meshcomm.parallel.fingerprints import Fingerprint, differ
 from meshcomm.runtime.transports.dry.world import is_dry
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -60,15 +62,20 @@ class Team:
 
     def all(self, do: Callable[[], T]) -> T:
         """What each rank does for itself."""
+        done: list[T] = []
+        self._told(lambda: done.append(do()), lambda _, problem: self._courier.meet(problem))
+        return done[0]
+
+    def _told(self, do: Callable[[], S], send: Callable[[S | None, str | None], T]) -> T:
+        """``send`` brings the others what this rank has made, or why it could not; then all raise."""
         try:
-            done = do()
+            made = do()
         except Exception as error:
             try:
-                self._courier.meet(_problem(error))
+                return send(None, _problem(error))
             except MeshError as told:
                 raise told from error
-        self._courier.meet()
-        return done
+        return send(made, None)
 
     def first(self, do: Callable[[], T]) -> T | None:
         """What the first rank does for all."""
@@ -87,14 +94,30 @@ class Team:
         """What each rank has, to all of them."""
         return all_gather_object(mine, self._axis.name, mesh=self._axis.mesh)
 
-    def share_out(self, found: Entries) -> Shares:
-        """Who writes what, of that which several ranks have, and have alike; the table is the first rank's."""
-        here = _Here(local_plan(found), found.marks, _together(found))
-        every = self.gather(here)
-        made = self.first(lambda: self._planned(every))
-        rows = None if made is None else [(plan, made[2]) for plan in made[0]]
-        mine, together = scatter_object(rows, self._axis.name, mesh=self._axis.mesh)
-        return Shares(mine, Metadata({}) if made is None else made[1], together)
+    def share_out(self, find: Callable[[], Entries], more: Callable[[], T]) -> tuple[Entries, Shares, T]:
+        """Who writes what, of that which several ranks ``find``, and have alike; the table is the first rank's. Then
+        that one does ``more``, and all get what comes of it.
+        """
+        courier, found, tables = self._courier, list[Entries](), list[Metadata]()
+
+        def here() -> bytearray:
+            mine = find()
+            found.append(mine)
+            return pack(_Here(local_plan(mine), mine.marks, _together(mine)))
+
+        every = self._told(here, lambda data, problem: courier.gather(data or bytearray(), 0, problem))
+
+        def planned() -> list[bytearray] | None:
+            if every is None:
+                return None
+            plans, table, together = self._planned([unpack(each, torch.device("cpu")) for each in every])
+            tables.append(table)
+            done = more()
+            return [pack((plan, together, done)) for plan in plans]
+
+        row = self._told(planned, lambda rows, problem: courier.scatter(rows, 0, problem))
+        plan, together, done = unpacked(courier, [row])[0]
+        return found[0], Shares(plan, tables[0] if tables else Metadata({}), together), cast(T, done)
 
     def _planned(self, every: Sequence[_Here]) -> tuple[list[SavePlan], Metadata, Together]:
         where = self._courier.where

@@ -215,22 +215,32 @@ def _begun(
     axis = all_ranks(where, module, mesh)
     team = Team(where, axis, path=root.path, step=step, keep=keep)
     settle(team, axis)
-    team.first(lambda: _checked_room(where, root, step))
 
     def found_here() -> Entries:
+        if axis.index == 0:
+            _checked_room(where, root, step)
         found = collect(module, optimizer)
         ours = {"mesh": list(axis.mesh.shape.items()), "extra": checked_plain(where, "extra", extra),
                 "sums": get_crc32_options()}  # fmt: skip
         found.plain.update({(OURS, key): value for key, value in ours.items()})
         mine = {"random": random_states(), "extra": checked_plain(where, "rank_extra", rank_extra)}
         found.plain[OURS, "rank", str(axis.index)] = mine
+        found.plain[OURS, "step"] = step  # of which all know at last
         return found
 
-    found = team.all(found_here)
-    found.plain[OURS, "step"] = step
-    shares = team.share_out(found)
+    made: list[tuple[int, str]] = []
+
+    def folder() -> tuple[int, str]:
+        made.append(root.open(where, step))
+        return made[0]
+
+    try:
+        found, shares, (step, partial) = team.share_out(found_here, folder)
+    except BaseException:
+        for _, partial in made:
+            root.close(partial)
+        raise
     found.plain.update({(*_GROUPS, at, "params"): ours for at, ours in enumerate(shares.together.groups)})
-    step, partial = team.tell(lambda: root.open(where, step))
     found.plain[OURS, "step"] = step
     return Begun(team, axis, root, step, partial, shares, keep), Planner(found)
 
