@@ -202,6 +202,8 @@ class Pass:
         self.row = [job for job in stages.jobs
                     if job.action.microbatch < batch.parts and (self.trains or job.action.kind == "F")]  # fmt: skip
         self.split = {job.action[1:] for job in self.row if job.action.kind == "D"}
+        self.edges: dict[int, GradientEdge] = {}
+        """Where gradients of parameters go to, by ``id``: asked once a step."""
         self.alive: dict[tuple[int, int], Alive] = {}
         self.handed: dict[tuple[int, int, int], tuple[Outline | None, Sequence[Tensor]]] = {}
         """What stages of this rank give to each other: by kind, stage that it leaves, and microbatch."""
@@ -279,7 +281,7 @@ class Pass:
         else:
             tensors = list(self._came(job))
             outline = self.known[stage - 1, microbatch]
-        later = WeightsLater() if (chunk, microbatch) in self.split else None
+        later = WeightsLater(self.edges) if (chunk, microbatch) in self.split else None
         begin = time.perf_counter()
         arrival = Arrival(outline, tensors, self.trains)
         with NOTHING if self.told else _explained(self._given(job, outline)):

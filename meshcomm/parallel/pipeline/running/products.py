@@ -110,7 +110,7 @@ class Read(NamedTuple):
 
 def read(func: Any, args: Any, kwargs: Any) -> Read | None:
     """What a call multiplies by which weight; None where the two gradients cannot be made apart, or need not."""
-    reader = _READERS.get(func)
+    reader = READERS.get(func)
     if reader is None:
         return None
     try:
@@ -178,11 +178,11 @@ def _each(value: Any, dims: int) -> list[int]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 _LINEAR, _MATMUL = Linear(), Matmul()
-_READERS: dict[Any, Callable[..., Read | None]] = {
+READERS: dict[Any, Callable[..., Read | None]] = {
     functional.linear: _linear,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshcomm._torch import attention_of_linears, function_of, functorch_active, keeps_tensors
 from meshcomm.errors import fail
-from meshcomm.parallel.pipeline.running.products import Product, Read, read
+from meshcomm.parallel.pipeline.running.products import READERS, Product, Read, read
 
 WHERE = "pipelined"
 
@@ -45,9 +45,11 @@ class Owed(NamedTuple):
 class WeightsLater(TorchFunctionMode):
     """Inside, layers leave the gradients of their weights to :meth:`finish`, which comes after backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, edges: dict[int, GradientEdge] | None = None) -> None:
+        """``edges``: of parameters, by ``id``; kept from microbatch to microbatch of a step."""
         super().__init__()
         self._owed: list[Owed] = []
+        self._edges = {} if edges is None else edges
         self.open = False
         """Whether the backward that runs is the pipeline's, and not one that a stage does within its forward."""
 
@@ -72,27 +74,40 @@ class WeightsLater(TorchFunctionMode):
             self.open = was
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inside = None if func in READERS else attention_of_linears(func)
+        if func not in READERS and inside is None:  # nearly all
+            return func(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if inside is not None:
+                with self:
+                    return inside(*args, **kwargs)
             call = read(func, args, kwargs)
             if call is not None and not functorch_active() and _separate(call.weight, call.bias):
                 return self._apart(call)
-            inside = attention_of_linears(func)
-            if inside is not None:
-                with self:
-                    return inside(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _apart(self, call: Read) -> Tensor:
         product, x, weight, bias = call
         kind = x.device.type
         if torch.is_autocast_enabled(kind):  # what is kept is what is multiplied
             x, weight, bias = (_cast(each, torch.get_autocast_dtype(kind)) for each in (x, weight, bias))
-        # The weight itself stays out of the graph: nodes behind it shall run once, when its gradient is there.
-        edges = _edge(weight), _edge(bias)
-        start = torch.empty(0, requires_grad=True, device=x.device)
-        plain = None if bias is None else bias.detach()
-        y: Tensor = _Apart.apply(start, x, weight.detach(), plain, product, edges, self)  # type: ignore[no-untyped-call]
+        # The weight itself stays out of the graph: nodes behind it shall run once, when its gradient is there. Autograd
+        # sees no tensors in a tuple.
+        edges = self._edge(weight), self._edge(bias)
+        start = None if x.requires_grad else torch.empty(0, requires_grad=True, device=x.device)
+        y: Tensor = _Apart.apply(start, x, (_alone(weight), bias), product, edges, self)  # type: ignore[no-untyped-call]
         return y
+
+    def _edge(self, x: Tensor | None) -> GradientEdge | None:
+        if x is None or not x.requires_grad:
+            return None
+        if x.grad_fn is not None:
+            return get_gradient_edge(x)
+        found = self._edges.get(id(x))  # the node of a leaf keeps it alive, so that no other one has its id
+        if found is None:
+            found = self._edges[id(x)] = get_gradient_edge(x)
+        return found
 
     def keep(self, owed: Owed) -> None:
         """For :meth:`finish`."""
@@ -116,8 +131,9 @@ class WeightsLater(TorchFunctionMode):
             torch.autograd.backward(edges, gradients)
 
 
-def _edge(x: Tensor | None) -> GradientEdge | None:
-    return get_gradient_edge(x) if x is not None and x.requires_grad else None
+def _alone(x: Tensor) -> Tensor:
+    """Without what it is made of."""
+    return x if x.grad_fn is None else x.detach()
 
 
 def _separate(*weights: Tensor | None) -> bool:
@@ -151,28 +167,28 @@ class _Apart(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        start: Tensor,
+        start: Tensor | None,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        factors: tuple[Tensor, Tensor | None],
         product: Product,
         edges: Any,
         later: WeightsLater,
     ) -> Tensor:
+        weight, bias = factors
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.edges, ctx.later = product, edges, later
+        ctx.kept = product, edges, later
         return product.run(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        of_weight, of_bias = ctx.edges
-        if ctx.later.open:
-            ctx.later.keep(Owed(ctx.product, weight.shape, of_weight, of_bias, x.detach(), g.detach()))
+        product, (of_weight, of_bias), later = ctx.kept
+        if later.open:
+            later.keep(Owed(product, weight.shape, of_weight, of_bias, _alone(x), _alone(g)))
         elif torch.is_grad_enabled():  # a derivative that a stage takes, and that is differentiated again
             weight = getattr(of_weight.node, "variable", None)
             if weight is None:
                 what = "a stage differentiates what it computes, by weights that are made of other tensors."
                 fail(WHERE, what, fix='a schedule without D and W, such as "1f1b"')
-        of_input = ctx.product.of_input(g, x, weight) if ctx.needs_input_grad[1] else None
-        return None, of_input, None, None, None, None, None
+        of_input = product.of_input(g, x, weight) if ctx.needs_input_grad[1] else None
+        return None, of_input, None, None, None, None
