@@ -15,6 +15,7 @@ from torch.nn.functional import dropout
 
 import meshcomm as mc
 from meshcomm import parallel
+from meshcomm.verifying.training.watched_step import WatchedStep
 
 D, H, ROWS = 4, 8, 8
 Made = tuple[nn.Module, torch.optim.Optimizer, Callable[[Any], Any]]
@@ -723,3 +724,26 @@ def test_wrong_arguments(case: Any) -> None:
 def test_not_within_a_rank() -> None:
     with pytest.raises(mc.MeshError, match="it starts ranks of its own, and this is one"):
         mc.launch(lambda: mc.verify_training(adaptors, BATCHES, meshes=DP), 2)
+
+
+def _backward_of_list(loss: Tensor, weight: Tensor) -> None:
+    torch.autograd.backward([loss])
+
+
+def _grad_by_name(loss: Tensor, weight: Tensor) -> None:
+    torch.autograd.grad(outputs=[loss], inputs=[weight])
+
+
+def _grad(loss: Tensor, weight: Tensor) -> None:
+    torch.autograd.grad(loss, weight)
+
+
+@pytest.mark.parametrize("differentiate", [_backward_of_list, _grad_by_name, _grad], ids=lambda f: f.__name__)
+def test_a_watched_step_notes_what_autograd_is_asked_for(differentiate: Callable[[Tensor, Tensor], None]) -> None:
+    module = torch.nn.Linear(3, 2)
+    with WatchedStep(module) as steps:
+        loss = module(torch.ones(1, 3)).square().sum()
+        differentiate(loss, module.weight)
+    ends = steps.followed(loss).outputs
+    assert ends[0] is not None
+    assert ends == [ends[-1]] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshcomm._torch import version_hint
@@ -12,7 +13,7 @@ from meshcomm.verifying.blame.trail import Followed, Trail
 
 
 class WatchedStep(Trail):
-    """Notes every step of this thread, what ``backward()`` is called of, and writes to what a module has."""
+    """Notes every step, what ``backward`` and ``autograd.grad`` are called of, and writes to what a module has."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -24,8 +25,10 @@ class WatchedStep(Trail):
             self.given(name, x, frozenset())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "backward" and args and isinstance(args[0], Tensor):
-            self._ends.append(self.maker_of(args[0]))
+        if func is torch.autograd.grad or (getattr(func, "__name__", "") == "backward" and args):
+            of = args[0] if args else (kwargs or {}).get("outputs")
+            ends = [of] if isinstance(of, Tensor) else of if isinstance(of, (list, tuple)) else []
+            self._ends += [self.maker_of(x) for x in ends if isinstance(x, Tensor)]
         result = super().__torch_function__(func, types, args, kwargs)
         for name, x in self._held.items():
             if (version := version_hint(x)) != self._versions[name]:
