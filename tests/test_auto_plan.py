@@ -405,6 +405,54 @@ def test_on_the_meta_device() -> None:
     assert all(p.is_meta for p in module.parameters())
 
 
+class Scaled(nn.Embedding):
+    """With a forward of its own, and a number that no file has."""
+
+    def __init__(self) -> None:
+        super().__init__(V, D, padding_idx=3)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale: Any = self.scale
+        return super().forward(ids) * scale.to(self.weight.dtype)
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Single(nn.Module):
+    """An operation that has no float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == F64:
+            raise RuntimeError("got Double")
+        return x.relu()
+
+
+def own_forwards() -> nn.Module:
+    """Layers that do what theirs do in a way of their own."""
+    return nn.Sequential(Scaled(), OwnLinear(D, 2 * D), Single(), OwnLinear(2 * D, D))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forwards_of_their_own_on_the_meta_device_without_float64(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        module = own_forwards().to(dtype)
+    mesh = mc.make_mesh({"tp": 2})
+    plan = auto_plan(module, "tp", mesh=mesh)
+
+    def cut() -> list[tuple[int, ...]]:
+        with torch.device("meta"):
+            made = own_forwards().to(dtype)
+        tensor_parallel(made, plan, axis="tp", mesh=mesh)
+        assert all(x.is_meta for x in [*made.parameters(), *made.buffers()])
+        return [tuple(p.shape) for p in made.parameters()]
+
+    assert mc.launch(cut, ranks=2)[1] == [(V // 2, D), (D, D), (D,), (D, D), (D,)]
+
+
 def test_bytes_of_the_table_are_those_that_are_sent() -> None:
     """Of all but the gradients of what ranks share, which are sent once per step."""
 

@@ -682,8 +682,11 @@ def refused() -> None:
         with pytest.raises(mc.MeshError, match=text):
             tensor_parallel(module, plan, axis="tp", mesh=mesh, **kw)
 
-    wrong("Normal has a forward of its own", Odd(), rest(linear="row"))
-    wrong(r"Places has a forward of its own(.|\n)*Column\(gather=True\)", Odd(), rest(places="vocab"))
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            odd = Odd()
+        wrong("Normal has a forward of its own", odd, rest(linear="row"))
+        wrong(r"Places has a forward of its own(.|\n)*Column\(gather=True\)", odd, rest(places="vocab"))
     wrong("belongs to a Conv1D, not a Linear or Conv1D", Odd(), rest(conv="row"))
     wrong("has no argument 'y'", Mixture(), {**EXPERTS, "experts": Block(inputs=("y",))})
     wrong("block 'experts' is inside of block '', and both enter", Mixture(), {**EXPERTS, "": Block()})

@@ -6,6 +6,7 @@ model -> small copy -> what flows where -> regions, each with candidates -> a pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -85,7 +86,8 @@ def auto_plan(
         ``print`` shows what is cut, what is gathered or summed, and how many bytes a rank sends per token and step.
 
     Cost: a forward and a backward pass of the copy per trial, with what the plan communicates, on 21 tokens. Memory of
-        the copy three times, in float64 up to 2 ** 27 parameters, in float32 beyond.
+        the copy three times, in float64 up to 2 ** 27 parameters, in float32 beyond and where an
+        operation of the model has no float64, as products of grouped experts.
 
     Raises:
         MeshError: not a module; no such axis; a module for which no example is known, or that cannot be copied;
@@ -152,12 +154,13 @@ def _mesh_of(axis: AxisName, mesh: Mesh | None) -> tuple[Mesh, int]:
 
 
 def _seen(module: nn.Module, axis: AxisName, mesh: Mesh, example: Any) -> tuple[SmallCopy, Flow, Proof]:
-    """A small copy, what it can be given, and what flows in it; of the whole depth if need be."""
+    """A small copy, what it can be given, and what flows in it; of the whole depth if need be, and in float32 where
+    some operation has no float64."""
     device = mesh.device
     problems: list[str] = []
-    for shorter in (True, False):
+    for shorter, narrow in itertools.product((True, False), (None, torch.float32)):
         try:
-            small = small_copy_of(module, device, None, shorter)
+            small = small_copy_of(module, device, narrow, shorter)
         except (TypeError, RuntimeError, NotImplementedError) as error:
             fail(WHERE, f"the module cannot be copied: {error}", fix="a plan by hand")
         dtype = next((p.dtype for p in small.module.parameters() if p.is_floating_point()), torch.float64)
