@@ -521,7 +521,7 @@ def test_a_folder_of_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no trace of meshcomm" in capsys.readouterr().err
 
 
-def test_traces_that_are_refused() -> None:
+def test_traces_that_are_refused(tmp_path: Path) -> None:
     def own() -> mc.Trace:
         with mc.use_mesh(mc.make_mesh({"dp": 2})), mc.trace() as t:
             mc.all_reduce(ones(), "dp")
@@ -531,6 +531,15 @@ def test_traces_that_are_refused() -> None:
     with pytest.raises(mc.MeshError, match=r"the trace has no calls of rank 1, [\s\S]*merge the traces of all ranks"):
         mc.prove_no_hang(mine)
     assert mc.prove_no_hang(mc.Trace.merge([mine, other])).ok
+    (_, later) = mc.launch(own, 2)
+    for number, t in enumerate((mine, later)):
+        t.save(tmp_path / f"rank{number}.json")
+    with pytest.raises(mc.MeshError, match=r"different launches[\s\S]*rank 0 of rank0.json and rank 1 of rank1.json"):
+        mc.prove_no_hang(mc.Trace.merge(sorted(tmp_path.iterdir())))
+    both = mc.Trace.merge([mine, other])
+    both.save(tmp_path / "all.json")
+    with pytest.raises(mc.MeshError, match=r"the same calls of rank 0[\s\S]*all.json and rank0.json"):
+        mc.Trace.merge(sorted(tmp_path.iterdir()))
     with pytest.raises(mc.MeshError, match="the trace is open"), mc.trace() as t:
         mc.prove_no_hang(t)
     with pytest.raises(mc.MeshError, match="leave mesh and ranks out"):

@@ -715,6 +715,8 @@ def merged(folder: str) -> tuple[str, int, bool]:
         files = Trace.merge([os.path.join(folder, f"rank{rank}.json") for rank in range(4)])
         mine = [e.start + whole.began for e in whole.events if e.rank == mesh.rank]
         near = all(abs(a - (e.start + t.began)) < 1e-4 for a, e in zip(mine, t.events, strict=True))
+    assert {name: set(ranks) for name, ranks in whole.launches.items()} == {whole.events[0].launch: {0, 1, 2, 3}}
+    assert whole.events[0].launch
     return whole.summary(), len(whole.events), near and set(whole.events) == set(files.events)
 
 
@@ -733,7 +735,7 @@ def test_what_cannot_be_merged(tmp_path: Path) -> None:
     (tmp_path / "none.json").write_text("no json")
     for wrong, match in (
         ([tmp_path / "no.json"], "no.json' is no trace of meshcomm"),
-        ([tmp_path / "none.json"], "none.json' is no trace of meshcomm"),
+        ([tmp_path / "none.json"], "none.json' is no trace of meshcomm, or one that was not written to its end"),
         (tmp_path / "no.json", "expected several traces or files"),
         (3, "expected several traces or files, got int"),
         ([3], "expected a trace or a file, got int"),

@@ -17,7 +17,8 @@ _MICRO = 1e6
 _CATEGORY = "collective"
 _KEPT = ("operation", "primitive", "size", "rank", "place", "payload", "wire", "backward", "asynchronous", "error")
 """What stands in a slice as it is."""
-_MEETING = {"group": "", "ranks": (), "key": "", "gradient": 2, "sent": (), "wanted": (), "runs": ((), ()), "asked": ""}
+_MEETING = {"group": "", "ranks": (), "key": "", "gradient": 2, "sent": (), "wanted": (), "runs": ((), ()), "asked": "",
+            "launch": ""}  # fmt: skip
 """What it meets, and what stands there if it does not say."""
 
 
@@ -27,7 +28,7 @@ def document(
     seconds: float,
     compiled: Iterable[AxisName],
     together: Iterable[tuple[str, tuple[str, ...]]] = (),
-    ranks: Iterable[int] = (),
+    ranks: Iterable[tuple[str, int]] = (),
 ) -> dict[str, Any]:
     """The whole file."""
     slices: list[dict[str, Any]] = []
@@ -42,7 +43,7 @@ def document(
                 for event in lane:
                     slices += _slices(event, pid, tid, seconds)
     about = {"made by": "meshcomm", "began": began, "seconds": seconds, "compiled": [_axis(axis) for axis in compiled],
-             "names": [[name, list(axes)] for name, axes in together], "ranks": list(ranks)}  # fmt: skip
+             "names": [[name, list(axes)] for name, axes in together], "ranks": list(map(list, ranks))}  # fmt: skip
     return {"traceEvents": slices, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -114,9 +115,9 @@ def _args(event: TraceEvent) -> dict[str, Any]:
     return args
 
 
-def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tuple[TraceEvent, ...], Any, list[int]]:
-    """When the trace began, how long it was, what was compiled, the events, names of several axes, and the ranks,
-    of what :func:`document` gave.
+def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tuple[TraceEvent, ...], Any, Any]:
+    """When the trace began, how long it was, what was compiled, the events, names of several axes, and the ranks with
+    their launch, of what :func:`document` gave.
     """
     about = file["otherData"]
     if about["made by"] != "meshcomm":
@@ -129,7 +130,7 @@ def read(file: dict[str, Any]) -> tuple[float, float, tuple[AxisName, ...], tupl
         tuple(_name(axis) for axis in about["compiled"]),
         tuple(events),
         [(name, tuple(axes)) for name, axes in about.get("names", ())],
-        list(map(int, about.get("ranks", ()))),
+        [(str(launch), int(rank)) for launch, rank in about.get("ranks", ())],
     )
 
 

@@ -83,6 +83,10 @@ class TraceEvent:
     """When the wait after the call began that saw its end, or the last one; None if nobody has waited, or nobody had
     to.
     """
+    launch: str = ""
+    """Which launch of the ranks it is of, alike on all of them; "" where that is not known, and in a trace of all ranks
+    of this process.
+    """
     asked: str = ""
     """What the program has asked besides whether it was over, and where: "done() at train.py:7"."""
 

@@ -92,7 +92,8 @@ class Record:
             wait=self.waited / _SECOND,
             end=None if ended is None else (ended - origin) / _SECOND,
             error=self.error,
-            group=axis.group, ranks=axis.ranks, key=repr((call.what, call.given, call.fixed, call.tree, key)),
+            launch=axis.launch, group=axis.group, ranks=axis.ranks,
+            key=repr((call.what, call.given, call.fixed, call.tree, key)),
             gradient=call.gradient, sent=axis.named(messages[0]), wanted=axis.named(messages[1]), runs=(send, recv),
             waited_at=None if self.waited_at is None else (self.waited_at - origin) / _SECOND,
             asked="" if self.asked is None else f"{self.asked[0]} at {site_at(self.asked[1])}",
@@ -111,7 +112,8 @@ _SEVERAL = frozenset(("exchange", "scatter", "barrier", "barrier_within"))
 class _Place:
     """An axis, for records that outlive it."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, launch: str) -> None:
+        self.launch = launch
         self.name, self.size, self.index = axis.name, axis.size, axis.own_index
         self.ranks, self.group = axis.own_ranks, axis.group
         self.rank = axis.own_ranks[axis.own_index]
@@ -125,9 +127,9 @@ class _Place:
 class Recorder(Hook):
     """Records every primitive over an axis, for one who listens."""
 
-    def __init__(self, axis: Axis, records: list[Record]) -> None:
+    def __init__(self, axis: Axis, records: list[Record], launch: str) -> None:
         self.records = records
-        self._place = _Place(axis)
+        self._place = _Place(axis, launch)
         self._announced: tuple[Call | None, CallSite | Spot] = None, CallSite("", 0)
 
     def announce(self, call: Call) -> None:
@@ -205,12 +207,14 @@ class _Watched(Around):
 # ---------------------------------------------------------------------------------------------- coming and going
 
 
-def attach(axis: Axis, records: list[Record]) -> None:
-    """Put every primitive over ``axis`` into ``records``: not of a graph that is compiled, nor of one rank alone."""
+def attach(axis: Axis, records: list[Record], launch: str) -> None:
+    """Put every primitive over ``axis`` into ``records``: not of a graph that is compiled, nor of one rank alone.
+    ``launch``: whose ranks they are.
+    """
     if axis.is_traced or axis.size == 1:
         return
     detach(axis, records)
-    put_on(axis.link, Recorder(axis, records))
+    put_on(axis.link, Recorder(axis, records, launch))
 
 
 def detach(axis: Axis, records: list[Record]) -> None:

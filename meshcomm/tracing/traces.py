@@ -20,7 +20,8 @@ from meshcomm.mesh import Axis, AxisName, Mesh, all_axes, axes_in, on_new_axis
 from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.pictures.timeline import Bar, timeline
 from meshcomm.runtime.ops import is_operation, operations
-from meshcomm.runtime.start import workers
+from meshcomm.runtime.start import workers, world
+from meshcomm.runtime.start.membership import name_of
 from meshcomm.runtime.transports.dry.world import DryWorld, dry_world
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.tracing import chrome
@@ -40,7 +41,8 @@ class Trace(Shown):
         """Axes over which compiled graphs may have communicated, of which a trace knows nothing."""
         self._compiled_now: tuple[AxisName, ...] = ()
         self._names: dict[str, set[tuple[str, ...]]] = {}  # what stands for several axes, on any of the meshes
-        self._heard: set[int] = set()  # the ranks of the world whose calls it would have
+        self._heard: set[tuple[str, int]] = set()  # launches and their ranks whose calls it would have
+        self._files: dict[tuple[str, int], str] = {}  # where those of a rank were read
         self._home: Rank | None = None
         self._dry: DryWorld | None = None  # the dry run in which it was entered: it hears of nothing outside
         self._origin = 0
@@ -116,8 +118,18 @@ class Trace(Shown):
                 self._learn((name, axes) for name, axes in axis.mesh.names.items())
                 self._axes.append(weakref.ref(axis))
                 every = axis.mesh.in_process and self._home is None
-                self._heard.update(range(axis.mesh.world_size) if every else [axis.own_ranks[axis.own_index]])
-                attach(axis, self._records)
+                launch = self._launch(axis)
+                own = range(axis.mesh.world_size) if every else [axis.own_ranks[axis.own_index]]
+                self._heard.update((launch, rank) for rank in own)
+                attach(axis, self._records, launch)
+
+    def _launch(self, axis: Axis) -> str:
+        """Which one the rank is of whose axis this is, if the others have traces of their own."""
+        if self._home is not None:
+            found: str = self._home.world.shared.setdefault("launch", os.urandom(8).hex())
+            return found
+        here = None if axis.mesh.in_process or self._dry is not None else world.current()
+        return "" if here is None else name_of(here)
 
     def _note_compiled(self, axis: Axis, now: bool = False) -> None:
         """Something that communicates over ``axis`` is being compiled, or was in another trace."""
@@ -169,7 +181,16 @@ class Trace(Shown):
     def ranks(self) -> tuple[int, ...]:
         """Of the world: those of the groups in use whose calls it has, were there none."""
         used = {rank for event in self.events for rank in event.ranks}
-        return tuple(sorted(used.intersection(self._heard).union(event.rank for event in self.events)))
+        heard = {rank for _, rank in self._heard}
+        return tuple(sorted(used.intersection(heard).union(event.rank for event in self.events)))
+
+    @property
+    def launches(self) -> dict[str, dict[int, str]]:
+        """Launch to the ranks of it whose calls it has, were there none, and the name of each one's file, or ""."""
+        found: dict[str, dict[int, str]] = {}
+        for at in sorted(self._heard.union((event.launch, event.rank) for event in self.events)):
+            found.setdefault(at[0], {})[at[1]] = self._files.get(at, "")
+        return found
 
     @property
     def seconds(self) -> float:
@@ -267,12 +288,14 @@ class Trace(Shown):
         whole._origin, whole._end = 1, 1
         if parts:
             whole.began = min(part.began for part in parts)
+            _refuse_twice(parts)
             moved = [chrome.moved(part.events, part.began - whole.began) for part in parts]
             whole._events = tuple(sorted((e for events in moved for e in events), key=lambda e: e.start))
             whole._end += round(_SECOND * max(part.began - whole.began + part.seconds for part in parts))
             for part in parts:
                 whole._learn(part._known())
                 whole._heard |= part._heard
+                whole._files |= part._files
             whole.compiled = tuple(dict.fromkeys(axis for part in parts for axis in part.compiled))
         return whole
 
@@ -287,7 +310,7 @@ class Trace(Shown):
         self.began, self.compiled, self._events = state["began"], state["compiled"], state["events"]
         self._origin, self._end = 1, 1 + round(_SECOND * state["seconds"])
         self._learn(state.get("names", ()))
-        self._heard.update(state.get("ranks", ()))
+        self._heard.update((launch, rank) for launch, rank in state.get("ranks", ()))
 
 
 def _loaded(part: object) -> Trace:
@@ -297,17 +320,41 @@ def _loaded(part: object) -> Trace:
         return part
     if not isinstance(part, (str, os.PathLike)):
         fail("Trace.merge", f"expected a trace or a file, got {type(part).__name__}.")
+    path = os.fspath(part)
     with open(part, encoding="utf-8") as file:
         try:
             began, seconds, compiled, events, together, ranks = chrome.read(json.load(file))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            fail(
-                "Trace.merge", f"{os.fspath(part)!r} is no trace of meshcomm.", fix="a file that Trace.save has written"
-            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            cut = isinstance(error, json.JSONDecodeError)
+            what = "is no trace of meshcomm" + (", or one that was not written to its end." if cut else ".")
+            fail("Trace.merge", f"{path!r} {what}", fix="a file that Trace.save has written")
     found = Trace()
     found.__setstate__({"began": began, "seconds": seconds, "compiled": compiled, "events": events, "names": together,
                         "ranks": ranks})  # fmt: skip
+    found._files = dict.fromkeys(found._heard.union((e.launch, e.rank) for e in events), os.path.basename(path))
     return found
+
+
+def _refuse_twice(parts: Sequence[Trace]) -> None:
+    """Two traces that have the same calls of a rank: a file and its copy, or one of all ranks beside those of each."""
+    seen: dict[tuple[str, int], list[tuple[Trace, set[tuple[Any, ...]]]]] = {}
+    for part in parts:
+        for at, events in grouped(part.events, lambda e: (e.launch, e.rank)).items():
+            calls: set[tuple[Any, ...]] = {
+                (e.group, e.key, e.site, round(1e5 * (part.began + e.start))) for e in events
+            }
+            for other, others in seen.setdefault(at, []):
+                if min(len(calls), len(others)) <= sum(_is_in(others, call) for call in calls):
+                    got = " and ".join(each._files.get(at) or repr(each) for each in (other, part))
+                    what = f"two traces have the same calls of rank {at[1]}, which would count twice."
+                    fail("Trace.merge", what, got=got, fix="one of them")
+            seen[at].append((part, calls))
+
+
+def _is_in(calls: set[tuple[Any, ...]], call: tuple[Any, ...]) -> bool:
+    """At the same time, as far as its number was rounded."""
+    *what, time = call
+    return any((*what, time + by) in calls for by in (0, -1, 1))
 
 
 def trace() -> Trace:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm import _torch
 from meshcomm.errors import MeshError, fail, held
@@ -38,6 +39,8 @@ class ProcessWorld(NamedTuple):
     """Whether the ranks compare their calls."""
     neighbours: Neighbours | None = None
     """All ranks' addresses, if each sees the memory of those that say they are on its machine."""
+    name: str = ""
+    """Alike in all of them, and in no other launch; empty where :func:`name_of` has to ask for it."""
 
 
 def adopted(request: Request) -> tuple[ProcessWorld, bool]:
@@ -107,8 +110,24 @@ def addresses_of(here: ProcessWorld, ranks: Sequence[int]) -> Neighbours | None:
     for rank in ranks:
         if rank not in known:
             known[rank] = Address.read(store.get(f"meshcomm/{meeting}/address/{rank}").decode())
-    token = store.compare_set(f"meshcomm/{meeting}/token", "", os.urandom(8).hex()).decode()
-    return Neighbours(token, tuple(known[rank] for rank in ranks))
+    return Neighbours(_token(store, meeting), tuple(known[rank] for rank in ranks))
+
+
+def name_of(here: ProcessWorld) -> str:
+    """Tells these processes from those of every other launch, alike in all of them; empty among fake ranks, and where
+    the store has gone.
+    """
+    if here.name or not here.adopted:
+        return here.name
+    with contextlib.suppress(RuntimeError):
+        if (meeting := meeting_number(here)) is not None:
+            return _token(_torch.default_store(), meeting)
+    return ""
+
+
+def _token(store: Store, meeting: int) -> str:
+    """What the first one who asked has drawn."""
+    return str(store.compare_set(f"meshcomm/{meeting}/token", "", os.urandom(8).hex()).decode())
 
 
 def agree_on_guard(here: ProcessWorld) -> None:

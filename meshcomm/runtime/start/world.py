@@ -269,7 +269,7 @@ def _start(who: Launcher, request: Request) -> None:
     backend, device_type = devices.choose_backend(request.backend)
     timeout, guard = request.timeout or DEFAULT_TIMEOUT, guard_wanted(request.guard)
     state = _State(request, choice(who.name))
-    neighbours = None
+    neighbours, name = None, ""
     with contextlib.ExitStack() as meeting, _undone(state):
         if backend == "fake":
             place = devices.Place(who.rank, who.world_size, 0, devices.present(device_type))
@@ -290,11 +290,20 @@ def _start(who: Launcher, request: Request) -> None:
                 _listen_at(state, network.choose(seat, seated, os.environ))
                 rendezvous.reached(here, who.rank, seated, os.environ.get(network.GLOO), timeout)
             _make_group(state, backend, who, timeout, here, place.device)
-            near = Neighbours(tokens[0], tuple(map(Address.read, addresses)))
+            name = tokens[0]
+            near = Neighbours(name, tuple(map(Address.read, addresses)))
             if rendezvous.agreed(here, who.rank, who.world_size, near.are_seen(who.rank), timeout):
                 neighbours = near
     state.world = ProcessWorld(
-        who.rank, who.world_size, *place, backend, timeout, adopted=False, guard=guard, neighbours=neighbours
+        who.rank,
+        who.world_size,
+        *place,
+        backend,
+        timeout,
+        adopted=False,
+        guard=guard,
+        neighbours=neighbours,
+        name=name,
     )
     _state = state
 

@@ -67,8 +67,10 @@ def _issue(event: TraceEvent, group: Group) -> Issue:
 
 
 def _rolled(event: TraceEvent) -> str:
-    """Its sequence of calls: barriers with a time-out count for themselves."""
-    return f"{event.group}, barriers with a time-out" if event.primitive == "barrier_within" else event.group
+    """Its sequence of calls: each launch has its own, and barriers with a time-out count for themselves."""
+    timed = ", barriers with a time-out" if event.primitive == "barrier_within" else ""
+    launch = f" of launch {event.launch}" if event.launch else ""
+    return f"{event.group}{launch}{timed}"
 
 
 def unproven_of(events: Iterable[TraceEvent]) -> list[str]:
@@ -78,18 +80,33 @@ def unproven_of(events: Iterable[TraceEvent]) -> list[str]:
     return list(dict.fromkeys((*asked, *timed)))
 
 
+def _has_all_ranks(trace: Trace, events: Sequence[TraceEvent]) -> None:
+    """Those that others call with, of the same launch."""
+    groups = {(event.launch, id(event.ranks)): event.ranks for event in events}  # thousands of events have a few
+    launches = trace.launches
+    for launch in {launch: None for launch, _ in groups}:
+        needed = {rank for (of, _), ranks in groups.items() if of == launch for rank in ranks}
+        lacking = sorted(needed.difference(launches[launch]))
+        elsewhere = [(rank, of[rank]) for rank in lacking for of in launches.values() if rank in of]
+        if elsewhere:
+            here = [(rank, file) for rank, file in launches[launch].items() if rank in needed]
+            got = " and ".join(f"rank {rank}{f' of {file}' if file else ''}" for rank, file in (here[0], elsewhere[0]))
+            fix = "the traces of one launch alone: a folder for each, of its own"
+            fail(_WHERE, "traces of different launches, whose ranks have not met.", got=got, fix=fix)
+        if lacking:
+            got = f"those of {ranks_said(sorted(launches[launch]))}"
+            fix = "merge the traces of all ranks: mc.Trace.merge(...) of saved files, or of mc.gather_object(t, axis)"
+            fail(_WHERE, f"the trace has no calls of {ranks_said(lacking)}, which others call with.", got=got, fix=fix)
+
+
 def _checked(trace: Trace, events: Sequence[TraceEvent], alone: bool) -> None:
     """Refuse what nothing can be said of."""
     if trace.is_open:
         fail(_WHERE, "the trace is open.", got=repr(trace), fix="leave its with block first")
     if any(not event.ranks for event in events):
         fail(_WHERE, "the trace is one of an older version, whose events do not say what they meet.", fix="trace again")
-    groups = {id(event.ranks): event.ranks for event in events}.values()  # thousands of events have a few
-    lacking = [] if alone else sorted({rank for ranks in groups for rank in ranks}.difference(trace.ranks))
-    if lacking:
-        got = f"those of {ranks_said(trace.ranks)}"
-        fix = "merge the traces of all ranks: mc.Trace.merge(...) of saved files, or of mc.gather_object(t, axis)"
-        fail(_WHERE, f"the trace has no calls of {ranks_said(lacking)}, which others call with.", got=got, fix=fix)
+    if not alone:
+        _has_all_ranks(trace, events)
     if trace.compiled:
         over = ", ".join(map(axis_text, trace.compiled))
         fix = "trace it under torch.compiler.set_stance('force_eager')"
