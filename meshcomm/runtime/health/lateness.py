@@ -183,7 +183,7 @@ def _completed(late: Late, found: Mapping[int, Any]) -> Iterator[str]:
     mine = late.log.last_done
     yield f"this rank {'nothing yet on this axis' if mine is None else f'{text_of(mine)}, call {mine[NUMBER]}'}"
     for i, answer in list(found.items())[:_SHOWN]:
-        yield f"{_rank(i, late.log.ranks)} {answer['done'] or 'nothing yet'}"
+        yield f"{_rank(i, late.log)} {answer['done'] or 'nothing yet'}"
 
 
 # ----------------------------------------------------------------------------------------------------- at the store
