@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -185,6 +187,59 @@ def test_around_on_a_real_accelerator(tmp_path: Any) -> None:
         for name, value in plain.items():
             if value is not None:
                 assert odd[name] == ("cpu" if name in ("message", "object") else kind, value[1]), name
+
+
+# ------------------------------------------------------------------------------------------------ the default device
+
+FACTORIES = (
+    "empty|empty_strided|zeros|ones|full|tensor|as_tensor|scalar_tensor|arange|linspace|eye|rand|randn|randint|randperm"
+)
+
+
+def unplaced(path: Path) -> list[str]:
+    """Where a tensor is made wherever the user's default device is."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [
+        f"{path}:{call.lineno}"
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "torch" and re.fullmatch(FACTORIES, call.func.attr)
+        if not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]  # fmt: skip
+
+
+def test_no_tensor_of_the_library_is_made_wherever_the_default_device_is() -> None:
+    assert not [each for path in Path(mc.__file__).parent.rglob("*.py") for each in unplaced(path)]
+
+
+def under_a_default_device() -> None:
+    """What the library makes for itself stays on the CPU: in a process in which nothing was asked of it before."""
+    mesh = mc.make_mesh({"dp": 1})
+    with torch.device("meta"):
+        made = mc.launch(lambda: torch.ones(1).device.type, ranks=2)
+        drawn = mc.launch(lambda: torch.randn(2, device="cpu").tolist(), ranks=2)
+        assert made == ["meta", "meta"]
+        assert drawn[0] != drawn[1]
+        w = torch.nn.Parameter(torch.linspace(0, 1, 6, device="cpu"))
+        assert fingerprint_of(w).samples
+        order = mc.MeshBatchSampler(10, 2, "dp", shuffle=True, mesh=mesh).order(0)
+        assert sorted(order.tolist()) == list(range(10))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4, device="cpu"))
+        mc.parallel.fully_shard(model, "dp", grads="mean", mesh=mesh)
+        model(torch.ones(2, 4, device="cpu")).sum().backward()
+        found = mc.verify(
+            lambda x: mc.all_reduce(x.sum(), "dp"),
+            torch.ones(4, device="cpu"),
+            in_specs="(dp b)",
+            out_specs="",
+            meshes=[{"dp": 2}],
+        )
+        assert found.ok, found
+
+
+def test_what_the_library_makes_for_itself_stays_on_the_cpu() -> None:
+    command = [sys.executable, "-c", "import test_devices as t; t.under_a_default_device()"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 # --------------------------------------------------------------------------------------- a thread of autograd's own

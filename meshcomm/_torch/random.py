@@ -48,7 +48,9 @@ def _place(generator: torch.Generator) -> int | None:
 
 def _alike(one: torch.Generator, other: torch.Generator) -> bool:
     """Whether both give the same numbers from now on."""
-    draws = [(each.get_state(), torch.empty(3).normal_(generator=each), _words(each)) for each in (one, other)]
+    draws = [
+        (each.get_state(), torch.empty(3, device="cpu").normal_(generator=each), _words(each)) for each in (one, other)
+    ]
     return bool(torch.equal(draws[0][0], draws[1][0]) and torch.equal(draws[0][1], draws[1][1]))
 
 
@@ -57,7 +59,7 @@ def generator_cells(generator: torch.Generator) -> memoryview | None:
     if not _CDATA:
         return None
     one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    torch.empty(3).normal_(generator=one)  # of pairs: one is kept
+    torch.empty(3, device="cpu").normal_(generator=one)  # of pairs: one is kept
     start, size = _place(one), _BEFORE + 4 * _WORDS + _BEHIND
     if start is None or {start, _place(other), _place(generator)} != {start}:
         return None

@@ -320,7 +320,7 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, how: bool 
         if not axis.is_at(src):
             with held():
                 check.explain("scatter", f"src ({src}) has nothing to scatter; its own error says why.", axis)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     device = axis.mesh.device if elsewhere else torch.device("cpu")
     return torch.empty(lengths[:ndim], dtype=_DTYPES[code - 1], device=device)
 

@@ -110,7 +110,7 @@ class _First(threading.local):
 
     def __init__(self) -> None:
         with torch.enable_grad():
-            torch.zeros(1, requires_grad=True).view(1)
+            torch.zeros(1, requires_grad=True, device="cpu").view(1)
         self.number = _AT_LAST
 
 

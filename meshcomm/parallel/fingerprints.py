@@ -37,7 +37,7 @@ def fingerprint_of(x: Tensor) -> Fingerprint:
     norm = _norm(flat)
     if not flat.numel():
         return Fingerprint(least, 0.0, 0, ())
-    at = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).round().long()
+    at = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64, device="cpu").round().long()
     picked = flat[tuple(torch.unravel_index(at.to(flat.device), flat.shape))] if flat.ndim else flat[None]
     return Fingerprint(least, norm.item(), flat.numel(), tuple(picked.to("cpu", torch.float64).tolist()))
 

@@ -92,7 +92,9 @@ def tensors(
         shape.append(math.prod(mesh[axis] for axis in axes) * draw(st.integers(1, most)))
     numbers = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     if dtype == torch.bool:
-        return torch.rand(shape, generator=numbers) < 0.5
+        return torch.rand(shape, generator=numbers, device="cpu") < 0.5
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.randint(-8, 9, shape, generator=numbers).to(dtype)
-    return torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
+        return torch.randint(-8, 9, shape, generator=numbers, device="cpu").to(dtype)
+    return (
+        torch.randn(shape, generator=numbers, dtype=torch.float64, device="cpu").to(dtype).requires_grad_(requires_grad)
+    )

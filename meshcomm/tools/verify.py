@@ -143,7 +143,9 @@ def drawn_input(text: str, seed: int) -> tuple[str, Tensor]:
     if "=" not in text or not all(each.isdigit() for each in lengths):
         fail(_WHERE, f"--in {text!r} is no layout with sizes.", fix="such as --in '(dp b) d=8,4'")
     numbers = torch.Generator().manual_seed(seed)
-    return layout.strip(), torch.randn([int(each) for each in lengths], generator=numbers, dtype=torch.float64)
+    return layout.strip(), torch.randn(
+        [int(each) for each in lengths], generator=numbers, dtype=torch.float64, device="cpu"
+    )
 
 
 def found(text: str) -> Any:

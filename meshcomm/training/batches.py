@@ -142,9 +142,9 @@ class MeshBatchSampler(Sampler[list[int]]):
         """The rows of an epoch in their order, of all ranks, int64 ``[size]``."""
         with _torch.outside_transforms(), _torch.without_modes():
             if not self.shuffle:
-                return torch.arange(self.size)
+                return torch.arange(self.size, device="cpu")
             generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
-            return torch.randperm(self.size, generator=generator)
+            return torch.randperm(self.size, generator=generator, device="cpu")
 
     @Op("MeshBatchSampler.follow", composed=True)
     def follow(self, batches: Iterable[T]) -> Iterator[T]:

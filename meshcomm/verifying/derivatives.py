@@ -54,7 +54,11 @@ def drawn(leaves: Sequence[Leaf], seed: int) -> list[Leaf]:
     """A direction per leaf."""
     made = torch.Generator().manual_seed(seed)
     return [
-        leaf._replace(value=torch.randn(leaf.value.shape, generator=made, dtype=_wide(leaf.value)).to(leaf.value.dtype))
+        leaf._replace(
+            value=torch.randn(leaf.value.shape, generator=made, dtype=_wide(leaf.value), device="cpu").to(
+                leaf.value.dtype
+            )
+        )
         for leaf in leaves
     ]
 

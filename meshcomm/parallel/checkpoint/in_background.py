@@ -59,7 +59,9 @@ class OnHost(Planner):
         for _, x in tensors:
             end += -(-x.nbytes // 64) * 64
             ends.append(end)
-        self.room = room if room is not None and room.numel() >= end else torch.empty(end, dtype=torch.uint8)
+        self.room = (
+            room if room is not None and room.numel() >= end else torch.empty(end, dtype=torch.uint8, device="cpu")
+        )
         self._copies: dict[MetadataIndex, Tensor] = {}
         for (index, x), stop in zip(tensors, ends, strict=True):
             at = stop - -(-x.nbytes // 64) * 64

@@ -278,7 +278,7 @@ def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         known = group.get(key)
         if isinstance(known, Tensor):  # a compiled step may hold it
-            known.copy_(torch.as_tensor(value))
+            known.copy_(torch.as_tensor(value, device=known.device))
         else:
             group[key] = value
 

@@ -33,10 +33,12 @@ class Piece(NamedTuple):
 def places(length: int, n: int, index: int, order: str) -> Tensor:
     """Where in the sequence the ``length`` places of this index are."""
     if order == "contiguous":
-        return torch.arange(index * length, (index + 1) * length)
+        return torch.arange(index * length, (index + 1) * length, device="cpu")
     half = length // 2
     early, late = index * half, (2 * n - 1 - index) * half
-    return torch.cat([torch.arange(early, early + half), torch.arange(late, late + length - half)])
+    return torch.cat(
+        [torch.arange(early, early + half, device="cpu"), torch.arange(late, late + length - half, device="cpu")]
+    )
 
 
 def pieces(length: int, n: int, mine: int, other: int, order: str) -> list[Piece]:

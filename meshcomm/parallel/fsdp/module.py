@@ -250,7 +250,7 @@ def fully_shard(
     empty = from_meta.parts_on_meta(module) - taken
     if init is None and not from_meta.values_come_later(module, empty):
         init = from_meta.reset
-    device = ax.mesh.device if offload else _device(module, ax)
+    device = _device(module, ax, offload)
     policy = Policy(ax, replica, grads, param_dtype, reduce_dtype, accumulate_dtype, prefetch, device, offload)
     told = checked_axes(where, axes, ax.mesh, policy.names)
     owner = Sharded(policy, torch.empty(0, device=policy.device))
@@ -337,8 +337,10 @@ def _refuse_narrower(
 # ------------------------------------------------------------------------------------------------- cutting and sending
 
 
-def _device(module: nn.Module, axis: Axis) -> torch.device:
-    return next((param.device for param in module.parameters() if not param.is_meta), axis.mesh.device)
+def _device(module: nn.Module, axis: Axis, offload: bool) -> torch.device:
+    """Where units are gathered: where the module is; of one that is offloaded already on the CPU, that of the mesh."""
+    known = (p.device for p in module.parameters() if not p.is_meta and not (offload and p.device.type == "cpu"))
+    return next(known, axis.mesh.device)
 
 
 class _Policies:

@@ -356,7 +356,9 @@ class PipelineStep(nn.Module):
         src = self.schedule.place(self._last)[0]
         if is_dry():  # the number is nobody's
             agree([0, 0], axis, src)
-            return torch.zeros((), dtype=torch.get_default_dtype() if total is None else total.dtype)
+            return torch.zeros(
+                (), dtype=torch.get_default_dtype() if total is None else total.dtype, device=axis.mesh.device
+            )
         said = [0, 0] if total is None else [_as_bits(total.item()), _DTYPES.index(total.dtype)]
         bits, dtype = agree(said, axis, src)[0]
         return torch.tensor(_of_bits(bits), dtype=_DTYPES[dtype], device=axis.mesh.device)

@@ -31,6 +31,19 @@ def in_use() -> ModuleType | None:
     return found if begun is None or begun() else None
 
 
+@cache
+def _casting(default: str) -> tuple[str, ...]:
+    found = module()
+    here = {"cpu", default} | ({torch.accelerator.current_accelerator().type} if found is not None else set())  # type: ignore[union-attr]
+    return tuple(sorted(here - {"meta"}))
+
+
+def casts() -> list[tuple[str, torch.dtype, bool]]:
+    """Of each kind of device that computes here: to what autocast casts for it, and whether it does."""
+    kinds = _casting(torch.get_default_device().type)
+    return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+
 NO_DOUBLES = {"mps"}
 """Kinds of device that have no float64."""
 

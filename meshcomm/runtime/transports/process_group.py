@@ -176,7 +176,7 @@ class ProcessLink(GroupLink):
         results, mine = out.split(runs), runs[self.index]
         room, self._room = self._room, None  # taken, so that what runs at the same time gets its own
         if room is None or room.numel() < out.nbytes + _ROUND:
-            room = torch.empty(out.nbytes + _ROUND, dtype=torch.uint8)
+            room = torch.empty(out.nbytes + _ROUND, dtype=torch.uint8, device="cpu")
         got = room[: self.size * mine * out.element_size()].view(out.dtype)
         first, tag = self._swap("all_reduce", got, packed, [mine] * self.size, runs), self._tag()
 

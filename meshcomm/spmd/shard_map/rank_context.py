@@ -19,6 +19,7 @@ from meshcomm._torch import dual_level_open, functorch_active, tree_flatten
 from meshcomm.collectives.check import differentiable
 from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Mesh, begin, current_mesh, use_mesh
+from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.spmd.shard_map.specs import WHERE
 from meshcomm.spmd.types.reachable import Reachable, Slot
@@ -95,8 +96,7 @@ class Modes:
         self.grad = torch.is_grad_enabled()
         self.transformed = functorch_active() or dual_level_open()
         self.device = torch.get_default_device()
-        kinds = {"cpu", self.device.type} - {"meta"}
-        self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)]
+        self.casts = accelerator.casts()
 
     def missing(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
         """What brings back the modes of the call on ranks, which have those of who asks."""
@@ -202,7 +202,7 @@ def _leaves(outputs: list[Tensor], places: dict[int, int]) -> tuple[set[int], li
 
 def _is_constant(node: Any, known: int) -> bool:
     """Whether nobody has this leaf but the graph, and ``known`` others."""
-    alone = _references(get_gradient_edge(torch.ones(1, requires_grad=True)).node) + known
+    alone = _references(get_gradient_edge(torch.ones(1, requires_grad=True, device="cpu")).node) + known
     if _references(node) > alone:
         gc.collect()  # a function that names itself keeps what it has seen
     return _references(node) <= alone

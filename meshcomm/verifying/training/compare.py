@@ -61,7 +61,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 def whole(part: Part) -> Tensor:
     """Of one rank that has all of it."""
-    x = torch.zeros(part.shape, dtype=part.dtype)
+    x = torch.zeros(part.shape, dtype=part.dtype, device="cpu")
     for offsets, box in part.boxes:
         part_of(x, offsets, tuple(box.shape)).copy_(box)
     return x
@@ -178,7 +178,11 @@ def factor_of(got: Tensor, right: Tensor, near: float) -> float | None:
 
 def flat(part: Part) -> Tensor:
     """All that a rank has of it."""
-    return torch.cat([box.reshape(-1) for _, box in part.boxes]) if part.boxes else torch.zeros(0, dtype=part.dtype)
+    return (
+        torch.cat([box.reshape(-1) for _, box in part.boxes])
+        if part.boxes
+        else torch.zeros(0, dtype=part.dtype, device="cpu")
+    )
 
 
 def flat_of(x: Tensor, part: Part) -> Tensor:

@@ -169,7 +169,7 @@ def checked_loss(loss: Any) -> Tensor | None:
     if loss is None:
         return None
     if isinstance(loss, (int, float)):
-        return torch.tensor(loss, dtype=torch.float64)
+        return torch.tensor(loss, dtype=torch.float64, device="cpu")
     if not isinstance(loss, Tensor):
         fail(WHERE, "step gives no loss.", got=type(loss).__name__, fix="a tensor, a number, or None")
     return loss.detach().to("cpu", copy=True)

@@ -43,7 +43,7 @@ class _Piece:
         return storage.resizable() and not storage.is_shared()  # as numpy and other processes leave it
 
 
-_UNHELD = _Piece(torch.empty(0), 1).held()
+_UNHELD = _Piece(torch.empty(0, device="cpu"), 1).held()
 
 
 class Memory:

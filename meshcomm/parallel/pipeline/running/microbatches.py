@@ -70,7 +70,7 @@ def shares_of(weights: Any, cuts: Sequence[tuple[int, int]], rows: int) -> list[
     if weights is None:
         return [(stop - start) / rows for start, stop in cuts]
     try:
-        given = torch.as_tensor(weights).detach().double().cpu()
+        given = torch.as_tensor(weights, device="cpu").detach().double().cpu()
     except (TypeError, ValueError, RuntimeError):
         fail(WHERE, f"weights are no numbers but {type(weights).__name__}.", fix="a tensor, or a list, of counts")
     if given.ndim != 1 or len(given) not in (len(cuts), rows):

@@ -64,7 +64,7 @@ def _ids(module: nn.Module) -> Tensor:
 
 def _ids_of(most: int) -> Tensor:
     low = 3 if most > 8 else 0
-    return torch.randint(low, max(low + 1, min(most, 200)), (BATCH, LENGTH), generator=_draws())
+    return torch.randint(low, max(low + 1, min(most, 200)), (BATCH, LENGTH), generator=_draws(), device="cpu")
 
 
 def _draws() -> torch.Generator:
@@ -89,21 +89,21 @@ def _picture(module: nn.Module, most: int = 1 << 30) -> Tensor:
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     first = next((part for part in module.modules() if isinstance(part, nn.Conv2d)), None)
     channels = _config(module, "num_channels") or (first.in_channels * first.groups if first is not None else 3)
-    return torch.randn(BATCH, channels, height, width, generator=_draws())
+    return torch.randn(BATCH, channels, height, width, generator=_draws(), device="cpu")
 
 
 def _spectrum(module: nn.Module) -> Tensor:
     positions = _config(module, "max_source_positions")
     length = 2 * positions if isinstance(positions, int) else 64
     bins = _config(module, "num_mel_bins", "input_feat_per_channel") or 80
-    return torch.randn(BATCH, bins, length, generator=_draws())
+    return torch.randn(BATCH, bins, length, generator=_draws(), device="cpu")
 
 
 def _sound(module: nn.Module) -> Tensor:
     frames, bins = _config(module, "max_length"), _config(module, "num_mel_bins")
     if isinstance(frames, int) and isinstance(bins, int):
-        return torch.randn(BATCH, frames, bins, generator=_draws())
-    return torch.randn(BATCH, 800, generator=_draws())
+        return torch.randn(BATCH, frames, bins, generator=_draws(), device="cpu")
+    return torch.randn(BATCH, 800, generator=_draws(), device="cpu")
 
 
 _MADE = {
@@ -159,12 +159,12 @@ def _first_inputs(module: nn.Module) -> Iterator[Tensor]:
             made: Any = part
             channels = made.in_channels
             for size in (32, 64, 224, 16, 8):
-                yield torch.randn(BATCH, channels, *(size,) * dims, generator=_draws())
+                yield torch.randn(BATCH, channels, *(size,) * dims, generator=_draws(), device="cpu")
             break
         width = _width(part)
         if width:
-            yield torch.randn(BATCH, LENGTH, width, generator=_draws())
-            yield torch.randn(BATCH, width, generator=_draws())
+            yield torch.randn(BATCH, LENGTH, width, generator=_draws(), device="cpu")
+            yield torch.randn(BATCH, width, generator=_draws(), device="cpu")
             break
 
 

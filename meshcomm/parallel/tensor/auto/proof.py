@@ -118,7 +118,7 @@ def _run(module: nn.Module, example: Given) -> tuple[list[Tensor], dict[str, Ten
         outputs = floats_of(module(*example[0], **example[1]))
         draws = torch.Generator("cpu").manual_seed(5)
         loss = [
-            (x * torch.randn(x.shape, generator=draws, dtype=torch.float64).to(x.device, x.dtype)).sum()
+            (x * torch.randn(x.shape, generator=draws, dtype=torch.float64, device="cpu").to(x.device, x.dtype)).sum()
             for x in outputs if x.requires_grad
         ]  # fmt: skip
         sum(loss[1:], loss[0]).backward()

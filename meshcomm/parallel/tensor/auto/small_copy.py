@@ -118,7 +118,7 @@ def _fill(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _drawn(name: str, p: Tensor, draws: torch.Generator, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    x = torch.randn(p.shape, generator=draws, dtype=torch.float32)
+    x = torch.randn(p.shape, generator=draws, dtype=torch.float32, device="cpu")
     if p.ndim < 2:
         x = 0.3 * x + (1 if "weight" in name else 0)
     else:
@@ -132,7 +132,7 @@ def _buffer(x: Tensor, draws: torch.Generator, device: torch.device, dtype: torc
     if not x.is_meta:
         return x.to(device, dtype) if x.dtype in (torch.float16, torch.bfloat16, torch.float32) else x.to(device)
     if x.is_floating_point():
-        return torch.rand(x.shape, generator=draws).to(device, dtype)
+        return torch.rand(x.shape, generator=draws, device="cpu").to(device, dtype)
     return torch.ones(x.shape, dtype=x.dtype, device=device) if x.dtype == torch.bool else torch.zeros(
         x.shape, dtype=x.dtype, device=device
     )  # fmt: skip

@@ -52,4 +52,8 @@ def _on_meta(x: Tensor) -> Tensor:
 
 def _with_values(x: Tensor) -> Tensor:
     """Zeros are indices that any table has."""
-    return torch.randn(x.shape, dtype=x.dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
+    return (
+        torch.randn(x.shape, dtype=x.dtype, device="cpu")
+        if x.is_floating_point()
+        else torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+    )

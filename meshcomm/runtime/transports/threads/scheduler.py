@@ -463,10 +463,8 @@ def _caller_modes() -> _Modes:
     """The caller's grad mode, autocast and default device, which torch keeps per thread, for a new thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.get_default_device()
-    kinds = {"cpu", device.type} - {"meta"}
     cache = torch.is_autocast_cache_enabled()
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
-
+    casts = [(kind, dtype) for kind, dtype, enabled in accelerator.casts() if enabled]
     plain = not (inference or casts or device.type != "cpu")
 
     def modes() -> contextlib.AbstractContextManager[object]:

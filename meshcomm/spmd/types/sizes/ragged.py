@@ -151,7 +151,7 @@ def without_numbers(args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
 
 def standing_for(kind: Type) -> Tensor:
     """A tensor of this type, to be an operand beside others."""
-    x = torch.zeros(())
+    x = torch.zeros((), device="cpu")
     note(x, kind)
     return x
 
