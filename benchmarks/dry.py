@@ -3,6 +3,7 @@
     python -m benchmarks.dry                  # both; a few minutes
     python -m benchmarks.dry --quick          # the order of plans on this machine, small
     python -m benchmarks.dry --published --markdown   # the tables of docs/dry-runs.md
+    python -m benchmarks.dry --gpu --markdown         # steps of one GPU beside what is foretold of them
 
 Published: tokens per second and GPU of torchtitan, Llama 3 in PyTorch, eager, bf16; teraFLOP/s of Megatron-LM's GPT
 (benchmarks/megatron.py). The machines are
@@ -15,6 +16,8 @@ what counts is the order.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -65,11 +68,12 @@ ROWS = (
 )
 
 
-def step_of(row: Row, layers: int) -> Callable[[], Iterator[None]]:
+def step_of(row: Row, layers: int, device: str | None = None) -> Callable[[], Iterator[None]]:
     """A program of two steps; the second one counts."""
 
     def main() -> Iterator[None]:
-        model: nn.Module = Llama(SIZES[row.model], layers, row.again)
+        with contextlib.nullcontext() if device is None else torch.device(device):
+            model: nn.Module = Llama(SIZES[row.model], layers, row.again)
         if "tp" in row.mesh:
             model = parallel.tensor_parallel(model, PLAN, axis="tp")
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}  # torchtitan's defaults
@@ -77,7 +81,7 @@ def step_of(row: Row, layers: int) -> Callable[[], Iterator[None]]:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             yield
-            tokens = torch.randint(SIZES[row.model].words, (row.batch, row.sequence))
+            tokens = torch.randint(SIZES[row.model].words, (row.batch, row.sequence), device=device)
             loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
             loss.backward()
             parallel.clip_grad_norm(model, 1.0)
@@ -132,6 +136,56 @@ def published_of_gpt(markdown: bool) -> list[dict[str, Any]]:
     head = ["GPT, A100", "published", "foretold", "off"]
     print(f"\n{megatron.SOURCE}")
     (print_markdown if markdown else lambda *table: print_table("teraFLOP/s of each GPU", *table))(head, cells)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- one GPU
+
+STEPS = (
+    (Row("8B", {"fsdp": 1}, "", 1, 0, 4096, 0, ""), 2),
+    (Row("8B", {"fsdp": 1}, "", 2, 0, 4096, 0, ""), 4),
+    (Row("8B", {"fsdp": 1}, "", 2, 1, 8192, 0, ""), 4),
+    (Row("8B", {"fsdp": 1}, "", 8, 2, 1024, 0, ""), 6),
+    (Row("70B", {"fsdp": 1}, "", 1, 1, 8192, 0, ""), 1),
+)
+"""Rows, of which no time was published, and layers."""
+
+
+def measured(program: Callable[[], Iterator[None]]) -> tuple[float, int]:
+    """Seconds of the second step, and the most bytes that the allocator has given out."""
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    steps = program()
+    next(steps)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for _ in steps:
+        marks[0], marks[1] = marks[1], torch.cuda.Event(enable_timing=True)
+        marks[1].record()
+    torch.cuda.synchronize()
+    return 1e-3 * marks[0].elapsed_time(marks[1]), torch.cuda.max_memory_allocated() - before
+
+
+def on_gpu(markdown: bool) -> list[dict[str, Any]]:
+    """Steps of the GPU that is here, under each machine of mc.hardware that has its name in it."""
+    name = torch.cuda.get_device_name()
+    machine = next(mc.hardware(each) for each in ("h100", "h200", "b200", "a100") if each.upper() in name.upper())
+    found: list[dict[str, Any]] = []
+    cells = []
+    for row, layers in STEPS:
+        run = mc.dry_run(step_of(row, layers, "cuda"), row.mesh, hardware=machine)
+        with mc.use_mesh(mc.make_mesh(row.mesh)):
+            seconds, peak = measured(step_of(row, layers, "cuda"))
+        said = run.peaks["cuda"].bytes
+        what = f"{row.model}, {layers} layers, {row.batch} x {row.sequence}, again {row.again}"
+        one = {"seconds": seconds, "foretold": run.seconds, "peak": peak, "foretold peak": said}
+        found.append({"row": {**row._asdict(), "more": {}}, "layers": layers, **one})
+        times = [f"{1e3 * seconds:.1f}", f"{1e3 * run.seconds:.1f}", f"{run.seconds / seconds:.2f}"]
+        cells.append([what, *times, f"{peak / 2**30:.2f}", f"{said / 2**30:.2f}", f"{said / peak - 1:+.1%}"])
+    head = ["Llama 3", "ms", "foretold", "ratio", "GiB", "foretold", "off"]
+    print(f"{name}, torch {torch.__version__}")
+    (print_markdown if markdown else lambda *table: print_table("A step", *table))(head, cells)
     return found
 
 
@@ -253,9 +307,12 @@ def order_here(quick: bool) -> dict[str, Any]:
 def main(given: list[str] | None = None) -> None:
     parser = options_of(__doc__ or "", markdown=True)
     parser.add_argument("--published", action="store_true", help="only what was published")
+    parser.add_argument("--gpu", action="store_true", help="only steps of the GPU that is here")
 
     def measure(options: Namespace) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        if options.gpu:
+            return {"gpu": on_gpu(options.markdown)}
         if not options.quick:
             found["published"] = published(options.markdown)
         if not options.published:

@@ -80,7 +80,8 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] to [b, s, words]."""
         x = self.embedding(tokens)
-        rotation = torch.empty(tokens.shape[1], self.layers[0].head // 2, dtype=torch.complex64)  # type: ignore[arg-type, operator]
+        angles = (tokens.shape[1], self.layers[0].head // 2)  # type: ignore[operator]
+        rotation = torch.empty(angles, dtype=torch.complex64, device=tokens.device)  # type: ignore[arg-type]
         for number, layer in enumerate(self.layers):
             if self.again and number % self.again == 0:
                 x = checkpoint(layer, x, rotation, use_reentrant=False)
