@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshcomm as mc
-from meshcomm import parallel
+from meshcomm import _torch, parallel
 
 D, WORDS = 8, 11
 PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "embed": "replicated", "head": "replicated"}
@@ -359,3 +359,31 @@ def test_a_plan_is_found_outside() -> None:
         run = mc.dry_run(lambda device=device, seen=seen: seen.append(program(device)), {"dp": 2, "tp": 4})
         assert seen == ["(4, 8), (8, 4)"]
         assert {event.axis for event in run.trace.events} <= {"tp"}
+
+
+NOT_BUILT_FOR = next(kind for kind in ("cuda", "xpu") if not _torch.is_known_here(kind))
+
+
+def under_a_device() -> None:
+    with torch.device(NOT_BUILT_FOR):
+        nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda: torch.randn(3, device=NOT_BUILT_FOR, requires_grad=True).square().sum().backward(),
+        lambda: torch.tensor([1.0], device=NOT_BUILT_FOR),
+        lambda: torch.zeros_like(torch.ones(3), device=NOT_BUILT_FOR),
+        lambda: torch.ones(3).to(NOT_BUILT_FOR),
+        lambda: nn.Linear(2, 2).to(NOT_BUILT_FOR),
+        lambda: torch.ones(3).new_empty(3, device=NOT_BUILT_FOR),
+        under_a_device,
+    ],
+)
+def test_a_device_for_which_torch_is_not_built_is_refused(fn: Callable[[], object]) -> None:
+    """Autograd would end the process."""
+    with pytest.raises(
+        mc.MeshError, match=r"test_dry_run.py:\d+ (makes|moves) a tensor .* not built.\n  fix: device=mesh.device"
+    ):
+        mc.dry_run(fn, {"dp": 2})

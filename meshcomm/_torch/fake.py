@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ __all__ = [
     "UnknownSizeError",
     "gives_views",
     "handled_without_memory",
+    "is_known_here",
     "is_without_memory",
     "kind_of",
     "memory_of",
@@ -93,6 +95,19 @@ def handled_without_memory(handle: Handle) -> Iterator[None]:
     mode._allow_unsafe_data_ptr_access = False
     with _ways_of_their_own(), mode:
         yield
+
+
+@functools.cache
+def is_known_here(kind: str) -> bool:
+    """Whether tensors without memory may be of this kind of device: where torch is not built for it, autograd would end
+    the process. A build for it without such a device will do.
+    """
+    try:
+        with without_memory():
+            torch.empty(1, device=kind).copy_(torch.empty(1, device=kind))
+    except (RuntimeError, AssertionError):
+        return False
+    return True
 
 
 _put = torch.ops.aten.set_

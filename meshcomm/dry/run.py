@@ -24,7 +24,7 @@ from meshcomm.dry.log import Log
 from meshcomm.dry.memory import LiveMemory, Peak, most_of
 from meshcomm.dry.planning.advice import KINDS, Advice, Again, advised
 from meshcomm.dry.planning.outcome import Amount
-from meshcomm.dry.values import HostRead, HostValues, Values, refuse_unknown_size
+from meshcomm.dry.values import DEVICE_FIX, HostRead, HostValues, Values, refuse_device, refuse_unknown_size
 from meshcomm.errors import MeshError, fail
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, forget_axes, use_mesh
@@ -419,6 +419,10 @@ class Program:
 
 
 _MEMORY_WANTED = {
+    "PyTorch is not linked with support": (
+        "{} moves a tensor to a device for which this torch is not built",
+        DEVICE_FIX,
+    ),
     "numpy() is not supported": (
         "x.numpy() at {} wants the values of a tensor, which a dry run has not",
         "x.tolist() gives host_values; or another way where mc.is_dry()",
@@ -465,6 +469,8 @@ class Operations:
             return self.values.read(args[0]) if name == _ITEM else bool(self.values.answer(torch.bool))
         if self._depth:
             return go()
+        if (device := kwargs.get("device")) is not None and not _torch.is_known_here(device.type):
+            refuse_device(device)
         self._depth += 1
         try:
             own = _OWN.get(name)

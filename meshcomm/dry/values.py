@@ -220,6 +220,15 @@ def refuse_unknown_size(func: Any, args: tuple[Any, ...]) -> NoReturn:
     )
 
 
+DEVICE_FIX = "device=mesh.device, which is the CPU here; or a torch that is built for it: no such device is needed"
+
+
+def refuse_device(device: torch.device) -> NoReturn:
+    """One that this build of torch does not know."""
+    what = f"{call_site()} makes a tensor on {device.type}, for which this torch ({torch.__version__}) is not built."
+    fail("dry_run", what, fix=DEVICE_FIX)
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
 
