@@ -4,6 +4,7 @@
     python -m benchmarks.gpu --out gpu-facts.json  # the same
     python -m benchmarks.gpu --only training,hang
     python -m benchmarks.gpu --rehearse            # every part on the CPU, small, where there is no GPU
+    python -m benchmarks.gpu --show gpu-facts.json # what such a file says, as tables of docs/gpu.md
 
 Each part is a program of its own with a time limit, so that one that hangs or is aborted leaves the others alone. The
 exit status is 0 if all parts passed, 1 if one has not, 2 if there is no GPU, and then no file is written.
@@ -43,6 +44,9 @@ _ANSWER = "the facts of this part: "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it."""
     given = _options(argv)
+    if given.show:
+        show(json.loads(given.show.read_text()))
+        return 0
     try:
         import torch  # noqa: PLC0415 - it may not be there, and then that is to be said
     except ImportError as error:
@@ -67,6 +71,7 @@ def _options(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--only", default="", help="parts, with commas between: " + ", ".join(LIMITS))
     parser.add_argument("--ranks", type=int, default=0, help="processes; one per GPU by default")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, small")
+    parser.add_argument("--show", type=Path, help="print the tables of such a file")
     parser.add_argument("--part", choices=LIMITS, help="run this one here, and print what it finds")
     given = parser.parse_args(argv)
     given.only = [name for name in given.only.split(",") if name] or list(LIMITS)
@@ -90,6 +95,32 @@ def _all(given: Namespace, ranks: int) -> int:
         f"{given.out}: " + (f"failed: {', '.join(failed)}; send this file" if failed else "all passed; send this file")
     )
     return int(bool(failed))
+
+
+def show(facts: dict[str, Any]) -> None:
+    """Where it was, which parts passed, and the tables of times."""
+    parts = {name: each["found"] for name, each in facts["parts"].items()}
+    if machine := parts.get("machine"):
+        gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or "no GPU"
+        versions = f"torch {machine['torch']}, NCCL {machine['nccl']}, Python {machine['python']}"
+        print(f"{gpus}; {versions}, {facts['ranks']} ranks")
+    for name, each in facts["parts"].items():
+        print(f"{name}: {each['state']} in {each['seconds']:.0f} s")
+    if collectives := parts.get("collectives"):
+        columns = ("us", "torch us", "floor us", "host us", "torch host us", "floor host us")
+        _table(
+            ("call", "bytes", *columns),
+            [[row["call"], row["bytes"], *map(row.get, columns)] for row in collectives["rows"]],
+        )
+    if training := parts.get("training"):
+        columns = ("ms", "host ms", "peak MiB")
+        _table(("step", *columns), [[kind, *map(each.get, columns)] for kind, each in training["kinds"].items()])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    print()
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join("" if cell is None else str(cell) for cell in row) + " |")
 
 
 def _part(name: str, ranks: int, rehearse: bool) -> dict[str, Any]:

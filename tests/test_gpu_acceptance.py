@@ -101,15 +101,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
-def test_a_file_of_facts(tmp_path: Path) -> None:
+def test_a_file_of_facts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "facts.json"
-    done = run("--rehearse", "--only", "machine,tests", "--out", str(out))
+    done = run("--rehearse", "--only", "machine,tests,training", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{out}: all passed" in done.stdout
     facts = json.loads(out.read_text())
     assert facts["rehearsal"]
     assert facts["parts"]["machine"]["found"]["torch"] == torch.__version__
     assert sum(facts["parts"]["tests"]["found"]["skipped"].values()) > 10
+    assert gpu.main(["--show", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "training: passed" in said
+    ms = facts["parts"]["training"]["found"]["kinds"]["torch DDP"]["ms"]
+    assert f"| torch DDP | {ms} |" in said
 
 
 @pytest.mark.parametrize(
