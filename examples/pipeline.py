@@ -136,6 +136,8 @@ if __name__ == "__main__":
     parser.add_argument("--mesh", default="pp=2,dp=2", help="sizes of the axes (%(default)s)")
     parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zbv (%(default)s)")
     parser.add_argument("--runtime", default="processes", help="or in-process: ranks take turns, and nothing overlaps")
+    parser.add_argument("--backend", help="gloo: all ranks on the CPU, where there are fewer GPUs than ranks")
     flags = parser.parse_args()
     sizes = {name: int(size) for name, _, size in (part.partition("=") for part in flags.mesh.split(","))}
-    mc.launch(main, ranks=math.prod(sizes.values()), args=(sizes, flags.schedule), runtime=flags.runtime)
+    ranks, given = math.prod(sizes.values()), (sizes, flags.schedule)
+    mc.launch(main, ranks=ranks, args=given, runtime=flags.runtime, backend=flags.backend)
