@@ -101,10 +101,11 @@ def pipeline(schedule: str, chunks: int = 1) -> None:
 def given_where_needed() -> None:
     """The batch on the first stage and on the last one alone."""
     at, last = mc.current_mesh().coordinate["pp"], mc.axis_size("pp") - 1  # type: ignore[union-attr]
-    step = parallel.pipelined(nn.Linear(4, 4), "pp", loss=F.mse_loss, microbatches=4, grads="mean")
+    step = parallel.pipelined(nn.Linear(4, 4).double(), "pp", loss=F.mse_loss, microbatches=4, grads="mean")
     for rows in (8, 6):
-        x = torch.randn(rows, 4)
-        step(x if at == 0 else None, x if at == last else None)
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        loss = step(x if at == 0 else None, x if at == last else None)
+        mc.all_reduce(loss, "pp", "mean")
     step.evaluate(x if at == 0 else None)
 
 
@@ -123,6 +124,28 @@ def vocabulary() -> None:
     model(torch.randint(8, (4, 6))).sum().backward()
 
 
+def checked() -> None:
+    with mc.check_vma(True):
+        vocabulary()
+
+
+def split() -> parallel.PipelineStep:
+    """Stages of a model whose last layer is its embedding: of the three ranks the first and the last one share it."""
+    model = Net()
+    model.head.weight = model.embed.weight
+    stages = parallel.split_stages(model, 3, example=torch.zeros(2, 6, dtype=torch.int64))
+    step = parallel.pipelined(
+        stages[mc.current_mesh().coordinate["pp"]],  # type: ignore[union-attr]
+        "pp",
+        loss=lambda y, ids: F.cross_entropy(y.flatten(0, 1), ids.flatten()),
+        microbatches=2,
+        grads="mean",
+    )
+    ids = torch.randint(WORDS, (4, 6))
+    step(ids, ids)
+    return step
+
+
 def functional() -> None:
     w = torch.randn(4, 4, requires_grad=True)
     parallel.pipeline(lambda p, h: torch.tanh(h @ p), w, torch.randn(4, 3, 4), axis="pp").sum().backward()
@@ -137,6 +160,7 @@ def calls() -> None:
     (work.wait().sum() + mc.broadcast(x, "tp").sum()).backward()
     flat = x.detach()
     mc.sync_seed("dp"), mc.barrier("tp"), mc.reduce(flat, "dp"), mc.gather(flat, "dp"), mc.scan(flat, "tp")
+    mc.scatter(None if other == 0 else flat, "dp")  # its shape is known to the first rank alone
     mc.exchange([(flat, other)], [(other, (4, 4), torch.float32)], "dp")
     told = "hello" if mc.rank() < 2 else None
     assert mc.broadcast_object(told, "dp") == "hello"
@@ -157,6 +181,8 @@ PLANS: dict[str, tuple[dict[str, int], Callable[[], Any]]] = {
     "batch at the ends": ({"pp": 3}, given_where_needed),
     "loaded": ({"fsdp": 2}, loaded),
     "vocabulary": ({"tp": 2}, vocabulary),
+    "vocabulary, checked": ({"tp": 2}, checked),
+    "split": ({"pp": 3}, split),
     "calls": ({"dp": 2, "tp": 2}, calls),
 }
 
@@ -200,6 +226,27 @@ def test_a_rank_of_thousands() -> None:
         (8191, "rep=63, fsdp=15, tp=7"),
     }
     assert {e.size for e in run.trace.events if e.axis == "rep"} == {64}
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_parameters_of_stages_have_the_names_that_they_have_in_a_run(cut: bool) -> None:
+    """With the number of the stage where two stages have the same: stages of one model have not."""
+
+    def own() -> list[str]:
+        loss = F.mse_loss
+        step = split() if cut else parallel.pipelined(nn.Linear(4, 4), "pp", loss=loss, microbatches=1, grads="sum")
+        return [name for name, _ in step.named_parameters()]
+
+    def main() -> list[str]:
+        with mc.use_mesh(mesh):
+            return own()
+
+    mesh, found = mc.make_mesh({"pp": 3}), list[list[str]]()
+    ran = mc.launch(main, ranks=3)
+    for rank in range(3):
+        mc.dry_run(lambda: found.append(own()), {"pp": 3}, ranks=[rank])
+        assert found[-1] == ran[rank]
+    assert ("embed.weight" in ran[0]) is cut
 
 
 def test_budgets_hold_in_a_dry_run() -> None:

@@ -589,9 +589,55 @@ def pulled_back(mesh: mc.Mesh) -> Made:
     return model, sgd, more
 
 
+def replaced(mesh: mc.Mesh) -> Made:
+    """Weights in whose place others are put."""
+    model, sgd, step = by_hand(over("mean"))(mesh)
+
+    def more(batch: Any) -> Any:
+        loss = step(batch)
+        model[0].weight = nn.Parameter(model[0].weight * (1 - 0.1 * mesh.coordinate["dp"]))  # here
+        sgd.param_groups[0]["params"][0] = model[0].weight
+        return loss
+
+    return model, sgd, more
+
+
+def other_memory(mesh: mc.Mesh) -> Made:
+    """Weights that are given other values by their memory."""
+    model, sgd, step = by_hand(over("mean"))(mesh)
+
+    def more(batch: Any) -> Any:
+        loss = step(batch)
+        model[0].weight.data = model[0].weight.data * (1 - 0.1 * mesh.coordinate["dp"])  # here
+        return loss
+
+    return model, sgd, more
+
+
+def other_buffer(mesh: mc.Mesh) -> Made:
+    model, sgd, _ = own_rows(mesh)
+
+    def more(batch: Any) -> None:
+        loss = squared(model, mine(batch, mesh))
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        model.seen = mine(batch, mesh)[0].mean(0)  # here
+
+    return model, sgd, more
+
+
 @pytest.mark.parametrize(
     ("make", "mesh", "kind"),
-    [(masked, {"cp": 2}, "loss"), (own_rows, DP, "parameter"), (summed_up, DP, "loss"), (pulled_back, DP, "parameter")],
+    [
+        (masked, {"cp": 2}, "loss"),
+        (own_rows, DP, "parameter"),
+        (summed_up, DP, "loss"),
+        (pulled_back, DP, "parameter"),
+        (replaced, DP, "parameter"),
+        (other_memory, DP, "parameter"),
+        (other_buffer, DP, "parameter"),
+    ],
 )
 def test_the_line_within_the_step_is_named(make: Make, mesh: dict[str, int], kind: str) -> None:
     report = mc.verify_training(make, BATCHES, meshes=mesh, checkpoint=False)

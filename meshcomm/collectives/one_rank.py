@@ -22,6 +22,7 @@ from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
+from meshcomm.runtime.transports.dry.world import said_by
 from meshcomm.watch import here
 from meshcomm.work import Limit, Work, kind_of
 
@@ -312,7 +313,8 @@ def _scatter_header(x: Tensor | None, axis: Axis, src: int, dim: int, how: bool 
         shape = slice_shape(x.shape, dim % x.ndim, axis.size)
         values = [1 + _DTYPES.index(x.dtype), int(x.device.type != "cpu"), len(shape), *shape]
     values += [0] * (_MOST_DIMS + 3 - len(values))
-    told = made(SCATTER, (src,), axis, None, how, lambda link: link.agree(values, src))
+    with said_by(src):
+        told = made(SCATTER, (src,), axis, None, how, lambda link: link.agree(values, src))
     [(code, elsewhere, ndim, *lengths)] = told
     if axis.is_at(src) and x is not None:
         return x.new_empty(slice_shape(x.shape, dim % x.ndim, axis.size))

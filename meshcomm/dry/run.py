@@ -359,28 +359,31 @@ class Program:
                 done[rank] = self.run(rank)
 
     def _provide(self, rank: int, missing: MissingError) -> None:
-        """Run the sender until it has posted the message."""
-        message = missing.message
+        """Run the senders until they have posted the messages."""
+        for message in missing.messages:
+            self._post(rank, message)
+
+    def _post(self, rank: int, message: Message) -> None:
         if (rank, message) in self._needed:
-            self._nobody(rank, missing)
+            self._nobody(rank, message)
         self._needed.append((rank, message))
         try:
             while message not in self._posted:
                 try:
-                    self._once(missing.src)
+                    self._once(message[1])
                     break
                 except MissingError as other:
                     if message not in self._posted:
-                        self._provide(missing.src, other)
+                        self._provide(message[1], other)
             if message not in self._posted:
-                self._nobody(rank, missing)
+                self._nobody(rank, message)
         finally:
             self._needed.pop()
 
-    def _nobody(self, rank: int, missing: MissingError) -> None:
-        what = f"rank {rank} receives bytes from rank {missing.src} that it does not send."
+    def _nobody(self, rank: int, message: Message) -> None:
+        what = f"rank {rank} receives bytes from rank {message[1]} that it does not send."
         fix = "send them; or have the program know them where mc.is_dry()"
-        fail(_WHERE, what, got=f"tag {missing.message[3]} over {missing.message[0]}", fix=fix)
+        fail(_WHERE, what, got=f"tag {message[3]} over {message[0]}", fix=fix)
 
     def _once(self, rank: int) -> Done:
         values, trace, memory = Values(self.given), Trace(), LiveMemory()
@@ -402,7 +405,7 @@ class Program:
                     self._call(log)
                 except MissingError as missing:
                     drop(missing)
-                    raise MissingError(missing.message) from None
+                    raise MissingError(*missing.messages) from None
         return Done(trace, values, log, memory, world.reads, operations.count)
 
     def _call(self, log: Log) -> None:

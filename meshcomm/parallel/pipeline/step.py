@@ -35,7 +35,7 @@ from meshcomm.parallel.pipeline.schedule import Schedule
 from meshcomm.parallel.weights.names_in_files import Unfit
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.options import has_options
-from meshcomm.runtime.transports.dry.world import is_dry, said_by
+from meshcomm.runtime.transports.dry.world import is_dry, said_by, said_by_each
 from meshcomm.runtime.transports.threads.scheduler import claim
 from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.told import as_told
@@ -354,11 +354,10 @@ class PipelineStep(nn.Module):
         """The loss of the last stage, on all ranks."""
         axis = self._mesh.axis(self._axis, WHERE)
         src = self.schedule.place(self._last)[0]
-        if is_dry():  # the number is nobody's
-            agree([0, 0], axis, src)
-            return torch.zeros(
-                (), dtype=torch.get_default_dtype() if total is None else total.dtype, device=axis.mesh.device
-            )
+        if is_dry():  # the number is nobody's; its dtype is known where the last stage is
+            with said_by(src):
+                _, dtype = agree([0, 0 if total is None else _DTYPES.index(total.dtype)], axis, src)[0]
+            return torch.zeros((), dtype=_DTYPES[dtype], device=axis.mesh.device)
         said = [0, 0] if total is None else [_as_bits(total.item()), _DTYPES.index(total.dtype)]
         bits, dtype = agree(said, axis, src)[0]
         return torch.tensor(_of_bits(bits), dtype=_DTYPES[dtype], device=axis.mesh.device)
@@ -370,7 +369,9 @@ class PipelineStep(nn.Module):
         own = [[name for name, _ in stage.named_parameters() if name not in ties_of(stage)] for stage in self.stages]
         seen: set[str] = set()
         twice = False
-        for of_rank in all_gather_object(own, axis.name, mesh=axis.mesh):
+        with said_by_each():
+            every = all_gather_object(own, axis.name, mesh=axis.mesh)
+        for of_rank in every:
             for found in of_rank:
                 twice |= not seen.isdisjoint(found)
                 seen.update(found)

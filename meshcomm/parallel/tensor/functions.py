@@ -19,11 +19,13 @@ from torch import Tensor
 from meshcomm._torch import functorch_active, unwrapped
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
+from meshcomm.collectives.place import axis_index
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.world import is_dry
+from meshcomm.watch import here
 
 
 @Op("enter", "I -> V", composed=True)
@@ -327,9 +329,14 @@ def own_rows(
             outside = low if low < 0 else high
             fix = f"ids from 0 to {total - 1}, of the whole vocabulary" if total else "each rank has a part of it"
             wrong(where, f"id {outside} is not in a vocabulary of {total}.", axis, ids, fix)
-    rows = ids if axis is None else ids - axis.index_tensor.to(ids.device) * count
+    rows = ids if axis is None else ids - _index(axis).to(ids.device) * count
     mine = (rows >= 0) & (rows < count)
     return rows.masked_fill(~mine, 0), mine
+
+
+def _index(axis: Axis) -> Tensor:
+    """This rank's; who tracks types must see where it comes from."""
+    return axis.index_tensor if here.watcher is None else axis_index(axis.name, mesh=axis.mesh)
 
 
 def _values(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from meshcomm.mesh import Axis
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.parallel.checkpoint.parts import ties_of
 from meshcomm.parallel.cut_parameters import Flat, Part, know_shared, parts_of
+from meshcomm.runtime.transports.dry.world import said_by_each
 
 WHERE = "pipelined"
 
@@ -81,7 +82,8 @@ class Ties:
                     known.append(params[name])
                 first.setdefault(key, number)
         here = {key: (first[key], [_told(p, parts.get(id(p), ())) for p in ps]) for key, ps in own.items()}
-        every = all_gather_object(here, axis.name, mesh=axis.mesh)
+        with said_by_each():
+            every = all_gather_object(here, axis.name, mesh=axis.mesh)
         self._ties: list[Tie] = []
         for key in sorted({key for of_rank in every for key in of_rank}):
             found = {rank: of_rank[key] for rank, of_rank in enumerate(every) if key in of_rank}

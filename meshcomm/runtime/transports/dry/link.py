@@ -200,6 +200,8 @@ class DryLink(Defaults):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """n times as large."""
+        if _host(x) and here.each:
+            return cast(Tensor, _result(torch.stack(self._of_each(x)), x))
         y = x.expand(self.size, *x.shape).clone() if _host(x) else self._new((self.size, *x.shape), x)
         if _host(x) and here.source is not None:
             y[here.source] = self._of_host(x, here.source)
@@ -286,6 +288,13 @@ class DryLink(Defaults):
         if src == self._index or (x.dtype is not torch.uint8 and here.source is None):
             return x
         return cast(Tensor, self._run.take((self.name, self._ranks[src], _ALL, _SAID, number)))
+
+    def _of_each(self, x: Tensor) -> list[Tensor]:
+        """What each rank gives where this one gives ``x``."""
+        number = self._count(0, 0, _SAID)
+        messages = [(self.name, rank, _ALL, _SAID, number) for rank in self._ranks]
+        self._run.post(messages[self._index], x.clone())
+        return cast("list[Tensor]", self._run.take_all(messages))
 
     def barrier(self) -> object:
         """Everyone is here."""

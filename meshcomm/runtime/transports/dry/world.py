@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,11 @@ Message = tuple[str, int, int, int, int]
 
 
 class MissingError(Exception):
-    """A message whose bytes only the run of another rank knows."""
+    """Messages whose bytes only the runs of other ranks know."""
 
-    def __init__(self, message: Message) -> None:
-        super().__init__(f"rank {message[1]} has not run")
-        self.message, self.src = message, message[1]
+    def __init__(self, *messages: Message) -> None:
+        super().__init__(f"rank {messages[0][1]} has not run")
+        self.messages = messages
 
 
 Posted = dict[Message, tuple[Tensor | None, Mapping[PlaceRead, str]]]
@@ -66,11 +66,20 @@ class DryWorld:
             self.reads.take_over(theirs, message[0])
         return x
 
+    def take_all(self, messages: Sequence[Message]) -> list[Tensor | None]:
+        """The same of several, whose senders run together."""
+        missing = [message for message in messages if message not in self.posted]
+        if missing:
+            raise MissingError(*missing)
+        return [self.take(message) for message in messages]
+
 
 class _Here(threading.local):
     world: DryWorld | None = None
     source: int | None = None
     """The index whose bytes count."""
+    each: bool = False
+    """Whether all of them do."""
 
 
 here = _Here()
@@ -101,6 +110,16 @@ def said_by(index: int) -> Iterator[None]:
         yield
     finally:
         here.source = before
+
+
+@contextmanager
+def said_by_each() -> Iterator[None]:
+    """What is called inside depends on what each of the ranks says: in a dry run all of the axis run first."""
+    before, here.each = here.each, True
+    try:
+        yield
+    finally:
+        here.each = before
 
 
 def is_dry() -> bool:
