@@ -36,7 +36,7 @@ def fsdp() -> None:
 
 
 def tensor() -> None:
-    model = parallel.tensor_parallel(layers(2), {"*.0.0": "column", "0.0": "column", "1.0": "row"}, axis="b")
+    model = parallel.tensor_parallel(layers(2), {"0.0": "column", "1.0": "row"}, axis="b")
     trained(parallel.data_parallel(model, "a", grads="mean", bucket_mb=1e-4))
 
 

@@ -24,6 +24,7 @@ from meshcomm.verifying import meshes as sizes
 from meshcomm.verifying.asked import dtypes_of, fits, group_size, in_order, kinds_of
 from meshcomm.verifying.blame.checker import refused
 from meshcomm.verifying.blame.followed import follow
+from meshcomm.verifying.blame.instead import gathered_as_one
 from meshcomm.verifying.blame.line import Blame
 from meshcomm.verifying.blame.nudges import last_wrong
 from meshcomm.verifying.blame.story import Story
@@ -34,7 +35,7 @@ from meshcomm.verifying.derivatives import KINDS, Derived, Reference, job_of, re
 from meshcomm.verifying.finite import held_against_differences
 from meshcomm.verifying.program import WHERE, OnRank, Program, in_group
 from meshcomm.verifying.report import Finding, Report
-from meshcomm.verifying.schedules import runs_alike
+from meshcomm.verifying.schedules import Heard, runs_alike
 
 __all__ = ["verify"]
 
@@ -148,6 +149,7 @@ class _Call:
         self.notes: list[str] = []
         self.ran: list[str] = []
         self.findings: list[Finding] = []
+        self.heard: Heard | None = None
         if meshes is None and not self.axes:
             fail(
                 WHERE,
@@ -216,19 +218,34 @@ class _Call:
             f"{', '.join(map(_named, self.shapes))}: {', '.join(('value', *kinds))} in {name}; {took:.2g} s"
         )
 
+    def smallest(self) -> Mapping[str, int] | None:
+        """The mesh on which the ranks run in other orders too."""
+        return next((shape for shape in self.shapes if any(n > 1 for n in shape.values())), None)
+
+    def ran_on(self, program: Program, shape: Mapping[str, int], mesh: Mesh, job: Any) -> list[Derived]:
+        """What the job gives on each rank; of the smallest mesh it is heard on what it can depend."""
+        if not self.schedules or in_group() or shape is not self.smallest():
+            return program.run(mesh, job)
+        self.heard = Heard(self.fn)
+        return self.heard.run(lambda: program.run(mesh, job), lambda found: [[*each.result.tensors] for each in found])
+
     def in_any_order(self, reference: Reference, kinds: Sequence[str]) -> None:
         """The smallest mesh, whoever of the ranks goes first."""
-        shape = next((shape for shape in self.shapes if any(n > 1 for n in shape.values())), None)
+        shape = self.smallest()
         if shape is None:
             return
         program, mesh = reference.program, reference.program.mesh(shape)
+        made, self.heard = self.heard, None
         for wanted in ((), ("vjp",)):  # gradients where the values say that an order may count
             job = job_of(reference.directions, [kind for kind in kinds if kind in wanted])
 
             def run(job: Callable[[OnRank], Derived] = job) -> list[list[Tensor]]:
                 return [[*each.result.tensors, *each.by.get("vjp", ())] for each in program.run(mesh, job)]
 
-            found = runs_alike(run, self.fn, schedules=self.schedules, seed=self.seed, where=WHERE, on=_named(shape))
+            found = runs_alike(
+                run, self.fn, schedules=self.schedules, seed=self.seed, where=WHERE, on=_named(shape),
+                made=None if wanted else made,
+            )  # fmt: skip
             if found.findings or not any("can depend on the order" in note for note in found.notes):
                 break
         self.findings += found.findings
@@ -276,7 +293,7 @@ class _Call:
         """Run it there and compare; what is found is added."""
         program = reference.program
         try:
-            found: list[Derived] = program.run(mesh, job_of(reference.directions, kinds))
+            found = self.ran_on(program, shape, mesh, job_of(reference.directions, kinds))
         except Exception as error:
             self.findings.append(_raised(error, shape, reference, mesh, ones))
             return
@@ -398,6 +415,11 @@ def _blamed(reference: Reference, mesh: Mesh, ones: Mesh, kind: str, i: int, fir
         alone = _on_one(reference, ones, kind, i)
         if alone is not None or mesh.size == 1:
             return alone or Blame(fix="mend fn or its twin: on one device they differ")
+    if kind == "vjp":
+        with contextlib.suppress(Exception):  # the other ways to blame a line stand without it
+            instead = gathered_as_one(reference, mesh)
+            if instead is not None:
+                return instead
     if kind != "value":
         found = refused(program, mesh)
     if found is not None and kind == "vjp":

@@ -38,10 +38,11 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin")
 
 
 def state_of(
-    parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, gradient: bool = False, moved: bool = False
+    parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, along: frozenset[str] | None = None, moved: bool = False
 ) -> State:
-    """What these parts, in order of rank, are of this value. Of a gradient, what is the same on all ranks may add up
-    to it too. ``moved``: the same numbers in another order, as of a sequence that is shared out in zigzag, are right.
+    """What these parts, in order of rank, are of this value. ``along``: they are a gradient, of a value that varies
+    along these axes, so that those of the ranks along them add up to it. ``moved``: the same numbers in another order,
+    as of a sequence that is shared out in zigzag, are right.
     """
     shape = parts[0].shape
     if any(x.shape != shape or x.dtype != whole.dtype for x in parts) or len(shape) != whole.ndim:
@@ -52,24 +53,39 @@ def state_of(
     places, factor = coordinates(mesh), None
     scale = scale_of([whole])
     rights = [[own_part(whole, layout, place, mesh) for place in places] for layout in layouts]
-    for right in rights:
-        if all(difference("", 0, x, y, scale) is None for x, y in zip(parts, right, strict=True)):
+    free = [
+        [axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in layout.axes] for layout in layouts
+    ]
+    mine = [_summed(parts, places, [axis for axis in axes if axis in (along or ())]) for axes in free]
+    for here, right in zip(mine, rights, strict=True):
+        if all(difference("", 0, x, y, scale) is None for x, y in zip(here, right, strict=True)):
             return State("right")
     if moved and _moved(parts, whole):
         return State("right")
     if not differentiable(whole):
         return UNKNOWN  # an index, which is another one on each rank
-    for layout, right in zip(layouts, rights, strict=True):
-        free = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in layout.axes]
-        for count in range(1, len(free) + 1):
-            for over in itertools.combinations(free, count):
-                by, alike = _adds_up(parts, right, places, over, scale, ("sum",) if gradient else _REDUCTIONS)
-                if by and (gradient or not alike):
-                    return State("partial", over, by, alike)
-        found = [difference("", 0, x, y, scale) for x, y in zip(parts, right, strict=True)]
+    for here, right, axes in zip(mine, rights, free, strict=True):
+        axes = [axis for axis in axes if axis not in (along or ())]
+        for count in range(1, len(axes) + 1):
+            for over in itertools.combinations(axes, count):
+                by, alike = _adds_up(here, right, places, over, scale, _REDUCTIONS if along is None else ("sum",))
+                if by and not alike:
+                    return State("partial", over, by)
+        found = [difference("", 0, x, y, scale) for x, y in zip(here, right, strict=True)]
         factors = {None if each is None or each.factor is None else round(each.factor, 6) for each in found}
         factor = factor or (factors.pop() if len(factors) == 1 else None)
     return State("wrong", factor=factor)
+
+
+def _summed(parts: Sequence[Tensor], places: Sequence[dict[str, int]], over: Sequence[str]) -> Sequence[Tensor]:
+    """On each rank what those along these axes add up to."""
+    if not over:
+        return parts
+    found: dict[tuple[int, ...], Tensor] = {}
+    keys = [tuple(n for axis, n in place.items() if axis not in over) for place in places]
+    for key, x in zip(keys, parts, strict=True):
+        found[key] = found[key] + x if key in found else x
+    return [found[key] for key in keys]
 
 
 def _moved(parts: Sequence[Tensor], whole: Tensor) -> bool:

@@ -16,6 +16,7 @@ their numbers, and gradients by what a nudge of one rank's part does (nudges.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -72,14 +73,47 @@ class Story:
         j = self.pairs.get(i)
         if j is None:
             return UNKNOWN
-        found, right = [rank.steps[i].gradient for rank in self.ranks], self.other.steps[j].gradient
+        return self._handed_on(i, j, [rank.steps[i].gradient for rank in self.ranks], self.other.steps[j].gradient)
+
+    def back(self, i: int, k: int) -> State:
+        """Of what the step ``k`` adds to the gradient of the result of a step that it takes."""
+        j, to = self.pairs.get(k), self.pairs.get(i)
+        if j is None or to is None:
+            return UNKNOWN
+        found = [rank.steps[k].back.get(i) for rank in self.ranks]
+        return self._handed_on(i, to, found, self.other.steps[j].back.get(to))
+
+    def _handed_on(self, i: int, j: int, found: Sequence[Tensor | None], right: Tensor | None) -> State:
+        """Of gradients of the result of a step ``i``, which is ``j`` on one device, or of parts of them."""
         if all(g is None for g in found) and right is None:
             return State("right")
         whole = torch.zeros_like(self.other.steps[j].value) if right is None else right
-        pairs = zip(self.ranks, found, strict=True)
-        return state_of(
-            [torch.zeros_like(rank.steps[i].value) if g is None else g for rank, g in pairs], whole, self.mesh
-        )
+        parts = [
+            torch.zeros_like(rank.steps[i].value) if g is None else g
+            for rank, g in zip(self.ranks, found, strict=True)
+        ]  # fmt: skip
+        return state_of(parts, whole, self.mesh, along=self._shared_along(i))
+
+    def _shared_along(self, i: int) -> frozenset[str] | None:
+        """The axes along which the gradients of a value add up to the twin's; each part of a sum has all of it."""
+        if not self.typed:
+            return None
+        along, state = self.steps[i].along or frozenset(), self.value(i)
+        return along - set(state.over) if state.by == "sum" else along
+
+    @cached_property
+    def typed(self) -> bool:
+        """Whether the axes are known along which values vary: along all others the ranks have the same."""
+        places = coordinates(self.mesh)
+        firsts = {axis: [places.index(place | {axis: 0}) for place in places] for axis in self.mesh.axis_names}
+        for i in self.pairs:
+            along, mine = self.steps[i].along, [rank.steps[i].value for rank in self.ranks]
+            if along is None:
+                return False
+            same = [at for axis, at in firsts.items() if axis not in along]
+            if not all(torch.equal(mine[first], x) for at in same for first, x in zip(at, mine, strict=True)):
+                return False
+        return True
 
     # ------------------------------------------------------------------------------------------------- values
 
@@ -337,7 +371,27 @@ class Story:
             told = f"result right; gradients stop at {stop.name}, and not on one device"
             return Blame(stop.line, (told,), f"look at {stop.name}")
         by_nudges = None if nudged is None or not self._is_hidden(start) else self._by_nudges(start, nudged)
-        return by_nudges or self._back_to(start)
+        return by_nudges or self._by_parts(start) or self._back_to(start)
+
+    def _by_parts(self, start: int) -> Blame | None:
+        """The last step whose own gradient is right, and which adds something else to those of its operands."""
+        if self.noun or not self.typed:
+            return None
+        todo, seen, found = [start], {start}, []
+        while todo:
+            i = todo.pop()
+            for k in self.takers.get(i, ()):
+                if self.back(i, k).name not in ("wrong", "partial"):
+                    continue
+                if self.gradient(k).name == "right":
+                    found.append((k, i))
+                elif k not in seen:
+                    seen.add(k)
+                    todo.append(k)
+        if not found:
+            return None
+        k, i = max(found)
+        return self._hands_on(k, self.back(i, k))
 
     def right_back_to(self, label: str) -> str:
         """The first collective after an input whose gradient is right, where there is one; else the first step."""
@@ -402,7 +456,11 @@ class Story:
                 return Blame("", ("no gradient comes back to it",))
             return Blame(stop.line, (f"result right; gradients stop at {stop.name}",), f"look at {stop.name}")
         k = next((k for k in takers if self.steps[k].axis), takers[0])
-        step, state = self.steps[k], self.gradient(i)
+        return self._hands_on(k, self.gradient(i))
+
+    def _hands_on(self, k: int, state: State) -> Blame:
+        """Blame of a step that hands on what is wrong."""
+        step = self.steps[k]
         told = [f"result right; gradients right back to {step.name}, which hands on {_wrongly(state)} the right one"]
         if self.noun:
             told = [f"result right, and the gradient; second derivatives right back to {step.name}"]

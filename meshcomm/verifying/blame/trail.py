@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ from meshcomm.work import Work
 
 _MOST = 4000
 _MOST_BYTES = 2**28
+_MOST_NODES = 64
+"""Of autograd, of one step."""
 
 
 class Step(NamedTuple):
@@ -51,6 +54,8 @@ class Step(NamedTuple):
     """Whether it was made under torch.no_grad."""
     along: frozenset[str] | None = None
     """The axes along which it varies, as its operands and the collectives have it; None: not known."""
+    back: Mapping[int, Tensor] = MappingProxyType({})
+    """What it adds to the gradients of the steps that made what it took."""
 
     @property
     def line(self) -> str:
@@ -81,6 +86,7 @@ class Trail(TorchFunctionMode):
         self._primals: list[Tensor] = []
         self._made: dict[int, tuple[int, Tensor]] = {}
         self._nodes: dict[Any, int] = {}
+        self._back: dict[int, dict[int, Tensor]] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._quiet = False
         self._bytes = 0
@@ -124,6 +130,32 @@ class Trail(TorchFunctionMode):
     def _hear(self, number: int, y: Tensor) -> None:
         if y.requires_grad and differentiable(y):
             y.register_hook(lambda g: self._add(number, g))
+        if y.grad_fn is not None and not self._tangents:
+            self._hear_back(number, y.grad_fn)
+
+    def _hear_back(self, number: int, root: Any) -> None:
+        """From the nodes that a step has made: what they hand on to those of other steps."""
+        todo, seen = [root], {root}
+        while todo and len(seen) < _MOST_NODES:
+            node = todo.pop()
+            to: dict[int, int] = {}
+            for at, (after, _) in enumerate(node.next_functions):
+                made = None if after is None else self._nodes.get(after, self._leaf(after))
+                if made is not None and made != number:
+                    to[at] = made
+                elif after is not None and after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+            if to:
+                node.register_hook(lambda given, _, to=to: self._add_back(number, to, given))
+
+    def _add_back(self, number: int, to: Mapping[int, int], given: Sequence[Tensor | None]) -> None:
+        """What one node hands on, by the number of its operand."""
+        mine = self._back.setdefault(number, {})
+        for at, made in () if self.second else to.items():
+            g = given[at]
+            if g is not None:
+                mine[made] = mine[made] + g.detach() if made in mine else g.detach().clone()
 
     def _along(self, name: str, axis: str, of: tuple[int, ...]) -> frozenset[str] | None:
         """The axes along which the result of a step varies, of these."""
@@ -293,7 +325,10 @@ class Trail(TorchFunctionMode):
     def finished(self) -> list[Step]:
         """All steps, with the gradients that have come; after a second backward pass with those of it."""
         if not self.second:
-            return [step._replace(gradient=self.gradients.get(i)) for i, step in enumerate(self.steps)]
+            return [
+                step._replace(gradient=self.gradients.get(i), back=self._back.get(i, {}))
+                for i, step in enumerate(self.steps)
+            ]
         return [
             step._replace(value=self.of_gradients.get(i, torch.zeros_like(step.value)), gradient=self.again.get(i))
             for i, step in enumerate(self.steps)
