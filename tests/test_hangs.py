@@ -207,6 +207,26 @@ def test_what_is_not_proven_is_listed() -> None:
     assert not proof.unproven[1].endswith("(all ranks read the same there)")
 
 
+def test_what_the_library_reads_is_not_listed() -> None:
+    def main() -> None:
+        model = mc.parallel.data_parallel(nn.Linear(4, 4), "dp", grads="mean")
+        model(ones().view(1, 4)).sum().backward()
+        mc.parallel.clip_grad_norm(model, 1.0)
+        x = torch.randn(6, 2)
+        x[0], x[:, 1], x[torch.tensor([0, 1])], x[None]  # no values are read
+
+    assert mc.prove_no_hang(main, {"dp": 2}).unproven == ()
+
+
+def test_a_mask_as_an_index_is_listed() -> None:
+    def main() -> None:
+        x = torch.randn(6)
+        mc.all_gather_object((len(x[x > 0]), x.masked_select(x > 0).numel()), "dp")
+
+    said = [line.split(" at ")[0] for line in mc.prove_no_hang(main, {"dp": 2}).unproven]
+    assert said == ["a mask as an index", "masked_select()"]
+
+
 def test_what_the_checker_knows_to_be_the_same_everywhere_is_said() -> None:
     def main() -> None:
         with mc.check_vma():

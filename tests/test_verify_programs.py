@@ -16,14 +16,33 @@ def test_right_programs_pass() -> None:
         Drawn(seed).verified().check()
 
 
+def on_its_line(mistake: str, seed: int, lines: list[str], at: int) -> None:
+    report = Drawn(seed).verified(lines, "drawn.py")
+    assert not report.ok, "\n".join(lines)
+    assert blamed(report, lines, at, "drawn.py"), f"{lines[at]}: {report}"
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found_on_its_line(mistake: str) -> None:
     found = next((seed, wrong) for seed in range(30) if (wrong := broken(Drawn(seed), mistake, seed)) is not None)
-    seed, (lines, at) = found
-    report = Drawn(seed).verified(lines, "drawn.py")
-    assert not report.ok, "\n".join(lines)
-    if mistake != "all_gather":  # which may be meant, with another pvary: that is what the checker says
-        assert blamed(report, lines, at, "drawn.py"), f"{lines[at]}: {report}"
+    on_its_line(mistake, found[0], *found[1])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seed"),
+    [
+        ("a hook", 2),  # of two that take a value the one hands on what is wrong
+        ("a hook", 6),  # beside a mean, of whose gradient each rank has a share
+        ("a hook", 17),  # on one rank's part of a sum, whose gradient is that of the sum
+        ("a wrong backward", 4),
+        ("all_gather", 0),  # as an all_gather_invariant it makes all gradients right
+        ("all_gather", 17),
+    ],
+)
+def test_a_wrong_gradient_is_blamed_on_who_hands_it_on(mistake: str, seed: int) -> None:
+    wrong = broken(Drawn(seed), mistake, seed)
+    assert wrong is not None
+    on_its_line(mistake, seed, *wrong)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # works of programs that have failed

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +24,9 @@ _FUNCTIONS |= dict.fromkeys((torch.equal, Tensor.equal), "equal()")
 _FUNCTIONS |= dict.fromkeys((torch.allclose, Tensor.allclose), "allclose()")
 _FUNCTIONS |= dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere), "nonzero()")
 _FUNCTIONS |= dict.fromkeys((torch.unique, Tensor.unique), "unique()")
-_SAID = {"__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "an index"}
+_FUNCTIONS |= dict.fromkeys((torch.masked_select, Tensor.masked_select), "masked_select()")
+_MASK = "a mask as an index"
+_SAID = {_MASK: _MASK, "__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "an index"}
 
 
 class Reads(TorchFunctionMode):
@@ -37,14 +42,32 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, and note what it gives if that is read."""
         result = func(*args, **(kwargs or {}))
-        name = _FUNCTIONS.get(func)
-        if name is not None:
+        name = _MASK if func is Tensor.__getitem__ and _has_mask(args[1]) else _FUNCTIONS.get(func)
+        if name is not None and not _by_the_library(sys._getframe(1)):
             kept = result if isinstance(result, (bool, int, float, complex, list)) else None
             called = f"{_SAID.get(name, name.rstrip('()') + '()')} at {call_site()}"
             self.found.setdefault(called, []).append(kept)
             if not all(_is_invariant(x) for x in args if isinstance(x, Tensor)):
                 self.varying.add(called)
         return result
+
+
+def _has_mask(index: Any) -> bool:
+    """Whether how large the result is depends on values."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.ndim for part in parts)
+
+
+def _by_the_library(frame: FrameType | None) -> bool:
+    """Whether it reads for itself, and hands the program none of it: its own calls part nowhere."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_OWN)
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_ROOMS = "collectives", "layout", "objects", "parallel", "runtime", "spmd"
+_OWN = tuple(str(Path(__file__).parents[2] / room) for room in _ROOMS)
 
 
 def said_of(found: Mapping[int, Reads]) -> list[str]:
