@@ -27,8 +27,6 @@ class State(NamedTuple):
     """Of a partial one: the axes over which it is to be reduced."""
     by: str = ""
     """How."""
-    alike: bool = False
-    """Whether all ranks have the same."""
     factor: float | None = None
     """Of a wrong one that is a multiple of the right one."""
 
@@ -38,10 +36,12 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin")
 
 
 def state_of(
-    parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, along: frozenset[str] | None = None, moved: bool = False
-) -> State:
+    parts: Sequence[Tensor], whole: Tensor, mesh: Mesh, *, along: frozenset[str] | None = None, moved: bool = False,
+    of: tuple[Sequence[Tensor], Tensor] | None = None,
+) -> State:  # fmt: skip
     """What these parts, in order of rank, are of this value. ``along``: they are a gradient, of a value that varies
-    along these axes, so that those of the ranks along them add up to it. ``moved``: the same numbers in another order,
+    along these axes, so that those of the ranks along them add up to it; ``of`` are the parts of that value and the
+    value, which say how it is cut. ``moved``: the same numbers in another order,
     as of a sequence that is shared out in zigzag, are right.
     """
     shape = parts[0].shape
@@ -51,6 +51,8 @@ def state_of(
     if not layouts:
         return UNKNOWN
     places, factor = coordinates(mesh), None
+    if of is not None and len(layouts) > 1:
+        layouts = [each for each in layouts if _is_cut(*of, each, mesh)] or layouts
     scale = scale_of([whole])
     rights = [[own_part(whole, layout, place, mesh) for place in places] for layout in layouts]
     free = [
@@ -75,6 +77,13 @@ def state_of(
         factors = {None if each is None or each.factor is None else round(each.factor, 6) for each in found}
         factor = factor or (factors.pop() if len(factors) == 1 else None)
     return State("wrong", factor=factor)
+
+
+def _is_cut(parts: Sequence[Tensor], whole: Tensor, layout: Layout, mesh: Mesh) -> bool:
+    """Whether these are the parts of it in this layout."""
+    scale, places = scale_of([whole]), coordinates(mesh)
+    pairs = ((x, own_part(whole, layout, place, mesh)) for x, place in zip(parts, places, strict=True))
+    return all(difference("", 0, x, y, scale) is None for x, y in pairs)
 
 
 def _summed(parts: Sequence[Tensor], places: Sequence[dict[str, int]], over: Sequence[str]) -> Sequence[Tensor]:

@@ -92,7 +92,8 @@ class Story:
             torch.zeros_like(rank.steps[i].value) if g is None else g
             for rank, g in zip(self.ranks, found, strict=True)
         ]  # fmt: skip
-        return state_of(parts, whole, self.mesh, along=self._shared_along(i))
+        of = [rank.steps[i].value for rank in self.ranks], self.other.steps[j].value
+        return state_of(parts, whole, self.mesh, along=self._shared_along(i), of=of if self.typed else None)
 
     def _shared_along(self, i: int) -> frozenset[str] | None:
         """The axes along which the gradients of a value add up to the twin's; each part of a sum has all of it."""
@@ -447,8 +448,7 @@ class Story:
         own = [i for i in known if not any(self.steps[k].reduction == "mean" for k in self.takers.get(i, ()))]
         known = own or known  # what a mean hands on to what is the same on all ranks is a share of it
         wrong = [i for i in known if self.gradient(i).name == "wrong"]
-        alike = [i for i in known if self.gradient(i).alike]
-        i = max(wrong or alike or known)
+        i = max(wrong or known)
         takers = [k for k in self.takers.get(i, ()) if self.steps[k].gradient is not None] or self.takers.get(i, [])
         if not takers:
             stop = stop_of(self.steps, {i: self.other.steps[j] for i, j in self.pairs.items()})
