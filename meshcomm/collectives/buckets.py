@@ -413,6 +413,16 @@ class _Places(NamedTuple):
         return _torch.parted(flat, self.like)
 
 
+def parted(whole: Tensor, shapes: tuple[torch.Size, ...]) -> Sequence[Tensor]:
+    """What lies one behind the other in ``whole``, without a copy: while no graph is made, tensors that to autograd
+    have nothing to do with each other.
+    """
+    if type(whole) is Tensor and _is_plain() and not (torch.is_grad_enabled() and whole.requires_grad):
+        return _torch.parted(whole, _like(shapes))
+    parts = whole.split_with_sizes([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 @lru_cache(maxsize=100)
 def _places(rows: int, shapes: tuple[torch.Size, ...]) -> _Places:
     if rows == 1:

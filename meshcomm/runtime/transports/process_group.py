@@ -43,7 +43,7 @@ _SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 _MOVED = frozenset({*_SUMMED, torch.int8, torch.uint8})
 """Dtypes that every backend moves."""
 _GATHERS, _EXCHANGES = map(both, ("AllgatherOptions", "AllToAllOptions"))
-_SUMS = options_for("AllreduceOptions", True)
+_SUMS, _MEANS = (both("AllreduceOptions", reduceOp=op) for op in ("sum", "mean"))
 _SUMS_SCATTERED, _MEANS_SCATTERED = (both("ReduceScatterOptions", reduceOp=op) for op in ("sum", "mean"))
 
 FEW = 32
@@ -85,7 +85,7 @@ class ProcessLink(GroupLink):
         if not told.later:
             return self._summed(self, x)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        return self._direct(self, "all_reduce", "sum", x, -1, y, True, "allreduce", [y], _SUMS)
+        return self._direct(self, "all_reduce", "sum", x, -1, y, True, "allreduce", [y], _SUMS[True])
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
@@ -97,8 +97,18 @@ class ProcessLink(GroupLink):
         return self._in_two_steps(x, op) if x.nbytes * self.size > LARGE else super().all_reduce(x, op)
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
-        """In place, but for gloo's on the CPU, which are moved and reduced here."""
-        return self.all_reduce(x, op) if self._on_gloo and x.is_cpu else self._all_reduce_own(x, op)
+        """In place, but for gloo's on the CPU, which are moved and reduced here. A sum of half precision may be too
+        large where the mean is not: the base knows.
+        """
+        if self._on_gloo and x.is_cpu:
+            return self.all_reduce(x, op)
+        native = op == "sum" or (op == "mean" and x.device.type in self.nccl)
+        wide = op == "mean" and not native and x.dtype in (torch.float32, torch.float64)
+        if not ((native or wide) and self._as_it_lies(x, _SUMMED)):
+            return self._all_reduce_own(x, op)
+        options, later = _MEANS if native and op == "mean" else _SUMS, told.later
+        got = self._direct(self, "all_reduce", op, x, -1, x, later, "allreduce", [x], options[later])
+        return then(got, lambda total: total.div_(self.size)) if wide else got
 
     _all_reduce = recorded(_all_reduce, "all_reduce")
     _all_reduce_own = recorded(PacketLink.all_reduce_own, "all_reduce")
