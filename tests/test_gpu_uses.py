@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_device_costs import FLOATS, in_order, patterns
+from torch.profiler import ProfilerActivity, profile
 
 import meshcomm as mc
 from benchmarks import gpu_parts
+from meshcomm._torch import compiling
 from meshcomm.runtime.transports import dtypes
 
 on_gpu = pytest.mark.gpu
@@ -96,3 +98,41 @@ def test_floats_are_ordered_bit_for_bit(dtype: torch.dtype, op: str) -> None:
     bits = clothes.on(x)
     assert torch.equal(bits, expected)
     assert torch.equal(clothes.off(bits).view(ints), back(expected).view(ints))
+
+
+@on_gpu
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_floats_are_ordered_in_one_kernel(dtype: torch.dtype, op: str) -> None:
+    if programs.device().type != "cuda":
+        pytest.skip("needs CUDA")
+    x, clothes = patterns(dtype).to(programs.device()), dtypes.dress(op, dtype)
+    assert clothes is not None
+    bits = clothes.on(x)
+    clothes.off(bits)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        clothes.off(clothes.on(x))
+        torch.cuda.synchronize()
+    kernels = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 2, kernels
+
+
+@on_gpu
+@pytest.mark.parametrize("before", [True, False], ids=["used before", "first used in the graph"])
+def test_floats_are_ordered_in_a_graph(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled while a graph is captured: it takes more kernels then, and gives the same bits."""
+    if programs.device().type != "cuda":
+        pytest.skip("needs CUDA")
+    x, clothes = patterns(torch.float32).to(programs.device()), dtypes.dress("max", torch.float32)
+    assert clothes is not None
+    expected, back = in_order(x, "max")
+    clothes.off(clothes.on(x))
+    if not before:
+        monkeypatch.setattr(compiling, "_ran", set())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bits = clothes.on(x)
+        floats = clothes.off(bits)
+    graph.replay()
+    assert torch.equal(bits, expected)
+    assert torch.equal(floats.view(torch.int32), back(expected).view(torch.int32))

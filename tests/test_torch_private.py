@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.runtime.process import reuse
+from meshcomm.runtime.transports import dtypes
 
 
 def test_this_file_knows_every_name() -> None:
@@ -1266,6 +1267,39 @@ def kernel() -> _torch.AttentionKernel:
     found = _torch.attention_kernel(_torch.Attention(q, k, v, seen, False, 0.3))
     assert isinstance(found, _torch.AttentionKernel)
     return found
+
+
+def test_name_elementwise(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On CUDA: tests/test_gpu_uses.py."""
+    module: Any = _torch.compiling
+    code = dtypes.FLIPPED
+    x = torch.ones(3)
+    assert _torch.elementwise(code, x) is None, "the CPU has no kernels that are made when they are called"
+    assert module._kernel_of(code).kernel_name == "meshcomm_flipped"  # as torch reads it
+    device = SimpleNamespace(is_cuda=True, dtype=x.dtype, device=torch.device("cuda", 0), data_ptr=lambda: 64)
+    capturing, told = [False], []  # type: list[bool], list[Any]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(module, "Tensor", SimpleNamespace)
+    monkeypatch.setattr(module, "_ran", set())
+    monkeypatch.setattr(module, "_failed", [])
+    monkeypatch.setattr(module, "_made", lambda code: lambda x: told.append(x) or "flipped")
+    capturing[0] = True
+    assert _torch.elementwise(code, device) is None, "it would be compiled while a graph is captured"
+    capturing[0] = False
+    assert _torch.elementwise(code, device) == "flipped"
+    capturing[0] = True
+    assert _torch.elementwise(code, device) == "flipped"
+    with FakeTensorMode():
+        assert _torch.elementwise(code, device) is None, "a mode would not see it"
+    monkeypatch.setattr(module, "_made", lambda code: lambda x: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        _torch.elementwise(code, device)
+    monkeypatch.setattr(module, "_made", lambda code: lambda x: (_ for _ in ()).throw(RuntimeError("no compiler")))
+    with caplog.at_level("INFO", "meshcomm"):
+        assert _torch.elementwise(code, device) is None
+    assert "no compiler" in caplog.text
+    monkeypatch.setattr(module, "_made", lambda code: pytest.fail("it is asked once"))
+    assert _torch.elementwise(code, device) is None
 
 
 def test_name_Attention() -> None:  # noqa: N802

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshcomm._torch.autograd import functorch_active
+from meshcomm._torch.transforms import plain_now
 from meshcomm._versions import find
 
 __all__ = [
     "at_trace_time",
     "computed_again",
+    "elementwise",
     "in_graph",
     "in_one_graph",
     "let_into_graph",
@@ -91,3 +96,33 @@ def computed_again() -> Iterator[None]:
 
 def _again(*_: Any, **__: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_RECOMPUTE
+
+
+_kernel_of: Any = find(
+    "torch.cuda.jiterator._create_jit_fn", "a maximum or minimum of floats on CUDA takes 7 kernels in place of 2"
+)
+_made: Any = cache(_kernel_of)
+_ran: set[tuple[str, torch.dtype, torch.device, int]] = set()
+_failed: list[RuntimeError] = []
+
+
+def elementwise(code: str, x: Tensor) -> Tensor | None:
+    """What a function of one element, a template of C++, gives of each: in one kernel of CUDA's, which is compiled when
+    it is used first. None where there is none: on other devices, where a transform or a mode looks on, and while a
+    graph is captured that would be its first use.
+    """
+    if not x.is_cuda or _kernel_of is None or _failed or type(x) is not Tensor or not plain_now():
+        return None
+    key = code, x.dtype, x.device, x.data_ptr() % 32  # there is one for each alignment
+    if key not in _ran and torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        y: Tensor = _made(code)(x)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # no compiler, or nowhere to put what it makes: there is another way, which is slower
+        _failed.append(error)
+        logging.getLogger("meshcomm").info("meshcomm: CUDA kernels cannot be compiled: %s", error)
+        return None
+    _ran.add(key)
+    return y

@@ -7,6 +7,8 @@ integers widened, floats under max and min as integers of the same order, in whi
 
 from __future__ import annotations
 
+import math
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm._torch import outside_transforms
+from meshcomm._torch import elementwise, outside_transforms
 from meshcomm.runtime.process.accelerator import stream_of
 from meshcomm.runtime.transports import exact
 
@@ -83,16 +85,39 @@ def dress(op: str, dtype: torch.dtype) -> Dress | None:
     return None
 
 
+FLIPPED = """
+template <typename T> T meshcomm_flipped(T bits) {
+    const T most = sizeof(T) == 8 ? 0x7fffffffffffffffLL : 0x7fffffffLL;
+    return bits < 0 ? bits ^ most : bits;
+}
+"""
+"""In C++: floats, by their bits, as integers of the same order, and back. Without a ">" but the first: torch looks for
+names by it.
+"""
+FLIPPED_WITH_NAN = """
+template <typename T> T meshcomm_flipped_nan_{op}(T bits) {{
+    const T most = sizeof(T) == 8 ? 0x7fffffffffffffffLL : 0x7fffffffLL;
+    const T infinity = sizeof(T) == 8 ? 0x7ff0000000000000LL : 0x7f800000LL;
+    return infinity < (bits & most) ? {nan} : bits < 0 ? bits ^ most : bits;
+}}
+"""
+"""The same, with NaN where ``nan`` says."""
+
+
 def _ordered(dtype: torch.dtype, op: str) -> Dress:
     """Floats as integers of the same order, NaN beyond the infinities on the side that wins: in few kernels of an
-    accelerator's, so what has 16 bits is looked up.
+    accelerator's, so what has 16 bits is looked up, and what has more is computed by one that is made for it.
     """
     ints = _ORDERED[dtype]
     info = torch.iinfo(ints)
     floats = torch.float64 if ints == torch.int64 else torch.float32
     winner = info.max if op == "max" else info.min
+    (nan,) = struct.unpack("=d", struct.pack("=q", 2**63 - 1 if op == "max" else -1))  # flipped it is the winner
+    with_nan = FLIPPED_WITH_NAN.format(op=op, nan="most" if op == "max" else "-most - 1")
 
     def flip(bits: Tensor) -> Tensor:  # its own inverse
+        if (flipped := elementwise(FLIPPED, bits)) is not None:
+            return flipped
         sign = bits >> (info.bits - 1)
         if _is_traced(bits):  # in place, compiled ranks with other lengths would save and compute again others
             return bits ^ (sign & info.max)
@@ -100,9 +125,11 @@ def _ordered(dtype: torch.dtype, op: str) -> Dress:
 
     def ordered(x: Tensor) -> Tensor:
         x = x.to(floats)
+        if (flipped := elementwise(with_nan, x.view(ints))) is not None:
+            return flipped
         if _is_traced(x):
             return torch.where(x.isnan(), winner, flip(x.view(ints)))
-        return flip(x.view(ints)).masked_fill_(x.isnan(), winner)
+        return flip(x.nan_to_num(nan, math.inf, -math.inf).view(ints))
 
     def floating(bits: Tensor) -> Tensor:
         return flip(bits).view(floats).to(dtype)
