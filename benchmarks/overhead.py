@@ -110,6 +110,11 @@ COPIED = Form((64, 64), dim=1)
 
 # Ours over "direct" with backward, at the commit that the design halves (4dd4e6b, of SMALL).
 BACKWARD_ONCE = {"all_gather": 8.8, "reduce_scatter": 10.4, "all_to_all": 22, "broadcast": 12.5}
+TRANSPOSED = {
+    "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all", "broadcast": "",
+    "permute": "permute", "shift": "shift", "shard": "all_gather",
+}  # fmt: skip
+"""What the backward of each is; "" where this rank's is the gradient itself."""
 LIMITS = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "broadcast"), 1.35)
 LIMITS |= dict.fromkeys(("permute", "shift", "shard"), 1.5)
 
@@ -118,28 +123,40 @@ LIMITS |= dict.fromkeys(("permute", "shift", "shard"), 1.5)
 
 
 class BareFunction(Function):
-    """The least that a differentiable all_reduce can be."""
+    """The least that a differentiable collective can be, by its floor and that of its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
         return call(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g.view_as(g), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(g), None, None
+
+
+def in_a_bare_function(
+    call: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    apply: Callable[..., Tensor] = BareFunction.apply
+    return lambda x: apply(x, call, back)
+
+
+def itself(g: Tensor) -> Tensor:
+    """The gradient where nothing is communicated."""
+    return g
 
 
 def all_reduce_cases(mesh: mc.Mesh, form: Form) -> dict[str, Case]:
     """One all_reduce of such a tensor, by everyone who offers it."""
     group, grad = mesh.device_mesh.get_group(), form.dtype.is_floating_point
-    bare: Callable[..., Tensor] = BareFunction.apply
     floor = peers.floors_of(RANKS, 0, group)["all_reduce"]
     cases = {
         OURS: Case(lambda x: mc.all_reduce(x, "tp", mesh=mesh), form.make, grad),
         "meshcomm, use_mesh": Case(lambda x: mc.all_reduce(x, "tp"), form.make, grad),
         BASE: Case(peers.peers_of(RANKS, 0)["all_reduce"][0], form.make, False),
         FLOOR: Case(floor, form.make, False),
-        BARE: Case(lambda x: bare(x, floor), form.make, grad),
+        BARE: Case(in_a_bare_function(floor, itself), form.make, grad),
         FUNCTIONAL: Case(lambda x: funcol.all_reduce(x, "sum", group).wait(), form.make, grad),
         DTENSOR: Case(
             lambda x: x.redistribute(placements=[Replicate()]),
@@ -213,14 +230,20 @@ def measure_collectives(mesh: mc.Mesh, repeats: int) -> dict[str, dict[str, Time
         theirs, floors = peers.peers_of(RANKS, form.dim), peers.floors_of(RANKS, form.dim, mesh.device_mesh.get_group())
         for name in LIMITS:
             given = input_of(name, form)
+            grad = form.dtype.is_floating_point
+            bare = in_a_bare_function(floors[name], floors.get(TRANSPOSED[name], itself))
             cases = {
-                "ours": Case(ours_of(name, form, mesh), given.make, form.dtype.is_floating_point),
+                "ours": Case(ours_of(name, form, mesh), given.make, grad),
                 "direct": Case(theirs[name][0], given.make, False),
                 "floor": Case(floors[name], given.make, False),
+                "bare": Case(
+                    bare, given.make, grad and (form.dim == 0 or name != "all_to_all")
+                ),  # back its dims change
             }
             check_alike(name, form, [case.run(given.make()) for case in cases.values()])
             found[name][str(form)] = take_turns(calls_of(cases), repeats)
-    print_collectives("The other collectives; x: over the direct call without grad", found, peers.peers_of(RANKS, 0))
+    title = "The other collectives; x: over the direct call without grad; bare: the floors in a bare Function"
+    print_collectives(title, found, peers.peers_of(RANKS, 0))
     return found
 
 
@@ -239,8 +262,10 @@ def print_collectives(title: str, found: Mapping[str, Mapping[str, Times]], thei
             cells += [""] * (3 - len(cells)) + [f"{ours[NO_GRAD] / direct:.2f}"]
             for mode in MODES[1:]:
                 cells += [f"{1e6 * ours[mode]:.1f}", f"{ours[mode] / direct:.2f}"] if mode in ours else ["-", ""]
+                cells.append(f"{1e6 * times['bare'][mode]:.1f}" if mode in times.get("bare", ()) else "")
             rows.append([name, form, *cells, theirs[name][1]])
-    head = ["µs", "", "ours", "direct", "floor", "x", *(part for mode in MODES[1:] for part in (mode, "x")), ""]
+    more = (part for mode in MODES[1:] for part in (mode, "x", "bare"))
+    head = ["µs", "", "ours", "direct", "floor", "x", *more, ""]
     print_table(title, head, rows)
 
 
@@ -511,9 +536,19 @@ def markdown(found: Mapping[str, Any]) -> None:
             small = forms[str(SMALL)]
             direct = small["direct"][NO_GRAD]
             cells = [f"{1e6 * small[who][NO_GRAD]:.1f}" for who in ("ours", "direct", "floor")]
-            cells += [f"{small['ours'][NO_GRAD] / direct:.2f} ×", f"{1e6 * small['ours'][BACKWARD]:.1f}"]
+            cells.append(f"{small['ours'][NO_GRAD] / direct:.2f} ×")
+            cells += [f"{1e6 * small[who][BACKWARD]:.1f}" for who in ("ours", "bare")]
             rows.append([name, *cells])
-        print_markdown(["", "ours", "torch.distributed's", "its C++ call", "", "ours " + BACKWARD], rows)
+        head = [
+            "",
+            "ours",
+            "torch.distributed's",
+            "its C++ call",
+            "",
+            f"ours {BACKWARD}",
+            "its C++ calls in a bare Function",
+        ]
+        print_markdown(head, rows)
 
 
 def ratio_cells(took: float | None, base: float) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -447,6 +448,42 @@ def in_place_after() -> None:
 
 def test_changing_a_result_in_place() -> None:
     mc.launch(in_place_after, ranks=2)
+
+
+def not_its_own(ranks: int, traced: bool) -> list[str]:
+    """The collectives after whose backward ``.grad`` is in memory of the gradient that backward was given."""
+    mesh = mc.make_mesh({"a": ranks})
+    place, oracle, found = mesh.axis("a"), Oracle(mesh.shape), []
+    with mc.trace() if traced else contextlib.nullcontext():
+        for case in DIFFERENTIABLE:
+            for how, more in {"": {}, ", later": {"async_op": True}, ", in time": {"timeout": 60.0}}.items():
+                if case.op in ("pvary", "shard") and "timeout" in more:  # nobody waits in them
+                    continue
+                x = case.inputs(oracle, "a", torch.float64)[mesh.rank].clone().requires_grad_()
+                kwargs = case.kwargs(ranks) | case.own(ranks, place.index) | more
+                y = mc.wait(getattr(mc, case.op)(x, "a", mesh=mesh, **kwargs))
+                g = torch.ones_like(y)
+                y.backward(g)
+                assert x.grad is not None
+                kept = x.grad.clone()
+                g.zero_()
+                found += [case.name + how] * (not torch.equal(x.grad, kept))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+def test_gradients_have_memory_of_their_own(ranks: int, traced: bool) -> None:
+    """Who changes what backward was given changes no ``.grad``, as with torch's operations."""
+    assert mc.launch(not_its_own, ranks=ranks, args=(ranks, traced)) == [[]] * ranks
+
+
+def not_its_own_on_processes() -> list[str]:
+    return not_its_own(4, False)
+
+
+def test_gradients_have_memory_of_their_own_on_processes(pool4: Any) -> None:
+    assert pool4.run(not_its_own_on_processes) == [[]] * 4
 
 
 def no_grad_results() -> list[bool]:

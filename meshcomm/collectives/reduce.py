@@ -54,9 +54,13 @@ def _vary(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _vary_gradient(g: Tensor, axis: Axis) -> Tensor:
-    """The same in a backward pass: the gradient itself, where nobody differentiates it again or is told of calls."""
-    if g.requires_grad or axis.link.hears or _torch.functorch_active() or _torch.dual_level_open():
+    """The same in a backward pass: the gradient itself, where nobody differentiates it again. Of a view, ``.grad`` would
+    take the memory, which may be the caller's.
+    """
+    if g.requires_grad or _torch.functorch_active() or _torch.dual_level_open():
         return _vary(g, axis)
+    if axis.link.hears:
+        _vary(g, axis)
     return g
 
 
