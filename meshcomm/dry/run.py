@@ -24,11 +24,10 @@ from meshcomm.dry.log import Log
 from meshcomm.dry.memory import LiveMemory, Peak, most_of
 from meshcomm.dry.planning.advice import KINDS, Advice, Again, advised
 from meshcomm.dry.planning.outcome import Amount
-from meshcomm.dry.values import DEVICE_FIX, HostRead, HostValues, Values, refuse_device, refuse_unknown_size
-from meshcomm.errors import MeshError, fail
+from meshcomm.dry.values import HostRead, HostValues, Values, of_memory, refuse_device, refuse_unknown_size
+from meshcomm.errors import fail
 from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh, forget_axes, use_mesh
-from meshcomm.runtime.callsite import CallSite, is_ours
 from meshcomm.runtime.transports.dry.link import DryLink
 from meshcomm.runtime.transports.dry.places import PlaceReads
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, Posted, dry_world, inside
@@ -415,34 +414,10 @@ class Program:
                 for _ in result:
                     log.lap()
         except RuntimeError as error:
-            told = next((told for said, told in _MEMORY_WANTED.items() if said in str(error)), None)
+            told = of_memory(error)
             if told is None:
                 raise
-            raise _of_memory(error, *told) from None
-
-
-_MEMORY_WANTED = {
-    "PyTorch is not linked with support": (
-        "{} moves a tensor to a device for which this torch is not built",
-        DEVICE_FIX,
-    ),
-    "numpy() is not supported": (
-        "x.numpy() at {} wants the values of a tensor, which a dry run has not",
-        "x.tolist() gives host_values; or another way where mc.is_dry()",
-    ),
-    "Cannot access data pointer": (
-        "{} asks where a storage lies, which a dry run has not in memory",
-        "x.data_ptr() of a tensor tells them apart; or another way where mc.is_dry()",
-    ),
-}
-"""What torch says: what was wrong, at which line, and what to do."""
-
-
-def _of_memory(error: RuntimeError, what: str, fix: str) -> MeshError:
-    """What torch says where the memory of a tensor without memory is wanted, in our words and with the line."""
-    calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    at = next((CallSite(*call) for call in reversed(calls) if not is_ours(call[0])), "fn")
-    return MeshError(f"meshcomm.{_WHERE}: {what.format(at)}.\n  fix: {fix}")
+            raise told from None
 
 
 def drop(missing: BaseException) -> None:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ from meshcomm._torch import (
     tree_unflatten,
     written_by,
 )
-from meshcomm.errors import fail, shape_text
-from meshcomm.runtime.callsite import CallSite, call_site
+from meshcomm.errors import MeshError, fail, shape_text
+from meshcomm.runtime.callsite import CallSite, call_site, is_ours
 from meshcomm.runtime.transports.dry.places import KNOWN
 
 __all__ = ["HostRead", "HostValues", "Values"]
@@ -227,6 +228,34 @@ def refuse_device(device: torch.device) -> NoReturn:
     """One that this build of torch does not know."""
     what = f"{call_site()} makes a tensor on {device.type}, for which this torch ({torch.__version__}) is not built."
     fail("dry_run", what, fix=DEVICE_FIX)
+
+
+def of_memory(error: RuntimeError) -> MeshError | None:
+    """What torch says where the memory of a tensor without memory is wanted, in our words and with the line."""
+    told = next((told for said, told in _MEMORY_WANTED.items() if said in str(error)), None)
+    if told is None:
+        return None
+    calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    at = next((CallSite(*call) for call in reversed(calls) if not is_ours(call[0])), "fn")
+    what, fix = told
+    return MeshError(f"meshcomm.dry_run: {what.format(at)}.\n  fix: {fix}")
+
+
+_MEMORY_WANTED = {
+    "PyTorch is not linked with support": (
+        "{} moves a tensor to a device for which this torch is not built",
+        DEVICE_FIX,
+    ),
+    "numpy() is not supported": (
+        "x.numpy() at {} wants the values of a tensor, which a dry run has not",
+        "x.tolist() gives host_values; or another way where mc.is_dry()",
+    ),
+    "Cannot access data pointer": (
+        "{} asks where a storage lies, which a dry run has not in memory",
+        "x.data_ptr() of a tensor tells them apart; or another way where mc.is_dry()",
+    ),
+}
+"""What torch says: what was wrong, at which line, and what to do."""
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -16,7 +16,6 @@ from meshcomm._torch import tree_flatten
 from meshcomm.collectives.check import differentiable
 from meshcomm.errors import MeshError, described, fail, shape_text, text
 from meshcomm.mesh import Mesh
-from meshcomm.runtime.callsite import is_ours
 from meshcomm.runtime.ops import Op
 from meshcomm.spmd.shard_map.assemble import coordinates
 from meshcomm.spmd.shard_map.specs import in_strings
@@ -27,6 +26,7 @@ from meshcomm.verifying.blame.followed import follow
 from meshcomm.verifying.blame.instead import gathered_as_one
 from meshcomm.verifying.blame.line import Blame
 from meshcomm.verifying.blame.nudges import last_wrong
+from meshcomm.verifying.blame.partings import is_own, line_of
 from meshcomm.verifying.blame.story import Story
 from meshcomm.verifying.blame.told import story_of
 from meshcomm.verifying.blame.trail import stop_of
@@ -475,31 +475,13 @@ def _on_one(reference: Reference, ones: Mesh, kind: str, i: int) -> Blame | None
 
 def _raised(error: Exception, shape: Mapping[str, int], reference: Reference, mesh: Mesh, ones: Mesh) -> Finding:
     """What fn raises on a mesh alone."""
-    blame, line = Blame(), _line_of(error)
-    if not _is_own(error):
+    blame, line = Blame(), line_of(error)
+    if not is_own(error):
         with contextlib.suppress(Exception):  # then the line of the error has to do
             blame = story_of(reference, ones, mesh, to_error=True).blame_error(error)
     what = f"{_named(shape)} raises {type(error).__name__}, and one device does not."
     got = "; ".join((str(error).replace("\n", "\n       "), *blame.told))
     return Finding("error", blame.line or line, text(WHERE, what, got=got, fix=blame.fix))
-
-
-def _is_own(error: BaseException) -> bool:
-    """Whether it was raised in the program itself, and not by what it calls."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and not is_ours(trace.tb_frame.f_code.co_filename)
-
-
-def _line_of(error: BaseException) -> str:
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if not is_ours(name):
-            found = f"{name.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
 
 
 def _named(shape: Mapping[str, int]) -> str:

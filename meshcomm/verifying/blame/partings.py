@@ -1,4 +1,6 @@
-"""Where the ranks of a program part: the first collective that one of them makes, and another one does not."""
+"""Where the ranks of a program part: the first collective that one of them makes, and another one does not; and
+which line an error came from.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshcomm.runtime.callsite import is_ours
 from meshcomm.runtime.ops import talks
 
 _CALLED = re.compile(r" called .* at (\S+:\d+)")
@@ -80,3 +83,22 @@ def lines_in(message: str) -> list[str]:
     """The lines that an error between ranks names; that of the fewest of them first."""
     counts = Counter(line.rstrip(",;.") for line in _LINE.findall(message) if not line.startswith("threading.py"))
     return sorted(counts, key=lambda line: counts[line])
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether it was raised in the program itself, and not by what it calls."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and not is_ours(trace.tb_frame.f_code.co_filename)
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the program's that it came through."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not is_ours(name):
+            found = f"{name.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

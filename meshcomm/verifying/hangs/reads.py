@@ -60,14 +60,16 @@ def _has_mask(index: Any) -> bool:
 
 def _by_the_library(frame: FrameType | None) -> bool:
     """Whether it reads for itself, and hands the program none of it: its own calls part nowhere."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OWN)
 
 
-_TORCH = str(Path(torch.__file__).parent)
+_HERE = Path(__file__).parents[2]
+_BETWEEN = str(Path(torch.__file__).parent), str(_HERE / "spmd" / "types")
+"""What calls an operation for who has called it: torch, and the checker of varying types."""
 _ROOMS = "collectives", "layout", "objects", "parallel", "runtime", "spmd"
-_OWN = tuple(str(Path(__file__).parents[2] / room) for room in _ROOMS)
+_OWN = tuple(str(_HERE / room) for room in _ROOMS)
 
 
 def said_of(found: Mapping[int, Reads]) -> list[str]:

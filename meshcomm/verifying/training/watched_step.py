@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class WatchedStep(Trail):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self._hooks = ExitStack()
         self._owners = {id(part): name for name, part in module.named_modules()}
         self._held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self._versions = {name: version_hint(x) for name, x in self._held.items()}
@@ -34,8 +36,12 @@ class WatchedStep(Trail):
     def __enter__(self) -> WatchedStep:
         super().__enter__()
         for heard in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
-            self._stack.callback(heard(self._put).remove)
+            self._hooks.callback(heard(self._put).remove)
         return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._hooks.close()
+        super().__exit__(*exc)
 
     def _put(self, owner: nn.Module, name: str, x: Tensor | None) -> None:
         """Another tensor stands where one of the module's has stood."""
@@ -44,8 +50,8 @@ class WatchedStep(Trail):
             return
         self._held[full], self._versions[full] = x, version_hint(x)
         self._wrote(full)
-        if self._maker(x) is None:
-            self._note(x, str(call_site()), full, "", ())
+        if self.maker_of(x) is None:
+            self.given(full, x, frozenset())
 
     def _wrote(self, name: str) -> None:
         lines, line = self.written.setdefault(name, []), str(call_site())
