@@ -108,6 +108,8 @@ def given_where_needed() -> None:
         loss = step(x if at == 0 else None, x if at == last else None)
         mc.all_reduce(loss, "pp", "mean")
     step.evaluate(x if at == 0 else None)
+    tokens = (torch.randint(9, (6, 5)) > 0).sum(1)  # nobody knows how many count
+    step(x if at == 0 else None, x if at == last else None, weights=tokens)
 
 
 def loaded() -> None:
@@ -159,6 +161,7 @@ def calls() -> None:
     mc.sync_seed("dp"), mc.barrier("tp"), mc.reduce(flat, "dp"), mc.gather(flat, "dp"), mc.scan(flat, "tp")
     mc.scatter(None if other == 0 else flat, "dp")  # its shape is known to the first rank alone
     mc.exchange([(flat, other)], [(other, (4, 4), torch.float32)], "dp")
+    mc.assert_invariant({"ones": torch.ones(3), "two": 2}, ("dp", "tp"))
     told = "hello" if mc.rank() < 2 else None
     assert mc.broadcast_object(told, "dp") == "hello"
     assert len(mc.all_gather_object({"a": 1}, "dp")) == 2
@@ -210,7 +213,7 @@ def test_events_are_those_of_a_run(name: str) -> None:
     assert ran.events
     for rank in range(mesh.size):
         assert rows(dry.trace, rank) == rows(ran, rank)
-    routed = name in ("experts", "capacity")
+    routed = name in ("experts", "capacity", "batch at the ends")
     assert bool(dry.host_reads) is routed is not dry.ok  # what the library reads for itself needs no answer
     assert not mc.is_dry()
 

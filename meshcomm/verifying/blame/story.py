@@ -105,6 +105,8 @@ class Story:
     @cached_property
     def typed(self) -> bool:
         """Whether the axes are known along which values vary: along all others the ranks have the same."""
+        if self.noun:  # steps have other values then
+            return False
         places = coordinates(self.mesh)
         firsts = {axis: [places.index(place | {axis: 0}) for place in places] for axis in self.mesh.axis_names}
         for i in self.pairs:
@@ -376,7 +378,7 @@ class Story:
 
     def _by_parts(self, start: int) -> Blame | None:
         """The last step whose own gradient is right, and which adds something else to those of its operands."""
-        if self.noun or not self.typed:
+        if not self.typed:
             return None
         todo, seen, found = [start], {start}, []
         while todo:
