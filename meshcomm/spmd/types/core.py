@@ -219,8 +219,13 @@ class Core(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            if not evened or "Output 0 of Pvary" not in str(error):
-                raise
+            if evened:
+                self._not_into_varied(error, name)
+            raise
+
+    def _not_into_varied(self, error: RuntimeError, name: str) -> None:
+        """Say it in our words, if that is what is wrong."""
+        if "Output 0 of Pvary" in str(error):
             what = "changes an operand in place that requires grad and is invariant, where others vary."
             self._refuse(name, what, str(error).split(". ")[0], "pvary the operand before, or do it out of place")
 

@@ -152,10 +152,12 @@ class AtOnce(Writes):
                 if transformed or (joined := self._evened_at_once(kind.name, types, args, flat)) is None:
                     return self._operation(kind, func, args, kwargs)
                 whole, given = joined
-                if given is args:
-                    result = func(*args, **kwargs) if kwargs else func(*args)
-                else:
-                    result = self._run(func, given, kwargs or {}, kind.name, True)
+                try:
+                    result = func(*given, **kwargs) if kwargs else func(*given)
+                except RuntimeError as error:
+                    if given is not args:
+                        self._not_into_varied(error, kind.name)
+                    raise
         if type(result) is Tensor and not transformed and getattr(result, NAME, None) is None:  # as note does it
             if (graph or kwargs) and whole.plain == result.requires_grad:  # else none has a gradient, nor the result
                 setattr(result, NAME, whole.seen(whole.plain))
@@ -213,11 +215,11 @@ class AtOnce(Writes):
             found = None if joined is None else joined.get(place)
             whole = self._join(types, name, place, frame) if found is None else found[1]
         axes, given = whole.axes, args
-        if not axes:
+        if not axes or not is_grad_enabled():
             return whole, args
         for i, x in enumerate(flat):
             mine = getattr(x, NAME, None)
-            if mine is None or len(mine.axes) == len(axes) or not x.requires_grad or not is_grad_enabled():
+            if mine is None or mine is whole or len(mine.axes) == len(axes) or not x.requires_grad:
                 continue
             # The pvary of x that vary would give, if it was made before.
             key = id(x)
@@ -227,7 +229,7 @@ class AtOnce(Writes):
                 if entry is None:
                     return None
                 self._lately.move_to_end(key)
-            if entry.x is not x or entry.version != version_of(x) or entry.node is not x.grad_fn or flat is not args:
+            if flat is not args or entry.x is not x or entry.version != version_of(x) or entry.node is not x.grad_fn:
                 return None
             y = entry.by.get(axes - mine.axes if mine.axes else axes)
             if y is None or not self.insert or unwrap_if_dead(y) is not y or not same_place(x, y):
