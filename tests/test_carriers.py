@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import decimal
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +32,7 @@ RANKS = 4
 THREADS = threading.local()
 PRIVATE = weakref.WeakKeyDictionary[threading.Thread, str]()
 LEFT: list[Any] = []
+OF_CONTEXT = contextvars.ContextVar("OF_CONTEXT", default=-1)
 x = torch.ones(RANKS)
 
 
@@ -186,6 +190,57 @@ def test_what_python_keeps_is_dropped_and_the_thread_stays() -> None:
     assert run(lambda: found.append(of_the_thread())) == first
     assert found == [found[0]] * 8
     assert (found[0]["a value"], found[0]["grad"]) == ("nothing", True)
+
+
+def drawn() -> tuple[float, ...]:
+    """Of all kinds of numbers, between which other ranks draw theirs."""
+    mesh = mc.make_mesh({"a": RANKS})
+    found = [torch.rand(()).item(), float(np.random.rand()), random.random(), random.gauss(0, 1)]
+    mc.barrier("a", mesh=mesh)
+    return *found, torch.randn(()).item(), float(np.random.normal()), random.random(), random.gauss(0, 1)
+
+
+def test_random_numbers_are_those_of_new_threads() -> None:
+    torch.manual_seed(5)
+    new = mc.launch(drawn, ranks=RANKS)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert mc.launch(drawn, ranks=RANKS) == new
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert torch.equal(after[0], before[0])
+    assert after[1:] == before[1:]
+    torch.manual_seed(6)
+    assert not set(mc.launch(drawn, ranks=RANKS)) & set(new)
+
+
+def modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_device(),
+        OF_CONTEXT.get(),
+    )
+
+
+CALLERS: dict[str, Callable[[], Any]] = {
+    "as it is": contextlib.nullcontext,
+    "no grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "meta": lambda: torch.device("meta"),
+}
+
+
+def test_modes_are_those_of_the_caller_of_each_run() -> None:
+    for _ in range(2):
+        for number, (what, context) in enumerate(CALLERS.items()):
+            token = OF_CONTEXT.set(number)
+            with context():
+                assert mc.launch(modes, ranks=RANKS) == [modes()] * RANKS, what
+            OF_CONTEXT.reset(token)
+    first = run()
+    assert run() == first
 
 
 def test_an_event_loop_ends_with_its_rank() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -152,19 +153,30 @@ class Collectives(Core):
             given.append(found[0])
             origin = found[1]
         del frame  # what is noted later must not hold the user's variables
-
-        def noted(result: Any) -> None:
-            for i, y in enumerate((result,) if isinstance(result, Tensor) else tree_flatten(result)[0]):
-                if isinstance(y, Tensor):
-                    self._note(y, given[min(i, len(given) - 1)], of)
-                    if made.any or op.cuts:
-                        x = of[i] if i < len(of) and isinstance(of[i], Tensor) else None
-                        collected(op, x, y, origin, axes, named)
-
         if isinstance(result, Work):
-            return looked_at(result, noted)
-        noted(result)
+            return looked_at(result, partial(self._note_given, op, given, origin, axes, of, named))
+        if type(result) is not Tensor or made.any or op.cuts:
+            self._note_given(op, given, origin, axes, of, named, result)
+        else:
+            self._note(result, given[0], of)
         return result
+
+    def _note_given(
+        self,
+        op: Op,
+        given: Sequence[Type],
+        origin: Origin,
+        axes: frozenset[str],
+        of: Sequence[Any],
+        named: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        for i, y in enumerate((result,) if isinstance(result, Tensor) else tree_flatten(result)[0]):
+            if isinstance(y, Tensor):
+                self._note(y, given[min(i, len(given) - 1)], of)
+                if made.any or op.cuts:
+                    x = of[i] if i < len(of) and isinstance(of[i], Tensor) else None
+                    collected(op, x, y, origin, axes, named)
 
     def _taken(self, op: Op, x: Tensor, axes: frozenset[str], named: Mapping[str, Any]) -> tuple[Type, Tensor]:
         """One leaf of what a collective takes: its type, and itself or its pvary."""

@@ -129,9 +129,13 @@ def collected(
     told sizes. ``named``: its arguments behind the axis.
     """
     ragged = None if x is None else ragged_of(x)
+    told = [sizes for sizes in op.cuts if named.get(sizes) is not None]
+    if ragged is None and not told:
+        note_ragged(y, None)
+        return
     rest = None if ragged is None else ragged.kind.ends(axes, along)
     dims = set() if ragged is None or x is None else differing(y, [x])
-    if any(named.get(sizes) is not None for sizes in op.cuts):
+    if told:
         own = Type(dict.fromkeys(axes, along))
         rest = own if rest is None else join([rest, own], op.name)
         dims = dims | {int(named.get(dim, 0)) % y.dim() for dim in op.dims}
