@@ -56,11 +56,13 @@ if sys.platform == "linux":  # elsewhere no memory is shared
 class Box:
     """What one rank of a group tells the others: an entry for each call, in a ring. In units of cells."""
 
-    __slots__ = ("_base", "_bell", "cells")
+    __slots__ = ("_base", "_bell", "cells", "listens")
 
     def __init__(self, cells: memoryview[int], base: int, address: int) -> None:
         """``address``: of the first cell."""
         self.cells, self._base, self._bell = cells, base, address + 8 * (base + _BELL)
+        self.listens = base + _LISTENS
+        """The cell that says whether its rank listens."""
 
     def at(self, number: int) -> int:
         """Where the entry of a call is, which begins with its number."""

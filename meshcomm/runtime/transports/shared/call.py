@@ -45,6 +45,7 @@ from meshcomm.runtime.transports.shared.words import (
     DIGEST,
     ENTRY_CELLS,
     GRADIENT,
+    ITEMSIZES,
     LATER,
     PERMUTE,
     ROOT,
@@ -185,8 +186,12 @@ class Call(Entry):
         """Read, once, and return what was borrowed."""
         return self._read(all_of_it=True)
 
-    def conclude(self) -> Any:
-        """The same, for who asks for the result; and see whether calls before this one were the others' too."""
+    def conclude(self, timeout: float | None = None) -> Any:
+        """The same, for who asks for the result; and see whether calls before this one were the others' too. First
+        wait so long for all to come, if that was not done.
+        """
+        if timeout is not None and not self.look():
+            self.wait_for_all(timeout)
         result, mail = self._read(all_of_it=True), self.mail
         if mail.given or self._partly:
             if self._partly:
@@ -228,9 +233,9 @@ class Call(Entry):
                 failed(self.record, self._error)
         place = self.link.index
         for segment in segments.values():
-            segment.returned(place)
+            segment.flags[place] = 0
         if self._lent is not None:
-            self._lent.returned(place)
+            self._lent.flags[place] = 0
         self.mail.open.pop(self.number, None)
         self._decided, self.watch = True, None  # that knows this call: a circle would keep the result
         self._fill = self._first = self._opened = self.packed = self._own = self._lent = None
@@ -306,7 +311,7 @@ class Call(Entry):
             self._unreadable(*lost)
         if packed is None:
             return []
-        size, dtype, stop = link.size, packed.dtype, self.total * self._nbytes()
+        size, dtype, stop = link.size, packed.dtype, self.total * self.count * ITEMSIZES[self.code & 255]
         got = [packed[:0]] * size if len(segments) < size - 1 else [packed] * size
         for i, segment in segments.items():
             if self._tables:

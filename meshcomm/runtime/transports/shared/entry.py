@@ -21,9 +21,9 @@ from meshcomm.runtime.process.lending import TABLE, Segment
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import Log, Record
 from meshcomm.runtime.transports.shared.lexicon import Meaning
-from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.mailbox import FAR, Mail
 from meshcomm.runtime.transports.shared.waiting import Wait
-from meshcomm.runtime.transports.shared.words import ENTRY_CELLS, STANDS, WHY, dtype_of, last_said, name_of, said
+from meshcomm.runtime.transports.shared.words import ENTRY_CELLS, ITEMSIZES, STANDS, WHY, last_said, name_of, said
 
 NOBODY = -1
 GIVEN_UP = "has given up"
@@ -188,9 +188,8 @@ class Entry:
             keeps = told.later or bool(spare) or write is not None
             places = (*readers, link.index)  # it returns its own at its end, which would be another call's otherwise
             try:
-                self._lent = lent = lending.room.lend(
-                    packed.nbytes + spare, places, [mail.readers[i] for i in readers], patient=not told.later
-                )
+                who = mail.other_readers if readers is mail.others else [mail.readers[i] for i in readers]
+                self._lent = lent = lending.room.lend(packed.nbytes + spare, places, who, patient=not told.later)
             except OSError as error:
                 self.fail(f"there is no memory to share: {error.strerror or error}")
             if table is not None:
@@ -198,7 +197,7 @@ class Entry:
             own = lent.part(packed.nbytes, packed.dtype)
             if write is not None:
                 write(own)
-            elif packed.nbytes > _SMALL and not keeps:
+            elif unread[1] > unread[0] and packed.nbytes > _SMALL and not keeps:
                 start, end = unread
                 own[:start].copy_(packed[:start])
                 own[end:].copy_(packed[end:])
@@ -214,7 +213,7 @@ class Entry:
     def _enter(self) -> None:
         mail, lent = self.mail, self._lent
         self.number = number = mail.number + 1
-        if mail.is_far():
+        if number % FAR == 0:
             self._make_way()
         at, cells = mail.own.at(number), mail.own.cells
         where = (lent.fd, lent.serial, lent.whole, lent.kept) if lent is not None else (0, 0, 0, 0)
@@ -279,7 +278,7 @@ class Entry:
             dropped.append(self)
 
     def _nbytes(self) -> int:
-        return self.count * dtype_of(self.code).itemsize
+        return self.count * ITEMSIZES[self.code & 255]
 
     @property
     def name(self) -> str:

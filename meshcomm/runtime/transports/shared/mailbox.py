@@ -34,6 +34,8 @@ from meshcomm.runtime.transports.shared.words import (
     said,
 )
 
+FAR = ENTRIES // 4
+"""After how many calls a rank sees whether the others have followed."""
 _AT_HAND = 64
 """How many of the segments that others lend are found again without asking for their memory."""
 
@@ -83,6 +85,7 @@ class Mail:
         """Gives whoever uses it, while somebody does."""
         self.lock = threading.Lock()
         self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
+        self.other_readers = [self.readers[i] for i in self.others]
         self.addressees = [_Addressee(self, i) for i in range(len(self.neighbours))]
         self.failed = False
         """Whether a message has not come, so that those after it do not either."""
@@ -110,7 +113,7 @@ class Mail:
 
     def is_far(self) -> bool:
         """Whether the next call has to see first that the others have followed."""
-        return (self.number + 1) % (ENTRIES // 4) == 0
+        return (self.number + 1) % FAR == 0
 
     def give_up(self, why: str) -> None:
         """This rank makes no more calls here, because one has failed: the first one."""
@@ -137,7 +140,7 @@ class Mail:
         """Wake those of the others that sleep until something was written."""
         for i in self.others:
             box = self.boxes[i]
-            if box is not None:
+            if box is not None and box.cells[box.listens]:
                 box.ring()
 
     def heard(self, index: int, number: int) -> Heard | None:

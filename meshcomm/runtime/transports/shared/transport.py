@@ -12,6 +12,7 @@ rest, but if another has begun its own to be waited for later, it reduces that p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from threading import get_ident
 from typing import Any, TypeVar, cast
@@ -30,7 +31,7 @@ from meshcomm.runtime.recorder import CALL, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.group_link import Made
 from meshcomm.runtime.transports.process_group import ProcessLink
-from meshcomm.runtime.transports.protocol import Parts
+from meshcomm.runtime.transports.protocol import Empty, Parts
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.words import code_of, meaning_of
@@ -78,9 +79,11 @@ class OneHostLink(ProcessLink):
             return super().all_reduce(x, op)
         packed = dtypes.to_bytes(x)
         call = self._call("all_reduce", op, x)
-        flat = dtypes.from_bytes(reserve.empty(packed.shape, packed), x.dtype)
+        flat = reserve.empty(packed.shape, packed)
+        if flat.dtype is not x.dtype:
+            flat = dtypes.from_bytes(flat, x.dtype)
         result = flat if flat.shape == x.shape else flat.view(x.shape)
-        in_parts = self._in_parts(x)
+        in_parts = self.size > 2 and self._in_parts(x)
         call.post(packed, self.mail.others, self.mail.others, spare=self._spare(flat) if in_parts else 0)
         return self._reduced(call, in_parts, op, flat, result)
 
@@ -95,6 +98,9 @@ class OneHostLink(ProcessLink):
         return -(-flat.numel() // self.size) * flat.element_size()
 
     def _reduced(self, call: Call, in_parts: bool, op: str, out: Tensor, result: Tensor) -> Tensor:
+        if not in_parts and call.packed is not None and call.packed.dtype is out.dtype:
+            return self._done(call, partial(dtypes.fold, op, out=out), result)
+
         def as_numbers(got: list[Tensor]) -> list[Tensor]:
             return [dtypes.from_bytes(each, out.dtype) for each in got]
 
@@ -125,14 +131,22 @@ class OneHostLink(ProcessLink):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All read all."""
+        return self._gathered(x, (self.size, *x.shape)) if x.is_cpu else super().all_gather(x)
+
+    def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Any:
+        """The same, of another shape."""
         if not x.is_cpu:
-            return super().all_gather(x)
+            return super().gather_flat(x, empty)
+        first, *others = x.shape
+        return self._gathered(x, (self.size * first, *others))
+
+    def _gathered(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         packed = dtypes.to_bytes(x)
         out = reserve.empty((self.size * packed.numel(),), packed)
         call = self._call("all_gather", "", x)
         call.post(packed, self.mail.others, self.mail.others)
-        result = dtypes.from_bytes(out, x.dtype).view(self.size, *x.shape)
-        return self._done(call, lambda got: torch.cat(got, out=out), result)
+        result = out if out.dtype is x.dtype else dtypes.from_bytes(out, x.dtype)
+        return self._done(call, partial(torch.cat, out=out), result if len(shape) == 1 else result.view(shape))
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Everybody reduces its row of all."""
@@ -144,10 +158,11 @@ class OneHostLink(ProcessLink):
         count, each = out.numel(), packed.numel() // self.size
         own = self.index * each, (self.index + 1) * each
         call.post(packed, self.mail.others, self.mail.others, unread=own)
-        mine = slice(self.index * count, (self.index + 1) * count)
+        mine, as_it_is = slice(self.index * count, (self.index + 1) * count), packed.dtype is x.dtype
 
         def fill(got: list[Tensor]) -> None:
-            dtypes.fold(op, [dtypes.from_bytes(each, x.dtype)[mine] for each in got], out=out.view(-1))
+            wholes = got if as_it_is else [dtypes.from_bytes(each, x.dtype) for each in got]
+            dtypes.fold(op, [whole[mine] for whole in wholes], out=out.view(-1))
 
         return self._done(call, fill, out)
 
@@ -226,7 +241,7 @@ class OneHostLink(ProcessLink):
         if self.index != dst:
             return self._done(call, lambda _: None, None)
         result = dtypes.from_bytes(out, x.dtype).view(self.size, *x.shape)
-        return self._done(call, lambda got: torch.cat(got, out=out), result)
+        return self._done(call, partial(torch.cat, out=out), result)
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """All read their rows from one."""
@@ -345,8 +360,7 @@ class OneHostLink(ProcessLink):
             call.expect(fill, result, first)
             if told.later:
                 return Reading(call)  # type: ignore[return-value]  # for who waits later
-            call.wait_for_all(self.mail.timeout)
-            return call.conclude()  # type: ignore[no-any-return]
+            return call.conclude(self.mail.timeout)  # type: ignore[no-any-return]
         except BaseException as error:
             if call.record[ENDED] is None:
                 failed(call.record, error)

@@ -29,6 +29,8 @@ _DTYPES = tuple(
 )
 _CALL = {call: number << 16 for number, call in enumerate(PRIMITIVES)}
 _OP = {op: number << 8 for number, op in enumerate(("", *REDUCE_OPS))}
+ITEMSIZES = tuple(dtype.itemsize for dtype in _DTYPES)
+"""Bytes of an element of a call's tensor, by the last byte of its code."""
 _DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 

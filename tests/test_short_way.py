@@ -1,0 +1,81 @@
+"""How many functions of ours a small call in shared memory runs: on a processor that has just slept each costs as much as a small copy."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm as mc
+
+WAITS = {"look", "more", "at", "listen", "sleep", "ring", "wait_for_all", "gone_among"}
+"""What is called as often as it takes until the others have come."""
+
+
+def counted(call: Callable[[], object]) -> Counter[str]:
+    """The functions of the runtime that it runs, but for those that wait."""
+    seen: Counter[str] = Counter()
+
+    def look(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "/meshcomm/runtime/" in frame.f_code.co_filename.replace("\\", "/"):
+            seen[frame.f_code.co_name] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return Counter({name: count for name, count in seen.items() if name not in WAITS})
+
+
+def functions_of(name: str) -> Counter[str]:
+    mesh = mc.make_mesh({"pair": 2, "a": 2})
+    x = torch.ones(16)
+    call = {
+        "all_reduce": lambda: mc.all_reduce(x, "a", mesh=mesh),
+        "all_gather": lambda: mc.all_gather(x, "a", mesh=mesh),
+        "reduce_scatter": lambda: mc.reduce_scatter(x, "a", mesh=mesh),
+        "shift": lambda: mc.shift(x, "a", mesh=mesh),
+    }[name]
+    for _ in range(4):  # it is known then, and what the others lend is mapped
+        call()
+    return min((counted(call) for _ in range(4)), key=lambda seen: seen.total())
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("all_reduce", 24), ("all_gather", 25), ("reduce_scatter", 33), ("shift", 28)]
+)
+def test_a_small_call_runs_few_functions(pool4: Any, name: str, most: int) -> None:
+    for seen in pool4.run(functions_of, name):
+        assert seen.total() <= most, seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2, 2), (0, 2), (2, 0)])
+def test_what_is_gathered_has_the_shape_and_the_rows_of_all(
+    pool4: Any, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    pool4.run(gathered, dtype, shape)
+
+
+def gathered(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """At once and later, also of what lies transposed; its own storage, whose memory is nobody else's."""
+    mesh = mc.make_mesh({"a": 4})
+    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)).mul(3).to(dtype) for rank in range(4)]
+    for whole, mine in (
+        (parts, parts[mesh.rank]),
+        ([p.mT.contiguous().mT for p in parts] if len(shape) > 1 else parts, None),
+    ):
+        x = whole[mesh.rank] if mine is None else mine
+        before = x.clone()
+        for y in (mc.all_gather(x, "a", mesh=mesh), mc.all_gather(x, "a", mesh=mesh, async_op=True).wait()):
+            torch.testing.assert_close(y, torch.cat(whole), rtol=0, atol=0)
+            assert y.is_contiguous()
+            assert y.untyped_storage().nbytes() == y.nbytes
+            y.zero_()
+        assert torch.equal(x, before)
