@@ -15,6 +15,8 @@ all n shares together where a collective is cut over the n ranks. algbw is S / t
     broadcast, reduce, shift (nccl-tests' sendrecv), permute, send (to recv, in pairs)  1
 
 The floor is what a rank has to copy and sum for the result, done in its own memory: all ranks do so at the same time.
+What it leaves out: that a rank writes its input where the others can read it, that they read what another core has
+written, and that they meet.
 From 1 MB on it goes to memory that has been touched before: fresh pages would take longer than all else. On gloo the
 last column says whether the line holds the budgets: over torch's call, and of 2 processes over the floor.
 #wrong is the number of elements, on all ranks, that differ from what each rank computes by itself.

@@ -283,8 +283,10 @@ def checked_tag(where: str, tag: object, axis: Axis, device: torch.device | None
     """``tag`` is one, and what moves messages knows tags."""
     if not check.whole_number(tag) or not 0 <= tag < 2**30:  # type: ignore[operator]
         check.explain(where, f"tag={tag!r} is not a tag.", axis, fix="an int from 0 to 2**30 - 1")
+    if not tag:
+        return
     device = axis.mesh.device if device is None else device
-    if tag and where.removesuffix("_object") not in (may := axis.link.tagged(device)):
+    if where.removesuffix("_object") not in (may := axis.link.tagged(device)):
         check.explain(
             where, f"tag={tag}, but what moves tensors on {device} matches messages by their order.", axis,
             fix="leave the tag out" + (", or give all that have tags to one exchange, on both sides" if may else ""),

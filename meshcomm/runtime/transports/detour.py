@@ -11,6 +11,7 @@ from torch import Tensor
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports.process_group import ProcessLink
+from meshcomm.runtime.transports.protocol import Empty
 
 T = TypeVar("T")
 
@@ -81,6 +82,12 @@ class DetouredLink(ProcessLink):
     broadcast = _by_way_of("broadcast")
     reduce = _by_way_of("reduce")
     gather = _by_way_of("gather")
+
+    def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Any:
+        """By way of; then into memory of its own."""
+        if self._way(x.device) == x.device:
+            return super().gather_flat(x, empty)
+        return self._back(super().gather_flat(self._there(x)), x)
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """By way of."""
