@@ -3,6 +3,7 @@
     python -m benchmarks.compiled                     # 2 gloo processes; minutes, nearly all spent compiling
     python -m benchmarks.compiled --quick             # a tiny model
     python -m benchmarks.compiled --ranks 4 --width 512 --blocks 4 --json out.json
+    python -m benchmarks.compiled --only modules --blocks 4    # the second table alone, with buckets of two units
     torchrun --nproc-per-node 4 -m benchmarks.compiled
 
 The model is a stack of gated MLPs on a mesh of dp x tp. Weights are cut over tp and then over dp, as FSDP has them: an
@@ -12,6 +13,7 @@ their gradients. Each block has tensor parallelism's all_reduce in forward and i
 fullgraph=True by inductor:
 
     compiled      as inductor does it by default: a wait for each collective
+    sunk          with sink_waits_iterative of reorder_for_compute_comm_overlap alone: as many waits, later
     overlapped    with bucket_all_gathers_fx, bucket_reduce_scatters_fx, bucket_all_reduces_fx and
                   reorder_for_compute_comm_overlap
 
@@ -69,7 +71,11 @@ OVERLAPPED = PLAIN | {
         "reorder_communication_preserving_peak_memory",
     ],
 }
-WAYS = {"compiled": PLAIN, "overlapped": OVERLAPPED}
+SUNK = PLAIN | {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits_iterative"],
+}
+WAYS = {"compiled": PLAIN, "sunk": SUNK, "overlapped": OVERLAPPED}
 
 Step = Callable[[Any, Any, Tensor, Tensor], tuple[Any, Any, Tensor]]
 
@@ -250,6 +256,8 @@ def measure(options: Namespace) -> dict[str, Any]:
     """What one rank does."""
     tp = 2 if options.ranks > 2 and options.ranks % 2 == 0 else 1
     mesh = mc.make_mesh({"dp": options.ranks // tp, "tp": tp})
+    if options.only:
+        return {"rank": mesh.rank, "mesh": mesh.shape, "rows": [], "modules": compiled_modules.measure(options, WAYS)}
     todo = candidates_of(mesh, options)
     # torch.autograd.grad inside of what is compiled. torch.func.grad needs no switch, but functional collectives do not
     # go through it.
@@ -296,13 +304,13 @@ def report(info: dict[str, object], options: Namespace, found: dict[str, Any]) -
     print_machine(info)
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     rows = found["rows"]
-    base = rows[0]["step"]
     sizes = ", ".join(f"{name} {getattr(options, name)}" for name in ("blocks", "width", "tokens"))
-    print_table(
-        f"A training step on gloo, mesh {mesh}; {sizes}",
-        ["", "first call, s", "ms a step", "x", "collectives", "waits", "difference"],
-        [cells(row, base) for row in rows],
-    )
+    if rows:
+        print_table(
+            f"A training step on gloo, mesh {mesh}; {sizes}",
+            ["", "first call, s", "ms a step", "x", "collectives", "waits", "difference"],
+            [cells(row, rows[0]["step"]) for row in rows],
+        )
     for row in rows:
         if "error" in row:
             print(f"\n{row['name']}, {row['way']}, did not compile: {row['error']}")
@@ -322,6 +330,7 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens on each dp rank (256; 16 with --quick)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps in a sample (5; 2 with --quick)")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples per candidate (11; 3 with --quick)")
+    parser.add_argument("--only", choices=["modules"], help="the second table alone")
     parser.add_argument("--json", metavar="FILE", help="write all numbers there too, times in seconds")
     options = parser.parse_args(arguments)
     usual = {"blocks": (2, 1), "width": (256, 32), "tokens": (256, 16), "steps": (5, 2), "repeats": (11, 3)}

@@ -2,7 +2,8 @@
 
 A part of ``benchmarks.compiled``. A step is forward, a local loss and backward; one unit per block on both sides. Ours
 go into one graph (fullgraph=True); torch's ``fully_shard`` ends graphs where its units begin, and communicates between
-them. All that is cut is compiled as inductor does it by default, and with its bucketing and reordering. Waits are
+them. All that is cut is compiled as inductor does it by default, and with its bucketing and reordering; where there are
+more blocks than two, with buckets of two units at most, too. Waits are
 counted in the code that inductor generates, and where that has none, in torch's profiler: each collective that torch
 makes outside of graphs is waited for once. The profiler also adds up the memory of one step: the most that there is at
 once beside what was there before. The floor is the module that nothing cuts, compiled, on this rank alone. Ratios are
@@ -151,9 +152,18 @@ def seen(step: Callable[[], object]) -> tuple[int, int]:
     return outside, most
 
 
+def bounded(settings: Mapping[str, Any], options: Namespace) -> dict[str, Any]:
+    """With buckets of at most two units."""
+    most = 2.1e-6 * sum(p.nbytes for p in Block(options.width).parameters())
+    kinds = "all_gathers", "reduce_scatters"
+    return {**settings, **{f"bucket_{kind}_fx_bucket_size_determinator": lambda _: most for kind in kinds}}
+
+
 def measure(options: Namespace, ways: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What one rank does: rows of the table, torch's first."""
     mesh = mc.make_mesh({AXIS: options.ranks})
+    if options.blocks > 2:
+        ways = {**ways, "two units": bounded(ways["overlapped"], options)}
     x = torch.randn(options.tokens, options.width, generator=torch.Generator().manual_seed(0))
     with mc.use_mesh(mesh):
         todo: list[Candidate] = []

@@ -266,3 +266,33 @@ def test_gradients_of_a_unit_are_parts_of_its_sum_and_no_copies(ranks: int) -> N
         assert ranks == 2 or any(x.numel() == 0 for x in net.parameters())
 
     mc.launch(main, ranks=ranks)
+
+
+class Writes(nn.Module):
+    """Writes to one of its parameters in forward, and says which of the others have been changed by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.none = (nn.Parameter(torch.ones(*shape)) for shape in ((4, 4), (4,), (0, 2)))
+        self.changed: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.b._version
+        with torch.no_grad():
+            self.a.mul_(2)
+        self.changed.append(self.b._version != before)
+        return x @ self.a + self.b + self.none.sum()
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_weight_counts_its_own_changes_and_one_that_was_written_is_refused(*, empty: bool) -> None:
+    def main() -> None:
+        net = Writes()
+        if not empty:
+            net.none = nn.Parameter(torch.ones(2, 2))
+        fully_shard(net, "fsdp", grads="sum", mesh=mc.make_mesh({"fsdp": 2}))
+        with pytest.raises(mc.MeshError, match="written in place during forward"):
+            net(torch.ones(1, 4))
+        assert net.changed == [False]
+
+    mc.launch(main, ranks=2)

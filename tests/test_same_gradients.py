@@ -155,3 +155,35 @@ def test_what_counts_as_the_same() -> None:
         assert all("'p' is another one on each rank" in one for one in text(*other)), other
     assert text(1.0, 1.001, dtype=torch.bfloat16) == ["", ""]
     assert all(text(1.0, 1.00001, dtype=torch.float64))
+
+
+class WithEmpty(nn.Module):
+    """Has a parameter without elements between others, as models have that are cut to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.none, self.last = (nn.Parameter(torch.ones(*shape)) for shape in ((2, 3), (0, 3), (3,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ torch.cat([self.first, self.none]).t()).sum() + (self.last * x).sum()
+
+
+@pytest.mark.parametrize("bucket_mb", [25, 1e-6])
+def test_gradients_have_the_shapes_of_their_parameters_and_count_their_own_versions(bucket_mb: float) -> None:
+    def main() -> None:
+        mesh = mc.make_mesh({"dp": 2})
+        model = data_parallel(WithEmpty(), "dp", grads="mean", mesh=mesh, bucket_mb=bucket_mb)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.full((1, 3), 1.0 + mesh.rank)).backward()
+            grads = [p.grad for p in model.parameters()]
+            assert [None if g is None else g.shape for g in grads] == [p.shape for p in model.parameters()]
+            first, _, last = (g for g in grads if g is not None)
+            assert first.eq(1.5).all()
+            assert last.eq(1.5).all()
+            before = last._version
+            first.add_(1)
+            assert last._version == before
+            assert last.eq(1.5).all()
+
+    mc.launch(main, ranks=2)

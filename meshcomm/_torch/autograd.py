@@ -45,6 +45,7 @@ __all__ = [
     "unwrapped",
     "version_hint",
     "version_of",
+    "versions_of",
     "view_again",
     "watch_backward",
     "watch_checkpoints",
@@ -273,6 +274,11 @@ def _no_versions(x: Tensor) -> int:
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version") if _sees_writes else _no_versions
 """How often a tensor has been changed in place. (A function of Python around it would cost as much again.)"""
+
+
+def versions_of(tensors: Sequence[Tensor]) -> int:
+    """What their versions add up to: another number once one of them has been changed in place."""
+    return sum(map(version_of, tensors))
 
 
 def version_hint(x: Tensor) -> int:

@@ -14,6 +14,7 @@ from meshcomm._versions import find
 __all__ = [
     "packed",
     "parted",
+    "parted_in_shape",
     "tree_flatten",
     "tree_leaves_with_path",
     "tree_unflatten",
@@ -40,6 +41,14 @@ def parted(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """
     with _below():
         return _part(flat, like)  # type: ignore[no-any-return]
+
+
+def parted_in_shape(flat: Tensor, like: Sequence[Tensor], empty: Sequence[int]) -> list[Tensor]:
+    """The same where some are ``empty``, at these places: torch gives those as ``[0]``."""
+    parts = list(parted(flat, like))
+    for at in empty:
+        parts[at] = parts[at].view(like[at].shape)
+    return parts
 
 
 if None in (_pack, _part, _below, _in_rows):

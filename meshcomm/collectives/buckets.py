@@ -418,8 +418,8 @@ def parted(whole: Tensor, shapes: tuple[torch.Size, ...]) -> Sequence[Tensor]:
     have nothing to do with each other.
     """
     if type(whole) is Tensor and _is_plain() and not (torch.is_grad_enabled() and whole.requires_grad):
-        return _torch.parted(whole, _like(shapes))
-    parts = whole.split_with_sizes([shape.numel() for shape in shapes])
+        return _torch.parted_in_shape(whole, _like(shapes), _empty_of(shapes))
+    parts = whole.split_with_sizes(list(map(torch.Size.numel, shapes)))
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -441,6 +441,11 @@ def _places_of(rows: Rows, shapes: tuple[torch.Size, ...]) -> tuple[int, _Places
         return None
     cut, joined = (1 if dim is None else rows.size for dim in (rows.cut, rows.joined))
     return cut, _places(joined, tuple(torch.Size((shape[0] // cut * joined, *shape[1:])) for shape in shapes))
+
+
+@lru_cache(maxsize=100)
+def _empty_of(shapes: tuple[torch.Size, ...]) -> list[int]:
+    return [at for at, shape in enumerate(shapes) if not shape.numel()]
 
 
 @lru_cache(maxsize=100)

@@ -54,8 +54,8 @@ def _vary(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _vary_gradient(g: Tensor, axis: Axis) -> Tensor:
-    """The same in a backward pass: the gradient itself, where nobody differentiates it again. Of a view, ``.grad`` would
-    take the memory, which may be the caller's.
+    """The same in a backward pass: the gradient itself, where nobody differentiates it again. A view's memory ``.grad``
+    would take, and it may be the caller's.
     """
     if g.requires_grad or _torch.functorch_active() or _torch.dual_level_open():
         return _vary(g, axis)

@@ -65,11 +65,11 @@ class Flow:
         reductions = [reduction for sums in self.flight for reduction in sums.reductions]
         heard = begin_to_hear_all([(each.marks, each.policy) for each in reductions])
         self.advance()
-        for sums in self.flight:
-            sums.land()
+        for reduction in reductions:
+            reduction.total()
         found = heard()
-        for sums in self.flight:
-            sums.bring()
+        for reduction in reductions:
+            reduction.brought()
         self.copies.landed()
         for reduction, marks in zip(reductions, found, strict=True):
             reduction.marks = marks
@@ -126,7 +126,7 @@ class Group:
 
     def version(self) -> int:
         """Changes when a parameter is changed in place."""
-        return sum(map(_torch.version_of, self._params))
+        return _torch.versions_of(self._params)
 
     def checked(self) -> Tensor:
         """The shard, of which the parameters are views: made again if ``module.to`` or a load has replaced some."""
@@ -190,10 +190,13 @@ class Group:
             shard = self.owner.copies.there(self.layout.padded(shard), self.policy.device, self._dtype)
         counts.bytes_gathered += self._nbytes
         axis = self.policy.axis
-        if _is_told(axis, shard) or axis.size == 1:
+        link = axis.link
+        if axis.size == 1 or ((link.watched or link.hears) and _is_told(axis, shard)):
             return for_later(True, self._told, _GATHER, shard, axis, (0, None))
-        with in_range("all_gather", axis, shard.dtype, shard.shape):
-            return for_later(True, axis.link.gather_flat, shard, self.owner.memory.empty)
+        if _torch.profiler_on():
+            with in_range("all_gather", axis, shard.dtype, shard.shape):
+                return for_later(True, link.gather_flat, shard, self.owner.memory.empty)
+        return for_later(True, link.gather_flat, shard, self.owner.memory.empty)
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
@@ -228,13 +231,16 @@ class Group:
 
     def scatter(self, packed: Tensor) -> Any:
         """Start: ``[k]``."""
-        axis = self.policy.axis
-        self.owner.counts.reductions += 1
-        self.owner.counts.bytes_reduced += packed.nbytes
-        if _is_told(axis, packed) or axis.size == 1 or packed.requires_grad:
+        axis, counts = self.policy.axis, self.owner.counts
+        link = axis.link
+        counts.reductions += 1
+        counts.bytes_reduced += packed.nbytes
+        if axis.size == 1 or packed.requires_grad or ((link.watched or link.hears) and _is_told(axis, packed)):
             return self._told(_SCATTER, packed, axis, (0, self.policy.op, None))
-        with in_range("reduce_scatter", axis, packed.dtype, packed.shape):
-            return axis.link.scatter_flat(packed, self.policy.op)
+        if _torch.profiler_on():
+            with in_range("reduce_scatter", axis, packed.dtype, packed.shape):
+                return link.scatter_flat(packed, self.policy.op)
+        return link.scatter_flat(packed, self.policy.op)
 
     def spread(self, total: Tensor, replica: Axis) -> Any:
         """Start the sum over the replicas."""
@@ -245,7 +251,10 @@ class Group:
         """The gradient of the shard, of its dtype and on its way to its device."""
         mean = self.owner.mean
         dtype, wide = self.shard.dtype, self.policy.accumulate_dtype
-        total = total.to(dtype if wide is None else torch.promote_types(dtype, wide))
+        if wide is not None:
+            dtype = torch.promote_types(dtype, wide)
+        if total.dtype != dtype:
+            total = total.to(dtype)
         if mean is not None and (share := mean.share(self.policy.names)) != 1:
             total = total * share
         return total if total.device == self.shard.device else self.owner.copies.back(total, self.shard.device)
@@ -319,16 +328,6 @@ class Sums:
         for reduction in self.reductions:
             reduction.advance()
 
-    def land(self) -> None:
-        """Wait for them."""
-        for reduction in self.reductions:
-            reduction.total()
-
-    def bring(self) -> None:
-        """Start to bring them to the shards."""
-        for reduction in self.reductions:
-            reduction.brought()
-
     def pieces(self) -> list[Tensor | None]:
         """The gradients of the shards, none where no rank has one."""
         found: list[Tensor | None] = [piece for reduction in self.reductions for piece in reduction.pieces()]
@@ -365,21 +364,19 @@ class _Reduction:
     def advance(self) -> None:
         """Wait for the sum over the ranks that have slices, and start that over the replicas."""
         if not self._over_replicas:
-            self._settle()
-            replica = self._group.policy.replica
+            self._value = settled(self._value)
+            replica = self.policy.replica
             if replica is None:
                 self._over_replicas = True
             else:
                 for_later(True, self._add_replicas, replica)
 
-    def _settle(self) -> None:
-        if isinstance(self._value, Pending):
-            self._value = settled(self._value)
-
     def total(self) -> Tensor:
         """This rank's chunk of the sum."""
-        self.advance()
-        self._settle()
+        if not self._over_replicas:
+            self.advance()
+        if isinstance(self._value, Pending):
+            self._value = settled(self._value)
         return self._value  # type: ignore[no-any-return]
 
     def brought(self) -> Tensor:

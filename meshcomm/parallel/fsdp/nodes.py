@@ -148,13 +148,19 @@ class _Shards(Function):
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
             return None, None, *[None] * ctx.count
-        with _torch.outside_dispatch_modes():
-            first, *others = ctx.results.pop(_torch.backward_pass())
-            first.owner.land()
-            pieces = first.pieces()
-            for sums in others:  # the unit was used more than once
-                pieces = [_added(*both) for both in zip(pieces, sums.pieces(), strict=True)]
-            return None, None, *pieces
+        if _torch.dispatch_modes():
+            with _torch.outside_dispatch_modes():
+                return None, None, *_landed(*ctx.results.pop(_torch.backward_pass()))
+        return None, None, *_landed(*ctx.results.pop(_torch.backward_pass()))
+
+
+def _landed(first: Sums, *others: Sums) -> list[Tensor | None]:
+    """The gradients of the shards of a unit, which ``others`` are of, too, where it was used more than once."""
+    first.owner.land()
+    pieces = first.pieces()
+    for sums in others:
+        pieces = [_added(*both) for both in zip(pieces, sums.pieces(), strict=True)]
+    return pieces
 
 
 def _added(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -176,7 +182,7 @@ class _Weights(Function):
         views: list[Any],
         is_root: bool,
     ) -> tuple[Tensor, ...]:
-        views += views_of(use.groups, buffers)
+        views += [group.layout.apart(buffer) for group, buffer in zip(use.groups, buffers, strict=True)]
         needy = use.entrance.needy
         found = [mine[at] for mine, places in zip(views, needy, strict=True) for at in places]
         ctx.use, ctx.count = use, len(found)
@@ -186,7 +192,10 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None, None]:
         use: Use = ctx.use
-        with _torch.outside_dispatch_modes():
+        if _torch.dispatch_modes():
+            with _torch.outside_dispatch_modes():
+                given = use.ready(gradients[: ctx.count])
+        else:
             given = use.ready(gradients[: ctx.count])
         return use.groups[0].owner.nothing if given else None, None, None, None, None, None
 

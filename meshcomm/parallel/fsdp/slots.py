@@ -76,8 +76,12 @@ class Door(dict[str, "nn.Parameter | None"]):
         self.see: Mapping[str, Callable[[Any], Any]] = getattr(table, "see", {})  # as what tensor_parallel reads some
 
     def __getitem__(self, name: str) -> Any:
-        found, see = self.unseen(name), self.see.get(name)
-        return found if see is None or found is None else see(found)
+        found = self.views.get(name)
+        if found is None:
+            found = self.unseen(name)
+        if self.see and found is not None and (see := self.see.get(name)) is not None:
+            return see(found)
+        return found
 
     def unseen(self, name: str) -> Any:
         """What there is under a name."""

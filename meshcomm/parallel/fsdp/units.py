@@ -51,8 +51,8 @@ class Unit:
         """Of the forward pass that is under way."""
         self.views: list[list[Tensor]] = []
         """What stands in the place of the parameters while it is open."""
-        self._made_at: list[tuple[Group, Tensor, int]] = []
-        """Of each group one of them, and its version: a change of any changes it."""
+        self._made_at: list[tuple[Group, list[Tensor], int]] = []
+        """Of each group them, and what their versions add up to."""
         self.traced: list[list[Tensor]] = []
         """Of the forward passes that are being traced into a graph: what stood in the tables of parameters."""
         self.next: list[Unit | None] = [None, None]
@@ -159,8 +159,10 @@ class Unit:
         if self.version() != version:
             gathered_again.changed("fully_shard")
         self.owner.counts.regathers += len(self.groups)
-        with _torch.outside_dispatch_modes():
-            return self.take(_BACKWARD)
+        if _torch.dispatch_modes():
+            with _torch.outside_dispatch_modes():
+                return self.take(_BACKWARD)
+        return self.take(_BACKWARD)
 
     # ------------------------------------------------------------------------------------------------- open and shut
 
@@ -247,20 +249,26 @@ class Unit:
         between = None if phase == _BACKWARD or on_demand else self._between
         if between is not None and self._open_kept(between.taken(self)):
             return
-        with _torch.outside_dispatch_modes():
-            held = self._held() if phase == _BACKWARD else None
-            buffers = self.take(phase) if held is None else list(held.fetched())
-            # Who asks first may be without gradients, and who asks next not, as in a checkpoint that is reentrant.
-            if self.groups and torch.is_grad_enabled():
-                views = self._connect(phase, buffers)
-            elif self.groups and on_demand and not torch.is_inference_mode_enabled():
-                with torch.enable_grad():
-                    views = self._connect(phase, buffers)
-            else:
-                views = views_of(self.groups, buffers)
+        if _torch.dispatch_modes():
+            with _torch.outside_dispatch_modes():
+                buffers, views = self._gathered(phase, on_demand)
+        else:
+            buffers, views = self._gathered(phase, on_demand)
         self._show_written(views)
         if between is not None:
             between.opened(self, buffers)
+
+    def _gathered(self, phase: int, on_demand: bool) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """The buffers, and what is in them."""
+        held = self._held() if phase == _BACKWARD else None
+        buffers = self.take(phase) if held is None else list(held.fetched())
+        # Who asks first may be without gradients, and who asks next not, as in a checkpoint that is reentrant.
+        if self.groups and torch.is_grad_enabled():
+            return buffers, self._connect(phase, buffers)
+        if self.groups and on_demand and not torch.is_inference_mode_enabled():
+            with torch.enable_grad():
+                return buffers, self._connect(phase, buffers)
+        return buffers, views_of(self.groups, buffers)
 
     def _open_kept(self, kept: Any) -> bool:
         """What another one of its modules has gathered is shown again, if there is something."""
@@ -279,8 +287,7 @@ class Unit:
         """And see whether they are written to."""
         self._show(views)
         if not torch.is_inference_mode_enabled():
-            firsts = [mine[0] for mine in views]
-            self._made_at = [*zip(self.groups, firsts, map(_torch.version_of, firsts), strict=True)]
+            self._made_at = [*zip(self.groups, views, map(_torch.versions_of, views), strict=True)]
 
     def _is_stood_in(self) -> bool:
         """Whether ``functional_call`` has put others in the place of the parameters that were gathered for it."""
@@ -324,7 +331,7 @@ class Unit:
         stays.
         """
         if self.is_open:
-            written = [group for group, x, at in self._made_at if _torch.version_of(x) != at]
+            written = [group for group, mine, at in self._made_at if _torch.versions_of(mine) != at]
             if self._made_at and self is self.owner.units[0] and self.version() != self._version:
                 written += self.groups
             self.is_open = self.on_demand = False

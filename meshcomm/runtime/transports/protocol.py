@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm._torch.transforms import outside_transforms
+from meshcomm._torch.transforms import outside_transforms, plain_now
 from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then
@@ -206,13 +206,10 @@ class Defaults:
         """As a tensor of the CPU, whichever device the ranks compute on: where the group has a backend of the CPU's
         nobody waits for an accelerator.
         """
-        with outside_transforms():
-            mine = torch.tensor(values, dtype=torch.int64, device="cpu")
-            if src is not None:
-                return then(self.broadcast(mine, src), lambda told: [_read(told)])
-            if op:
-                return then(self.all_reduce(mine, op), lambda told: [_read(told)])
-            return then(self.all_gather(mine), _read)
+        if torch.is_inference_mode_enabled() or not plain_now():  # to leave nothing takes longer than the rest
+            with outside_transforms():
+                return _agreed(self, values, src, op)
+        return _agreed(self, values, src, op)
 
     def gather_flat(self: Any, x: Tensor, empty: Empty | None = None) -> Any:
         """As any tensor."""
@@ -230,7 +227,18 @@ class Defaults:
         return then(self.all_to_all(x.reshape(-1), runs, runs), lambda got: got.view(shape))
 
 
+def _agreed(link: Any, values: Sequence[int], src: int | None, op: str) -> Any:
+    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+    if src is not None:
+        return then(link.broadcast(mine, src), lambda told: [_read(told)])
+    if op:
+        return then(link.all_reduce(mine, op), lambda told: [_read(told)])
+    return then(link.all_gather(mine), _read)
+
+
 def _read(told: Tensor) -> Any:
+    if plain_now() and not torch.is_inference_mode_enabled():
+        return told.tolist()
     with outside_transforms():
         return told.tolist()
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshcomm import _torch
+
 _DENSE = (Tensor, nn.Parameter)
 _ALIGNED = 8
 """Elements: where a tensor begins, kernels may load 16 bytes at once."""
@@ -49,6 +51,7 @@ class Row:
             self._widths.append(length)  # of what is empty too: autograd copies a gradient that others have as well
             if at >= 0:
                 self._parts[at] = part
+        self.empty = [part for part, (_, length) in enumerate(self._runs) if not length]
         self._is_split = self._parts == [*range(len(self._widths))]
         """Each part is a tensor, in their order."""
         self._zeros: dict[tuple[torch.dtype, torch.device], list[Tensor | None]] = {}
@@ -84,6 +87,15 @@ class Row:
             self._zeros[like.dtype, like.device] = found
         return found
 
+    def lies(self, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Tensors that take no memory, of these shapes and flat where nothing lies, in the order of the buffer."""
+        one = torch.empty((), device="cpu")
+        return [one.expand(shapes[at] if at >= 0 else (length,)) for at, length in self._runs]
+
+    def of_runs(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, of what lies in the buffer."""
+        return list(parts) if self._is_split else [parts[part] for part in self._parts]
+
     def split(self, buffer: Tensor) -> Sequence[Tensor]:
         """The tensors, flat, without a copy: an operation whose derivative is one concatenation."""
         parts: tuple[Tensor, ...] = buffer.split_with_sizes(self._widths)
@@ -112,8 +124,10 @@ class Layout:
             starts, self.chunk = _starts(rooms, ranks)
         self.entries = [Entry(*each) for each in zip(shapes, sizes, starts, strict=True)]
         self.buffer = Row(list(zip(starts, sizes, strict=True)), ranks * self.chunk)
-        self._shapes = [None if len(shape) == 1 else shape for shape in shapes]
+        self._shaped = [(at, shape) for at, shape in enumerate(shapes) if len(shape) != 1]
         """Those that a part of the buffer has not got yet."""
+        self._lies: list[Tensor] = []
+        self._shapes = list(shapes)
         self._rows: dict[int, Row] = {}
         self.key = f"layout {next(_numbers)}"
         _layouts[self.key] = self
@@ -125,8 +139,21 @@ class Layout:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in ``[n * k]``, without a copy."""
-        parts = zip(self.buffer.split(buffer), self._shapes, strict=True)
-        return [x if shape is None else x.view(shape) for x, shape in parts]
+        parts = list(self.buffer.split(buffer))
+        for at, shape in self._shaped:
+            parts[at] = parts[at].view(shape)
+        return parts
+
+    def apart(self, buffer: Tensor) -> list[Tensor]:
+        """The same for who looks after derivatives and changes in place himself: to autograd they have nothing to do
+        with each other, and each counts its own versions. They cost half as much.
+        """
+        if type(buffer) is not Tensor or not _torch.plain_now():
+            return self.views(buffer)
+        if not self._lies:
+            with torch.inference_mode(False):
+                self._lies = self.buffer.lies(self._shapes)
+        return self.buffer.of_runs(_torch.parted_in_shape(buffer, self._lies, self.buffer.empty))
 
     # ------------------------------------------------------------------------------------------------- the chunks
 

@@ -7,7 +7,7 @@ tensor nor a graph nor who has asked for the storage itself, so whoever keeps a 
 
 from __future__ import annotations
 
-import sys
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -29,21 +29,20 @@ class _Piece:
         self.storage = self.base.untyped_storage()
         self.length, self.dtype = length, self.base.dtype
 
-    def held(self) -> int:
-        """How many references Python has to the storage."""
-        return sys.getrefcount(self.storage)
-
     def is_free(self) -> bool:
         """Whether nobody else has it, and it is as it was."""
-        if self.held() > _UNHELD or _torch.of_tensor(self.storage, besides=1):
-            return False
         storage = self.storage
+        if _torch.of_tensor(storage, besides=1) or getrefcount(storage) > _UNHELD:
+            return False
         if storage.nbytes() != self.base.nbytes:
             return False
         return storage.resizable() and not storage.is_shared()  # as numpy and other processes leave it
 
 
-_UNHELD = _Piece(torch.empty(0, device="cpu"), 1).held()
+_COUNTS = _torch.counts_uses()
+_SPARE = _Piece(torch.empty(0, device="cpu"), 1)
+_UNHELD = getrefcount(_SPARE.storage) + 1
+"""As many references as Python has to a storage that nobody else has, beside the one who looks."""
 
 
 class Memory:
@@ -58,7 +57,7 @@ class Memory:
         """A new flat tensor of the dtype of ``like``, on its device. Only the CPU's: others keep such memory
         themselves.
         """
-        if not (like.is_cpu and type(like) is Tensor and _torch.counts_uses() and _torch.plain_now()):
+        if not (like.is_cpu and type(like) is Tensor and _COUNTS and _torch.plain_now()):
             return like.new_empty(length)
         if torch.is_inference_mode_enabled():  # a tensor of that mode is of no use outside of it
             return like.new_empty(length)
