@@ -601,7 +601,7 @@ def test_name_state_of_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vmap(lambda x: x * (_torch.state_of_thread() != before))(torch.ones(2)).tolist() == [1, 1]
     with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
         assert _torch.state_of_thread() == before
-    monkeypatch.setattr(_torch.of_thread, "_ALL", False)
+    monkeypatch.setattr(_torch.within_thread, "_ALL", False)
     assert _torch.state_of_thread() is None
 
 

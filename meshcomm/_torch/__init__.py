@@ -14,11 +14,11 @@ from meshcomm._torch import (
     groups,
     kernels,
     modules,
-    of_thread,
     random,
     transforms,
     trees,
     watching,
+    within_thread,
 )
 from meshcomm._torch.autograd import *  # noqa: F403 -- all of it, as __all__ says below
 from meshcomm._torch.compiling import *  # noqa: F403
@@ -26,11 +26,11 @@ from meshcomm._torch.fake import *  # noqa: F403
 from meshcomm._torch.groups import *  # noqa: F403
 from meshcomm._torch.kernels import *  # noqa: F403
 from meshcomm._torch.modules import *  # noqa: F403
-from meshcomm._torch.of_thread import *  # noqa: F403
 from meshcomm._torch.random import *  # noqa: F403
 from meshcomm._torch.transforms import *  # noqa: F403
 from meshcomm._torch.trees import *  # noqa: F403
 from meshcomm._torch.watching import *  # noqa: F403
+from meshcomm._torch.within_thread import *  # noqa: F403
 
 __all__: list[str] = []
 __all__ += autograd.__all__
@@ -39,8 +39,8 @@ __all__ += fake.__all__
 __all__ += groups.__all__
 __all__ += kernels.__all__
 __all__ += modules.__all__
-__all__ += of_thread.__all__
 __all__ += random.__all__
 __all__ += transforms.__all__
 __all__ += trees.__all__
 __all__ += watching.__all__
+__all__ += within_thread.__all__

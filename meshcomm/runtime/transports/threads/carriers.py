@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from meshcomm._torch.autograd import next_sequence_number
-from meshcomm._torch.of_thread import hide_thread, show_thread, state_of_thread
+from meshcomm._torch.within_thread import hide_thread, show_thread, state_of_thread
 from meshcomm.runtime.process import accelerator
 
 Life = Callable[[BaseException | None], tuple[threading.Lock, bool]]

@@ -19,15 +19,13 @@ _functions: Any = find("torch._C._is_torch_function_enabled", _COSTS)
 _included: Any = find("torch._C._dispatch_tls_local_include_set", _COSTS)
 _excluded: Any = find("torch._C._dispatch_tls_local_exclude_set", _COSTS)
 _tangents: Any = find("torch._C._is_fwd_grad_enabled", _COSTS)
-_replay: Any = find("torch._C._is_view_replay_enabled", _COSTS)
-_traced: Any = find("torch._C._get_tracing_state", _COSTS)
 _saves: Any = find("torch._C._autograd._top_saved_tensors_default_hooks", _COSTS)
 _may_save: Any = find("torch._C._autograd._saved_tensors_hooks_is_enabled", _COSTS)
 _profiled: Any = find("torch.autograd._profiler_enabled", _COSTS)
 _frames: Any = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", _COSTS)
 _ASKED: tuple[Callable[..., Any], ...] = (
-    _function_modes, _dispatch_modes, _functions, _included, _excluded, _tangents, _replay, _traced, _saves, _may_save,
-    _profiled, _frames,
+    _function_modes, _dispatch_modes, _functions, _included, _excluded, _tangents, _saves, _may_save, _profiled,
+    _frames,
 )  # fmt: skip
 _LISTED, _LOCK = "_active", "_active_limbo_lock"
 _ALL = all(each is not None for each in _ASKED) and hasattr(threading, _LISTED) and hasattr(threading, _LOCK)
@@ -37,8 +35,8 @@ def state_of_thread() -> tuple[Any, ...] | None:
     """What torch keeps for this thread, but for the grad mode, whether backward takes several threads, and the number
     of the next node; None where it does not tell all of it.
 
-    Modes and transforms that are open, autocast, inference mode, hooks on what is saved, traces and profilers, what
-    the compiler does with frames, and with how many threads it computes.
+    Modes and transforms that are open, autocast, inference mode, hooks on what is saved, profilers, what the compiler
+    does with frames, and with how many threads it computes.
     """
     if not _ALL:
         return None
@@ -49,8 +47,6 @@ def state_of_thread() -> tuple[Any, ...] | None:
         _included().raw_repr(),
         _excluded().raw_repr(),
         _tangents(),
-        _replay(),
-        _traced(),
         _saves(False),
         _may_save(),
         _profiled(),
