@@ -8,7 +8,8 @@
     next run    as many ranks of a caller with the same settings: the same threads; else these end, and others begin
 
 So no value in a ``threading.local``, no mode, mask or hook of one run is found by the next one. Kept are threads where
-torch computes with one, with no accelerator and under no tracer; never those of a run that has failed.
+torch computes with one, with no accelerator and under no tracer, on a Python that shows what it keeps for a thread;
+never those of a run that has failed.
 """
 
 from __future__ import annotations
@@ -299,15 +300,15 @@ def _trial() -> tuple[type, int] | None:
     def try_it() -> None:
         before = set(_locals())
         value.text = "mine"
-        (key,) = set(_locals()) - before
-        kinds.append(type(_locals().pop(key)))
-        if value.text != "new" or set(_locals()) - before != {key}:
+        keys = set(_locals()) - before  # none from Python 3.13 on, which keeps them out of sight
+        kinds.extend(type(_locals().pop(key)) for key in keys)
+        if value.text != "new" or set(_locals()) - before != keys:
             kinds.clear()
 
     thread = threading.Thread(target=try_it)
     thread.start()
     thread.join()
-    if not kinds or value.text != "another thread's":
+    if len(kinds) != 1 or value.text != "another thread's":
         return None
     return kinds[0], _held_alone()
 
