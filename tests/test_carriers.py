@@ -317,6 +317,23 @@ def test_a_caller_with_other_settings_has_new_threads(what: str) -> None:
         put_back()
 
 
+def test_who_profiles_threads_sees_those_of_ranks_alone() -> None:
+    """No trial is made meanwhile; a proof would take its threads for the program's."""
+    carriers._trial.cache_clear()
+    seen: set[str] = set()
+
+    def begun(*_: Any) -> None:
+        sys.setprofile(None)
+        seen.add(threading.current_thread().name)
+
+    threading.setprofile(begun)
+    try:
+        run()
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert seen == {f"meshcomm rank {index}" for index in range(RANKS)}
+
+
 def test_signals_are_masked_as_by_the_caller() -> None:
     """Of now; and a thread that waits for a run takes none, which would end the process."""
     found: list[set[int]] = []

@@ -172,7 +172,7 @@ class Crew:
 
     def leave(self) -> None:
         """All have ended their lives: keep them for the next run, where nobody can tell; otherwise end them."""
-        alone = _trial()
+        alone = None if self.settings is None else _trial()
         if alone is not None and all([each.own.waits and each.own.held == alone[1] for each in self.carriers]):  # noqa: C419
             _kept.append(self)
         else:
