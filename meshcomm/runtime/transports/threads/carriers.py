@@ -294,7 +294,8 @@ def _trial() -> tuple[type, int] | None:
     """
     if sys.implementation.name != "cpython" or not hasattr(os, "sched_setaffinity") or state_of_thread() is None:
         return None
-    value, kinds = _Value(), []
+    value = _Value()
+    kinds: list[type] = []
     value.text = "another thread's"
 
     def try_it() -> None:
