@@ -8,6 +8,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -19,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.cuda.jiterator import _CodeParser
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
@@ -324,7 +324,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 def compiled(folder: Path, code: str) -> Callable[[Tensor], Tensor]:
     """What CUDA's compiler makes of this template on a device, made by that of this machine, for the CPU."""
-    name = _CodeParser(code).function_name
+    (name,) = re.findall(r"T (\w+)\(T bits", code)
     lines = [code]
     for width in (32, 64):
         lines.append(
