@@ -33,8 +33,8 @@ def in_use() -> ModuleType | None:
 
 @cache
 def _casting(default: str) -> tuple[str, ...]:
-    found = module()
-    here = {"cpu", default} | ({torch.accelerator.current_accelerator().type} if found is not None else set())  # type: ignore[union-attr]
+    found = None if module() is None else torch.accelerator.current_accelerator()
+    here = {"cpu", default} | (set() if found is None else {found.type})
     return tuple(sorted(here - {"meta"}))
 
 
