@@ -177,7 +177,7 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
         ctx.axis = axis
         link = axis.link
         link.ledger.at_once += 1
-        return link.all_reduce(x, "sum")
+        return link.sum_now(link, x)
 
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return transpose(g, ctx.axis), None
@@ -193,7 +193,7 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
         if x.requires_grad and _makes_graphs():
             x = unwrap_if_dead(x)
             return rule.node(x, (axis, ("sum",), ())) if told_of else node(x, axis)  # type: ignore[no-any-return]
-        return rule.announced(x, axis, ("sum",), False, ()) if told_of else link.all_reduce(x, "sum")
+        return rule.announced(x, axis, ("sum",), False, ()) if told_of else link.sum_now(link, x)
 
     return summed
 

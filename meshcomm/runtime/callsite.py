@@ -75,8 +75,10 @@ def call_spot(depth: int) -> Spot:
     """:func:`call_site`, if nobody may ever ask: :func:`site_at` says the line. ``depth``: how many frames out from
     here are surely not the user's.
     """
-    frame = outermost(sys._getframe(depth))
-    return frame.f_code, frame.f_lasti
+    known, frame = _known, sys._getframe(depth)  # as `outermost` does it, without its call
+    while known[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
+        frame = outer
+    return code, frame.f_lasti
 
 
 def site_at(spot: Spot) -> CallSite:

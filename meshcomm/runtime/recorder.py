@@ -172,7 +172,10 @@ def noted(record: Record | None, what: str, axis: Any, dtype: torch.dtype | None
 
     The axis may be gone when somebody asks. Who asks for this is called by a function of the library.
     """
-    seen = None if record is None else (record[CALL], record[WHAT], record[OP], record[ROOT], record[NUMBER])
+    seen: tuple[Any, ...] | None = None
+    if record is not None:
+        number, primitive, op, _, _, _, _, known, root, _ = record
+        seen = known, primitive, op, root, number
     call = _public, what, axis.name, axis.own_coordinate, dtype, shape, call_spot(3), backward_pass() != -1, seen
     if record is not None:
         record[CALL] = call

@@ -55,8 +55,12 @@ def with_doubles(device: torch.device) -> torch.device:
 
 def capturing() -> bool:
     """Whether what this thread puts on its stream goes into a graph, in which nothing can be made or waited for."""
-    found = getattr(in_use(), "is_current_stream_capturing", None)
-    return found is not None and bool(found())
+    return _captures(in_use())
+
+
+def _captures(device: ModuleType | None) -> bool:
+    asks = getattr(device, "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())
 
 
 # ------------------------------------------------------------------------------------------------------------ streams
@@ -64,7 +68,12 @@ def capturing() -> bool:
 
 def stream_of(x: Tensor) -> torch.Stream | None:
     """The stream on which this thread puts what it does with ``x``; None on the CPU."""
-    return None if x.is_cpu or x.is_meta else torch.accelerator.current_stream(x.device)
+    return None if x.is_cpu or x.is_meta else stream_at(x)
+
+
+def stream_at(x: Tensor) -> torch.Stream:
+    """The same, of what lies on an accelerator. Asked for by its number: a device is looked at in Python first."""
+    return torch.accelerator.current_stream(x.get_device())
 
 
 def tensors(*things: Any) -> Iterator[Tensor]:
@@ -84,12 +93,17 @@ def mark(*things: Any) -> Any:
     an accelerator among these; None if there is none, and while a graph is captured.
     """
     for x in tensors(*things):
-        if not capturing():
-            event = torch.Event(x.device)
-            event.record(torch.accelerator.current_stream(x.device))
-            return event
-        break
+        return mark_at(stream_at(x))
     return None
+
+
+def mark_at(stream: torch.Stream, again: Any = None) -> Any:
+    """The same on this thread's stream for something that lies on the accelerator, which has begun therefore. A mark
+    that nobody needs where it was may be put there ``again``, for to make one takes as long as to put it.
+    """
+    if _captures(module()):
+        return None
+    return stream.record_event() if again is None else stream.record_event(again)
 
 
 def lend(stream: torch.Stream, *things: Any) -> None:
@@ -97,7 +111,7 @@ def lend(stream: torch.Stream, *things: Any) -> None:
     here.
     """
     for x in tensors(*things):
-        if (here := torch.accelerator.current_stream(x.device)) != stream:
+        if (here := stream_at(x)) != stream:
             x.record_stream(here)
 
 

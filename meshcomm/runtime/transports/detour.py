@@ -39,6 +39,8 @@ class DetouredLink(ProcessLink):
     made of messages.
     """
 
+    sums_directly = False
+
     def __init__(self, *args: Any, own: torch.device) -> None:
         """``own``: this rank's device, by which it goes if no backend moves tensors of the CPU."""
         super().__init__(*args)

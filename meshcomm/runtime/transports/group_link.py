@@ -25,14 +25,13 @@ from meshcomm.runtime.health import hosts, peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import begin_all, queued, then_all
-from meshcomm.runtime.process import forks
-from meshcomm.runtime.process.accelerator import mark
+from meshcomm.runtime.process import accelerator, forks
 from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Record, failed, under_way
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox
 from meshcomm.runtime.transports.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
-from meshcomm.runtime.transports.underway import Messages, Started, Walker, started
+from meshcomm.runtime.transports.underway import Messages, Started, StartedOnDevice, Walker, started
 
 T = TypeVar("T")
 
@@ -46,6 +45,8 @@ _OPS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
+SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
+"""Dtypes whose sum every backend knows."""
 _TIMED_OUT = "imed out"
 """What gloo says when a time is up."""
 _CHANNELS, _MOST_CALLS = 2**15, 2**14
@@ -304,7 +305,11 @@ def _direct_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
                 work = getattr(called, name)(*given)
                 if later:
                     read = None if type(given[0]) is list else x  # what is in a list is ``y`` itself
-                    begun: Any = (Started if cpu else started)(link, what, work, y, read, record)
+                    begun: Any
+                    if cpu or accelerator.module() is None:
+                        begun = Started(link, what, work, y, read, record)
+                    else:
+                        begun = StartedOnDevice(y, link, what, work, y, read, record)
                     return begun  # type: ignore[no-any-return]
                 if work is not None:
                     work.wait()
@@ -314,7 +319,7 @@ def _direct_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
             except RuntimeError as error:
                 failed(record, error)
                 raise link._error(what, error) from error
-        record[ENDED] = True if cpu else mark(y) or True
+        record[ENDED] = True if cpu else accelerator.mark_at(accelerator.stream_at(y)) or True
         return y
 
     return direct
@@ -322,16 +327,19 @@ def _direct_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
 
 def _summed_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., Tensor]:
     """``summed(link, x)``: what ``direct`` does of a sum that is waited for now, the call that is made most, without
-    what that one asks and hands on for all others.
+    what that one asks and hands on for all others. What is to be waited for later, or is not reduced as it is, goes the
+    longer way.
     """
     number, keep, now, thread = log.number, log.records.append, monotonic, get_ident
     shown, modes, options = _torch.profiler_on, _torch.dispatch_modes, options_for("AllreduceOptions", False)
 
     def summed(link: GroupLink, x: Tensor) -> Tensor:
-        cpu, shape = x.is_cpu, x.shape
+        cpu, shape, dtype = x.is_cpu, x.shape, x.dtype
+        if dtype not in SUMMED or told.later or (cpu and link._on_gloo):
+            return link.all_reduce(x, "sum")
         called = link.group if modes() or shown() else near.get(None if cpu else x.device) or link.near(x)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        record: Record = [number(), "all_reduce", "sum", x.dtype, shape, now(), None, None, -1, thread()]
+        record: Record = [number(), "all_reduce", "sum", dtype, shape, now(), None, None, -1, thread()]
         keep(record)
         if 0 not in shape:
             try:
@@ -346,7 +354,7 @@ def _summed_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
             except RuntimeError as error:
                 failed(record, error)
                 raise link._error("all_reduce", error) from error
-        record[ENDED] = True if cpu else mark(y) or True
+        record[ENDED] = True if cpu else accelerator.mark_at(accelerator.stream_at(y)) or True
         return y
 
     return summed

@@ -19,7 +19,7 @@ from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.health import attendance
 from meshcomm.runtime.pending import Pending, begin_all, queued, then
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import Named, recorded
+from meshcomm.runtime.recorder import Log, Named, recorded
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.compiled import TracedLink
@@ -31,16 +31,14 @@ from meshcomm.runtime.transports.device_post import (
     tags_of,
 )  # fmt: skip
 from meshcomm.runtime.transports.envelopes import ROOM
-from meshcomm.runtime.transports.group_link import GroupLink, Message, both, options_for
+from meshcomm.runtime.transports.group_link import SUMMED, GroupLink, Message, both, options_for
 from meshcomm.runtime.transports.post import Carrier, Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.protocol import Empty
 from meshcomm.runtime.transports.underway import Taken, Walker, apart
 
 T = TypeVar("T")
 
-_SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
-"""Dtypes whose sum every backend knows."""
-_MOVED = frozenset({*_SUMMED, torch.int8, torch.uint8})
+_MOVED = frozenset({*SUMMED, torch.int8, torch.uint8})
 """Dtypes that every backend moves."""
 _GATHERS, _EXCHANGES = map(both, ("AllgatherOptions", "AllToAllOptions"))
 _SUMS, _MEANS = (both("AllreduceOptions", reduceOp=op) for op in ("sum", "mean"))
@@ -66,6 +64,14 @@ class ProcessLink(GroupLink):
 
     shares_memory = False
     """Whether the ranks read one another's memory, by way of ``mail``."""
+    sums_directly = True
+    """Whether a sum of what lies on a device is one call of its backend."""
+
+    def note_in(self, log: Log) -> None:
+        """As any; a sum that is waited for now is looked for here and not in the class."""
+        super().note_in(log)
+        if self.sums_directly:
+            self.sum_now = self._summed
 
     def traced(self) -> Any:
         """As functional operations; what goes to or from one rank is not traced."""
@@ -80,7 +86,7 @@ class ProcessLink(GroupLink):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
-        if op != "sum" or x.dtype not in _SUMMED or (self._on_gloo and x.is_cpu):
+        if op != "sum" or x.dtype not in SUMMED or (self._on_gloo and x.is_cpu):
             return self._all_reduce(x, op)
         if not told.later:
             return self._summed(self, x)
@@ -104,7 +110,7 @@ class ProcessLink(GroupLink):
             return self.all_reduce(x, op)
         native = op == "sum" or (op == "mean" and x.device.type in self.nccl)
         wide = op == "mean" and not native and x.dtype in (torch.float32, torch.float64)
-        if not ((native or wide) and self._as_it_lies(x, _SUMMED)):
+        if not ((native or wide) and self._as_it_lies(x, SUMMED)):
             return self._all_reduce_own(x, op)
         options, later = _MEANS if native and op == "mean" else _SUMS, told.later
         got = self._direct(self, "all_reduce", op, x, -1, x, later, "allreduce", [x], options[later])
@@ -132,7 +138,7 @@ class ProcessLink(GroupLink):
         """The same. A sum of half precision may be too large where the mean is not: the base knows."""
         native = op == "sum" or (op == "mean" and x.device.type in self.nccl)
         wide = op == "mean" and not native and x.dtype in (torch.float32, torch.float64)
-        if not ((native or wide) and _torch.scatter_method and self._as_it_lies(x, _SUMMED)):
+        if not ((native or wide) and _torch.scatter_method and self._as_it_lies(x, SUMMED)):
             return super().scatter_flat(x, op)
         first, *others = x.shape
         out, later, name = x.new_empty(first // self.size, *others), told.later, _torch.scatter_method

@@ -140,6 +140,9 @@ class Link(Primitives, Protocol):
     def sum_parts(self, x: Parts) -> Tensor:
         """all_reduce (sum) of what nobody has put together."""
 
+    sum_now: Callable[[Any, Tensor], Tensor]
+    """``sum_now(link, x)``: all_reduce (sum), for who has seen that nobody hears it."""
+
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """all_reduce of a tensor that nobody else has: its memory may become the result's."""
 
@@ -153,6 +156,10 @@ class Link(Primitives, Protocol):
         """``[n * k, *s] -> [n * k, *s]``: all_to_all of what lies so; all ranks know that their runs are equal."""
 
 
+def _sum(link: Any, x: Tensor) -> Tensor:
+    return link.all_reduce(x, "sum")  # type: ignore[no-any-return]
+
+
 class Defaults:
     """What a transport says of itself unless it says something else, and what it does by its own primitives, so that
     whoever wants to know of those sees it.
@@ -160,6 +167,7 @@ class Defaults:
 
     watched = hears = False
     hooks: Sequence[Any] = ()
+    sum_now: Callable[[Any, Tensor], Tensor] = staticmethod(_sum)
 
     def announce(self, call: Call) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""

@@ -60,11 +60,13 @@ class Started(Noted):
             said = self._link._error(self._what, error)
             failed(record, said)
             raise said from error
-        result = self._result
+        marked = self._mark()
         if record[ENDED] is None:
-            marked = None if accelerator.module() is None else accelerator.mark(result)
             record[ENDED] = marked or time.monotonic()
-        return result
+        return self._result
+
+    def _mark(self) -> Any:
+        return None
 
     def _wait(self, timeout: float | None) -> Any:
         try:
@@ -111,7 +113,8 @@ class Started(Noted):
 
 
 class StartedOnDevice(Started):
-    """The same on a device, on a stream of the backend's own: ::
+    """The same on a device, on a stream of the backend's own; a wait without a time-out orders the streams and does not
+    hold up the host: ::
 
         this rank's stream   ---- what it has to do first ----|before|---- what does not need the result ----|wait|----
         the backend's                                              |---- the others are waited for ----|result|
@@ -120,24 +123,32 @@ class StartedOnDevice(Started):
     it has come that far; who gives up ends the backend, for whatever waited on its stream would never go on.
     """
 
-    __slots__ = ("_before", "_began", "_in_vain", "_stream")
+    __slots__ = ("_before", "_began", "_first", "_in_vain", "_stream")
     bare = False  # memory is lent to streams by an operation of torch's
 
     def __init__(self, first: Tensor, *given: Any) -> None:
         """``first``: one of the tensors."""
         super().__init__(*given)
-        self._stream, self._before = accelerator.stream_of(first), accelerator.mark(first)
+        self._stream = stream = accelerator.stream_at(first)
+        self._first, self._before = first, accelerator.mark_at(stream)
         self._began = time.monotonic()
         self._in_vain = False
 
-    wait = Noted.wait
+    def _mark(self) -> Any:
+        before, self._before = self._before, None
+        return accelerator.mark_at(self._lent(), before)
 
     def _wait(self, timeout: float | None) -> Any:
-        # Without a time-out: order the streams, and do not wait on the host.
         result = super()._wait(timeout)
-        if self._stream is not None:
-            accelerator.lend(self._stream, result, self._keep)
+        self._lent()
         return result
+
+    def _lent(self) -> torch.Stream:
+        """This thread's stream, which the tensors are lent to if it is another one."""
+        here = accelerator.stream_at(self._first)
+        if here != self._stream:
+            accelerator.lend(self._stream, self._result, self._keep)
+        return here
 
     def _poll(self, timeout: float) -> None:
         try:
