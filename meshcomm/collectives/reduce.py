@@ -26,6 +26,7 @@ from meshcomm.collectives.door import (
     NowOfTree,
     aside,
     carried,
+    given_by,
     started,
 )
 from meshcomm.collectives.gather import as_first, gather_over, lies_first
@@ -121,6 +122,11 @@ def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) 
     return then(mine, lambda row: row.narrow(dim, 0, length).contiguous())
 
 
+def _spread(g: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
+    whole = gather_over(g, axis, dim, sizes)
+    return whole if op == "sum" else then(whole, lambda whole: _scaled(whole, axis, op))
+
+
 def _scatter_factor(x: Tensor, y: Tensor, axis: Axis, dim: int, op: str, sizes: Sizes) -> Tensor:
     return _local_factor(x, y if op == "product" else gather_over(y, axis, dim, sizes), axis, op)
 
@@ -160,7 +166,7 @@ _ALL_REDUCE = Rule(
     lambda g, axis, op: _scaled(_vary_gradient(g, axis), axis, op),
     own=lambda x, axis, op: axis.link.all_reduce_own(x, op),
 )
-_summed = sums_of(_ALL_REDUCE, _vary)
+_summed = sums_of(_ALL_REDUCE, _vary_gradient)
 _PVARY_OF: Rule = Rule(
     PVARY,
     lambda x, axis, whose: x.view_as(x),
@@ -185,7 +191,7 @@ _ALL_REDUCE_CURVED = Rule(
 _REDUCE_SCATTER = Rule(
     REDUCE_SCATTER,
     _run_reduce_scatter,
-    lambda g, axis, dim, op, sizes: then(gather_over(g, axis, dim, sizes), lambda whole: _scaled(whole, axis, op)),
+    _spread,
 )
 _REDUCE_SCATTER_CURVED = Rule(
     REDUCE_SCATTER,
@@ -359,7 +365,7 @@ def all_reduce(
         else:
             check.reducible("all_reduce", x, op, ax)
         params = _reduced(x, ax, op, exact) if exact else (op,)
-        return started(rule, x, ax, params, async_op) if async_op else apply(rule, x, ax, params)
+        return given_by(rule, x, ax, params, async_op)
     return carried(rule, x, ax, _reduced, (op, exact), bucket_mb, async_op, _reduced_elements)
 
 
