@@ -370,6 +370,10 @@ def test_floats_are_ordered_by_kernels_bit_for_bit(
     floats = clothes.off(bits).view(ints)
     codes: list[str] = []
     monkeypatch.setattr(dtypes, "elementwise", lambda code, x: codes.append(code) or in_one_kernel(code, x))
+    with Kernels():
+        clothes.off(clothes.on(x))
+    assert not codes, "a mode would not see it"
+    monkeypatch.setattr(dtypes, "plain_now", lambda: True)
     with Kernels(1) as seen:
         assert torch.equal(clothes.on(x), bits)
         assert torch.equal(clothes.off(bits).view(ints), floats)

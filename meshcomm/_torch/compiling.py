@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshcomm._torch.autograd import functorch_active
-from meshcomm._torch.transforms import plain_now
 from meshcomm._versions import find
 
 __all__ = [
@@ -108,10 +107,10 @@ _failed: list[RuntimeError] = []
 
 def elementwise(code: str, x: Tensor) -> Tensor | None:
     """What a function of one element, a template of C++, gives of each: in one kernel of CUDA's, which is compiled when
-    it is used first. None where there is none: on other devices, where a transform or a mode looks on, and while a
-    graph is captured that would be its first use.
+    it is used first; for who knows that no transform and no mode looks on. None where there is none: on other devices,
+    and while a graph is captured that would be its first use.
     """
-    if not x.is_cuda or _kernel_of is None or _failed or type(x) is not Tensor or not plain_now():
+    if not x.is_cuda or _kernel_of is None or _failed or type(x) is not Tensor:
         return None
     key = code, x.dtype, x.device, x.data_ptr() % 32  # there is one for each alignment
     if key not in _ran and torch.cuda.is_current_stream_capturing():

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm._torch import elementwise, outside_transforms
+from meshcomm._torch import elementwise, outside_transforms, plain_now
 from meshcomm.runtime.process.accelerator import stream_of
 from meshcomm.runtime.transports import exact
 
@@ -116,7 +116,7 @@ def _ordered(dtype: torch.dtype, op: str) -> Dress:
     with_nan = FLIPPED_WITH_NAN.format(op=op, nan="most" if op == "max" else "-most - 1")
 
     def flip(bits: Tensor) -> Tensor:  # its own inverse
-        if (flipped := elementwise(FLIPPED, bits)) is not None:
+        if plain_now() and (flipped := elementwise(FLIPPED, bits)) is not None:
             return flipped
         sign = bits >> (info.bits - 1)
         if _is_traced(bits):  # in place, compiled ranks with other lengths would save and compute again others
@@ -125,7 +125,7 @@ def _ordered(dtype: torch.dtype, op: str) -> Dress:
 
     def ordered(x: Tensor) -> Tensor:
         x = x.to(floats)
-        if (flipped := elementwise(with_nan, x.view(ints))) is not None:
+        if plain_now() and (flipped := elementwise(with_nan, x.view(ints))) is not None:
             return flipped
         if _is_traced(x):
             return torch.where(x.isnan(), winner, flip(x.view(ints)))
