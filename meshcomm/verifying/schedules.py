@@ -50,7 +50,8 @@ class Heard:
     """A run in the usual order that is made for something else: what comes of it, and what is heard meanwhile."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.before, self.order, self.results = SharedState(fn), Order(), None
+        self.before, self.order = SharedState(fn), Order()
+        self.results: Sequence[Any] | None = None
         self._fn = fn
 
     def run(self, run: Callable[[], T], results: Callable[[T], Sequence[Any]]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,25 +41,24 @@ def gathered_as_one(reference: Reference, mesh: Mesh) -> Blame | None:
     """The line of an all_gather whose result is used as what is the same on all ranks: as an all_gather_invariant it
     makes all gradients right.
     """
-    lines: dict[str, None] = {}
 
-    def job(rank: OnRank, at: str = "") -> list[Tensor]:
+    def job(rank: OnRank, at: str = "") -> tuple[list[str], list[Tensor]]:
         trail = _Instead(at)
         with torch.enable_grad():
             xs = [x.detach().clone().requires_grad_() for x in rank.targets]
             result = rank(xs, within=trail)
         gs = rank.program.parts(rank.mesh, reference.directions.cotangents, rank.place)
         ends = [y for y in result.tensors if differentiable(y)]
-        lines.update(dict.fromkeys(call.line for call in trail.calls if call.name == "all_gather" and call.live))
         pairs = [(y, g) for y, g in zip(ends, gs, strict=True) if y.requires_grad]
         heads, given = zip(*pairs, strict=True)
         found = torch.autograd.grad(heads, xs, given, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g.detach() for x, g in zip(xs, found, strict=True)]
+        grads = [torch.zeros_like(x) if g is None else g.detach() for x, g in zip(xs, found, strict=True)]
+        return [call.line for call in trail.calls if call.name == "all_gather" and call.live], grads
 
-    reference.program.run(mesh, job)
-    for line in list(lines)[:_MOST]:
-        found = reference.program.run(mesh, lambda rank, line=line: job(rank, line))
-        if _are_right(reference, mesh, found):
+    lines = dict.fromkeys(line for of_rank, _ in reference.program.run(mesh, job) for line in of_rank)
+    for line in list(lines)[:_MOST]:  # the same ones on all ranks of a group
+        found = reference.program.run(mesh, partial(job, at=line))
+        if _are_right(reference, mesh, [grads for _, grads in found]):
             told = f"all gradients are right with all_gather_invariant in place of all_gather at {line}"
             fix = f"mc.all_gather_invariant at {line}, whose result is used as one value that all ranks have"
             return Blame(line, (told,), fix)
