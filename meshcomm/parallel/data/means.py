@@ -38,6 +38,8 @@ class Mean:
 
     def share(self, reduced: tuple[str, ...]) -> float:
         """By which averages over these axes are to be multiplied."""
+        if reduced == self.over:
+            return 1.0
         mine = whole = 1
         for name in reduced:
             mine *= self.mesh.shape[name]

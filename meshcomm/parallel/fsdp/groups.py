@@ -106,8 +106,8 @@ class Group:
         self.shard = shard = pinned(shard, policy.device) if policy.offload else shard
         lie_apart(shard)
         pieces = self.layout.cut(shard, self.index)
-        self._params = [slot.param for slot in self.slots]
-        for param, piece in zip(self._params, pieces, strict=True):
+        self.params = [slot.param for slot in self.slots]
+        for param, piece in zip(self.params, pieces, strict=True):
             become(param, piece)
             gradients_in(policy.accumulate_dtype, param)
         self._place_of = _torch.places_like(shard)
@@ -120,20 +120,16 @@ class Group:
             shard.dtype == self._dtype and shard.device == policy.device and shard.numel() == self.layout.chunk
         )
         self._nbytes = self.layout.total * self._dtype.itemsize
-        self._is_elsewhere = not any(param.numel() for param in self._params)
+        self._is_elsewhere = not any(param.numel() for param in self.params)
 
     # -------------------------------------------------------------------------------------------- parameters
 
-    def version(self) -> int:
-        """Changes when a parameter is changed in place."""
-        return _torch.versions_of(self._params)
-
     def checked(self) -> Tensor:
         """The shard, of which the parameters are views: made again if ``module.to`` or a load has replaced some."""
-        if [*map(self._place_of, self._params)] != self._addresses:
+        if [*map(self._place_of, self.params)] != self._addresses:
             self._make_again()
         elif self._is_elsewhere:  # what is empty has no address
-            first = self._params[0]
+            first = self.params[0]
             if first.dtype != self.shard.dtype or first.device != self.shard.device:
                 self._make_again()
         return self.shard
@@ -200,7 +196,7 @@ class Group:
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
-        return [at for at, param in enumerate(self._params) if param.requires_grad]
+        return [at for at, param in enumerate(self.params) if param.requires_grad]
 
     def _told(self, rule: Rule, x: Tensor, axis: Axis, params: tuple[Any, ...]) -> Any:
         """Run it, and let who compares calls compare units, too: those of equal size are not to be mixed up."""

@@ -94,7 +94,10 @@ class Unit:
 
     def version(self) -> int:
         """Changes when a parameter is changed in place."""
-        return sum([group.version() for group in self.groups])
+        total = 0
+        for group in self.groups:
+            total += sum(map(_torch.version_of, group.params))
+        return total
 
     def begin(self, phase: int) -> list[Any]:
         """Start to gather: in backward what forward has gathered, whatever was put in the parameters' place since."""
@@ -120,7 +123,7 @@ class Unit:
                 following.pending = following.begin(phase)
                 owner.counts.ahead += len(following.groups)
             following = following.next[phase]
-        found = [settled(each) for each in pending]
+        found = [settled(pending[0])] if len(pending) == 1 else [settled(each) for each in pending]
         if owner.held is not None:
             owner.held.keep(self, found)
         return found
@@ -241,7 +244,9 @@ class Unit:
     def _gather(self, phase: int, on_demand: bool) -> None:
         if self.is_open:
             self.shut()
-        odd = _torch.functorch_active() or _torch.dual_level_open() or True in [g.is_swapped() for g in self.groups]
+        odd = _torch.functorch_active() or _torch.dual_level_open()
+        for group in () if odd else self.groups:
+            odd = odd or group.is_swapped()
         if odd and not all(each.swap_in() for each in self.groups):
             self._open_as_function()
             return

@@ -57,9 +57,9 @@ class Memory:
         """A new flat tensor of the dtype of ``like``, on its device. Only the CPU's: others keep such memory
         themselves.
         """
-        if not (like.is_cpu and type(like) is Tensor and _COUNTS and _torch.plain_now()):
+        if not (like.is_cpu and type(like) is Tensor and _COUNTS) or _torch.dispatch_modes():
             return like.new_empty(length)
-        if torch.is_inference_mode_enabled():  # a tensor of that mode is of no use outside of it
+        if _torch.functorch_active() or torch.is_inference_mode_enabled():  # a tensor of that mode stays in it
             return like.new_empty(length)
         pieces, dtype = self._pieces, like.dtype
         for piece in pieces:
