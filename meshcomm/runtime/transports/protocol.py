@@ -235,7 +235,7 @@ class Defaults:
         return then(self.all_to_all(x.reshape(-1), runs, runs), lambda got: got.view(shape))
 
 
-def _agreed(link: Any, values: Sequence[int], src: int | None, op: str) -> Any:
+def _agreed(link: Any, values: Sequence[int], src: int | None, op: str) -> list[list[int]]:
     mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     if src is not None:
         return then(link.broadcast(mine, src), lambda told: [_read(told)])
