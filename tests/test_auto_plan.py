@@ -551,3 +551,27 @@ def test_a_plan_is_edited_and_passed_on() -> None:
     found = mc.launch(program, 2)[0]
     for key, p in on_one_rank("fused").items():
         assert_close(found[key], p, rtol=0, atol=1e-8)
+
+
+class Shares(nn.Module):
+    """A table that others call under their own names, as encoders and decoders do, and nobody under this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(16, 8)
+        self.left, self.right = nn.Embedding(16, 8), nn.Embedding(16, 8)
+        self.left.weight = self.right.weight = self.shared.weight
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.down(torch.relu(self.up(self.left(ids) + self.right(ids.flip(1)))))
+        return found
+
+
+def test_a_table_that_does_not_run_sends_nothing() -> None:
+    plan = auto_plan(Shares(), "tp", mesh=mc.make_mesh({"tp": 2}))
+    assert {plan[name] for name in ("shared", "left", "right")} == {"vocab"}
+    lines = {line.pattern: line for line in plan.lines}
+    assert (lines["shared"].bytes, lines["shared"].gathered, lines["shared"].note) == (0.0, "", "is left")
+    assert lines["left"].bytes == lines["right"].bytes > 0
+    assert lines["left"].note == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -142,6 +143,7 @@ WRONG: list[tuple[dict[str, int], dict[str, Any], str]] = [
     ({"dp": 2}, {"accumulate_dtype": "float32"}, r"accumulate_dtype='float32' is no dtype"),
     ({"dp": 2}, {"divide": ["heads"]}, r"divide= without a plan"),
     ({"fsdp": 2}, {"param_dtype": "bfloat16"}, r"param_dtype='bfloat16' is no dtype"),
+    ({"dp": 2}, {"sync_batch_norm": 1}, r"sync_batch_norm=1 is neither True nor False"),
 ]
 
 
@@ -160,3 +162,79 @@ def test_what_is_wrong_is_said_before_anything_is_changed(shape: dict[str, int],
 def test_without_a_mesh() -> None:
     with pytest.raises(mc.MeshError, match="there is no mesh"):
         parallelize(net(), grads="mean")
+
+
+# ------------------------------------------------------------------------------------------------ norms of the batch
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A class of one's own, whose forward nobody but its author knows."""
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: type[nn.BatchNorm1d] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16, dtype=F64), norm(16, dtype=F64), nn.Linear(16, 4, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(torch.relu(self.norm(self.up(x))))
+        return found
+
+
+def normed_on_this_rank(shape: dict[str, int], synced: bool) -> Any:
+    mesh = mc.make_mesh(shape)
+    with mc.use_mesh(mesh):
+        torch.manual_seed(0)
+        module, heard = Normed(), list[torch.Size]()
+        module.norm.register_forward_hook(lambda *seen: heard.append(seen[2].shape))
+        model = parallelize(module, mesh, grads="mean", sync_batch_norm=synced)
+        heard.clear()  # a plan that is found calls copies, hooks and all
+        index = count = 0
+        for name, size in shape.items():
+            if name != "tp":
+                index, count = index * size + mesh.coordinate[name], (count or 1) * size
+        trained(model, ROWS.chunk(count)[index])
+        assert len(heard) == 3
+        return parallel_calls(model), full_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "over"),
+    [
+        ({"dp": 4}, "'dp'"),
+        ({"fsdp": 2}, "'fsdp'"),
+        ({"dp": 2, "tp": 2}, "'dp'"),
+        ({"replica": 2, "fsdp": 2, "tp": 2}, "('replica', 'fsdp')"),
+    ],
+)
+def test_batch_norms_see_the_rows_of_all_ranks(shape: dict[str, int], over: str) -> None:
+    ranks = torch.Size(shape.values()).numel()
+    calls, found = mc.launch(normed_on_this_rank, ranks, (shape, True))[0]
+    torch.manual_seed(0)
+    alone = Normed()
+    trained(alone, ROWS)
+    for name, x in alone.state_dict().items():
+        assert_close(found[name], x, rtol=0, atol=1e-8)
+    assert calls[-2] == f"convert_batch_norm(model, {over})"
+    calls, found = mc.launch(normed_on_this_rank, ranks, (shape, False))[0]
+    assert not any("batch_norm" in call for call in calls)
+    assert (found["norm.running_var"] - alone.norm.running_var).abs().max() > 1e-6  # type: ignore[operator]
+
+
+def test_batch_norms_that_are_not_converted_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def program(norm: type[nn.BatchNorm1d], ranks: int, **how: Any) -> Any:
+        return parallel_calls(parallelize(Normed(norm), mc.make_mesh({"dp": ranks}), grads="mean", **how))
+
+    assert len(mc.launch(program, 2, (OwnNorm, 2))[0]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "# by the rows of each rank alone normalise 'norm'"
+    assert len(mc.launch(program, 1, (nn.BatchNorm1d, 1))[0]) == 1  # all rows are its own
+    mc.launch(program, 2, (OwnNorm, 2), {"sync_batch_norm": False})
+    assert "#" not in capsys.readouterr().out
+
+    def replaced() -> Any:
+        model = Normed()
+        model.norm.forward = functools.partial(nn.BatchNorm1d.forward, model.norm)  # type: ignore[method-assign]
+        return parallel_calls(parallelize(model, mc.make_mesh({"dp": 2}), grads="mean"))
+
+    assert len(mc.launch(replaced, 2)[0]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "# by the rows of each rank alone normalise 'norm'"

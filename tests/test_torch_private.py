@@ -1461,3 +1461,35 @@ def test_name_gives_views() -> None:
 def test_name_UnknownSizeError() -> None:  # noqa: N802
     with _torch.without_memory(), pytest.raises(_torch.UnknownSizeError):
         torch.ones(3).nonzero()
+
+
+def test_name_watch_unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a scaler has found of the gradients of an optimizer may be changed before it is read."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(scaler, _torch.watching._UNSCALE, getattr(scaler, _torch.watching._UNSCALE))  # put back
+    monkeypatch.setattr(_torch.watching, "_agreeing", [])
+    seen: list[Any] = []
+
+    def agree(optimizer: torch.optim.Optimizer, own: Tensor, found: dict[torch.device, Tensor]) -> None:
+        seen.append((optimizer, own.item(), {device.type: x.item() for device, x in found.items()}))
+        for x in found.values():
+            x.fill_(1)
+
+    _torch.watch_unscaled(agree)
+    _torch.watch_unscaled(agree)
+    p = torch.nn.Parameter(torch.ones(2))
+    sgd, made = torch.optim.SGD([p], lr=1.0), scaler("cpu", init_scale=4.0)
+    made.scale(p.sum()).backward()
+    made.step(sgd)
+    made.update()
+    assert seen == [(sgd, 0.0, {"cpu": 0.0})]
+    assert p.tolist() == [1.0, 1.0]
+    assert made.get_scale() == 2.0
+
+
+def test_without_what_unscales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has it no more nothing is asked."""
+    monkeypatch.setattr(_torch.watching, "_unscales", False)
+    monkeypatch.setattr(_torch.watching, "_agreeing", [])
+    _torch.watch_unscaled(lambda optimizer, own, found: None)
+    assert _torch.watching._agreeing == []

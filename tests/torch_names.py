@@ -244,6 +244,7 @@ USES = {
     "torch.autograd.function._Single": [],
     "torch.nn.Module": ["sharded"],
     "torch.nn.utils": ["sharded"],
+    "torch.amp.GradScaler": ["sharded"],
     "torch._C._current_graph_task_id": ["traced", "sharded"],
     "torch._C._autograd._top_saved": ["sharded"],
     "torch._C._autograd._get_sequence_nr": ["sharded"],

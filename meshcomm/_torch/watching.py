@@ -27,6 +27,7 @@ __all__ = [
     "watch_storages",
     "watch_swaps",
     "watch_total_norms",
+    "watch_unscaled",
 ]
 
 
@@ -94,6 +95,23 @@ def _tell_of(owner: Any, name: str, tell: Callable[..., object]) -> None:
         return result
 
     setattr(owner, name, told)
+
+
+def watch_unscaled(agree: Callable[[torch.optim.Optimizer, Tensor, dict[torch.device, Tensor]], object]) -> None:
+    """From now on ``agree`` is called with what a ``GradScaler`` has found of the gradients of an optimizer: by device
+    whether one is not finite, as tensors that may be written to, and a zero to be put there where there are none.
+    """
+    if _unscales and agree not in _agreeing:
+        _agreeing.append(agree)
+        scaler: Any = torch.amp.GradScaler
+        _tell_of(scaler, _UNSCALE, lambda found, _, optimizer, scale, own, *rest: agree(optimizer, own, found))
+
+
+_UNSCALE = "_unscale_grads_"
+_unscales = has(
+    f"torch.amp.GradScaler.{_UNSCALE}", "ranks that have parts of the parameters may skip other steps than others"
+)
+_agreeing: list[Callable[..., object]] = []
 
 
 def watch_storages(watch: Callable[[torch.UntypedStorage], object]) -> None:

@@ -6,6 +6,7 @@ n = size of the axis, b = this rank's batch, c = channels.
 from __future__ import annotations
 
 import math
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from meshcomm.collectives.gather import all_gather
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import checked_module
+from meshcomm.parallel.stand_ins import around_innermost
 from meshcomm.runtime.ops import Op
 
 M = TypeVar("M", bound=nn.Module)
@@ -190,15 +192,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -> M:
     """Make each ``BatchNorm1d``, ``2d`` and ``3d`` in ``module`` a :class:`SyncBatchNorm` over ``axis``.
 
-    Parameters, buffers and their names stay, so that optimisers and ``state_dict`` go on. A module that is itself a
-    batch norm is not changed but replaced: use what is returned. Convert before :func:`data_parallel`.
+    The modules stay where they are, with their parameters, buffers and hooks, and become of that class. Classes of
+    one's own that are derived from these, and those whose forward was replaced, stay what they are.
 
     Args:
         module: the same on every rank.
         axis: a name, or a tuple of names.
         mesh: the current mesh by default.
 
-    Returns: ``module``, or what replaces it.
+    Returns: ``module``.
 
     Cost: nothing is sent.
 
@@ -217,30 +219,27 @@ def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -
     """
     checked_module("convert_batch_norm", module)
     ax = check.axis_of("convert_batch_norm", axis, mesh)
-    made: dict[nn.Module, nn.Module] = {}
-
-    def converted(part: nn.Module) -> nn.Module:
-        if type(part) not in _KINDS:
-            return part
-        if part not in made:
-            made[part] = _converted(part, ax)
-        return made[part]
-
-    for part in list(module.modules()):
-        for name, inner in list(vars(part)["_modules"].items()):
-            if type(inner) in _KINDS:
-                setattr(part, name, converted(inner))
-    return converted(module)  # type: ignore[return-value]
+    for part in module.modules():
+        if type(part) in _KINDS and _runs_forward_of_its_class(part):
+            _convert(part, ax)
+    return module
 
 
-def _converted(old: Any, axis: Axis) -> nn.Module:
-    new = SyncBatchNorm(
-        old.num_features, axis.name, old.eps, old.momentum, affine=False, track_running_stats=False, mesh=axis.mesh
-    )
-    new.affine, new.track_running_stats, new.training = old.affine, old.track_running_stats, old.training
-    new.ndims = _KINDS[type(old)]
-    for name in ("weight", "bias"):
-        new.register_parameter(name, getattr(old, name))
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        new.register_buffer(name, getattr(old, name))
-    return new
+def _runs_forward_of_its_class(part: nn.Module) -> bool:
+    """Whether no other function stands in the place of its forward; adaptors stand around it."""
+    around = around_innermost(part.forward)
+    return getattr(part.forward if around is None else around.own, "__func__", None) is type(part).forward
+
+
+def _convert(part: Any, axis: Axis) -> None:
+    """In place: who holds it, hooks and adaptors among them, goes on with it."""
+    around = around_innermost(part.forward)
+    part.axis, part.mesh, part.ndims, part.process_group = axis.name, axis.mesh, _KINDS[type(part)], None
+    part.__class__ = SyncBatchNorm
+    if around is not None:
+        around.own = MethodType(SyncBatchNorm.forward, part)
+
+
+def local_batch_norms(module: nn.Module) -> list[str]:
+    """The names of batch norms in ``module`` that normalise by the rows of each rank alone."""
+    return [name for name, part in module.named_modules() if isinstance(part, tuple(_KINDS))]

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import AxisName, Mesh, current_mesh
+from meshcomm.parallel.batch_norm import convert_batch_norm, local_batch_norms
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.tensor.auto.patterns import style_text
 from meshcomm.runtime.ops import Op
@@ -36,6 +37,7 @@ def parallelize(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    sync_batch_norm: bool = True,
 ) -> M:
     """Make ``module`` parallel by the axes that the mesh has: tensor parallel, then sharded or data parallel.
 
@@ -46,8 +48,10 @@ def parallelize(
         {"fsdp": 4, "tp": 2}                tensor_parallel, fully_shard
         {"dp": 2, "fsdp": 4, "tp": 2}       tensor_parallel, fully_shard(replica_axis="dp")
 
-    The calls, and the table of a plan that was found, are printed by the first rank of the mesh; :func:`parallel_calls`
-    gives the calls as data. Written out they do the same: begin with this function, and go on with them.
+    Batch norms normalise by the rows of all ranks, as those of one rank do, before gradients are reduced
+    (:func:`convert_batch_norm`). The calls, and the table of a plan that was found, are printed by the first rank of
+    the mesh; :func:`parallel_calls` gives the calls as data. Written out they do the same: begin with this function,
+    and go on with them.
 
     Args:
         module: changed in place, the same on every rank but for the values.
@@ -61,6 +65,8 @@ def parallelize(
         param_dtype: parameters are gathered and used in this dtype; needs an axis of fsdp.
         reduce_dtype: gradients are reduced in this dtype.
         accumulate_dtype: gradients of microbatches are added up in this dtype, as :func:`fully_shard` has it.
+        sync_batch_norm: False: each rank normalises by its own rows, as DistributedDataParallel has it; so do batch
+            norms of classes of one's own, which are named after the calls.
 
     Returns: ``module``.
 
@@ -94,6 +100,8 @@ def parallelize(
     data, fsdp, tensor = (_together(role, roles) for role in ("data", "fsdp", "tensor"))
     dtypes = {"reduce_dtype": reduce_dtype, "accumulate_dtype": accumulate_dtype}
     _refuse_idle(plan, divide, units, param_dtype, dtypes, data, fsdp, tensor)
+    if not isinstance(sync_batch_norm, bool):
+        fail(WHERE, f"sync_batch_norm={sync_batch_norm!r} is neither True nor False.", fix="True or False")
     calls: list[str] = []
     table = ""
     if tensor is not None and not (isinstance(plan, str) and here.size_of(tensor) == 1):
@@ -107,6 +115,14 @@ def parallelize(
         styles = ", ".join(f"{pattern!r}: {_written(style)}" for pattern, style in styled.items())
         counts = f", divide={divide!r}" if divide else ""
         calls.append(f"tensor_parallel(model, {{{styles}}}, axis={tensor!r}{counts})")
+    rows = tuple(name for name, role in roles.items() if role != "tensor")
+    alone = local_batch_norms(module) if sync_batch_norm and rows and here.size_of(rows) > 1 else []
+    if alone:
+        over = rows if len(rows) > 1 else rows[0]
+        convert_batch_norm(module, over, mesh=here)
+        left = local_batch_norms(module)
+        calls += [f"convert_batch_norm(model, {over!r})"] if len(left) < len(alone) else []
+        alone = left
     if fsdp is not None:
         said = {"replica_axis": data, "units": units, "param_dtype": param_dtype, **dtypes}
         _asked_for("meshcomm.parallel.fsdp.module").fully_shard(module, fsdp, grads=grads, mesh=here, **said)
@@ -116,7 +132,8 @@ def parallelize(
         calls.append(f"data_parallel(model, {data!r}, grads={grads!r}{_given(dtypes)})")
     vars(module)[_CALLS] = tuple(calls)
     if not any(here.own_coordinate().values()):
-        sys.stdout.write(table + "".join(f"{call}\n" for call in calls))
+        notes = [f"# by the rows of each rank alone normalise {names(alone)}"] if alone else []
+        sys.stdout.write(table + "".join(f"{line}\n" for line in (*calls, *notes)))
     return module
 
 

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
-from meshcomm.mesh import Mesh, axes_in
-from meshcomm.parallel.cut_parameters import checked_module, parts_of, ranks_with, widest_mesh
-from meshcomm.runtime.axis_names import written_out
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.cut_parameters import axes_of_parts, checked_module, parts_of, ranks_with, widest_mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process.accelerator import with_doubles
 from meshcomm.runtime.transports.dry.world import is_dry
-from meshcomm.spmd.types.vma import declared
 from meshcomm.watch import here, paused
 
 _WHERE = "clip_grad_norm"
@@ -123,17 +121,11 @@ class _Sums:
 
     def _place(self, p: nn.Parameter) -> tuple[int, float]:
         """Where in the table it counts, and how much of it: what several ranks have, on each of them in part."""
-        cut = set(written_out(declared(p), self.mesh.names))
+        cut, elsewhere = axes_of_parts(p, self.parts.get(id(p), ()), self.mesh)
         unknown = cut.difference(self.axes)
         if unknown:
             what = f"a parameter of shape {list(p.shape)} was said to vary along {sorted(unknown)}."
             fail(_WHERE, what, got=f"mesh {self.mesh.shape}", fix="pass mesh=, the mesh that has all axes")
-        elsewhere = 1
-        for part in self.parts.get(id(p), ()):
-            if (part.mesh.shape, part.mesh.ranks) == (self.mesh.shape, self.mesh.ranks):
-                cut |= set(axes_in(part.axis))
-            else:
-                elsewhere *= part.size
         copies = self.mesh.size / (elsewhere * math.prod(self.mesh.shape[axis] for axis in cut))
         if copies < 1:
             what = f"a parameter of shape {list(p.shape)} is cut in more parts than the mesh has ranks."

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from meshcomm._torch import own_parameters, watch_total_norms
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
+from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
 from meshcomm.parallel.global_places import Place
+from meshcomm.runtime.axis_names import written_out
 from meshcomm.spmd.types.told import told_to_vary
+from meshcomm.spmd.types.vma import declared
 
 
 class Dim(NamedTuple):
@@ -229,6 +231,19 @@ def refuse_cut_elsewhere(where: str, module: nn.Module) -> None:
                 what = f"{name!r} has been cut by {parts[0].maker} as {parts[0].name!r} of a module that has it too."
                 fix = "one call for all that share it; of stages, which tie it by name, a copy.deepcopy of each"
                 fail(where, what, fix=fix)
+
+
+def axes_of_parts(p: Tensor, parts: Iterable[Part], mesh: Mesh) -> tuple[set[str], int]:
+    """The axes of ``mesh`` along which ranks have other parts of a parameter, or were said to have other ones (stages
+    of a pipeline, what was cut by hand); and in how many parts it is cut along axes of other meshes.
+    """
+    cut, elsewhere = set(written_out(declared(p), mesh.names)), 1
+    for part in parts:
+        if (part.mesh.shape, part.mesh.ranks) == (mesh.shape, mesh.ranks):
+            cut |= set(axes_in(part.axis))
+        else:
+            elsewhere *= part.size
+    return cut, elsewhere
 
 
 def places_of(module: nn.Module) -> dict[int, Place]:

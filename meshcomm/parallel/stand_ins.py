@@ -95,6 +95,14 @@ class Around:
         return self.call(self.own, args, kwargs)
 
 
+def around_innermost(method: Callable[..., Any]) -> Around | None:
+    """Of those around a method the one that calls it; None: there are none."""
+    found = None
+    while isinstance(method, Around):
+        found, method = method, method.own
+    return found
+
+
 def sites_of(module: nn.Module) -> list[Site]:
     """Every place at which a parameter stands, each time anew: a module may have been changed."""
     found, parts, seen = [], [module], {module}

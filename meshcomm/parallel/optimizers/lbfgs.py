@@ -23,7 +23,7 @@ from torch.optim import LBFGS
 from meshcomm import _torch
 from meshcomm.collectives.reduce import all_reduce
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.cut_parameters import Part
+from meshcomm.parallel.cut_parameters import Part, axes_of_parts, ranks_with
 from meshcomm.parallel.optimizers.gradient_dtypes import put_gradient
 from meshcomm.watch import paused
 
@@ -35,8 +35,9 @@ class Over:
         self.mesh = mesh
         shares, lengths = [], []
         for p in params:
-            ways = [part.size for part in parts.get(id(p), ())]
-            shares.append(math.prod(ways) / mesh.size)
+            cut, elsewhere = axes_of_parts(p, parts.get(id(p), ()), mesh)
+            ways = elsewhere * math.prod(mesh.shape[axis] for axis in cut if axis in mesh.shape)
+            shares.append(ways / (mesh.size * ranks_with(p)))
             lengths.append(p.numel() * (2 if p.is_complex() else 1))
         self.share = shares[0]
         self.shares: Tensor | None = None

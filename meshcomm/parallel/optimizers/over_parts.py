@@ -17,6 +17,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.alike import refuse_others
 from meshcomm.parallel.cut_parameters import Part, axes_among, meshes_among, parts_among
 from meshcomm.parallel.optimizers.lbfgs import begin_step, end_step
+from meshcomm.parallel.optimizers.scaled import watch_scalers
 from meshcomm.parallel.optimizers.stand_in import evaluated, stand_in
 from meshcomm.parallel.optimizers.whole_steps import step_whole
 from meshcomm.watch import paused
@@ -29,6 +30,7 @@ _hooks: list[Any] = []
 def watch_steps() -> None:
     """From now on the steps of all optimizers are looked at."""
     if not _hooks:
+        watch_scalers()
         _hooks.append(register_optimizer_step_pre_hook(_before))
         _hooks.append(register_optimizer_step_post_hook(_after))
 

@@ -27,6 +27,7 @@ from meshcomm.parallel.checkpoint.parts import ties_of
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.data.micro_batches import reduced_once
 from meshcomm.parallel.data.replica import Grads
+from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.pipeline.running.executor import Batch, Pass, Ran, Stages
 from meshcomm.parallel.pipeline.running.microbatches import joined, rows_from, rows_of, shares_of, spans
 from meshcomm.parallel.pipeline.running.tied import Ties
@@ -37,6 +38,7 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.options import has_options
 from meshcomm.runtime.transports.dry.world import is_dry, said_by, said_by_each
 from meshcomm.runtime.transports.threads.scheduler import claim
+from meshcomm.spmd.random.draws import Rows
 from meshcomm.spmd.types.grids import grid_of
 from meshcomm.spmd.types.told import as_told
 from meshcomm.spmd.types.vma import Origin, Type, declare, declared
@@ -85,7 +87,11 @@ def pipelined(
     each the gradients of all.
 
     Random numbers, those of dropout, are drawn from each rank's own state in the order of its actions: the same seed
-    and schedule draw the same again, with ``remat`` too; another schedule, or number of ranks, draws others.
+    and schedule draw the same again, with ``remat`` too; another schedule, or number of ranks, draws others. Layers
+    that enter :func:`meshcomm.rng` themselves, with a seed of their own and of the step, draw for the rows of a
+    microbatch what one rank draws for these rows of its batch, whatever the stages, microbatches and schedule; around
+    the step it is refused. With ``torch.amp.GradScaler``, ``loss`` scales what it gives, and ``scaler.scale`` is called
+    of any tensor once before on ranks without a loss: all of them skip a step, or none.
 
     Type: the loss invariant along ``axis``; parameters varying along it.
 
@@ -215,6 +221,7 @@ class PipelineStep(nn.Module):
                 declare(x, Type(dict.fromkeys(sorted(along), Origin(WHERE, leaf=True)), grid=grid_of(axis.mesh)))
                 as_told(x)
         know(self, axis.mesh)
+        watch_steps()
 
     # ------------------------------------------------------------------------------------------------------- a batch
 
@@ -305,6 +312,7 @@ class PipelineStep(nn.Module):
             [rows_from(x, cut) for cut in cuts] if first else (),
             [rows_from(targets, cut) for cut in cuts] if last and not evaluates else (),
             shares,
+            [Rows(*cut, rows) for cut in cuts],
             wants,
         )
         wires = Wires(axis, self._last + 1, self.schedule.microbatches, terms, carrier)

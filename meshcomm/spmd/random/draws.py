@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -30,6 +32,27 @@ _MOST = 1024
 # -------------------------------------------------------------------------------------------------- which part it is
 
 
+class Rows(NamedTuple):
+    """Which rows of this rank's batch a function is given that is called with some of them at a time."""
+
+    start: int
+    stop: int
+    total: int
+
+
+_rows: ContextVar[Rows | None] = ContextVar("meshcomm_rows", default=None)
+
+
+@contextlib.contextmanager
+def only_rows(rows: Rows) -> Iterator[None]:
+    """Inside, what is drawn of as many rows is what these rows of the whole batch would draw."""
+    before = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(before)
+
+
 class Cut(NamedTuple):
     """How tensors are cut, and which part is this rank's."""
 
@@ -37,11 +60,13 @@ class Cut(NamedTuple):
     layout: Layout
     sizes: Mapping[str, int]
     place: Mapping[str, int]
-    parts: dict[tuple[int, ...], Part]
-    """Those of the shapes that were asked for."""
+    parts: dict[Any, Part]
+    """Those of the shapes that were asked for, and of shapes with rows."""
 
-    def part(self, shape: Sequence[int], func: Any) -> Part:
-        """Which part of a global tensor this rank draws, given the shape of that part."""
+    def part(self, shape: Sequence[int], func: Any, rows: Rows | None = None) -> Part:
+        """Which part of a global tensor this rank draws, given the shape of that part; ``rows``: or that of these rows
+        of it.
+        """
         try:
             fitted = fit(WHERE, self.layout, shape, self.sizes, self.text)
         except ValueError as error:
@@ -54,8 +79,11 @@ class Cut(NamedTuple):
             for axis in dim.axes:
                 index = index * self.sizes[axis] + self.place[axis]
             starts.append(index * length)
-        whole = tuple(length * count for length, count in zip(shape, counts, strict=True))
-        return Part(tuple(shape), whole, tuple(starts))
+        whole = [length * count for length, count in zip(shape, counts, strict=True)]
+        if rows is not None:
+            starts[0] = starts[0] // shape[0] * rows.total + rows.start
+            whole[0] = rows.total * counts[0]
+        return Part(tuple(shape), tuple(whole), tuple(starts))
 
     def leaves_whole(self) -> bool:
         """Whether every rank has all of each tensor."""
@@ -89,6 +117,7 @@ class Draws(TorchFunctionMode):
         self.repeating: FrameType | None = None  # a function that rejects numbers and draws again
         self.attempt = 0
         self.checkpoints = _checkpoints(sys._getframe(1))
+        self.rows = _rows.get()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,12 +179,22 @@ class Draws(TorchFunctionMode):
 
     def part(self, shape: Sequence[int], func: Any) -> Part:
         """Which part of a global tensor this rank draws, given the shape of that part."""
-        key, parts = tuple(shape), self.cut.parts
-        found = parts.get(key)
+        key, parts, rows = tuple(shape), self.cut.parts, _rows.get()
+        if rows is not self.rows:
+            fail(
+                WHERE,
+                "a stage of a pipeline draws, and the context stands around the step: each stage would begin anew.",
+                got=f"layout {self.cut.text!r}; {called(func)}",
+                fix="enter mc.rng inside of the layers, with a seed for each: seed=(step, layer)",
+            )
+        if rows is not None and not (key and 0 < key[0] == rows.stop - rows.start):
+            rows = None
+        kind = key if rows is None else (key, rows)
+        found = parts.get(kind)
         if found is None:
             if len(parts) >= _MOST:
                 parts.clear()
-            found = parts[key] = self.cut.part(key, func)
+            found = parts[kind] = self.cut.part(key, func, rows)
         return found
 
     def __exit__(self, *exc: Any) -> None:

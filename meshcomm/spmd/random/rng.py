@@ -37,6 +37,9 @@ def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mes
     computing it again enters again and draws the same. If it stands around the call, backward would compute again
     outside of it, and drop other elements than forward did: the draw raises.
 
+    In a stage of :func:`meshcomm.parallel.pipelined` it stands inside of the layers, too: a microbatch draws what its
+    rows would draw in the whole batch.
+
     A context is its thread's own: what :func:`launch` and :func:`shard_map` start must enter one itself. Under
     ``torch.compile`` it breaks the graph.
 

@@ -40,6 +40,7 @@ from meshcomm.parallel.pipeline.running.wires import (
     refuse_change,
 )
 from meshcomm.parallel.pipeline.schedule import Schedule
+from meshcomm.spmd.random.draws import Rows, only_rows
 
 WHERE = "pipelined"
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -64,6 +65,8 @@ class Batch(NamedTuple):
     """Of the last one."""
     shares: Sequence[float]
     """By what each loss is multiplied."""
+    rows: Sequence[Rows]
+    """Of each microbatch."""
     wants: bool = False
     """Whether the inputs of the first stage get gradients."""
 
@@ -285,7 +288,7 @@ class Pass:
         begin = time.perf_counter()
         arrival = Arrival(outline, tensors, self.trains)
         with NOTHING if self.told else _explained(self._given(job, outline)):
-            y = self._through(self.stages.modules[chunk], arrival.given(), later)
+            y = self._through(self.stages.modules[chunk], arrival.given(), later, self.batch.rows[microbatch])
         if stage == self.stages.last:
             self._ends(action, arrival, y, later)
         self.ran.append(Ran(action, begin, time.perf_counter()))
@@ -312,10 +315,10 @@ class Pass:
         wide = torch.promote_types(dtype, torch.float32)
         return sum(loss.reshape(()).to(wide) * share for loss, share in self._losses).to(dtype)  # type: ignore[union-attr]
 
-    def _through(self, module: nn.Module, x: Any, later: WeightsLater | None) -> Any:
+    def _through(self, module: nn.Module, x: Any, later: WeightsLater | None, rows: Rows) -> Any:
         def fn(x: Any) -> Any:
             split = NOTHING if later is None else later.forward()
-            with closed(WHERE, self.wires.axis, self.closing), split:
+            with closed(WHERE, self.wires.axis, self.closing), split, only_rows(rows):
                 return module(x)
 
         if self.stages.remat and self.trains:
@@ -337,7 +340,7 @@ class Pass:
             return
         target = self.batch.targets[microbatch]
         explained = NOTHING if self.told else _explained(_compared(y, target))
-        with explained, closed(WHERE, self.wires.axis, self.closing):
+        with explained, closed(WHERE, self.wires.axis, self.closing), only_rows(self.batch.rows[microbatch]):
             loss = self.stages.loss(y, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -23,7 +23,7 @@ class Line(NamedTuple):
     bytes: float
     """That a rank sends for a token in a step, forward and backward, of all of them together."""
     note: str
-    """Why it is whole."""
+    """Why it is whole, or which other layer it is."""
 
 
 class TensorPlan(dict[str, Style | Block]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,6 +32,13 @@ def _named(pattern: str, path: str) -> bool:
             return True
         path = path.rpartition(".")[0]
     return False
+
+
+def _named_in(paths: Collection[str], path: str) -> bool:
+    """Whether it, or what it is a part of, is one of these."""
+    while path and path not in paths:
+        path = path.rpartition(".")[0]
+    return path in paths
 
 
 def _within(path: str, around: str) -> bool:
@@ -143,6 +150,7 @@ def _lines(
 ) -> Iterator[Line]:  # fmt: skip
     """One for each pattern, and one for each thing that stays whole and was asked about."""
     entering = set().union(*(each.entering for each in picked)) if picked else set()
+    ran = {path for each in picked for path in each.styles}
     params = dict(module.named_parameters(remove_duplicate=False))
     bytes_of = max((p.element_size() for p in params.values() if p.is_floating_point()), default=4)
     once, all_ = (n - 1) / n * bytes_of, 2 * (n - 1) / n * bytes_of
@@ -170,13 +178,18 @@ def _lines(
             layers = {place: path for place, path in layers.items() if _attention(module, place) == place}
         path = next(iter(layers.values()))
         blocks = [around for around, how in of_modules.items() if how.before == "enter"]
+        running = [place for place, of in layers.items() if _named_in(ran, small.place_of(of))]
         made = [
             _sent(style, module.get_submodule(place), once, all_, small.place_of(place) in entering
                   and not any(_within(place, around) for around in blocks))
-            for place in layers
+            for place in running
         ]  # fmt: skip
-        yield Line(pattern, len(layers), style_text(style), _cut(style, module, path, params[path]), made[0][0],
-                   sum(sent for _, sent in made), "")  # fmt: skip
+        same = next(
+            (each for each, p in params.items() if p is params[path] and _named_in(ran, small.place_of(each))), ""
+        )
+        note = "" if running else f"is {same.rpartition('.')[0]}" if same else "does not run"
+        yield Line(pattern, len(layers), style_text(style), _cut(style, module, path, params[path]),
+                   made[0][0] if made else "", sum(sent for _, sent in made), note)  # fmt: skip
     whole: dict[tuple[str, str], int] = {}
     for name, note in notes.items():
         whole[general(name), note or ""] = whole.get((general(name), note or ""), 0) + 1

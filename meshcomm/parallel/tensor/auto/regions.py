@@ -287,6 +287,9 @@ def tables_of(flow: Flow, module: nn.Module, n: int) -> tuple[Region | None, set
     lengths = there & {said, *ends} or {max(there)}
     tables = [leaf for leaf in tables if leaf.length(outputs=False) in lengths]
     rows = {leaf.length(outputs=False) for leaf in tables}
+    running = {id(leaf.module.weight) for leaf in tables if leaf.outputs}
+    idle = {leaf for leaf in tables if not leaf.outputs and id(leaf.module.weight) in running}  # cut as what runs
+    tables = [leaf for leaf in tables if leaf not in idle]
     tied = {id(p) for leaf in tables for p in leaf.module.parameters()}
     heads = [
         leaf for leaf in flow.leaves if leaf.linear
@@ -304,7 +307,7 @@ def tables_of(flow: Flow, module: nn.Module, n: int) -> tuple[Region | None, set
         candidates.append(Candidate(styles | {leaf.path: Row(split=True) for leaf in heads}, {}, {}, "cut in width"))
     name = ", ".join(leaf.path for leaf in [*tables, *heads])
     reason = "" if candidates else f"{sorted(rows)} rows over {n} ranks"
-    return Region(("tables",), name, candidates, reason), {*tables, *heads}
+    return Region(("tables",), name, candidates, reason), {*tables, *idle, *heads}
 
 
 def single_of(leaf: Leaf, n: int) -> Region:
