@@ -97,7 +97,7 @@ class Around:
 
 def around_innermost(method: Callable[..., Any]) -> Around | None:
     """Of those around a method the one that calls it; None: there are none."""
-    found = None
+    found: Around | None = None
     while isinstance(method, Around):
         found, method = method, method.own
     return found
