@@ -150,7 +150,7 @@ def _lines(
 ) -> Iterator[Line]:  # fmt: skip
     """One for each pattern, and one for each thing that stays whole and was asked about."""
     entering = set().union(*(each.entering for each in picked)) if picked else set()
-    ran = {path for each in picked for path in each.styles}
+    ran = {path for each in picked for path in each.styles if path not in each.idle}
     params = dict(module.named_parameters(remove_duplicate=False))
     bytes_of = max((p.element_size() for p in params.values() if p.is_floating_point()), default=4)
     once, all_ = (n - 1) / n * bytes_of, 2 * (n - 1) / n * bytes_of

@@ -36,6 +36,8 @@ class Candidate(NamedTuple):
     """In a few words."""
     entering: frozenset[str] = frozenset()
     """Columns that are the first ones to take something that needs a gradient."""
+    idle: frozenset[str] = frozenset()
+    """Layers that did not run, such as a table that others call by names of their own."""
 
 
 class Region:
@@ -287,9 +289,7 @@ def tables_of(flow: Flow, module: nn.Module, n: int) -> tuple[Region | None, set
     lengths = there & {said, *ends} or {max(there)}
     tables = [leaf for leaf in tables if leaf.length(outputs=False) in lengths]
     rows = {leaf.length(outputs=False) for leaf in tables}
-    running = {id(leaf.module.weight) for leaf in tables if leaf.outputs}
-    idle = {leaf for leaf in tables if not leaf.outputs and id(leaf.module.weight) in running}  # cut as what runs
-    tables = [leaf for leaf in tables if leaf not in idle]
+    idle = frozenset(leaf.path for leaf in tables if not leaf.outputs)
     tied = {id(p) for leaf in tables for p in leaf.module.parameters()}
     heads = [
         leaf for leaf in flow.leaves if leaf.linear
@@ -307,7 +307,8 @@ def tables_of(flow: Flow, module: nn.Module, n: int) -> tuple[Region | None, set
         candidates.append(Candidate(styles | {leaf.path: Row(split=True) for leaf in heads}, {}, {}, "cut in width"))
     name = ", ".join(leaf.path for leaf in [*tables, *heads])
     reason = "" if candidates else f"{sorted(rows)} rows over {n} ranks"
-    return Region(("tables",), name, candidates, reason), {*tables, *idle, *heads}
+    candidates = [each._replace(idle=idle) for each in candidates]
+    return Region(("tables",), name, candidates, reason), {*tables, *heads}
 
 
 def single_of(leaf: Leaf, n: int) -> Region:
