@@ -401,6 +401,15 @@ def test_name_version_of() -> None:
     assert _torch.version_of(x) > before
 
 
+def test_name_versions_of() -> None:
+    xs = [torch.zeros(2) for _ in range(3)]
+    before = _torch.versions_of(xs)
+    for x in xs:
+        x.add_(1)
+        assert _torch.versions_of(xs) > before
+        before = _torch.versions_of(xs)
+
+
 def test_name_version_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2).add_(1)
     assert _torch.version_hint(x) == _torch.version_of(x) > 0
@@ -968,6 +977,15 @@ def test_name_parted() -> None:
     assert [part.requires_grad for part in parts[:2]] == [True, False]
 
 
+def test_name_parted_in_shape() -> None:
+    like = [torch.empty(2, 3), torch.empty(2, 0, 4), torch.empty(5), torch.empty(0)]
+    whole = torch.arange(11.0)
+    parts = _torch.parted_in_shape(whole, like, [1, 3])
+    assert [part.shape for part in parts] == [x.shape for x in like]
+    assert torch.cat([part.reshape(-1) for part in parts]).equal(whole)
+    assert parts[2].data_ptr() == whole[6:].data_ptr()
+
+
 # --------------------------------------------------------------------------------------------------------- pytrees
 
 TREE = {"w": [torch.zeros(1), (None, 3)], "b": torch.ones(2)}
@@ -1384,6 +1402,13 @@ def test_name_without_memory() -> None:
         x = torch.empty(2**40, device="cpu")
     assert type(x) is FakeTensor
     assert x.untyped_storage().nbytes() == 2**42
+
+
+def test_name_is_known_here() -> None:
+    """Of a device that torch is not built for, a tensor without memory that needs a gradient ends the process."""
+    assert _torch.is_known_here("cpu")
+    assert _torch.is_known_here("meta")
+    assert not all(map(_torch.is_known_here, ("cuda", "xpu")))
 
 
 def test_name_is_without_memory() -> None:
