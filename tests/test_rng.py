@@ -290,9 +290,14 @@ def test_the_numbers_of_a_seed_stay_what_they_were(name: str) -> None:
         assert int(y.view(torch.uint8).long().mul(torch.arange(y.nbytes) % 251 + 1).sum()) == BITS[name, dtype]
 
 
+@pytest.mark.parametrize("with_numpy", [True, False])
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_roots_are_rounded_as_every_device_rounds_them(dtype: torch.dtype) -> None:
+def test_roots_are_rounded_as_every_device_rounds_them(
+    dtype: torch.dtype, with_numpy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of a vector library have another last bit in some: here in a number out of seven."""
+    if not with_numpy:
+        monkeypatch.setattr(distributions, "_numpy", lambda: None)
     numbers = torch.Generator("cpu").manual_seed(0)
     near_one = 1 + torch.arange(-5000, 5000, dtype=F64) * torch.finfo(dtype).eps
     x = torch.cat([torch.rand(20000, dtype=F64, generator=numbers) * scale + 1e-12 for scale in (1e-9, 1, 40)])
