@@ -273,8 +273,7 @@ def _root(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return x.sqrt_()
     if type(x) is Tensor and plain_now() and (numpy := _numpy()) is not None:  # rounds as the processor does
-        y = x.numpy()
-        numpy.sqrt(y, y)
+        numpy.sqrt(x.numpy(), x.numpy())
         return x
     if x.dtype == torch.float32:  # a unit of float64 is too little to lead to another float32
         return x.copy_(x.double().sqrt_())
