@@ -91,22 +91,41 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 SHAPE = {"a": 2, "b": 2}
 
 
+def most_of(program: Callable[[], object]) -> int:
+    """What torch's allocator has given out at most."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        program()
+    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    now = most = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        now += size
+        most = max(most, now)
+    return most
+
+
 def measured() -> list[int]:
-    """By program, what torch's allocator has given out at most."""
-    found = []
+    """By program."""
     with mc.use_mesh(mc.make_mesh(SHAPE)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_torch, "profiler_on", lambda: False)  # it would change how messages go
-        for program in PROGRAMS.values():
-            gc.collect()
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-                program()
-            events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-            now = most = 0
-            for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-                now += size
-                most = max(most, now)
-            found.append(most)
-    return found
+        return [most_of(program) for program in PROGRAMS.values()]
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, at: x.gather(1, at),
+        lambda x, at: x.index_select(1, at[0]),
+        lambda x, at: x[at[:, 0]],
+        lambda x, at: x.max(1).values,
+    ],
+)
+def test_backward_of_what_picks_elements_needs_one_tensor_of_zeros(pick: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def main() -> None:
+        x = torch.randn(60, 400, requires_grad=True)
+        pick(x, torch.arange(60).expand(60, 60)).sum().backward()
+
+    assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.02)
 
 
 def test_the_peak_is_that_of_processes(pool4: WorkerPool) -> None:

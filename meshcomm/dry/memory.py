@@ -198,6 +198,8 @@ class LiveMemory:
             if isinstance(x, Parameter) and x.is_leaf:
                 self._know(x)
         adds = node is not None and node.name().endswith("AccumulateGrad")
+        if node is not None and node.name().endswith("Backward0") and _torch.operation_name(func) in _IN_PLACE:
+            self._written_over(operands[0])
         own = _UNREDUCED.get(_torch.operation_name(func), _nothing)(operands)
         for x in (*results, *operands[:1]) if adds else results:
             storage = _storage(x)
@@ -213,6 +215,12 @@ class LiveMemory:
             if adds:
                 piece.part = _GRADIENTS
         self._see_workspace(func, operands, results)
+
+    def _written_over(self, x: Tensor) -> None:
+        """What is made next lies where ``x`` does."""
+        piece: _Piece | None = getattr(_storage(x), _NAME, None)
+        if piece is not None:
+            self._devices[x.device.type].free(piece)
 
     def _see_workspace(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """What a kernel takes while it runs."""
@@ -332,6 +340,8 @@ _UNREDUCED = {
     f"aten::{name}": _all_losses for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 }
 """Losses whose mean or sum torch leaves in the memory of what it was made of, a loss for each element."""
+_IN_PLACE = frozenset(f"aten::{name}" for name in ("scatter_add", "scatter", "index_add", "index_put"))
+"""What autograd's own backwards do in the zeros that they have made, where tensors have memory."""
 _BY_PLACE = {
     ("parallel/fsdp/groups.py", "gather"): _GATHERED,
     ("parallel/fsdp/groups.py", "packed"): _BUCKETS,
