@@ -1261,8 +1261,10 @@ def test_offloaded_shards_take_no_memory_of_the_device() -> None:
             net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
             net(torch.ones(1, 512)).sum().backward()  # cuBLAS has its room, one for each thread
             net.zero_grad()
+            mesh = mc.make_mesh({"fsdp": 2})
+            mc.barrier("fsdp", mesh=mesh)
             before = torch.cuda.memory_allocated()
-            fully_shard(net, "fsdp", grads="mean", mesh=mc.make_mesh({"fsdp": 2}), offload=offload, units=["*"])
+            fully_shard(net, "fsdp", grads="mean", mesh=mesh, offload=offload, units=["*"])
             net(torch.ones(1, 512)).sum().backward()
             assert all((p.grad.device.type == "cpu") == offload for p in net.parameters() if p.grad is not None)
             return torch.cuda.memory_allocated() - before

@@ -101,6 +101,7 @@ def test_floats_are_ordered_bit_for_bit(dtype: torch.dtype, op: str) -> None:
 
 
 @on_gpu
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_floats_are_ordered_in_one_kernel(dtype: torch.dtype, op: str) -> None:
