@@ -61,7 +61,7 @@ def seen_by_the_link(mesh: mc.Mesh, axis: Any, log: list[Any]) -> Iterator[None]
     kind = type(link)
     inside = []
 
-    def seen(name: str) -> Any:
+    def seen(name: str, said: str) -> Any:
         def call(self: Any, x: Tensor, *args: Any) -> Any:
             if inside:  # a primitive made of another one
                 return getattr(kind, name)(self, x, *args)
@@ -70,13 +70,14 @@ def seen_by_the_link(mesh: mc.Mesh, axis: Any, log: list[Any]) -> Iterator[None]
                 result = getattr(kind, name)(self, x, *args)
             finally:
                 inside.pop()
-            log.append("start" if told.later and kind is not SoloLink else (name, x))
+            log.append("start" if told.later and kind is not SoloLink else (said, x))
             return Waited(result, log) if isinstance(result, Pending) else result
 
         return call
 
+    names = {name: name for name in (*PRIMITIVES, "sum_parts")} | {"gather_flat": "all_gather"}
     try:
-        link.__class__ = type(kind.__name__, (kind,), {name: seen(name) for name in (*PRIMITIVES, "sum_parts")})
+        link.__class__ = type(kind.__name__, (kind,), {name: seen(name, said) for name, said in names.items()})
         yield
     finally:
         link.__class__ = kind
