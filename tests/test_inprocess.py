@@ -27,7 +27,7 @@ from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.runtime.transports.threads import carriers, numpy_state, twister
+from meshcomm.runtime.transports.threads import numpy_state, scheduler, twister
 
 
 def mesh_of(n: int) -> mc.Mesh:
@@ -170,12 +170,11 @@ def test_a_rank_finds_nothing_of_another_ranks_thread() -> None:
 @pytest.mark.parametrize("started", [0, 1, 3])
 def test_a_system_that_starts_no_more_threads(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run end, the caller is told, and the next launch finds nothing of it."""
-    carriers.end_kept()
     start, before, ran = threading.Thread.start, set(threading.enumerate()), []
     left = [None] * started
 
     def limited(thread: threading.Thread) -> None:
-        if isinstance(thread, carriers.Carrier):
+        if isinstance(thread, scheduler._Thread):
             if not left:
                 raise RuntimeError("can't start new thread")
             left.pop()

@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import math
-import threading
 import warnings
 from contextvars import ContextVar
 from datetime import timedelta
@@ -591,45 +590,6 @@ def test_name_generator_cells(monkeypatch: pytest.MonkeyPatch) -> None:
             assert _torch.generator_cells(one) is None
     monkeypatch.setattr(_torch.random, "_CDATA", False)
     assert _torch.generator_cells(one) is None
-
-
-def test_name_state_of_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _torch.state_of_thread()
-    assert before is not None
-    assert _torch.state_of_thread() == before
-    contexts: list[Any] = [
-        torch.inference_mode(), torch.autocast("cpu"), TorchFunctionMode(), TorchDispatchMode(),
-        torch._C.DisableTorchFunction(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        torch.autograd.graph.disable_saved_tensors_hooks("no"), torch.device("meta"), torch.profiler.profile(),
-        torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)),
-    ]  # fmt: skip
-    for context in contexts:
-        with context:
-            assert _torch.state_of_thread() != before, context
-        assert _torch.state_of_thread() == before, context
-    assert vmap(lambda x: x * (_torch.state_of_thread() != before))(torch.ones(2)).tolist() == [1, 1]
-    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
-        assert _torch.state_of_thread() == before
-    monkeypatch.setattr(_torch.within_thread, "_ALL", False)
-    assert _torch.state_of_thread() is None
-
-
-def test_name_hide_thread() -> None:
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait)
-    thread.start()
-    for _ in range(2):
-        assert thread in threading.enumerate()
-        _torch.hide_thread(thread)
-        assert thread not in threading.enumerate()
-        _torch.show_thread(thread)
-    assert thread in threading.enumerate()
-    end.set()
-    thread.join()
-    assert thread not in threading.enumerate()
-
-
-test_name_show_thread = test_name_hide_thread
 
 
 def test_name_leaves_of_graph() -> None:

@@ -7,19 +7,7 @@ name is missing its function takes a public way, slower or with less, or refuses
 
 from __future__ import annotations
 
-from meshcomm._torch import (
-    autograd,
-    compiling,
-    fake,
-    groups,
-    kernels,
-    modules,
-    random,
-    transforms,
-    trees,
-    watching,
-    within_thread,
-)
+from meshcomm._torch import autograd, compiling, fake, groups, kernels, modules, random, transforms, trees, watching
 from meshcomm._torch.autograd import *  # noqa: F403 -- all of it, as __all__ says below
 from meshcomm._torch.compiling import *  # noqa: F403
 from meshcomm._torch.fake import *  # noqa: F403
@@ -30,7 +18,6 @@ from meshcomm._torch.random import *  # noqa: F403
 from meshcomm._torch.transforms import *  # noqa: F403
 from meshcomm._torch.trees import *  # noqa: F403
 from meshcomm._torch.watching import *  # noqa: F403
-from meshcomm._torch.within_thread import *  # noqa: F403
 
 __all__: list[str] = []
 __all__ += autograd.__all__
@@ -43,4 +30,3 @@ __all__ += random.__all__
 __all__ += transforms.__all__
 __all__ += trees.__all__
 __all__ += watching.__all__
-__all__ += within_thread.__all__

@@ -6,13 +6,13 @@ So a run is deterministic, and when no rank can go on that is known at once and 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
-from meshcomm.runtime.transports.threads import carriers
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 
@@ -65,10 +64,6 @@ def carry_over(capture: Callable[[], _Setup | None]) -> None:
     _carried.append(capture)
 
 
-_OVER = threading.Lock()
-"""The turn of a rank that has no thread."""
-
-
 class _Cancelled(BaseException):
     """Ends a rank because another one failed; no Exception, so that user code does not catch it."""
 
@@ -79,7 +74,8 @@ class Rank:
     def __init__(self, world: World, index: int, random: RandomState, anomaly: bool | None) -> None:
         self.world = world
         self.index = index
-        self.turn = _OVER  # released to let this rank run
+        self.turn = threading.Lock()  # held by nobody's thread in particular: released to let this rank run
+        self.turn.acquire()
         self.random = random
         self.forward_ad = (-1, 0)
         self.anomaly = anomaly
@@ -128,6 +124,36 @@ def _set_anomaly(found: bool | None) -> None:
     torch.set_anomaly_enabled(found is not None, found is not False)
 
 
+class _Started(threading.Event):
+    """Nobody waits for it, so it needs no lock."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether the thread runs."""
+        return self._is_set
+
+    def set(self) -> None:
+        """It runs."""
+        self._is_set = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Go on."""
+        return True
+
+    def _at_fork_reinit(self) -> None:
+        """In a forked process."""
+
+
+class _Thread(threading.Thread):
+    """A thread of a rank; who starts it goes on at once, where ``Thread.start`` would wait until it runs."""
+
+    def __init__(self, index: int, *target: Any) -> None:
+        super().__init__(target=contextvars.copy_context().run, args=target, name=f"meshcomm rank {index}", daemon=True)
+        self._started = _Started()  # a Python that has no such attribute waits, which takes longer
+
+
 class World:
     """All ranks of one launch."""
 
@@ -164,6 +190,9 @@ class World:
         them.
         """
         modes, setups = _caller_modes(), [setup for capture in _carried if (setup := capture()) is not None]
+        threads: list[_Thread] = []
+        for rank in self.ranks:
+            threads.append(_Thread(rank.index, self._live, rank, body, modes, setups, threads[-1] if threads else None))
         outside, anomaly = RandomState(), _anomaly()
         if not _running.acquire(blocking=False):
             fail(
@@ -175,24 +204,19 @@ class World:
         try:  # at once: who is interrupted before would leave it locked
             if self.limit is not None:
                 self._end = time.monotonic() + self.limit.total_seconds()
-            with _torch.forward_ad_shared(), self._watched(), carriers.on_one_core():
-                crew = carriers.Crew(self.size, numbered=self.leaves is None)
-                try:
-                    for rank in self.ranks:
-                        rank.turn = crew.give(rank.index, partial(self._live, rank, body, modes, setups))
-                    self._ready.popleft().turn.release()
-                    crew.start()
-                    self._await_end()
-                    crew.leave()
-                except BaseException:
-                    crew.end()
-                    raise
+            with _torch.forward_ad_shared(), self._watched(), _on_one_core():
+                self._ready.popleft().turn.release()
+                threads[-1].start()  # and each starts the one before it
+                self._await_end()
         finally:
             if self.streams is not None:
                 self.streams.enter()
             outside.load()
             _set_anomaly(anomaly)
             _running.release()
+        for rank, thread in zip(self.ranks, threads, strict=True):
+            if rank.over:
+                thread.join()
         failed = [rank for rank in self.ranks if rank.error is not None]
         if failed:
             first = min(failed, key=self._by_failure)
@@ -333,16 +357,19 @@ class World:
         return "\n".join(rank.describe() for rank in self.ranks)
 
     def _live(
-        self,
-        rank: Rank,
-        body: Callable[[], Any],
-        modes: _Modes,
-        setups: Sequence[_Setup],
-        error: BaseException | None,
-    ) -> tuple[threading.Lock, bool]:
-        """The life of one rank, on a thread of its own; ``error``: no more threads are to be had."""
+        self, rank: Rank, body: Callable[[], Any], modes: _Modes, setups: Sequence[_Setup], before: _Thread | None
+    ) -> None:
+        """The life of one rank's thread. It starts the one of the rank before while it is as new as the caller's
+        settings made it: what a thread inherits, such as its core and its signal mask, no rank has changed yet.
+        """
         local.rank = rank
-        if error is not None:  # those that run end, this one first
+        try:
+            if rank is self.ranks[-1]:
+                _let_others_finish()
+            if before is not None:
+                before.start()
+            rank.turn.acquire()
+        except BaseException as error:  # no more threads are to be had: those that run end, this one first
             rank.error, self.cancelled = error, True
             self._ready = deque(self.ranks[rank.index + 1 :])
         if self.streams is not None:
@@ -364,17 +391,50 @@ class World:
             self.streams.leave()
         self.idle = 0
         after = self._next()
-        rank.turn = _OVER
-        return self._ended if after is None else after.turn, not self.cancelled
+        (self._ended if after is None else after.turn).release()
 
 
-def _forked() -> None:
-    if local.rank is not None:
-        carriers.leave_the_core()
+@contextlib.contextmanager
+def _on_one_core() -> Iterator[None]:
+    """Keep this thread, and those that it starts, on one core where torch computes with one thread: only one of them
+    runs at a time, and what one has written another one reads. On two cores all of it takes twice as long.
+    """
+    if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() != 1:
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    _cores.update(cores)
+    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _let_others_finish() -> None:
+    """As of a batch, a thread that is woken does not push aside the one that wakes it, which has the interpreter still:
+    this one, and those that it starts.
+    """
+    if hasattr(os, "sched_setscheduler") and torch.get_num_threads() == 1:
+        with contextlib.suppress(OSError):  # what the caller has asked for stays
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+_cores: set[int] = set()
+
+
+def _leave_the_core() -> None:
+    """A process forked in a rank, such as a worker of a DataLoader, may use all cores again."""
+    if local.rank is not None and _cores:
+        os.sched_setaffinity(0, _cores)
+        with contextlib.suppress(OSError):
+            if os.sched_getscheduler(0) == os.SCHED_BATCH:
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_leave_the_core)
 
 
 def _alone() -> None:
