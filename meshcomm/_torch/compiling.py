@@ -100,7 +100,7 @@ def _again(*_: Any, **__: Any) -> CheckpointPolicy:
 _kernel_of: Any = find(
     "torch.cuda.jiterator._create_jit_fn", "a maximum or minimum of floats on CUDA takes 7 kernels in place of 2"
 )
-_made: Any = cache(_kernel_of)
+_made: Any = None if _kernel_of is None else cache(_kernel_of)
 _ran: set[tuple[str, torch.dtype, torch.device, int]] = set()
 _failed: list[RuntimeError] = []
 

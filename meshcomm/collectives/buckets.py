@@ -417,7 +417,8 @@ def parted(whole: Tensor, shapes: tuple[torch.Size, ...]) -> Sequence[Tensor]:
     """What lies one behind the other in ``whole``, without a copy: while no graph is made, tensors that to autograd
     have nothing to do with each other.
     """
-    if type(whole) is Tensor and _is_plain() and not (torch.is_grad_enabled() and whole.requires_grad):
+    plain = type(whole) is Tensor and _is_plain() and _torch.plain_now()
+    if plain and not (torch.is_grad_enabled() and whole.requires_grad):
         return _torch.parted_in_shape(whole, _like(shapes), _empty_of(shapes))
     parts = whole.split_with_sizes(list(map(torch.Size.numel, shapes)))
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -451,7 +452,7 @@ def _empty_of(shapes: tuple[torch.Size, ...]) -> list[int]:
 @lru_cache(maxsize=100)
 def _like(shapes: tuple[torch.Size, ...]) -> list[Tensor]:
     """Tensors of these shapes, which take no memory."""
-    with _torch.outside_transforms(), _torch.without_modes():
+    with _torch.outside_transforms(), _torch.without_modes() if _torch.function_modes() else contextlib.nullcontext():
         one = torch.empty((), device="cpu")
         return [one.expand(shape) for shape in shapes]
 
