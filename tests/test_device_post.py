@@ -439,6 +439,7 @@ def test_messages_keep_their_memory_for_the_stream_that_begins_them(
     module.begin()
     lent: list[tuple[str, str]] = []
     monkeypatch.setattr(accelerator, "stream_of", lambda x: stream())
+    monkeypatch.setattr(accelerator, "stream_at", lambda x: stream())
     monkeypatch.setattr(
         accelerator,
         "tensors",
