@@ -138,5 +138,7 @@ def test_ranks_of_one_process_have_the_callers_device_and_stream() -> None:
 def test_the_first_launch_in_a_process_draws_as_the_next() -> None:
     program = "import gpu_programs as g; a, b = g.seeded_in_a_new_process(); assert a == b, (a, b)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # meshcomm need not be installed
-    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=HERE, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
