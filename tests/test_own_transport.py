@@ -25,7 +25,7 @@ class PlainLink(PacketLink):
 
     def __init__(self) -> None:
         self.size, self.index = dist.get_world_size(), dist.get_rank()
-        self.ledger, self.orders = Ledger(), dict[Any, list[int]]()
+        self.ledger, self.orders = Ledger(), dict[Any, list[list[int]]]()
 
     def _reduce(self, x: Tensor, op: str) -> Tensor:
         out = x.clone()

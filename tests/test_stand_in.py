@@ -136,8 +136,8 @@ class Sums:
 
     watched = hears = False
 
-    def __init__(self, order: list[int]) -> None:
-        self.orders: dict[Any, list[int]] = Everywhere(order)
+    def __init__(self, *order: list[int]) -> None:
+        self.orders: dict[Any, list[list[int]]] = Everywhere([*order])
         self.started: list[list[float]] = []
         self.inside, self.other_is_there = threading.Event(), threading.Event()
 
@@ -152,8 +152,8 @@ class Sums:
         return torch.cat(list(parts.parts))
 
 
-class Everywhere(dict[Any, list[int]]):
-    def __init__(self, order: list[int]) -> None:
+class Everywhere(dict[Any, list[list[int]]]):
+    def __init__(self, order: list[list[int]]) -> None:
         self.order = order
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -162,7 +162,7 @@ class Everywhere(dict[Any, list[int]]):
 
 def test_two_threads_of_autograd_start_each_sum_once() -> None:
     """One for the leaves on the CPU, one for those on the device; they come in the order of neither."""
-    link = Sums([0, 1])
+    link = Sums([0], [1])
     axis: Any = SimpleNamespace(link=link, size=2, name="a", mesh=None, index=0)
     leaves = [torch.ones(2), torch.ones(3)]
     sums = overlap._Sums(leaves, axis, 1e-6, overlap.How())

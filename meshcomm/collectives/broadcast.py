@@ -66,7 +66,7 @@ def broadcast(
         axis: a name, or a tuple of names, of which the first is major.
         src: the index along ``axis`` to take it from.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        bucket_mb: leaves of a pytree are sent together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a

@@ -172,7 +172,7 @@ def all_gather(
         dim: the dim to concatenate along.
         sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        bucket_mb: leaves of a pytree are sent together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
@@ -248,7 +248,7 @@ def all_gather_invariant(
         dim: the dim to concatenate along.
         sizes: the length of ``dim`` on each index of the axis, where they differ; equal on every rank.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        bucket_mb: leaves of a pytree are sent together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
@@ -320,7 +320,7 @@ def shard(
         dim: the dim to cut.
         sizes: the length of each rank's slice, where they shall differ; equal on every rank.
         mesh: the current mesh by default.
-        bucket_mb: gradients of the leaves of a pytree are sent together up to this many MiB.
+        bucket_mb: gradients of the leaves of a pytree are sent together until they have this many MiB.
         async_op: give a :class:`Work`, done at once; in backward the gather is then under way between where the work
             was waited for and where this was called.
 

@@ -143,16 +143,23 @@ class _Sums:
         self.axis, self.how = axis, how
         self.kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         self._key = (bucket_mb, how.rows, *self.kinds)
-        known = axis.link.orders.get(self._key)
+        known: list[list[int]] | None = axis.link.orders.get(self._key)
         self.learning = known is None
-        order = list(range(len(leaves)))[::-1] if known is None else known  # a guess: the last layers are ready first
-        dense = [at for at in order if at not in how.rows] if how.rows else order
-        groups = buckets.groups_of("pvary", [leaves[at] for at in dense], bucket_mb, axis)
-        self.buckets = [[dense[at] for at in group] for group in groups]
+        if known is None:
+            buckets.checked_size("pvary", bucket_mb, axis)
+            known = self._grouped(range(len(leaves))[::-1])  # a guess: the last layers are ready first
+        self.buckets = known
         self._passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
         """Autograd has a thread for each kind of device, and the leaves may be on several."""
         self._mixed = any(device != self.kinds[0][2] for *_, device in self.kinds)
+
+    def _grouped(self, order: Sequence[int]) -> list[list[int]]:
+        """The buckets of leaves whose gradients come in this order."""
+        dense = [at for at in order if at not in self.how.rows]
+        kinds = [self.kinds[at][1:] for at in dense]
+        sizes = [self.kinds[at][0].numel() * self.kinds[at][1].itemsize for at in dense]
+        return [[dense[at] for at in group] for group in buckets.grouped(kinds, sizes, self._key[0])]
 
     def ready(self, places: list[int], gs: Sequence[Tensor | None]) -> bool:
         """Take gradients, and start the buckets whose turn it is, unless somebody differentiates the sums or looks for
@@ -282,11 +289,11 @@ class _Sums:
         return has
 
     def _agree(self, seen: list[int]) -> None:
-        """Keep the order that index 0 has seen."""
+        """Keep the buckets in the order that index 0 has seen."""
         [order] = agree(seen, self.axis, 0)
         if len(self.axis.link.orders) >= _MOST_ORDERS:
             self.axis.link.orders.clear()
-        self.axis.link.orders[self._key] = order
+        self.axis.link.orders[self._key] = self._grouped(order)
 
 
 def _flags(there: bool, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -313,7 +320,9 @@ def _kept_flags(there: bool, count: int, dtype: torch.dtype, device: torch.devic
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One behind the other in ``dtype``, copied once."""
-    if torch.is_grad_enabled() or parts[0].is_complex() or all(part.dtype == dtype for part in parts):
+    if all([part.dtype == dtype for part in parts]):
+        return torch.cat(list(parts))
+    if torch.is_grad_enabled() or parts[0].is_complex():
         return torch.cat([part.to(dtype) for part in parts])
     out = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
     return torch.cat(list(parts), out=out)

@@ -230,7 +230,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
         x: a tensor of any shape and dtype, or a pytree of tensors, equal on every rank. Integer leaves pass through.
         axis: a name, or a tuple of names.
         mesh: the current mesh by default.
-        bucket_mb: gradients of the leaves of a pytree are reduced together up to this many MiB.
+        bucket_mb: gradients of the leaves of a pytree are reduced together until they have this many MiB.
         async_op: give a :class:`Work`, done at once. For one tensor the sum of the gradient is then under way in
             backward between where the work was waited for and where this was called; that of a tree always is.
 
@@ -323,7 +323,7 @@ def all_reduce(
             Rounded once, and at least as near to the true sum as without it; not-finite values are as without it
             (docs/sums.md).
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are reduced together up to this many MiB.
+        bucket_mb: leaves of a pytree are reduced together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
@@ -456,7 +456,7 @@ def reduce_scatter(
         sizes: the length of each rank's slice, where they shall differ; equal on every rank.
         exact: as for :func:`all_reduce`.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree go together up to this many MiB.
+        bucket_mb: leaves of a pytree go together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a

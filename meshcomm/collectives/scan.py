@@ -222,7 +222,7 @@ def scan(
             the least or the largest of the integers.
         reverse: from the last rank on: ranks i to n-1.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree go together up to this many MiB.
+        bucket_mb: leaves of a pytree go together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a

@@ -149,7 +149,7 @@ def all_reduce_params(
         axis: a name, or a tuple of names.
         op: as for :func:`all_reduce`; "mean" averages.
         mesh: the current mesh by default.
-        bucket_mb: they are reduced together up to this many MiB.
+        bucket_mb: they are reduced together until they have this many MiB.
 
     Returns: nothing.
 

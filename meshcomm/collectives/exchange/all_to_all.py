@@ -152,7 +152,7 @@ def all_to_all(
             dims are the same; where they differ the default is that all ranks have as much of ``concat_dim`` as this
             one.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        bucket_mb: leaves of a pytree are sent together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a

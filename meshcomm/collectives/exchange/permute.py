@@ -122,7 +122,7 @@ def permute(
         axis: a name, or a tuple of names, of which the first is major.
         perm: (source, destination) indices along ``axis``, equal on every rank; no source and no destination twice.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        bucket_mb: leaves of a pytree are sent together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a
@@ -192,7 +192,7 @@ def shift(
         offset: how far, of either sign.
         wrap: whether the axis is a ring; else what leaves it at one end is dropped and zeros come in at the other.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        bucket_mb: leaves of a pytree are sent together until they have this many MiB.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out, which is
             that of its backward too. Not with async_op, whose ``wait`` has one, in compiled code or under a

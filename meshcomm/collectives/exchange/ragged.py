@@ -79,7 +79,7 @@ def all_to_all_ragged(
         most: at least as many as the rows that any rank sends to any other, the same on all ranks. With it no shape
             depends on data: nothing is read by the host of an accelerator, and it compiles into one graph.
         mesh: the current mesh by default.
-        bucket_mb: leaves of a pytree are sent together up to this many MiB.
+        bucket_mb: leaves of a pytree are sent together until they have this many MiB.
         async_op: give a :class:`Work` of both results; the counts have gone by then, the rows are under way.
         timeout: seconds or a timedelta after which each of the two calls is given up, in place of the mesh's own
             time-out. Not with async_op, whose ``wait`` has one.

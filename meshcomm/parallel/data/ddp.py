@@ -80,7 +80,7 @@ def data_parallel(
         grads: "sum": gradients are summed; reduce the loss once yourself, the library's rule. "mean": they are
             averaged; the loss is local, as DistributedDataParallel has it. Means over unequal numbers of
             tokens: "sum" and :func:`weighted_mean`.
-        bucket_mb: gradients are reduced together up to this many MiB.
+        bucket_mb: gradients are reduced together until they have this many MiB.
         mesh: the current mesh by default; it is kept.
         reduce_dtype: gradients travel in it, such as ``torch.bfloat16``, which halves the bytes of float32; on the
             CPU they are added up in float32. Not under ``torch.func`` and in compiled code, where they travel as

@@ -95,7 +95,7 @@ class GroupLink(PacketLink):
         self._backends = backends = dist.get_backend_config(base)
         self._kinds, self.nccl = _kinds_of(backends)
         self._on_gloo = self._kinds.get("cpu", backends) == "gloo"
-        self.orders: dict[Any, list[int]] = {}
+        self.orders: dict[Any, list[list[int]]] = {}
         self.ledger = Ledger()
         self.walker: Walker | None = None
         self._outbox = Outbox()

@@ -25,7 +25,7 @@ class SoloLink(Defaults):
     index = 0
 
     def __init__(self) -> None:
-        self.orders: dict[Any, list[int]] = {}
+        self.orders: dict[Any, list[list[int]]] = {}
         self.ledger = Ledger()
 
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:

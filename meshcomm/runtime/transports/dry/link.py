@@ -128,7 +128,7 @@ class DryLink(Defaults):
         self._run, self._ranks, self.name = world, ranks, name
         self.axis = axis[0] if len(axis) == 1 else axis
         self._numbers: Counter[tuple[int, ...]] = Counter()
-        self.orders: dict[Any, list[int]] = {}
+        self.orders: dict[Any, list[list[int]]] = {}
         if world.reserve is None:
             world.reserve = Reserve(lambda: 0.0, lambda: True)
         self._empty = world.reserve.empty

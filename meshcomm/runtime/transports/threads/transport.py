@@ -56,7 +56,7 @@ class InProcessLink(Defaults):
             circle = shared[ranks, name] = Circle(self.size)
         self._circle: Circle = circle
         self._calls: dict[Any, tuple[CodeType | None, Call]] = {}
-        self.orders: dict[Any, list[int]] = {}
+        self.orders: dict[Any, list[list[int]]] = {}
         self.ledger = Ledger()
 
     def sit_down(self, rank: Any) -> None:
