@@ -109,11 +109,13 @@ def sites_of(module: nn.Module) -> list[Site]:
     while parts:
         part = parts.pop()
         table, children = _torch.tables_of(part)
-        found += [Site(part, table, name, p) for name, p in table.items() if p is not None]
-        for inner in reversed(children.values()):
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                parts.append(inner)
+        if table:
+            found += [Site(part, table, name, p) for name, p in table.items() if p is not None]
+        if children:
+            for inner in reversed(children.values()):
+                if inner is not None and inner not in seen:
+                    seen.add(inner)
+                    parts.append(inner)
     return found
 
 
@@ -130,12 +132,13 @@ def leaves_of(sites: Sequence[Site], transformed: bool) -> list[Tensor]:
 @contextlib.contextmanager
 def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[None]:
     """Let modules see other tensors in place of their parameters."""
-    changed = [(site, values[id(site.value)]) for site in sites if id(site.value) in values]
+    changed = [(site, x) for site in sites if (x := values.get(id(site.value))) is not None]
     recurrent = list({site.module: None for site, _ in changed if isinstance(site.module, nn.RNNBase)})
+    told = not torch.compiler.is_compiling()
     try:
         for site, x in changed:
             site.put(x)
-            if not torch.compiler.is_compiling() and vars(site.value):
+            if told and vars(site.value):
                 show_attributes(site.value, x)
         _fill_recurrent(recurrent)
         yield
@@ -148,7 +151,9 @@ def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[Non
 
 def show_attributes(p: Tensor, x: Tensor) -> None:
     """What a user has set on a parameter is seen on what stands in its place."""
-    vars(x).update({name: value for name, value in vars(p).items() if not name.startswith("_meshcomm")})
+    for name, value in vars(p).items():
+        if not name.startswith("_meshcomm"):
+            vars(x)[name] = value
 
 
 def _fill_recurrent(modules: Sequence[nn.Module]) -> None:
