@@ -16,8 +16,8 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
+from meshcomm.runtime.transports.shared.letters import Letters
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.transport import OneHostLink
 
 Run = Callable[..., list[Any]]
 LARGE = SIZE
@@ -320,9 +320,9 @@ def ends_at_once() -> float:
     if mesh.rank == 0:
         mc.send(torch.full((10_000,), 3.0), "a", 1, mesh=mesh)
         return 0.0
-    read = OneHostLink.read_lent
+    read = Letters._borrow
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneHostLink, "read_lent", lambda *args: (time.sleep(1.0), read(*args)))
+        patch.setattr(Letters, "_borrow", lambda *args: (time.sleep(1.0), read(*args)))
         return float(mc.recv("a", 0, shape=(10_000,), dtype=torch.float32, mesh=mesh).sum())
 
 

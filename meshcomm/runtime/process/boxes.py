@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from meshcomm.runtime.process.memory import PAGE, Lease, Memory, create
+from meshcomm.runtime.process.memory import PAGE, READERS, Lease, Memory, create
 
 ENTRIES = 4096
 """The entries of a mailbox: how far a rank may run ahead of the others."""
@@ -20,6 +20,10 @@ _ENTRIES_AT = 128
 _STATE, _TURN, _COUNT, _LISTENS, _BELL, _WHY = range(6)
 HERE, LEAVING, GONE = 0, 1, 2
 _DRAINED = 8
+_LETTERS = _DRAINED + READERS
+"""Where a rank's letters lie: the descriptor and size of their memory, and last its serial number; then of whom and of
+which number the last letter of another one was that it could not read.
+"""
 _FAR = 2**62
 """What a reader says to have seen who will never look again."""
 _BOX = _ENTRIES_AT + ENTRIES * ENTRY
@@ -93,6 +97,28 @@ class Box:
     def drain(self, place: int, number: int) -> None:
         """As that reader."""
         self.cells[self._base + _DRAINED + place] = number
+
+    def say_letters(self, fd: int, serial: int, size: int) -> None:
+        """Where the letters of its rank are from now on."""
+        at = self._base + _LETTERS
+        self.cells[at], self.cells[at + 1] = fd, size
+        self.cells[at + 2] = serial  # last
+
+    def letters(self) -> tuple[int, int, int] | None:
+        """Descriptor, serial number and size of the memory in which they are, if there are some."""
+        at = self._base + _LETTERS
+        serial = self.cells[at + 2]
+        return (self.cells[at], serial, self.cells[at + 1]) if serial else None
+
+    def say_unread(self, sender: int, number: int) -> None:
+        """What that one lends with its letter of this number cannot be read."""
+        at = self._base + _LETTERS + 3
+        self.cells[at], self.cells[at + 1] = sender, number
+
+    def is_unread(self, sender: int, number: int) -> bool:
+        """Whether this was said last."""
+        at = self._base + _LETTERS + 3
+        return self.cells[at] == sender and self.cells[at + 1] == number
 
     def listen(self) -> int:
         """As its rank: from now on who has written something rings. Look once more, and then :meth:`sleep`."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from meshcomm.errors import CommError, shape_text, text
 
 _HEAD = struct.Struct("<6q24s16q")
-_LENGTHS = 16
+LENGTHS = 16
+"""Of a shape, that are written out."""
 _LEASE = struct.Struct("<6q")
 SIZE = 4096
 LENT = -1
@@ -47,8 +48,8 @@ class Envelope(NamedTuple):
 
     def write(self, packed: Tensor, lease: Sequence[int] = ()) -> Tensor:
         """With what fits inside, or where it lies."""
-        lengths = [*self.shape[:_LENGTHS], *[0] * (_LENGTHS - len(self.shape))]
-        head = (self.sequence, self.tag, self.nbytes, self.follows, len(self.shape), _rest(self.shape))
+        lengths = [*self.shape[:LENGTHS], *[0] * (LENGTHS - len(self.shape))]
+        head = (self.sequence, self.tag, self.nbytes, self.follows, len(self.shape), rest_of(self.shape))
         out = torch.zeros(SIZE, dtype=torch.uint8, device="cpu")
         data = bytearray(_HEAD.pack(*head, self.dtype.removeprefix("torch.").encode(), *lengths))
         if lease:
@@ -65,12 +66,12 @@ class Envelope(NamedTuple):
         """The inverse."""
         found = _HEAD.unpack(data[: _HEAD.size].numpy().tobytes())
         sequence, tag, nbytes, follows, ndim, rest = found[:6]
-        shape = (*found[7 : 7 + min(ndim, _LENGTHS)], *([rest] if ndim > _LENGTHS else []))
+        shape = (*found[7 : 7 + min(ndim, LENGTHS)], *([rest] if ndim > LENGTHS else []))
         return Envelope(sequence, tag, f"torch.{found[6].rstrip(bytes(1)).decode()}", shape, nbytes, follows)
 
     def is_for(self, name: str, tag: int, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
         """Whether it is what is expected."""
-        expected = shape if len(shape) <= _LENGTHS else (*shape[:_LENGTHS], _rest(shape))
+        expected = shape if len(shape) <= LENGTHS else (*shape[:LENGTHS], rest_of(shape))
         return self[:4] == (sequence_of(name), tag, str(dtype), expected)
 
 
@@ -94,9 +95,9 @@ def sequence_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def _rest(shape: tuple[int, ...]) -> int:
+def rest_of(shape: tuple[int, ...]) -> int:
     """Stands for the lengths that have no place of their own."""
-    return zlib.crc32(repr(shape).encode()) if len(shape) > _LENGTHS else 0
+    return zlib.crc32(repr(shape).encode()) if len(shape) > LENGTHS else 0
 
 
 def misfit(

@@ -38,6 +38,11 @@ def route_of(name: str, tag: int) -> int:
     return (envelopes.sequence_of(name) + tag) % CALLS
 
 
+def following(number: int) -> int:
+    """The tag, to gloo, of what follows by itself."""
+    return _FOLLOWING + number % _FOLLOWERS
+
+
 class Lender(Protocol):
     """Who may lend what a message is, and read what another one has lent: a link."""
 
@@ -78,7 +83,7 @@ def deliver(
         packed = dtypes.to_bytes(x)
         large = packed.nbytes > envelopes.ROOM
         lease = lender.lend_to(packed, dst) if large else ()
-        follows = LENT if lease else _FOLLOWING + next(numbers) % _FOLLOWERS if large else 0
+        follows = LENT if lease else following(next(numbers)) if large else 0
         data = Envelope.of(name, tag, x, follows).write(packed, lease)
         works.append(base.send([data], dst, route))
         kept.append(data)

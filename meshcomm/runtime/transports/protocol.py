@@ -105,7 +105,8 @@ class Link(Primitives, Protocol):
     """Whether it looks into ``told.call`` at all, so that ranks that disagree are told so."""
 
     orders: dict[Any, list[list[int]]]
-    """The buckets of the gradients of a tree, in the order in which these become ready, as all ranks of the group know."""
+    """The buckets of the gradients of a tree, in the order in which these become ready, as all ranks of the group know.
+    """
 
     ledger: Ledger
     """The calls that have a backward."""

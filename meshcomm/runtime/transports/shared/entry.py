@@ -48,6 +48,24 @@ class Caller(Protocol):
         """What the user knows such a call as."""
 
 
+def gone_among(link: Caller, missing: Sequence[int]) -> dict[int, str]:
+    """Who of these will not come, and why."""
+    mail, gone = link.mail, {}
+    for i in missing:
+        box, neighbour = mail.box(i), mail.neighbours[i]
+        assert neighbour is not None
+        who = f"rank {link.ranks[i]}, process {neighbour.pid}"
+        ended = neighbour.is_gone()
+        if given_up := mail.why_given_up(i):
+            gone[i] = f"index {link.place_on_axis(i)} {GIVEN_UP} ({who}): {given_up}"
+        elif ended or (box is not None and box.state() != HERE):
+            why = peers.reason(link.ranks[i])
+            # Who has said why has left, whether or not its process has come to its end meanwhile.
+            how = "has ended" if ended and not why else peers.LEFT
+            gone[i] = f"index {link.place_on_axis(i)} {how} ({who})" + (f": {why}" if why else "")
+    return gone
+
+
 class Watch(Protocol):
     """Who wants that all ranks make a call, or none does: the guard, of one call."""
 
@@ -304,20 +322,7 @@ class Entry:
 
     def gone_among(self, missing: Sequence[int]) -> dict[int, str]:
         """Who of these will not come, and why."""
-        mail, gone = self.mail, {}
-        for i in missing:
-            box, neighbour = mail.box(i), mail.neighbours[i]
-            assert neighbour is not None
-            who = f"rank {self.link.ranks[i]}, process {neighbour.pid}"
-            ended = neighbour.is_gone()
-            if given_up := mail.why_given_up(i):
-                gone[i] = f"index {self.link.place_on_axis(i)} {GIVEN_UP} ({who}): {given_up}"
-            elif ended or (box is not None and box.state() != HERE):
-                why = peers.reason(self.link.ranks[i])
-                # Who has said why has left, whether or not its process has come to its end meanwhile.
-                how = "has ended" if ended and not why else peers.LEFT
-                gone[i] = f"index {self.link.place_on_axis(i)} {how} ({who})" + (f": {why}" if why else "")
-        return gone
+        return gone_among(self.link, missing)
 
     def expire(self, missing: list[int]) -> NoReturn:
         """The mesh's time is up."""

@@ -26,6 +26,8 @@ _QUIETLY = 3.0
 def retire(mail: Mail) -> None:
     """This rank makes no more calls here: its box may serve another sequence when the others have retired theirs."""
     mail.own.say(GONE)
+    if mail.letters is not None:
+        mail.letters.close()
     others = {i: other.arena for i, other in enumerate(mail.neighbours) if other is not None}
     boxes.arena().retire(boxes.Retired(mail.key, mail.index, mail.number, others))
 

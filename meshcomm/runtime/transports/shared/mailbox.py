@@ -70,6 +70,16 @@ class Open(Protocol):
         """Come to its end if it can now."""
 
 
+class Letters(Protocol):
+    """The messages of a group."""
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing is under way."""
+
+    def close(self) -> None:
+        """Nobody writes or reads any more."""
+
+
 class Mail:
     """The mailboxes of one group: the own one, those of the others, and the number of the last call."""
 
@@ -96,12 +106,16 @@ class Mail:
         """Calls that were not compared with those of all others yet."""
         self.dropped: list[Open] = []
         self._borrowed: dict[tuple[int, int], Segment] = {}
+        self.letters: Letters | None = None
+        """Of messages, once there has been one."""
 
     def is_over(self) -> bool:
         """Whether nobody uses it any more, here, and it is at rest."""
         if self.dropped:
             self.look_after()
-        return self.user is not None and self.user() is None and not self.open
+        if self.user is None or self.user() is not None or self.open:
+            return False
+        return self.letters is None or self.letters.is_at_rest()
 
     def look_after(self) -> None:
         """Read what nobody waits for."""
@@ -142,6 +156,12 @@ class Mail:
             box = self.boxes[i]
             if box is not None and box.cells[box.listens]:
                 box.ring()
+
+    def ring_at(self, index: int) -> None:
+        """Wake that one, if it sleeps."""
+        box = self.box(index)
+        if box is not None and box.cells[box.listens]:
+            box.ring()
 
     def heard(self, index: int, number: int) -> Heard | None:
         """Of the call of this number, if that rank has made it."""

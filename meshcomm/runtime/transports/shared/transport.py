@@ -22,10 +22,9 @@ from torch import Tensor
 
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Call as Announced
-from meshcomm.runtime.call import for_later, told
+from meshcomm.runtime.call import Post, Want, for_later, told
 from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.pending import begin_all, queued
-from meshcomm.runtime.process.lending import room
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import CALL, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
@@ -34,6 +33,7 @@ from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
+from meshcomm.runtime.transports.shared.letters import Letters, Posted
 from meshcomm.runtime.transports.shared.words import code_of, meaning_of
 
 T = TypeVar("T")
@@ -271,30 +271,28 @@ class OneHostLink(ProcessLink):
 
     # ------------------------------------------------------------------------------------------- messages
 
-    def lend_to(self, packed: Tensor, dst: int) -> Sequence[int]:
-        """A copy; nothing if it is for this rank, or there is no memory to share, or much is under way."""
-        if dst == self.index:
-            return ()
-        try:
-            readers = [self.mail.addressees[dst]]
-            lent = room.lend(packed.nbytes, (dst,), readers, patient=not told.later, must=False)
-        except (OSError, CommError):  # of the mailboxes
-            return ()
-        try:
-            lent.part(packed.nbytes, packed.dtype).copy_(packed)
-        except BaseException:  # Ctrl-C: nobody hears of it
-            lent.take_back()
-            raise
-        return lent.where
+    def _by_post(
+        self, where: str, posts: Sequence[Post], wants: Sequence[Want], sent: Sequence[int], got: Sequence[int]
+    ) -> list[Tensor]:
+        """By letters in shared memory."""
+        if queued:
+            begin_all()
+        letters = self._letters()
+        parcels = [letters.ask(self, where, want, route) for want, route in zip(wants, got, strict=True)]
+        out = [letters.send(self, post, route) for post, route in zip(posts, sent, strict=True)]
+        posted = Posted(self, where, letters, parcels, out)
+        if not told.later:
+            return posted.wait(None)
+        if parcels and posted.look():
+            letters.see_to_it()
+        return cast(Any, posted)  # type: ignore[no-any-return]
 
-    def read_lent(self, lease: Sequence[int], src: int, out: Tensor | None) -> None:
-        """And say that it was read, also if it was not wanted."""
-        segment = self.mail.borrow_at(lease, src)
-        try:
-            if out is not None:
-                out.copy_(segment.part(out.nbytes, out.dtype))
-        finally:
-            segment.returned(self.index)
+    def _letters(self) -> Letters:
+        mail = self.mail
+        with mail.lock:
+            if mail.letters is None:
+                mail.letters = Letters(mail)
+            return cast(Letters, mail.letters)
 
     def _error(self, what: str, error: RuntimeError) -> CommError:
         if "mail" in vars(self):

@@ -62,6 +62,11 @@ def name_of(code: int) -> str:
     return PRIMITIVES[code >> 16]
 
 
+def number_of(dtype: torch.dtype) -> int:
+    """The last byte of its codes."""
+    return _DTYPE[dtype]
+
+
 def dtype_of(code: int) -> torch.dtype:
     """Of its tensor."""
     return _DTYPES[code & 255]

@@ -1,0 +1,404 @@
+"""Messages between ranks that share memory: each sender has a ring of letters, in memory that the others look into::
+
+    sender     lends what it sends, and writes a letter: for whom, what it is, where that lies ──► has it been read?
+                    │                                                                                  ▲
+    receiver   looks through the letters of all, in their order ──► this one goes to who asked first, of those who
+               asked for its route: reads it, and gives the memory back ───────────────────────────────┘
+
+Whoever waits for a message, or for one to be read, looks for all that this rank has asked for; while nobody does, a
+thread looks now and then. So who waits for a later receipt keeps nobody, as over gloo, but nobody is woken by a thread.
+A letter that was seen may be written over. If there is no memory to lend, what is sent follows over gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import CommError, text
+from meshcomm.runtime.call import Post, Want, told
+from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.process.lending import Segment, room
+from meshcomm.runtime.process.memory import READERS, Lease, Memory, create, find
+from meshcomm.runtime.process.reuse import reserve
+from meshcomm.runtime.transports import dtypes, envelopes
+from meshcomm.runtime.transports.envelopes import LENGTHS, Envelope
+from meshcomm.runtime.transports.post import following
+from meshcomm.runtime.transports.shared.entry import gone_among
+from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.waiting import Wait
+from meshcomm.runtime.transports.shared.words import dtype_of, number_of
+from meshcomm.runtime.transports.underway import Messages
+
+(_NUMBER, _TO, _ROUTE, _SEQUENCE, _TAG, _NBYTES, _FOLLOWS, _DTYPE, _NDIM, _REST, _SHAPE) = range(11)
+_PLACE = _SHAPE + LENGTHS
+_CELLS = _PLACE + 6
+"""Of a letter: its number, for whom, over which route; what an envelope says; where what is lent lies."""
+_SEEN, _MOST = READERS, 1024
+"""Before the letters the number of the last one that each rank has seen; how many letters there are."""
+_BYTES = 8 * (_SEEN + _MOST * _CELLS)
+_PAUSE, _IDLE = 1e-3, 0.5
+"""Seconds between looks of the thread that looks while nobody else does, and after which it has nothing to do."""
+
+
+class Parcel:
+    """A message that was asked for."""
+
+    __slots__ = ("dropped", "error", "inference", "is_here", "link", "out", "rest", "want", "where")
+
+    def __init__(self, link: Any, where: str, want: Want) -> None:
+        self.link, self.where, self.want = link, where, want
+        self.inference = torch.is_inference_mode_enabled()
+        self.is_here = self.dropped = False
+        self.out: Tensor | None = None
+        self.rest: Messages | None = None
+        """What follows over gloo."""
+        self.error: Exception | None = None
+
+
+class Sent(NamedTuple):
+    """A message that was sent: it lies in what is lent, until it has been read; or follows over gloo."""
+
+    to: int
+    number: int
+    lent: Segment | None
+    rest: Messages | None
+
+    def is_read(self, mail: Mail) -> bool:
+        """Whether it has been, or cannot be; then the memory may be lent again: this rank has a part in it, too."""
+        lent = self.lent
+        if lent is None or not lent.flags[mail.index]:
+            return True
+        if lent.flags[self.to]:
+            box = mail.boxes[self.to]
+            if box is None or not box.is_unread(mail.index, self.number):
+                return False
+            lent.returned(self.to)
+        lent.returned(mail.index)
+        return True
+
+
+class Letters:
+    """Those of one group: this rank's, and what it has seen of the others'."""
+
+    def __init__(self, mail: Mail) -> None:
+        self._mail = mail
+        self._receiving, self._sending = threading.Lock(), threading.Lock()
+        self._memory: Memory | None = None
+        self._own: Any = None
+        self._number = 0
+        self._for = [-1] * _MOST
+        """For whom the letter at each place is."""
+        self._next = [1] * len(mail.neighbours)
+        self._rings: list[Any] = [None] * len(mail.neighbours)
+        self._asked: dict[tuple[int, int], deque[Parcel]] = {}
+        self._came: dict[tuple[int, int], deque[list[int]]] = {}
+        self._looking = threading.Lock()
+        self._looks = False
+        """Whether there is a thread that looks."""
+
+    # ------------------------------------------------------------------------------------------------- receiving
+
+    def ask(self, link: Any, where: str, want: Want, route: int) -> Parcel:
+        """For the next message over this route."""
+        parcel, key = Parcel(link, where, want), (want[0], route)
+        with self._receiving:
+            self._asked.setdefault(key, deque()).append(parcel)
+        return parcel
+
+    def look(self) -> None:
+        """See what has come, and read what was asked for."""
+        mail, own = self._mail, self._mail.index
+        with self._receiving:
+            for i in mail.others:
+                cells = self._rings[i]
+                if cells is None and (cells := self._ring(i)) is None:
+                    continue
+                number = self._next[i]
+                if cells[_SEEN + number % _MOST * _CELLS] < number:
+                    continue
+                while True:
+                    at = _SEEN + number % _MOST * _CELLS
+                    found = cells[at]
+                    if found < number:
+                        break
+                    if found == number and cells[at + _TO] == own:
+                        letter = cells[at : at + _CELLS].tolist()
+                        if cells[at] == number:  # else it is written over now, and was for another rank
+                            self._came.setdefault((i, letter[_ROUTE]), deque()).append(letter)
+                    number += 1
+                    self._next[i] = number
+                cells[own] = number - 1
+            for key in [key for key in self._came if key in self._asked]:
+                self._give(key)
+
+    def _ring(self, i: int) -> Any:
+        """The letters of a rank, once it has written one."""
+        box, neighbour = self._mail.box(i), self._mail.neighbours[i]
+        where = None if box is None else box.letters()
+        if where is None or neighbour is None:
+            return None
+        try:
+            found = find(Lease(neighbour.pid, *where, 0, 0))
+        except OSError:  # it has gone: who waits sees that
+            return None
+        self._rings[i] = cells = found.view.cast("q")
+        return cells
+
+    def _give(self, key: tuple[int, int]) -> None:
+        came, asked = self._came[key], self._asked[key]
+        while asked and came:
+            if not asked[0].is_here:  # else somebody was interrupted here
+                self._read(asked[0], came[0], key[0])
+            asked.popleft()
+            came.popleft()
+        if not asked:
+            del self._asked[key]
+        if not came:
+            del self._came[key]
+
+    def _read(self, parcel: Parcel, letter: list[int], src: int) -> None:
+        """What does not fit is taken all the same, for who has sent it waits."""
+        _, shape, dtype, tag, _ = parcel.want
+        link, found = parcel.link, _envelope(letter)
+        fits = found.is_for(link.name, tag, dtype, shape)
+        if not fits:
+            parcel.error = envelopes.misfit(parcel.where, found, src, link.index, link.name, dtype, shape)
+        length, kind = (shape, dtype) if fits else ((found.nbytes,), torch.uint8)
+        try:
+            with torch.inference_mode(parcel.inference):
+                packed = dtypes.to_bytes(reserve.empty(length, torch.empty(0, dtype=kind, device="cpu")))
+                if found.follows:
+                    work = link.base.recv([packed], src, found.follows)
+                    parcel.rest = Messages(link, [work], None, packed)
+                    if parcel.dropped:
+                        parcel.rest.abandon()
+                else:
+                    self._borrow(letter, src, None if parcel.dropped or not fits else packed)
+                parcel.out = dtypes.from_bytes(packed, dtype).view(shape) if fits else packed
+        except OSError as failed:
+            self._mail.own.say_unread(src, letter[_NUMBER])
+            self._mail.ring_at(src)
+            parcel.error = parcel.error or envelopes.lost(parcel.where, src, link.index, failed)
+        except RuntimeError as failed:
+            parcel.error = link._error(parcel.where, failed)
+        parcel.is_here = True
+
+    def _borrow(self, letter: list[int], src: int, out: Tensor | None) -> None:
+        mail = self._mail
+        segment = mail.borrow_at(letter[_PLACE : _PLACE + 6], src)
+        try:
+            if out is not None and out.numel():
+                out.copy_(segment.part(out.nbytes, out.dtype))
+        finally:
+            segment.returned(mail.index)
+            mail.ring_at(src)
+
+    def see_to_it(self) -> None:
+        """Somebody has asked who does not wait now: look, until all is here."""
+        with self._looking:
+            if not self._looks:
+                self._looks = True
+                threading.Thread(target=self._look_after, name="meshcomm messages", daemon=True).start()
+
+    def _look_after(self) -> None:
+        end = time.monotonic() + _IDLE
+        while True:
+            time.sleep(_PAUSE)
+            if self._asked:
+                end = time.monotonic() + _IDLE
+                with contextlib.suppress(Exception):  # who waits hears of it
+                    self.look()
+            with self._looking:
+                if not self._asked and time.monotonic() > end:
+                    self._looks = False
+                    return
+
+    # --------------------------------------------------------------------------------------------------- sending
+
+    def send(self, link: Any, post: Post, route: int) -> Sent:
+        """Write a letter."""
+        x, dst, tag = post
+        mail, packed = self._mail, dtypes.to_bytes(x)
+        lent, rest, follows = self._lend(packed, dst), None, 0
+        if lent is None:
+            follows = following(next(link.numbers))
+            rest = Messages(link, [link.base.send([packed], dst, follows)], None, packed)
+        try:
+            with self._sending:
+                number = self._write(_letter(link.name, tag, x, follows, lent, dst, route))
+        except BaseException:
+            if lent is not None:
+                lent.take_back()
+            raise
+        mail.ring_at(dst)
+        return Sent(dst, number, lent, rest)
+
+    def _lend(self, packed: Tensor, dst: int) -> Segment | None:
+        mail = self._mail
+        try:
+            readers = [mail.addressees[dst]]
+            nbytes = max(1, packed.nbytes)
+            lent = room.lend(nbytes, (dst, mail.index), readers, patient=not told.later, must=False)
+        except (OSError, CommError):
+            return None
+        try:
+            if packed.numel():
+                lent.part(packed.nbytes, packed.dtype).copy_(packed)
+        except BaseException:  # Ctrl-C: nobody hears of it
+            lent.take_back()
+            raise
+        return lent
+
+    def _write(self, letter: array[int]) -> int:
+        if self._memory is None:
+            self._memory = memory = create(_BYTES)
+            self._own = memory.view.cast("q")
+            self._mail.own.say_letters(memory.fd, memory.serial, memory.size)
+        cells, number = self._own, self._number + 1
+        place = number % _MOST
+        if (reader := self._for[place]) >= 0 and cells[reader] <= number - _MOST:
+            self._make_way(reader, number - _MOST)
+        at = _SEEN + place * _CELLS
+        cells[at] = 0
+        self._for[place], self._number = letter[_TO], number
+        cells[at + 1 : at + _CELLS] = letter[1:]
+        cells[at] = number  # last: now it is there
+        return number
+
+    def _make_way(self, reader: int, number: int) -> None:
+        """Wait until that one has seen the letter of this number, and see what it has written meanwhile."""
+        end = time.monotonic() + self._mail.timeout
+        while self._own[reader] < number and time.monotonic() < end and not self._mail.addressees[reader].is_gone():
+            self.look()
+            time.sleep(1e-4)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing was asked for that has not come, and the others have seen all letters that are for them."""
+        if self._asked:
+            return False
+        if self._own is None:
+            return True
+        first = max(1, self._number - _MOST + 1)
+        last = {self._for[number % _MOST]: number for number in range(first, self._number + 1)}
+        return all(self._own[reader] >= number for reader, number in last.items())
+
+    def close(self) -> None:
+        """Nobody writes or reads here any more."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            os.close(memory.fd)
+
+
+class Posted(Pending):
+    """Messages of one call under way, to and from others."""
+
+    __slots__ = ("_letters", "_link", "_parcels", "_sent", "_where")
+
+    def __init__(self, link: Any, where: str, letters: Letters, parcels: list[Parcel], sent: list[Sent]) -> None:
+        self._link, self._where, self._letters, self._parcels, self._sent = link, where, letters, parcels, sent
+
+    def look(self) -> list[int]:
+        """See what has come; who is waited for still."""
+        self._letters.look()
+        mail = self._link.mail
+        missing = [parcel.want[0] for parcel in self._parcels if not parcel.is_here]
+        return missing + [sent.to for sent in self._sent if not sent.is_read(mail)]
+
+    def wait(self, timeout: float | None) -> list[Tensor]:
+        """What came, when all is here, and all was read that was sent."""
+        link, mail = self._link, self._link.mail
+        begin = time.monotonic()
+        if missing := self.look():
+            limit = mail.timeout if timeout is None else timeout
+            waiting = Wait(_Listener(link, self._where, timeout), begin + limit)
+            while missing:
+                waiting.more(missing)
+                missing = self.look()
+        for each in (*self._parcels, *self._sent):
+            if each.rest is not None:
+                each.rest.wait(None if timeout is None else max(0.0, begin + timeout - time.monotonic()))
+        for parcel in self._parcels:
+            if parcel.error is not None:
+                raise parcel.error
+        return [parcel.out for parcel in self._parcels]  # type: ignore[misc]
+
+    def done(self) -> bool:
+        """Whether it would not wait: all is here, or will not come."""
+        missing = self.look()
+        if missing:
+            return any(self._link.mail.readers[i].is_leaving() for i in missing) and bool(self.look())
+        return all(each.rest is None or each.rest.done() for each in (*self._parcels, *self._sent))
+
+    def abandon(self) -> None:
+        """What comes is taken, and what was sent may be read."""
+        for parcel in self._parcels:
+            parcel.dropped = True
+        for sent in self._sent:
+            if sent.lent is not None:
+                sent.lent.returned(self._link.index)
+        for each in (*self._parcels, *self._sent):
+            if each.rest is not None:
+                each.rest.abandon()
+
+
+class _Listener:
+    """Who waits for messages."""
+
+    def __init__(self, link: Any, where: str, timeout: float | None) -> None:
+        self._link, self._where, self._timeout = link, where, timeout
+
+    def listen(self) -> int:
+        """As its own box."""
+        return self._link.mail.own.listen()  # type: ignore[no-any-return]
+
+    def sleep(self, heard: int, seconds: float) -> bool:
+        """As its own box."""
+        return self._link.mail.own.sleep(heard, seconds)  # type: ignore[no-any-return]
+
+    def gone_among(self, missing: Sequence[int]) -> dict[int, str]:
+        """Who of these will not come, and why."""
+        return gone_among(self._link, missing)
+
+    def expire(self, missing: list[int]) -> NoReturn:
+        """Time is up: that of the wait, which may be repeated, or the mesh's."""
+        if self._timeout is not None:
+            raise TimedOutError
+        raise self._link._error(self._where, RuntimeError("Timed out"))
+
+    def fail(self, what: str) -> NoReturn:
+        """One of them is gone."""
+        self._link.mail.failed = True
+        raise CommError(
+            text(
+                self._where,
+                f"the transport failed: {what}",
+                got=f"index {self._link.index} of a group of {self._link.size}",
+                fix="look at the other ranks: the first one that failed or stopped is the cause",
+            )
+        )
+
+
+def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, dst: int, route: int) -> array[int]:
+    shape = tuple(x.shape)
+    lengths = [*shape[:LENGTHS], *[0] * (LENGTHS - len(shape))]
+    head = (0, dst, route, envelopes.sequence_of(name), tag, x.nbytes, follows, number_of(x.dtype), len(shape))
+    return array("q", (*head, envelopes.rest_of(shape), *lengths, *((0,) * 6 if lent is None else lent.where)))
+
+
+def _envelope(letter: list[int]) -> Envelope:
+    ndim, lengths = letter[_NDIM], letter[_SHAPE:_PLACE]
+    shape = (*lengths[:ndim], *([letter[_REST]] if ndim > LENGTHS else []))
+    kind = str(dtype_of(letter[_DTYPE]))
+    return Envelope(letter[_SEQUENCE], letter[_TAG], kind, shape, letter[_NBYTES], letter[_FOLLOWS])
