@@ -4,8 +4,11 @@ on; for every way on which one rank hands something to another.
 
 from __future__ import annotations
 
+import gc
 import re
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -376,3 +379,111 @@ def many_at_once() -> int:
 
 def test_many_messages_under_way_keep_few_descriptors() -> None:
     assert mc.launch(many_at_once, 2, runtime="processes")[0] <= 4
+
+
+# ------------------------------------------------------------------------------------------------- who waits for whom
+
+
+def asked_for_beforehand() -> None:
+    """Who has asked comes to a collective before it waits; who sends comes there when that was taken."""
+    mesh = mc.make_mesh({"a": 4})
+    me, n = mesh.rank, 4
+    want: Any = {"shape": (2000,), "dtype": torch.float32, "mesh": mesh}
+    got = mc.recv("a", (me - 1) % n, **want, async_op=True) if me % 2 else None
+    if me % 2 == 0:
+        mc.send(torch.full((2000,), float(me)), "a", me + 1, mesh=mesh)
+    assert mc.all_reduce(torch.ones(1), "a", mesh=mesh).item() == 4
+    if got is not None:
+        assert got.wait().tolist() == [me - 1.0] * 2000
+
+
+def far_ahead(count: int = 400) -> None:
+    """Far more than anybody takes is sent to two ranks, which come to it when all have met."""
+    mesh = mc.make_mesh({"a": 4})
+    me, others = mesh.rank, [(mesh.rank + step) % 4 for step in (1, 2)]
+    works = [
+        mc.send(torch.tensor([i, me]), "a", dst, i % 3, mesh=mesh, async_op=True)
+        for i in range(count)
+        for dst in others
+    ]
+    mc.barrier("a", mesh=mesh)
+    for src in ((me - 2) % 4, (me - 1) % 4):
+        for tag in (2, 0, 1):
+            for i in range(tag, count, 3):
+                got = mc.recv("a", src, shape=(2,), dtype=torch.int64, tag=tag, mesh=mesh)
+                assert got.tolist() == [i, src]
+    mc.wait(works)
+
+
+def by_threads() -> None:
+    """Each waits for a message of its own, in another order than they are sent."""
+    mesh = pair()
+    if mesh is None:
+        return
+    tags, found = list(range(6)), dict[int, float]()
+    if mesh.rank == 0:
+        for tag in reversed(tags):
+            mc.send(torch.full((50,), float(tag)), "a", 1, tag, mesh=mesh)
+        return
+
+    def receive(tag: int) -> None:
+        found[tag] = mc.recv("a", 0, shape=(50,), dtype=torch.float32, tag=tag, mesh=mesh).mean().item()
+
+    threads = [threading.Thread(target=receive, args=(tag,)) for tag in tags]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {tag: float(tag) for tag in tags}
+
+
+def dropped_and_late() -> None:
+    """What nobody waits for is taken, and the next one gets the next; a wait that was too short is repeated."""
+    mesh = pair()
+    if mesh is None:
+        return
+    want: Any = {"shape": (3,), "dtype": torch.float32, "mesh": mesh}
+    if mesh.rank == 0:
+        mc.barrier("a", mesh=mesh)
+        for number in (1.0, 2.0, 3.0):
+            mc.send(torch.full((3,), number), "a", 1, mesh=mesh)
+        mc.barrier("a", mesh=mesh)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        mc.recv("a", 0, **want, async_op=True)  # and drops it
+        gc.collect()
+    got = mc.recv("a", 0, **want, async_op=True)
+    assert not got.done()
+    with pytest.raises(mc.CommError):
+        got.wait(0.05)
+    mc.barrier("a", mesh=mesh)
+    assert got.wait().tolist() == [2.0] * 3
+    assert mc.recv("a", 0, **want).tolist() == [3.0] * 3
+    mc.barrier("a", mesh=mesh)
+
+
+@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+@pytest.mark.parametrize(
+    "program", [asked_for_beforehand, far_ahead, by_threads, dropped_and_late], ids=lambda fn: fn.__name__
+)
+def test_who_waits_for_whom(request: pytest.FixtureRequest, pool: str, program: Callable[[], None]) -> None:
+    request.getfixturevalue(pool).run(program)
+
+
+def unseen(seconds: float) -> float:
+    """What is sent while the other one neither waits nor looks is there when it does."""
+    mesh = pair()
+    if mesh is None:
+        return 0.0
+    if mesh.rank == 0:
+        work = mc.send(torch.ones(3), "a", 1, mesh=mesh, async_op=True)
+        assert not work.done()
+        work.wait()
+        return 0.0
+    time.sleep(seconds)
+    return mc.recv("a", 0, shape=(3,), dtype=torch.float32, mesh=mesh).sum().item()
+
+
+def test_a_message_keeps(pool4: Any) -> None:
+    assert pool4.run(unseen, 0.3)[1] == 3.0

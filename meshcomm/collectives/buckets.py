@@ -205,8 +205,8 @@ def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:
 def groups_of(
     where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis, *, alike: bool = False
 ) -> list[list[int]]:
-    """Positions of the leaves that go together; see :func:`grouped`. ``alike``: they are known to be of one dtype on one
-    device.
+    """Positions of the leaves that go together: see :func:`grouped`. ``alike``: they are known to be of one dtype, and
+    on one device.
     """
     checked_size(where, bucket_mb, axis)
     one_kind = alike or len({(leaf.dtype, leaf.device) for leaf in leaves}) == 1  # dynamo knows no attrgetter in a set

@@ -142,7 +142,7 @@ class _Sums:
     def __init__(self, leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How) -> None:
         self.axis, self.how = axis, how
         self.kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        self._key = (bucket_mb, how.rows, *self.kinds)
+        self._bucket_mb, self._key = bucket_mb, (bucket_mb, how.rows, *self.kinds)
         known: list[list[int]] | None = axis.link.orders.get(self._key)
         self.learning = known is None
         if known is None:
@@ -159,7 +159,7 @@ class _Sums:
         dense = [at for at in order if at not in self.how.rows]
         kinds = [self.kinds[at][1:] for at in dense]
         sizes = [self.kinds[at][0].numel() * self.kinds[at][1].itemsize for at in dense]
-        return [[dense[at] for at in group] for group in buckets.grouped(kinds, sizes, self._key[0])]
+        return [[dense[at] for at in group] for group in buckets.grouped(kinds, sizes, self._bucket_mb)]
 
     def ready(self, places: list[int], gs: Sequence[Tensor | None]) -> bool:
         """Take gradients, and start the buckets whose turn it is, unless somebody differentiates the sums or looks for
@@ -320,7 +320,7 @@ def _kept_flags(there: bool, count: int, dtype: torch.dtype, device: torch.devic
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One behind the other in ``dtype``, copied once."""
-    if all([part.dtype == dtype for part in parts]):
+    if all(part.dtype == dtype for part in parts):
         return torch.cat(list(parts))
     if torch.is_grad_enabled() or parts[0].is_complex():
         return torch.cat([part.to(dtype) for part in parts])

@@ -1,15 +1,13 @@
 """What goes with a message between two processes, so that who receives another dtype or shape than it expects is told.
 
 A message begins with an envelope of fixed size, which says what it is and holds it too, if it is small. What is larger
-follows by itself when the envelope has been read: gloo ends a process that gets more than it has room for. Where memory
-is shared, it is lent instead, and the envelope says where it lies.
+follows by itself when the envelope has been read: gloo ends a process that gets more than it has room for.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,10 +18,7 @@ from meshcomm.errors import CommError, shape_text, text
 _HEAD = struct.Struct("<6q24s16q")
 LENGTHS = 16
 """Of a shape, that are written out."""
-_LEASE = struct.Struct("<6q")
 SIZE = 4096
-LENT = -1
-"""In the place of a tag of what follows: it lies in shared memory."""
 ROOM = SIZE - _HEAD.size
 """Bytes of a message that goes inside."""
 
@@ -39,21 +34,19 @@ class Envelope(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     follows: int
-    """The tag of what follows; 0 if nothing does, ``LENT`` if it is lent."""
+    """The tag of what follows; 0 if nothing does."""
 
     @staticmethod
     def of(name: str, tag: int, x: Tensor, follows: int) -> Envelope:
         """For ``x``, over the axis whose calls are named so."""
         return Envelope(sequence_of(name), tag, str(x.dtype), tuple(x.shape), x.nbytes, follows)
 
-    def write(self, packed: Tensor, lease: Sequence[int] = ()) -> Tensor:
-        """With what fits inside, or where it lies."""
+    def write(self, packed: Tensor) -> Tensor:
+        """With what fits inside."""
         lengths = [*self.shape[:LENGTHS], *[0] * (LENGTHS - len(self.shape))]
         head = (self.sequence, self.tag, self.nbytes, self.follows, len(self.shape), rest_of(self.shape))
         out = torch.zeros(SIZE, dtype=torch.uint8, device="cpu")
         data = bytearray(_HEAD.pack(*head, self.dtype.removeprefix("torch.").encode(), *lengths))
-        if lease:
-            data += _LEASE.pack(*lease)
         out[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
         if not self.follows and packed.numel():
             # One element counts as dense whatever its stride, but a view of another width minds.
@@ -83,11 +76,6 @@ def empty() -> Tensor:
 def inside(data: Tensor, nbytes: int) -> Tensor:
     """The bytes in it."""
     return data[_HEAD.size : _HEAD.size + nbytes]
-
-
-def lease_in(data: Tensor) -> tuple[int, ...]:
-    """Where it lies that is lent."""
-    return _LEASE.unpack(inside(data, _LEASE.size).numpy().tobytes())
 
 
 def sequence_of(name: str) -> int:

@@ -1,9 +1,8 @@
 """Messages over gloo, each with an envelope: they carry dtype and shape, and say over which axis they were sent.
 
 The axes between the same ranks share one process group for them, which is there before the first message: who sends or
-receives the first one may be two of many ranks. What is larger than an envelope follows it; where ranks share memory it
-is lent, and who receives it reads it there once and says so. What two ranks have agreed on before is carried without
-envelopes.
+receives the first one may be two of many ranks. What is larger than an envelope follows it. What two ranks have agreed
+on before is carried without envelopes. Where ranks share memory there are letters instead: see ``shared/letters.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Log, Named, Record, failed
 from meshcomm.runtime.transports import dtypes, envelopes
-from meshcomm.runtime.transports.envelopes import LENT, Envelope
+from meshcomm.runtime.transports.envelopes import Envelope
 from meshcomm.runtime.transports.underway import Messages
 
 CALLS = 2**30
@@ -41,16 +40,6 @@ def route_of(name: str, tag: int) -> int:
 def following(number: int) -> int:
     """The tag, to gloo, of what follows by itself."""
     return _FOLLOWING + number % _FOLLOWERS
-
-
-class Lender(Protocol):
-    """Who may lend what a message is, and read what another one has lent: a link."""
-
-    def lend_to(self, packed: Tensor, dst: int) -> Sequence[int]:
-        """Where it lies from now on, for this index; nothing if it is not lent."""
-
-    def read_lent(self, lease: Sequence[int], src: int, out: Tensor | None) -> None:
-        """What this index has lent, into ``out`` if it is wanted. Raises OSError if it is not there."""
 
 
 class Parcel(NamedTuple):
@@ -74,27 +63,25 @@ def expect(base: dist.ProcessGroup, wants: Sequence[Want], routes: Sequence[int]
 
 
 def deliver(
-    base: dist.ProcessGroup, name: str, lender: Lender, numbers: Iterator[int], posts: Sequence[Post],
-    routes: Sequence[int],
+    base: dist.ProcessGroup, name: str, numbers: Iterator[int], posts: Sequence[Post], routes: Sequence[int]
 ) -> tuple[list[dist.Work], list[Tensor]]:  # fmt: skip
     """Send; and what is read until it is sent."""
     works, kept = [], []
     for (x, dst, tag), route in zip(posts, routes, strict=True):
         packed = dtypes.to_bytes(x)
         large = packed.nbytes > envelopes.ROOM
-        lease = lender.lend_to(packed, dst) if large else ()
-        follows = LENT if lease else following(next(numbers)) if large else 0
-        data = Envelope.of(name, tag, x, follows).write(packed, lease)
+        follows = following(next(numbers)) if large else 0
+        data = Envelope.of(name, tag, x, follows).write(packed)
         works.append(base.send([data], dst, route))
         kept.append(data)
-        if follows > 0:
+        if follows:
             works.append(base.send([packed], dst, follows))
             kept.append(packed)
     return works, kept
 
 
 def open_all(
-    base: dist.ProcessGroup, where: str, name: str, index: int, lender: Lender, parcels: Sequence[Parcel],
+    base: dist.ProcessGroup, where: str, name: str, index: int, parcels: Sequence[Parcel],
     wait: Callable[[Sequence[dist.Work]], Any],
 ) -> list[Tensor]:  # fmt: skip
     """What came, when all envelopes are here. What does not fit is taken all the same, for who has sent it waits."""
@@ -107,12 +94,7 @@ def open_all(
             error = envelopes.misfit(where, found, src, index, name, dtype, shape)
         length, like = (shape, torch.empty(0, dtype=dtype, device="cpu")) if fits else ((found.nbytes,), data)
         packed = dtypes.to_bytes(reserve.empty(length, like))
-        if found.follows == LENT:
-            try:
-                lender.read_lent(envelopes.lease_in(data), src, packed if fits else None)
-            except OSError as failed:
-                error = error or envelopes.lost(where, src, index, failed)
-        elif found.follows:
+        if found.follows:
             works.append(base.recv([packed], src, found.follows))
         elif fits and packed.numel():
             packed.view(torch.uint8).copy_(envelopes.inside(data, found.nbytes))
@@ -130,31 +112,36 @@ Room = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of what comes."""
 
 
+class Coming(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> list[Tensor]:
+        """What has come."""
+
+    def done(self) -> bool:
+        """Whether it has."""
+
+
 class Carrier:
     """Of one link: messages of the CPU's of which both sides know dtypes and shapes. ::
 
         with an envelope    4 KiB that say what it is, and where it lies or what follows ──> read ──> taken
         carried             the elements ──> into the room that was made for them
 
-    Who sends without an envelope to who expects one ends both. So ranks agree beforehand that all of them carry, by the
-    same limit (:attr:`form`), and then decide by dtype and shape alone.
+    Who sends without an envelope to who expects one ends both. So ranks agree beforehand that all of them carry, in the
+    same way (:attr:`form`).
     """
 
-    def __init__(self, link: Any, base: dist.ProcessGroup, log: Log, first: int, most: int | None, call: Named) -> None:
-        """``first``: of the axis's tags, to gloo; ``most``: bytes of a tensor that is read faster where it lies."""
+    form = -1
+    """How it carries, as a number that is not 0: it does only where all ranks say the same."""
+
+    def __init__(self, link: Any, base: dist.ProcessGroup, log: Log, first: int, call: Named) -> None:
+        """``first``: of the axis's tags, to gloo."""
         self._link, self._send, self._recv, self._log = link, base.send, base.recv, log
-        self._first, self._most, self._call = first, most, call
+        self._first, self._call = first, call
 
-    @property
-    def form(self) -> int:
-        """How it carries, as a number that is not 0: it does only where all ranks say the same."""
-        return -1 if self._most is None else self._most
-
-    def take(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Carried | None:
-        """Send them; None where they go with envelopes."""
-        most = self._most
-        if most is not None and max(x.nbytes for x in tensors) > most:
-            return None
+    def take(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Coming:
+        """Send them."""
         if queued:
             begin_all()
         record = self._noted(([(dst, tag)] * len(tensors), []))
@@ -165,12 +152,9 @@ class Carrier:
         except RuntimeError as error:
             raise self._failed(record, error) from error
 
-    def bring(self, rooms: Sequence[Room], src: int, tag: int) -> Carried | None:
-        """Receive tensors of these shapes and dtypes; None where they come with envelopes."""
-        most = self._most
+    def bring(self, rooms: Sequence[Room], src: int, tag: int) -> Coming:
+        """Receive tensors of these shapes and dtypes."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in rooms]
-        if most is not None and max(sizes) > most:
-            return None
         if queued:
             begin_all()
         record = self._noted(([], [(src, tag)] * len(rooms)))

@@ -34,7 +34,7 @@ from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.group_link import SUMMED, GroupLink, Message, both, options_for
 from meshcomm.runtime.transports.post import Carrier, Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.protocol import Empty
-from meshcomm.runtime.transports.underway import Taken, Walker, apart
+from meshcomm.runtime.transports.underway import Walker, apart
 
 T = TypeVar("T")
 
@@ -373,7 +373,7 @@ class ProcessLink(GroupLink):
         """
         if not self._on_gloo or self.watched:
             return None
-        return Carrier(self, self.base, self.log, route_of(self.name, 0), _SMALL if self.shares_memory else None, call)
+        return Carrier(self, self.base, self.log, route_of(self.name, 0), call)
 
     def _by_post(
         self, where: str, posts: Sequence[Post], wants: Sequence[Want], sent: Sequence[int], got: Sequence[int]
@@ -382,7 +382,7 @@ class ProcessLink(GroupLink):
 
         def begin() -> tuple[list[Parcel], list[dist.Work], list[Tensor]]:
             parcels = expect(self.base, wants, got)
-            return parcels, *deliver(self.base, self.name, self, self.numbers, posts, sent)
+            return parcels, *deliver(self.base, self.name, self.numbers, posts, sent)
 
         parcels, sending, kept = self._start(where, begin)
         envelopes = [parcel.work for parcel in parcels]
@@ -395,14 +395,10 @@ class ProcessLink(GroupLink):
                 self._wait("exchange", [*more, *works])
 
             with torch.inference_mode(inference):
-                return self._start(
-                    where, lambda: open_all(self.base, where, self.name, self.index, self, parcels, wait)
-                )
+                return self._start(where, lambda: open_all(self.base, where, self.name, self.index, parcels, wait))
 
         large = any(torch.Size(shape).numel() * dtype.itemsize > ROOM for _, shape, dtype, _, _ in wants)
         if parcels and (large or len(kept) > len(posts)):
-            if told.later and told.takes and self.shares_memory and not posts:  # it is read where it lies
-                return cast(list[Tensor], Taken(cast(Any, self._end(envelopes, (), keep=kept)), opened))
 
             def steps() -> list[Tensor]:
                 self._wait("exchange", envelopes)
@@ -410,14 +406,6 @@ class ProcessLink(GroupLink):
 
             return cast(list[Tensor], apart(steps)) if told.later else steps()
         return then(self._end([*envelopes, *sending], (), keep=kept), opened)
-
-    def lend_to(self, packed: Tensor, dst: int) -> Sequence[int]:
-        """Nothing: the process group moves it."""
-        return ()
-
-    def read_lent(self, lease: Sequence[int], src: int, out: Tensor | None) -> None:
-        """Nobody lends."""
-        raise NotImplementedError
 
     def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """As an accelerator's backend does it: see ``device_post.py``."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm.runtime.pending import Pending, TimedOutError, then
+from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, exits
 from meshcomm.runtime.recorder import ENDED, THREAD, Noted, Record, failed, waits_on_a_device
 
@@ -319,30 +319,6 @@ def apart(fn: Callable[[], Any]) -> Steps:
 
     threading.Thread(target=live, name="meshcomm message", daemon=True).start()
     return steps
-
-
-class Taken(Pending):
-    """A second step, ``fn`` of what the first one gives, that who waits takes on its own thread; if nobody will, it is
-    taken on another.
-    """
-
-    __slots__ = ("_all",)
-
-    def __init__(self, first: Pending, fn: Callable[[Any], Any]) -> None:
-        self._all: Any = then(first, fn)
-
-    def wait(self, timeout: float | None) -> Any:
-        """The second step; only the first one within the time."""
-        return self._all.wait(timeout)
-
-    def done(self) -> bool:
-        """Whether the first is, and the second one can be taken."""
-        return self._all.done()  # type: ignore[no-any-return]
-
-    def abandon(self) -> None:
-        """Take it: it may be that the other side waits."""
-        if not exits.leaving():
-            apart(lambda: self._all.wait(None))
 
 
 class Walker:

@@ -38,8 +38,9 @@ from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view, pack, unpack
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.recorder import noted
+from meshcomm.runtime.transports import post
 from meshcomm.runtime.transports.dry.world import is_dry
-from meshcomm.runtime.transports.post import Carried, Carrier
+from meshcomm.runtime.transports.post import Carrier
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.work import Work, let_go
 
@@ -114,7 +115,7 @@ def outline_of(tree: Any, known: Outline | None = None) -> tuple[Outline, list[T
     return Outline(tuple(said), form), tensors
 
 
-Coming = Work[list[Tensor]] | Carried
+Coming = Work[list[Tensor]] | post.Coming
 
 
 class _Passes:
@@ -186,8 +187,10 @@ class Wires:
                 fix=fix,
             )
         going = [x.detach().resolve_conj().contiguous() for x in tensors]
-        work: Coming | None = self._carrier.take(going, dst, tag) if agreed and self._carrier is not None else None
-        if work is None:
+        work: Coming
+        if agreed and self._carrier is not None:
+            work = self._carrier.take(going, dst, tag)
+        else:
             work = self._exchange([(x, dst, tag) for x in going], [], (going[0].dtype, tuple(going[0].shape)))
         self._sent[dst].append((taken, work))
 
@@ -196,9 +199,7 @@ class Wires:
         if not leaves:
             return Work([])
         if agreed and self._carrier is not None:
-            work = self._carrier.bring([(leaf.shape, leaf.dtype) for leaf in leaves], src, tag)
-            if work is not None:
-                return work
+            return self._carrier.bring([(leaf.shape, leaf.dtype) for leaf in leaves], src, tag)
         device = self.axis.mesh.device
         wants: list[Want] = [(src, leaf.shape, leaf.dtype, tag, device) for leaf in leaves]
         return self._exchange([], wants, (leaves[0].dtype, leaves[0].shape))

@@ -1,13 +1,15 @@
-"""Messages between ranks that share memory: each sender has a ring of letters, in memory that the others look into::
+"""Messages between ranks that share memory: each sender has a ring of letters for each other rank, in memory that these
+look into::
 
     sender     lends what it sends, and writes a letter: for whom, what it is, where that lies ──► has it been read?
                     │                                                                                  ▲
-    receiver   looks through the letters of all, in their order ──► this one goes to who asked first, of those who
+    receiver   looks through those for it, of all, in their order ──► this one goes to who asked first, of those who
                asked for its route: reads it, and gives the memory back ───────────────────────────────┘
 
 Whoever waits for a message, or for one to be read, looks for all that this rank has asked for; while nobody does, a
 thread looks now and then. So who waits for a later receipt keeps nobody, as over gloo, but nobody is woken by a thread.
-A letter that was seen may be written over. If there is no memory to lend, what is sent follows over gloo.
+A letter that was seen is written over; one for which there is no place yet is written when there is. If there is no
+memory to lend, what is sent follows over gloo.
 """
 
 from __future__ import annotations
@@ -19,33 +21,36 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from threading import get_ident
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.call import Post, Want, told
-from meshcomm.runtime.pending import Pending, TimedOutError
+from meshcomm.runtime.pending import Pending, TimedOutError, begin_all, queued
 from meshcomm.runtime.process.lending import Segment, room
-from meshcomm.runtime.process.memory import READERS, Lease, Memory, create, find
+from meshcomm.runtime.process.memory import Lease, Memory, create, find
 from meshcomm.runtime.process.reuse import reserve
+from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Record, failed
 from meshcomm.runtime.transports import dtypes, envelopes
 from meshcomm.runtime.transports.envelopes import LENGTHS, Envelope
-from meshcomm.runtime.transports.post import following
+from meshcomm.runtime.transports.post import CALLS, Carrier, Room, following
 from meshcomm.runtime.transports.shared.entry import gone_among
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.waiting import Wait
 from meshcomm.runtime.transports.shared.words import dtype_of, number_of
 from meshcomm.runtime.transports.underway import Messages
 
-(_NUMBER, _TO, _ROUTE, _SEQUENCE, _TAG, _NBYTES, _FOLLOWS, _DTYPE, _NDIM, _REST, _SHAPE) = range(11)
+(_NUMBER, _ROUTE, _SEQUENCE, _TAG, _NBYTES, _FOLLOWS, _DTYPE, _NDIM, _REST, _SHAPE) = range(10)
 _PLACE = _SHAPE + LENGTHS
 _CELLS = _PLACE + 6
-"""Of a letter: its number, for whom, over which route; what an envelope says; where what is lent lies."""
-_SEEN, _MOST = READERS, 1024
-"""Before the letters the number of the last one that each rank has seen; how many letters there are."""
-_BYTES = 8 * (_SEEN + _MOST * _CELLS)
+"""Of a letter: its number, over which route it goes; what an envelope says; where what is lent lies."""
+_MOST = 128
+"""How many letters a ring has place for."""
+_RING = _CELLS * (1 + _MOST)
+"""Before the letters the number of the last one that was seen."""
 _PAUSE, _IDLE = 1e-3, 0.5
 """Seconds between looks of the thread that looks while nobody else does, and after which it has nothing to do."""
 
@@ -95,9 +100,10 @@ class Letters:
         self._receiving, self._sending = threading.Lock(), threading.Lock()
         self._memory: Memory | None = None
         self._own: Any = None
-        self._number = 0
-        self._for = [-1] * _MOST
-        """For whom the letter at each place is."""
+        self._numbers = [0] * len(mail.neighbours)
+        """Of the last letter to each."""
+        self._left: dict[int, deque[array[int]]] = {}
+        """For whom there are letters for which there is no place yet."""
         self._next = [1] * len(mail.neighbours)
         self._rings: list[Any] = [None] * len(mail.neighbours)
         self._asked: dict[tuple[int, int], deque[Parcel]] = {}
@@ -117,27 +123,23 @@ class Letters:
 
     def look(self) -> None:
         """See what has come, and read what was asked for."""
-        mail, own = self._mail, self._mail.index
+        mail, base = self._mail, _RING * self._mail.index
+        if self._left:
+            with self._sending:
+                self._write_left()
         with self._receiving:
             for i in mail.others:
                 cells = self._rings[i]
                 if cells is None and (cells := self._ring(i)) is None:
                     continue
-                number = self._next[i]
-                if cells[_SEEN + number % _MOST * _CELLS] < number:
-                    continue
-                while True:
-                    at = _SEEN + number % _MOST * _CELLS
-                    found = cells[at]
-                    if found < number:
-                        break
-                    if found == number and cells[at + _TO] == own:
-                        letter = cells[at : at + _CELLS].tolist()
-                        if cells[at] == number:  # else it is written over now, and was for another rank
-                            self._came.setdefault((i, letter[_ROUTE]), deque()).append(letter)
+                number = first = self._next[i]
+                while cells[at := base + _CELLS * (1 + number % _MOST)] == number:
+                    letter = cells[at : at + _CELLS].tolist()
+                    self._came.setdefault((i, letter[_ROUTE]), deque()).append(letter)
                     number += 1
                     self._next[i] = number
-                cells[own] = number - 1
+                if number != first:
+                    cells[base] = number - 1
             for key in [key for key in self._came if key in self._asked]:
                 self._give(key)
 
@@ -185,12 +187,12 @@ class Letters:
                 else:
                     self._borrow(letter, src, None if parcel.dropped or not fits else packed)
                 parcel.out = dtypes.from_bytes(packed, dtype).view(shape) if fits else packed
-        except OSError as failed:
+        except OSError as error:
             self._mail.own.say_unread(src, letter[_NUMBER])
             self._mail.ring_at(src)
-            parcel.error = parcel.error or envelopes.lost(parcel.where, src, link.index, failed)
-        except RuntimeError as failed:
-            parcel.error = link._error(parcel.where, failed)
+            parcel.error = parcel.error or envelopes.lost(parcel.where, src, link.index, error)
+        except RuntimeError as error:
+            parcel.error = link._error(parcel.where, error)
         parcel.is_here = True
 
     def _borrow(self, letter: list[int], src: int, out: Tensor | None) -> None:
@@ -204,7 +206,7 @@ class Letters:
             mail.ring_at(src)
 
     def see_to_it(self) -> None:
-        """Somebody has asked who does not wait now: look, until all is here."""
+        """Somebody has asked, or sent, who does not wait now: look, until all is here."""
         with self._looking:
             if not self._looks:
                 self._looks = True
@@ -214,19 +216,19 @@ class Letters:
         end = time.monotonic() + _IDLE
         while True:
             time.sleep(_PAUSE)
-            if self._asked:
+            if self._asked or self._left:
                 end = time.monotonic() + _IDLE
                 with contextlib.suppress(Exception):  # who waits hears of it
                     self.look()
             with self._looking:
-                if not self._asked and time.monotonic() > end:
+                if not (self._asked or self._left) and time.monotonic() > end:
                     self._looks = False
                     return
 
     # --------------------------------------------------------------------------------------------------- sending
 
     def send(self, link: Any, post: Post, route: int) -> Sent:
-        """Write a letter."""
+        """Write a letter, about what stays lent until it has been read and somebody has seen that: ``is_read``."""
         x, dst, tag = post
         mail, packed = self._mail, dtypes.to_bytes(x)
         lent, rest, follows = self._lend(packed, dst), None, 0
@@ -235,7 +237,7 @@ class Letters:
             rest = Messages(link, [link.base.send([packed], dst, follows)], None, packed)
         try:
             with self._sending:
-                number = self._write(_letter(link.name, tag, x, follows, lent, dst, route))
+                number = self._write(dst, _letter(link.name, tag, x, follows, lent, route))
         except BaseException:
             if lent is not None:
                 lent.take_back()
@@ -259,40 +261,44 @@ class Letters:
             raise
         return lent
 
-    def _write(self, letter: array[int]) -> int:
+    def _write(self, dst: int, letter: array[int]) -> int:
         if self._memory is None:
-            self._memory = memory = create(_BYTES)
+            self._memory = memory = create(8 * _RING * len(self._numbers))
             self._own = memory.view.cast("q")
             self._mail.own.say_letters(memory.fd, memory.serial, memory.size)
-        cells, number = self._own, self._number + 1
-        place = number % _MOST
-        if (reader := self._for[place]) >= 0 and cells[reader] <= number - _MOST:
-            self._make_way(reader, number - _MOST)
-        at = _SEEN + place * _CELLS
-        cells[at] = 0
-        self._for[place], self._number = letter[_TO], number
-        cells[at + 1 : at + _CELLS] = letter[1:]
-        cells[at] = number  # last: now it is there
+        self._numbers[dst] = number = self._numbers[dst] + 1
+        letter[_NUMBER] = number
+        if dst in self._left or not self._has_place(dst, number):
+            self._left.setdefault(dst, deque()).append(letter)
+            self.see_to_it()
+        else:
+            self._put(dst, letter)
         return number
 
-    def _make_way(self, reader: int, number: int) -> None:
-        """Wait until that one has seen the letter of this number, and see what it has written meanwhile."""
-        end = time.monotonic() + self._mail.timeout
-        while self._own[reader] < number and time.monotonic() < end and not self._mail.addressees[reader].is_gone():
-            self.look()
-            time.sleep(1e-4)
+    def _has_place(self, dst: int, number: int) -> bool:
+        return bool(number - self._own[_RING * dst] <= _MOST)
+
+    def _put(self, dst: int, letter: array[int]) -> None:
+        cells, at = self._own, _RING * dst + _CELLS * (1 + letter[_NUMBER] % _MOST)
+        cells[at + 1 : at + _CELLS] = letter[1:]
+        cells[at] = letter[_NUMBER]  # last: now it is there
+
+    def _write_left(self) -> None:
+        for dst, letters in list(self._left.items()):
+            while letters and self._has_place(dst, letters[0][_NUMBER]):
+                self._put(dst, letters[0])
+                letters.popleft()
+            self._mail.ring_at(dst)
+            if not letters:
+                del self._left[dst]
 
     # ------------------------------------------------------------------------------------------------------- the end
 
     def is_at_rest(self) -> bool:
         """Whether nothing was asked for that has not come, and the others have seen all letters that are for them."""
-        if self._asked:
+        if self._asked or self._left:
             return False
-        if self._own is None:
-            return True
-        first = max(1, self._number - _MOST + 1)
-        last = {self._for[number % _MOST]: number for number in range(first, self._number + 1)}
-        return all(self._own[reader] >= number for reader, number in last.items())
+        return self._own is None or all(self._own[_RING * i] == number for i, number in enumerate(self._numbers))
 
     def close(self) -> None:
         """Nobody writes or reads here any more."""
@@ -326,9 +332,8 @@ class Posted(Pending):
             while missing:
                 waiting.more(missing)
                 missing = self.look()
-        for each in (*self._parcels, *self._sent):
-            if each.rest is not None:
-                each.rest.wait(None if timeout is None else max(0.0, begin + timeout - time.monotonic()))
+        for rest in self._rests():
+            rest.wait(None if timeout is None else max(0.0, begin + timeout - time.monotonic()))
         for parcel in self._parcels:
             if parcel.error is not None:
                 raise parcel.error
@@ -339,7 +344,7 @@ class Posted(Pending):
         missing = self.look()
         if missing:
             return any(self._link.mail.readers[i].is_leaving() for i in missing) and bool(self.look())
-        return all(each.rest is None or each.rest.done() for each in (*self._parcels, *self._sent))
+        return all(rest.done() for rest in self._rests())
 
     def abandon(self) -> None:
         """What comes is taken, and what was sent may be read."""
@@ -348,9 +353,100 @@ class Posted(Pending):
         for sent in self._sent:
             if sent.lent is not None:
                 sent.lent.returned(self._link.index)
-        for each in (*self._parcels, *self._sent):
-            if each.rest is not None:
-                each.rest.abandon()
+        for rest in self._rests():
+            rest.abandon()
+
+    def _rests(self) -> list[Messages]:
+        """What follows over gloo."""
+        found = [*[parcel.rest for parcel in self._parcels], *[sent.rest for sent in self._sent]]
+        return [rest for rest in found if rest is not None]
+
+
+class Letterbox(Carrier):
+    """Messages of which both sides know dtypes and shapes, by letters: nobody waits until one has been read."""
+
+    form = -2
+
+    def take(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Sending:
+        """Send them."""
+        link, letters = self._link, self._letters()
+        record = self._noted(([(dst, tag)] * len(tensors), []))
+        route = (self._first + tag) % CALLS
+        try:
+            for x in tensors:
+                sent = letters.send(link, (x, dst, tag), route)
+                if sent.lent is not None:
+                    sent.lent.returned(link.index)
+                if sent.rest is not None:
+                    sent.rest.abandon()  # it is sent all the same
+        except Exception as error:
+            failed(record, error)
+            raise
+        record[ENDED] = time.monotonic()
+        return Sending()
+
+    def bring(self, rooms: Sequence[Room], src: int, tag: int) -> Bringing:
+        """Receive tensors of these shapes and dtypes."""
+        link, letters, cpu = self._link, self._letters(), torch.device("cpu")
+        record = self._noted(([], [(src, tag)] * len(rooms)))
+        route = (self._first + tag) % CALLS
+        parcels = [letters.ask(link, "exchange", (src, shape, dtype, tag, cpu), route) for shape, dtype in rooms]
+        return Bringing(Posted(link, "exchange", letters, parcels, []), record)
+
+    def _letters(self) -> Letters:
+        if queued:
+            begin_all()
+        return letters_of(self._link.mail)
+
+
+class Sending:
+    """What was sent: it lies where it will be read."""
+
+    def wait(self) -> list[Tensor]:
+        """Nothing is waited for."""
+        return []
+
+    def done(self) -> bool:
+        """It may be written to."""
+        return True
+
+
+class Bringing:
+    """What was asked for, and one thread waits for."""
+
+    __slots__ = ("_posted", "_record")
+
+    def __init__(self, posted: Posted, record: Record) -> None:
+        self._posted, self._record = posted, record
+
+    def wait(self) -> list[Tensor]:
+        """What has come."""
+        record = self._record
+        record[THREAD] = get_ident()
+        try:
+            found = self._posted.wait(None)
+        except Exception as error:
+            failed(record, error)
+            raise
+        record[ENDED] = time.monotonic()
+        return found
+
+    def done(self) -> bool:
+        """Whether it has come."""
+        return self._posted.done()
+
+    def __del__(self) -> None:
+        if self._record[ENDED] is None:  # a step has failed; what comes is taken all the same
+            self._record[ENDED] = DROPPED
+            self._posted.abandon()
+
+
+def letters_of(mail: Mail) -> Letters:
+    """Those of a group."""
+    with mail.lock:
+        if mail.letters is None:
+            mail.letters = Letters(mail)
+        return cast(Letters, mail.letters)
 
 
 class _Listener:
@@ -390,10 +486,10 @@ class _Listener:
         )
 
 
-def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, dst: int, route: int) -> array[int]:
+def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, route: int) -> array[int]:
     shape = tuple(x.shape)
     lengths = [*shape[:LENGTHS], *[0] * (LENGTHS - len(shape))]
-    head = (0, dst, route, envelopes.sequence_of(name), tag, x.nbytes, follows, number_of(x.dtype), len(shape))
+    head = (0, route, envelopes.sequence_of(name), tag, x.nbytes, follows, number_of(x.dtype), len(shape))
     return array("q", (*head, envelopes.rest_of(shape), *lengths, *((0,) * 6 if lent is None else lent.where)))
 
 

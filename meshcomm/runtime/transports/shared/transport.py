@@ -26,14 +26,15 @@ from meshcomm.runtime.call import Post, Want, for_later, told
 from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
-from meshcomm.runtime.recorder import CALL, ENDED, Record, failed
+from meshcomm.runtime.recorder import CALL, ENDED, Named, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.group_link import Made
+from meshcomm.runtime.transports.post import Carrier, route_of
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.letters import Letters, Posted
+from meshcomm.runtime.transports.shared.letters import Letterbox, Posted, letters_of
 from meshcomm.runtime.transports.shared.words import code_of, meaning_of
 
 T = TypeVar("T")
@@ -277,22 +278,19 @@ class OneHostLink(ProcessLink):
         """By letters in shared memory."""
         if queued:
             begin_all()
-        letters = self._letters()
+        letters = letters_of(self.mail)
         parcels = [letters.ask(self, where, want, route) for want, route in zip(wants, got, strict=True)]
         out = [letters.send(self, post, route) for post, route in zip(posts, sent, strict=True)]
         posted = Posted(self, where, letters, parcels, out)
         if not told.later:
             return posted.wait(None)
-        if parcels and posted.look():
+        if parcels and not told.takes and posted.look():
             letters.see_to_it()
         return cast(Any, posted)  # type: ignore[no-any-return]
 
-    def _letters(self) -> Letters:
-        mail = self.mail
-        with mail.lock:
-            if mail.letters is None:
-                mail.letters = Letters(mail)
-            return cast(Letters, mail.letters)
+    def carrier(self, call: Named) -> Carrier | None:
+        """As in the base, by letters."""
+        return None if self.watched else Letterbox(self, self.base, self.log, route_of(self.name, 0), call)
 
     def _error(self, what: str, error: RuntimeError) -> CommError:
         if "mail" in vars(self):
