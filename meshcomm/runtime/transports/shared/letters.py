@@ -20,26 +20,20 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
-from threading import get_ident
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from meshcomm.errors import CommError, text
+from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
-from meshcomm.runtime.pending import Pending, TimedOutError, begin_all, queued
 from meshcomm.runtime.process.lending import Segment, room
 from meshcomm.runtime.process.memory import Lease, Memory, create, find
 from meshcomm.runtime.process.reuse import reserve
-from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Record, failed
 from meshcomm.runtime.transports import dtypes, envelopes
 from meshcomm.runtime.transports.envelopes import LENGTHS, Envelope
-from meshcomm.runtime.transports.post import CALLS, Carrier, Room, following
-from meshcomm.runtime.transports.shared.entry import gone_among
+from meshcomm.runtime.transports.post import following
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.waiting import Wait
 from meshcomm.runtime.transports.shared.words import dtype_of, number_of
 from meshcomm.runtime.transports.underway import Messages
 
@@ -70,33 +64,40 @@ class Parcel:
         self.error: Exception | None = None
 
 
-class Sent(NamedTuple):
+class Sent:
     """A message that was sent: it lies in what is lent, until it has been read; or follows over gloo."""
 
-    to: int
-    number: int
-    lent: Segment | None
-    rest: Messages | None
+    __slots__ = ("_is_read", "lent", "number", "rest", "to")
+
+    def __init__(self, to: int, number: int, lent: Segment | None, rest: Messages | None) -> None:
+        self.to, self.number, self.lent, self.rest = to, number, lent, rest
+        self._is_read = lent is None
 
     def is_read(self, mail: Mail) -> bool:
-        """Whether it has been, or cannot be; then the memory may be lent again: this rank has a part in it, too."""
-        lent = self.lent
-        if lent is None or not lent.flags[mail.index]:
-            return True
-        if lent.flags[self.to]:
-            box = mail.boxes[self.to]
-            if box is None or not box.is_unread(mail.index, self.number):
-                return False
-            lent.returned(self.to)
-        lent.returned(mail.index)
+        """Whether it has been, or cannot be."""
+        if not self._is_read:
+            assert self.lent is not None
+            if self.lent.flags[self.to]:
+                box = mail.boxes[self.to]
+                if box is None or not box.is_unread(mail.index, self.number):
+                    return False
+                self.lent.returned(self.to)
+            self.let_go(mail)
         return True
+
+    def let_go(self, mail: Mail) -> None:
+        """When it has been read, the memory may be lent again: this rank has a part in it, once."""
+        if not self._is_read:
+            self._is_read = True  # first, for then the memory may be that of another message
+            assert self.lent is not None
+            self.lent.returned(mail.index)
 
 
 class Letters:
     """Those of one group: this rank's, and what it has seen of the others'."""
 
     def __init__(self, mail: Mail) -> None:
-        self._mail = mail
+        self.mail = mail
         self._receiving, self._sending = threading.Lock(), threading.Lock()
         self._memory: Memory | None = None
         self._own: Any = None
@@ -123,7 +124,7 @@ class Letters:
 
     def look(self) -> None:
         """See what has come, and read what was asked for."""
-        mail, base = self._mail, _RING * self._mail.index
+        mail, base = self.mail, _RING * self.mail.index
         if self._left:
             with self._sending:
                 self._write_left()
@@ -145,7 +146,7 @@ class Letters:
 
     def _ring(self, i: int) -> Any:
         """The letters of a rank, once it has written one."""
-        box, neighbour = self._mail.box(i), self._mail.neighbours[i]
+        box, neighbour = self.mail.box(i), self.mail.neighbours[i]
         where = None if box is None else box.letters()
         if where is None or neighbour is None:
             return None
@@ -188,15 +189,15 @@ class Letters:
                     self._borrow(letter, src, None if parcel.dropped or not fits else packed)
                 parcel.out = dtypes.from_bytes(packed, dtype).view(shape) if fits else packed
         except OSError as error:
-            self._mail.own.say_unread(src, letter[_NUMBER])
-            self._mail.ring_at(src)
+            self.mail.own.say_unread(src, letter[_NUMBER])
+            self.mail.ring_at(src)
             parcel.error = parcel.error or envelopes.lost(parcel.where, src, link.index, error)
         except RuntimeError as error:
             parcel.error = link._error(parcel.where, error)
         parcel.is_here = True
 
     def _borrow(self, letter: list[int], src: int, out: Tensor | None) -> None:
-        mail = self._mail
+        mail = self.mail
         segment = mail.borrow_at(letter[_PLACE : _PLACE + 6], src)
         try:
             if out is not None and out.numel():
@@ -230,7 +231,7 @@ class Letters:
     def send(self, link: Any, post: Post, route: int) -> Sent:
         """Write a letter, about what stays lent until it has been read and somebody has seen that: ``is_read``."""
         x, dst, tag = post
-        mail, packed = self._mail, dtypes.to_bytes(x)
+        mail, packed = self.mail, dtypes.to_bytes(x)
         lent, rest, follows = self._lend(packed, dst), None, 0
         if lent is None:
             follows = following(next(link.numbers))
@@ -246,7 +247,7 @@ class Letters:
         return Sent(dst, number, lent, rest)
 
     def _lend(self, packed: Tensor, dst: int) -> Segment | None:
-        mail = self._mail
+        mail = self.mail
         try:
             readers = [mail.addressees[dst]]
             nbytes = max(1, packed.nbytes)
@@ -265,7 +266,7 @@ class Letters:
         if self._memory is None:
             self._memory = memory = create(8 * _RING * len(self._numbers))
             self._own = memory.view.cast("q")
-            self._mail.own.say_letters(memory.fd, memory.serial, memory.size)
+            self.mail.own.say_letters(memory.fd, memory.serial, memory.size)
         self._numbers[dst] = number = self._numbers[dst] + 1
         letter[_NUMBER] = number
         if dst in self._left or not self._has_place(dst, number):
@@ -288,7 +289,7 @@ class Letters:
             while letters and self._has_place(dst, letters[0][_NUMBER]):
                 self._put(dst, letters[0])
                 letters.popleft()
-            self._mail.ring_at(dst)
+            self.mail.ring_at(dst)
             if not letters:
                 del self._left[dst]
 
@@ -307,183 +308,12 @@ class Letters:
             os.close(memory.fd)
 
 
-class Posted(Pending):
-    """Messages of one call under way, to and from others."""
-
-    __slots__ = ("_letters", "_link", "_parcels", "_sent", "_where")
-
-    def __init__(self, link: Any, where: str, letters: Letters, parcels: list[Parcel], sent: list[Sent]) -> None:
-        self._link, self._where, self._letters, self._parcels, self._sent = link, where, letters, parcels, sent
-
-    def look(self) -> list[int]:
-        """See what has come; who is waited for still."""
-        self._letters.look()
-        mail = self._link.mail
-        missing = [parcel.want[0] for parcel in self._parcels if not parcel.is_here]
-        return missing + [sent.to for sent in self._sent if not sent.is_read(mail)]
-
-    def wait(self, timeout: float | None) -> list[Tensor]:
-        """What came, when all is here, and all was read that was sent."""
-        link, mail = self._link, self._link.mail
-        begin = time.monotonic()
-        if missing := self.look():
-            limit = mail.timeout if timeout is None else timeout
-            waiting = Wait(_Listener(link, self._where, timeout), begin + limit)
-            while missing:
-                waiting.more(missing)
-                missing = self.look()
-        for rest in self._rests():
-            rest.wait(None if timeout is None else max(0.0, begin + timeout - time.monotonic()))
-        for parcel in self._parcels:
-            if parcel.error is not None:
-                raise parcel.error
-        return [parcel.out for parcel in self._parcels]  # type: ignore[misc]
-
-    def done(self) -> bool:
-        """Whether it would not wait: all is here, or will not come."""
-        missing = self.look()
-        if missing:
-            return any(self._link.mail.readers[i].is_leaving() for i in missing) and bool(self.look())
-        return all(rest.done() for rest in self._rests())
-
-    def abandon(self) -> None:
-        """What comes is taken, and what was sent may be read."""
-        for parcel in self._parcels:
-            parcel.dropped = True
-        for sent in self._sent:
-            if sent.lent is not None:
-                sent.lent.returned(self._link.index)
-        for rest in self._rests():
-            rest.abandon()
-
-    def _rests(self) -> list[Messages]:
-        """What follows over gloo."""
-        found = [*[parcel.rest for parcel in self._parcels], *[sent.rest for sent in self._sent]]
-        return [rest for rest in found if rest is not None]
-
-
-class Letterbox(Carrier):
-    """Messages of which both sides know dtypes and shapes, by letters: nobody waits until one has been read."""
-
-    form = -2
-
-    def take(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Sending:
-        """Send them."""
-        link, letters = self._link, self._letters()
-        record = self._noted(([(dst, tag)] * len(tensors), []))
-        route = (self._first + tag) % CALLS
-        try:
-            for x in tensors:
-                sent = letters.send(link, (x, dst, tag), route)
-                if sent.lent is not None:
-                    sent.lent.returned(link.index)
-                if sent.rest is not None:
-                    sent.rest.abandon()  # it is sent all the same
-        except Exception as error:
-            failed(record, error)
-            raise
-        record[ENDED] = time.monotonic()
-        return Sending()
-
-    def bring(self, rooms: Sequence[Room], src: int, tag: int) -> Bringing:
-        """Receive tensors of these shapes and dtypes."""
-        link, letters, cpu = self._link, self._letters(), torch.device("cpu")
-        record = self._noted(([], [(src, tag)] * len(rooms)))
-        route = (self._first + tag) % CALLS
-        parcels = [letters.ask(link, "exchange", (src, shape, dtype, tag, cpu), route) for shape, dtype in rooms]
-        return Bringing(Posted(link, "exchange", letters, parcels, []), record)
-
-    def _letters(self) -> Letters:
-        if queued:
-            begin_all()
-        return letters_of(self._link.mail)
-
-
-class Sending:
-    """What was sent: it lies where it will be read."""
-
-    def wait(self) -> list[Tensor]:
-        """Nothing is waited for."""
-        return []
-
-    def done(self) -> bool:
-        """It may be written to."""
-        return True
-
-
-class Bringing:
-    """What was asked for, and one thread waits for."""
-
-    __slots__ = ("_posted", "_record")
-
-    def __init__(self, posted: Posted, record: Record) -> None:
-        self._posted, self._record = posted, record
-
-    def wait(self) -> list[Tensor]:
-        """What has come."""
-        record = self._record
-        record[THREAD] = get_ident()
-        try:
-            found = self._posted.wait(None)
-        except Exception as error:
-            failed(record, error)
-            raise
-        record[ENDED] = time.monotonic()
-        return found
-
-    def done(self) -> bool:
-        """Whether it has come."""
-        return self._posted.done()
-
-    def __del__(self) -> None:
-        if self._record[ENDED] is None:  # a step has failed; what comes is taken all the same
-            self._record[ENDED] = DROPPED
-            self._posted.abandon()
-
-
 def letters_of(mail: Mail) -> Letters:
     """Those of a group."""
     with mail.lock:
         if mail.letters is None:
             mail.letters = Letters(mail)
         return cast(Letters, mail.letters)
-
-
-class _Listener:
-    """Who waits for messages."""
-
-    def __init__(self, link: Any, where: str, timeout: float | None) -> None:
-        self._link, self._where, self._timeout = link, where, timeout
-
-    def listen(self) -> int:
-        """As its own box."""
-        return self._link.mail.own.listen()  # type: ignore[no-any-return]
-
-    def sleep(self, heard: int, seconds: float) -> bool:
-        """As its own box."""
-        return self._link.mail.own.sleep(heard, seconds)  # type: ignore[no-any-return]
-
-    def gone_among(self, missing: Sequence[int]) -> dict[int, str]:
-        """Who of these will not come, and why."""
-        return gone_among(self._link, missing)
-
-    def expire(self, missing: list[int]) -> NoReturn:
-        """Time is up: that of the wait, which may be repeated, or the mesh's."""
-        if self._timeout is not None:
-            raise TimedOutError
-        raise self._link._error(self._where, RuntimeError("Timed out"))
-
-    def fail(self, what: str) -> NoReturn:
-        """One of them is gone."""
-        self._link.mail.failed = True
-        raise CommError(
-            text(
-                self._where,
-                f"the transport failed: {what}",
-                got=f"index {self._link.index} of a group of {self._link.size}",
-                fix="look at the other ranks: the first one that failed or stopped is the cause",
-            )
-        )
 
 
 def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, route: int) -> array[int]:

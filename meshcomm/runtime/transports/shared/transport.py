@@ -34,7 +34,8 @@ from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.letters import Letterbox, Posted, letters_of
+from meshcomm.runtime.transports.shared.letters import letters_of
+from meshcomm.runtime.transports.shared.messages import Letterbox, Posted
 from meshcomm.runtime.transports.shared.words import code_of, meaning_of
 
 T = TypeVar("T")
