@@ -20,11 +20,13 @@ import threading
 import time
 from array import array
 from collections import deque
+from threading import get_ident
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.process.lending import Segment, room
@@ -49,19 +51,33 @@ _PAUSE, _IDLE = 1e-3, 0.5
 """Seconds between looks of the thread that looks while nobody else does, and after which it has nothing to do."""
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class Parcel:
     """A message that was asked for."""
 
-    __slots__ = ("dropped", "error", "inference", "is_here", "link", "out", "rest", "want", "where")
+    __slots__ = ("_inference", "_thread", "dropped", "error", "is_here", "link", "out", "rest", "want", "where")
 
     def __init__(self, link: Any, where: str, want: Want) -> None:
         self.link, self.where, self.want = link, where, want
-        self.inference = torch.is_inference_mode_enabled()
+        self._inference, self._thread = torch.is_inference_mode_enabled(), get_ident()
         self.is_here = self.dropped = False
         self.out: Tensor | None = None
         self.rest: Messages | None = None
         """What follows over gloo."""
         self.error: Exception | None = None
+
+    def as_asked(self) -> contextlib.AbstractContextManager[object]:
+        """The mode in which it was asked for, for whoever reads it, in the middle of whatever that is."""
+        if self._thread != get_ident() and not _torch.plain_now():
+            stack = contextlib.ExitStack()
+            stack.enter_context(_torch.outside_transforms())
+            stack.enter_context(torch.inference_mode(self._inference))
+            return stack
+        return (
+            _NOTHING if self._inference == torch.is_inference_mode_enabled() else torch.inference_mode(self._inference)
+        )
 
 
 class Sent:
@@ -176,10 +192,15 @@ class Letters:
         fits = found.is_for(link.name, tag, dtype, shape)
         if not fits:
             parcel.error = envelopes.misfit(parcel.where, found, src, link.index, link.name, dtype, shape)
-        length, kind = (shape, dtype) if fits else ((found.nbytes,), torch.uint8)
         try:
-            with torch.inference_mode(parcel.inference):
-                packed = dtypes.to_bytes(reserve.empty(length, torch.empty(0, dtype=kind, device="cpu")))
+            with parcel.as_asked():
+                if fits and dtype in dtypes.PLAIN:
+                    parcel.out = packed = reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu"))
+                    packed = packed.view(-1)
+                else:
+                    length, kind = (shape, dtype) if fits else ((found.nbytes,), torch.uint8)
+                    packed = dtypes.to_bytes(reserve.empty(length, torch.empty(0, dtype=kind, device="cpu")))
+                    parcel.out = dtypes.from_bytes(packed, dtype).view(shape) if fits else packed
                 if found.follows:
                     work = link.base.recv([packed], src, found.follows)
                     parcel.rest = Messages(link, [work], None, packed)
@@ -187,7 +208,6 @@ class Letters:
                         parcel.rest.abandon()
                 else:
                     self._borrow(letter, src, None if parcel.dropped or not fits else packed)
-                parcel.out = dtypes.from_bytes(packed, dtype).view(shape) if fits else packed
         except OSError as error:
             self.mail.own.say_unread(src, letter[_NUMBER])
             self.mail.ring_at(src)
