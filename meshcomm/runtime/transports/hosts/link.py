@@ -81,9 +81,8 @@ class HostsLink(ProcessLink):
         self._lost.clear()
 
     def copies(self, name: str, x: Tensor) -> bool:
-        """What is lent is a copy; so is what is sent to peers."""
-        two = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-        return (self._here(x) and name in two) or super().copies(name, x)
+        """What is lent is a copy; so is what is sent to peers. In two levels goes what this class has a method for."""
+        return (self._here(x) and name in vars(HostsLink)) or super().copies(name, x)
 
     def _late(self, found: str) -> Late | None:
         """Of the wire: those of this machine are not waited for there."""
