@@ -15,6 +15,9 @@ from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.entry import GIVEN_UP
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 
+_GRACE = 0.5
+"""Seconds for which others are asked: whose time was up on the wire has said long ago what it knows."""
+
 
 class NearLink(OneHostLink):
     """The ranks of an axis on this machine. Each call says of which call of the axis it is a part: after one that has
@@ -38,7 +41,9 @@ class NearLink(OneHostLink):
             return late
         missing, came = ([self.on_axis[i] for i in each] for each in (late.missing or (), late.came))
         far = [i for i in range(len(self.axis_log.ranks)) if i not in self.on_axis]
-        return Late(record[WHAT], self.axis_log, record, late.seconds, missing, came, found=late.found, aside=far)
+        return Late(
+            record[WHAT], self.axis_log, record, late.seconds, missing, came, found=late.found, aside=far, grace=_GRACE
+        )
 
     def give_up(self, error: BaseException) -> None:
         """A call of the axis has failed: the others of this machine need not wait for this rank."""
