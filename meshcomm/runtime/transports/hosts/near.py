@@ -10,7 +10,7 @@ from meshcomm.errors import described
 from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.recorder import WHAT, Log, under_way
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.hosts.parts import Turn, number_of
+from meshcomm.runtime.transports.hosts.parts import Turn, Write, number_of
 from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.entry import GIVEN_UP
 from meshcomm.runtime.transports.shared.transport import OneHostLink
@@ -70,10 +70,13 @@ class NearLink(OneHostLink):
 
         return self._done(call, fill, None)
 
-    def collect(self, name: str, own: Tensor, turn: Turn, fill: Callable[[list[Tensor]], object]) -> object:
+    def collect(
+        self, name: str, own: Tensor, turn: Turn, fill: Callable[[list[Tensor]], object], write: Write | None = None
+    ) -> object:
         """All read all."""
-        call = self._part(name, "", own, turn)
-        call.post(dtypes.to_bytes(own), self.mail.others, self.mail.others)
+        call, others = self._part(name, "", own, turn), self.mail.others
+        into = None if write is None else lambda lent: write(dtypes.from_bytes(lent, own.dtype))
+        call.post(dtypes.to_bytes(own), others, others, write=into)
         return self._done(call, lambda got: fill([dtypes.from_bytes(part, own.dtype) for part in got]), None)
 
     def copy_from(self, src: int, x: Tensor, out: Tensor, turn: Turn, after: Callable[[], object]) -> object:
