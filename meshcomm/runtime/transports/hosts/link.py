@@ -13,7 +13,7 @@ who have the same part on the other machines::
 So a machine sends 2 (h - 1) / h of a tensor in all, and not each of its ranks. The sums are those of the aligned tree
 of ``dtypes.fold``: where the indices of a machine are a block of it, parts are added as they would be without machines;
 where they are not, what depends on the order goes in one level. Large tensors go in blocks: while one is on the wire,
-the next is reduced.
+the next is reduced, and the one before put together.
 
 A call waits several times. Its steps are taken at once, or, if it is waited for later, one call after the other by the
 link's walker; then a call that is not waited for later takes its turn there too. So what the ranks of a machine do
