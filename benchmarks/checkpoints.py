@@ -39,14 +39,14 @@ def saves(module: nn.Module, folder: str) -> dict[str, Callable[[int], Callable[
     """By candidate: begin a save of this number, and what waits until it is on the disk."""
 
     def ours(at: int) -> Callable[[], object]:
-        return checkpoint.async_save(f"{folder}/ours", module, step=at, keep=1).wait
+        return checkpoint.async_save(f"{folder}/ours", module, step=at).wait
 
     def torchs(at: int) -> Callable[[], object]:
         future: Any = dcp.async_save(module.state_dict(), checkpoint_id=f"{folder}/torch-{at}")
         return future.result  # type: ignore[no-any-return]
 
     def waits(at: int) -> Callable[[], object]:
-        checkpoint.save(f"{folder}/waits", module, step=at, keep=1)
+        checkpoint.save(f"{folder}/waits", module, step=at)
         return lambda: None
 
     def torch_waits(at: int) -> Callable[[], object]:

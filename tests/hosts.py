@@ -176,36 +176,45 @@ class Hosts(Sequence["Host"]):
             host.end()
 
     def torchrun(
-        self, ranks: int, script: str, *args: str, port: int = 29500, to: str = "", nnodes: str = "", restarts: int = 0,
-        **environ: str,
+        self, ranks: int | Sequence[int], script: str, *args: str, port: int = 29500, to: str = "", nnodes: str = "",
+        restarts: int = 0, **environ: str,
     ) -> list[subprocess.Popen[str]]:  # fmt: skip
-        """On each host a torchrun of ``ranks`` ranks, which meet by its own rendezvous on the first host; ``to``: by
+        """On each host a torchrun of ``ranks`` ranks, or of as many as there stand for it, which meet by its own rendezvous on the first host; ``to``: by
         which of its addresses or names; ``nnodes`` where it is not the number of hosts; ``restarts``: how often.
         """
         to = to or self[0].address
         end = f"[{to}]:{port}" if ":" in to else f"{to}:{port}"
         where = [
             f"--nnodes={nnodes or len(self)}",
-            f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}",
             "--rdzv-backend=c10d",
         ]
         run = [sys.executable, "-m", "torch.distributed.run", *where, f"--rdzv-endpoint={end}", "--rdzv-id=hosts"]
         # torchrun itself does not know an address for its own where the host's name means loopback.
         serves = [f"--rdzv-conf=is_host={int(host is self[0])},join_timeout=120,last_call_timeout=3" for host in self]
-        return [host.start(*run, here, script, *args, **environ) for host, here in zip(self, serves, strict=True)]
+        each = [f"--nproc-per-node={count}" for count in self._counts(ranks)]
+        return [
+            host.start(*run, many, here, script, *args, **environ)
+            for host, many, here in zip(self, each, serves, strict=True)
+        ]
 
     def plain(
-        self, ranks: int, script: str, *args: str, port: int = 29500, to: str = "", **environ: str
+        self, ranks: int | Sequence[int], script: str, *args: str, port: int = 29500, to: str = "", **environ: str
     ) -> list[subprocess.Popen[str]]:
-        """On each host ``ranks`` processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone."""
-        size = str(ranks * len(self))
-        meet = {"WORLD_SIZE": size, "MASTER_ADDR": to or self[0].address, "MASTER_PORT": str(port), **environ}
-        return [
-            host.start(sys.executable, script, *args, **{"RANK": str(ranks * host.index + local), **meet})
-            for host in self
-            for local in range(ranks)
-        ]
+        """On each host ``ranks`` processes, or as many as there stand for it, with RANK, WORLD_SIZE, MASTER_ADDR and
+        MASTER_PORT alone.
+        """
+        there = [host for host, count in zip(self, self._counts(ranks), strict=True) for _ in range(count)]
+        meet = {
+            "WORLD_SIZE": str(len(there)),
+            "MASTER_ADDR": to or self[0].address,
+            "MASTER_PORT": str(port),
+            **environ,
+        }
+        return [host.start(sys.executable, script, *args, RANK=str(rank), **meet) for rank, host in enumerate(there)]
+
+    def _counts(self, ranks: int | Sequence[int]) -> Sequence[int]:
+        return [ranks] * len(self) if isinstance(ranks, int) else ranks
 
     def mpiexec(self, mpiexec: str, ranks: int, script: str, *args: str, port: int = 29500) -> subprocess.Popen[str]:
         """MPICH's or Open MPI's, with a host file, in the first host's network; in place of ssh an agent enters hosts."""

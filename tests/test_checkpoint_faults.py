@@ -21,6 +21,7 @@ from torch.serialization import set_crc32_options
 from torch.testing import assert_close
 
 import meshcomm as mc
+from meshcomm.objects.parcels import Courier
 from meshcomm.parallel import full_state_dict, fully_shard
 from meshcomm.parallel.checkpoint import async_save, latest, load, save
 from meshcomm.parallel.checkpoint.files import Root, Writer
@@ -279,6 +280,62 @@ def background_of_a_process(folder: str) -> None:
         background(folder)
     finally:
         Writer.write = _WRITE  # type: ignore[method-assign]
+
+
+def test_saves_of_what_was_saved_before_meet_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meet, met = Courier.meet, list[int]()
+
+    def counted(self: Courier, *args: Any) -> object:
+        met.append(self.axis.index)
+        return meet(self, *args)
+
+    def program() -> list[int]:
+        layer, rank, counts = nn.Linear(3, 2), mc.rank(), list[int]()
+        nn.init.ones_(layer.weight), nn.init.zeros_(layer.bias)
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        extra = {"seen": [0], "at": torch.zeros(2)}
+
+        def begun(**given: Any) -> Any:
+            before = met.count(rank)
+            saving = async_save(tmp_path, layer, sgd, extra=extra, **given)
+            counts.append(met.count(rank) - before)
+            return saving
+
+        for step in (1, 2, 3):
+            saving = begun(step=step)
+            layer.weight.data += 1
+            extra["seen"][0] += 1
+            extra["at"] += 1
+            if step < 3:
+                saving.wait()
+        mc.barrier("ranks")
+        while not saving.succeeded():
+            time.sleep(0.001)
+        mc.barrier("ranks")
+        begun()  # the next step; the last one was not waited for
+        found = load(tmp_path, layer, sgd)
+        assert (found.step, found.extra["seen"], found.extra["at"].tolist()) == (4, [3], [3.0, 3.0])
+        assert torch.equal(layer.weight.data, torch.full((2, 3), 4.0))
+        load(f"{tmp_path}/step-00000002", layer, sgd)
+        assert torch.equal(layer.weight.data, torch.full((2, 3), 2.0))
+        layer.weight.data += rank  # on one rank alone
+        with pytest.raises(mc.MeshError, match="'weight' has other values on rank 1 of the mesh than on rank 0"):
+            begun().wait()
+        layer.weight.data -= rank
+        assert begun().wait().endswith("step-00000005")
+        sgd.add_param_group({"params": [extra["at"].requires_grad_()]})
+        with pytest.raises(mc.MeshError, match="parameters that are not the module's"):
+            begun()
+        return counts
+
+    monkeypatch.setattr(Courier, "meet", counted)
+
+    def on_a_mesh() -> list[int]:
+        with mc.use_mesh(mc.make_mesh({"ranks": 2})):
+            return program()
+
+    for counts in mc.launch(on_a_mesh, ranks=2):
+        assert counts[1:5] == [1, 1, 1, 1], counts
 
 
 @pytest.mark.thorough

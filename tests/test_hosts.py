@@ -168,6 +168,22 @@ def test_hosts_that_do_not_reach_each_other(program: str) -> None:
             assert f"{sides[0]} cannot reach {sides[1]}" in text or f"{sides[1]} cannot reach {sides[0]}" in text, text
 
 
+def test_hosts_whose_interface_has_an_address_that_all_of_them_have(program: str) -> None:
+    """As the first one, which gloo takes, it cannot be reached; beside the own one it harms nobody."""
+    with Hosts(2, ipv6=False) as hosts:
+        for host in hosts:
+            host.run("ip", "addr", "add", "192.168.9.9/32", "dev", "eth0")
+        met(hosts.plain(1, program), "eth0", ranks=2)
+        for host in hosts:
+            host.run("ip", "addr", "del", f"{host.address}/24", "dev", "eth0")
+            host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
+        for each in hosts.plain(1, program, port=29501):
+            text, _ = each.communicate(timeout=120)
+            assert each.returncode == 1, text
+            assert "cannot reach rank " in text, text
+            assert "(both have this address, the first one of the interface)" in text, text
+
+
 def test_the_doctor_tells_the_interfaces() -> None:
     with Hosts(2) as hosts:
         meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import seeded
-from hosts import Hosts, needs_hosts
+from hosts import ROOT, Hosts, needs_hosts
 from oracle import tree
 from test_transport import agree, bits, drawn, moved, reduced
 from torch import Tensor
@@ -24,11 +24,14 @@ from meshcomm.runtime.transports.hosts import link as links
 from meshcomm.runtime.transports.hosts.arrangement import Arrangement, arrangement_of
 from meshcomm.runtime.transports.hosts.link import HostsLink
 from meshcomm.runtime.transports.hosts.parts import blocks_of, chunks_of, number_of
+from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.shared.words import code_of, said
 
 BLOCKS = ((0, 1), (2, 3))
 APART = ((0, 2), (1, 3))
 """Ranks by machine, where a tree over all of them is one over the machines, and where it is not."""
+UNEVEN = ((0, 1), (2,), (3,))
+WHERE = pytest.mark.parametrize("ranks", [BLOCKS, APART, UNEVEN], ids=["blocks", "apart", "uneven"])
 
 
 @contextlib.contextmanager
@@ -54,7 +57,7 @@ def machines(ranks: tuple[tuple[int, ...], ...] = BLOCKS, block: int = 64) -> It
 def every_way(ranks: tuple[tuple[int, ...], ...]) -> None:
     with machines(ranks):
         mesh = mc.make_mesh({"a": 4})
-        assert type(mesh.axis("a").link) is HostsLink
+        assert type(mesh.axis("a").link) is (ProcessLink if ranks == UNEVEN else HostsLink)
         for length, dtype in (
             (0, torch.float32),
             (1, torch.int16),
@@ -69,7 +72,7 @@ def every_way(ranks: tuple[tuple[int, ...], ...]) -> None:
         agree(reduced("product", 7, torch.complex64, 4), mesh, "product")
 
 
-@pytest.mark.parametrize("ranks", [BLOCKS, APART], ids=["blocks", "apart"])
+@WHERE
 def test_values(pool4: Any, ranks: tuple[tuple[int, ...], ...]) -> None:
     pool4.run(every_way, ranks)
 
@@ -97,7 +100,7 @@ def every_bit(ranks: tuple[tuple[int, ...], ...]) -> None:
     assert bits(exact) == bits(flat)
 
 
-@pytest.mark.parametrize("ranks", [BLOCKS, APART], ids=["blocks", "apart"])
+@WHERE
 def test_bits(pool4: Any, ranks: tuple[tuple[int, ...], ...]) -> None:
     pool4.run(every_bit, ranks)
 
@@ -271,3 +274,50 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
     shares = [float(line[2]) for line in lines if len(line) == 3]
     assert len(shares) == 16, said
     assert max(shares) < 1.1, said
+
+
+UNEQUAL = """
+import torch, meshcomm as mc
+from oracle import tree
+from pathlib import Path
+
+def sent():
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line)
+    return int(line.split(":")[1].split()[8])
+
+mesh = mc.make_mesh({"a": 3, "b": 2})  # 0 1 | 2 | 3 4 5: of b the first and the last pair are on one host
+xs = [torch.randn(60_000, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+x = xs[mesh.rank]
+for axis, ranks in (("b", [mesh.rank & ~1, mesh.rank | 1]), ("a", range(mesh.rank % 2, 6, 2)), (("a", "b"), range(6))):
+    total = tree([xs[i] for i in ranks], "sum")
+    rows = total.view(len(ranks), -1)
+    assert torch.equal(mc.all_reduce(x, axis, mesh=mesh), total)
+    mine = mc.reduce_scatter(x.view(len(ranks), -1), axis, mesh=mesh)
+    assert torch.equal(mc.all_gather(mine, axis, mesh=mesh).view_as(rows), rows)
+    assert torch.equal(mc.broadcast(x, axis, 1, mesh=mesh), xs[ranks[1]])
+    mc.barrier(("a", "b"), mesh=mesh)
+    before = sent()
+    mc.all_reduce(x, axis, mesh=mesh)
+    if mesh.rank == 0:
+        print(f"sent {(sent() - before) / x.nbytes:.1f}", flush=True)
+    mc.barrier(("a", "b"), mesh=mesh)
+mc.shutdown()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["plain", "torchrun"])
+def test_three_hosts_that_have_not_as_many_ranks(tmp_path: Path, how: str) -> None:
+    """Over all of them in one level, with the bits of the tree; an axis within a host sends nothing."""
+    needs_hosts()
+    script = tmp_path / "program.py"
+    script.write_text(UNEQUAL)
+    with Hosts(3) as hosts:
+        start, path = hosts.plain if how == "plain" else hosts.torchrun, f"{ROOT}:{ROOT / 'tests'}"
+        started = start((2, 1, 3), str(script), PYTHONPATH=path)
+        texts = [each.communicate(timeout=200)[0] for each in started]
+    said = "\n".join(texts)
+    assert [each.returncode for each in started] == [0] * len(started), said
+    within, between, over_all = (float(line.split()[1]) for line in said.splitlines() if line.startswith("sent "))
+    assert within == 0.0, said
+    assert min(between, over_all) > 0.0, said

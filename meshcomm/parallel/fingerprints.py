@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from meshcomm.runtime.process.accelerator import with_doubles
 _SAMPLES = 32
 _AT_ONCE = 2**19
 """Numbers."""
+_SINGLE = 1e-12, 1e18
+"""Norms between which squares of single precision neither vanish nor overflow."""
 
 
 class Fingerprint(NamedTuple):
@@ -37,15 +40,25 @@ def fingerprint_of(x: Tensor) -> Fingerprint:
     norm = _norm(flat)
     if not flat.numel():
         return Fingerprint(least, 0.0, 0, ())
-    at = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64, device="cpu").round().long()
-    picked = flat[tuple(torch.unravel_index(at.to(flat.device), flat.shape))] if flat.ndim else flat[None]
+    at = _places(flat.numel()).to(flat.device)
+    dense = flat.is_contiguous() or not flat.ndim
+    picked = flat.view(-1)[at] if dense else flat[tuple(torch.unravel_index(at, flat.shape))]
     return Fingerprint(least, norm.item(), flat.numel(), tuple(picked.to("cpu", torch.float64).tolist()))
+
+
+@functools.lru_cache(64)
+def _places(count: int) -> Tensor:
+    return torch.linspace(0, count - 1, _SAMPLES, dtype=torch.float64, device="cpu").round().long()
 
 
 def _norm(x: Tensor) -> Tensor:
     """In double precision, some MiB of it at a time, in one place: what is looked at may be most of what there is room
-    for.
+    for. In single precision first, which takes a third: equal ones have equal norms in that, too, where it has room.
     """
+    if x.dtype == torch.float32:
+        quick: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in _parts(x)]))
+        if _SINGLE[0] < quick.item() < _SINGLE[1]:
+            return quick
     place, exact = with_doubles(x.device), not x.is_floating_point() or x.dtype.itemsize == 1
     number = torch.float64 if exact or place == x.device else torch.float32
     room = torch.empty(min(x.numel(), _AT_ONCE), dtype=number, device=place if exact else x.device)

@@ -97,7 +97,7 @@ def full_state_dict(
     if dst is not None:
         check.checked_index(where, dst, axis, "dst")
     team = Team(where, axis, dst=dst)
-    found, (plan, _, together), _ = team.share_out(lambda: _tensors_alone(module), lambda: None)
+    found, (plan, _, together, _), _ = team.share_out(lambda: _tensors_alone(module), lambda: None)
     mine = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
     full: dict[str, Tensor] = {}
     for batch in _batches(together):
@@ -209,7 +209,7 @@ def save_full_state_dict(
     most = bytes_in(where, max_shard_size)
     axis = all_ranks(where, module, mesh)
     team = Team(where, axis, path=to, max_shard_size=most)
-    found, (plan, _, together), _ = team.share_out(lambda: _tensors_alone(module), lambda: None)
+    found, (plan, _, together, _), _ = team.share_out(lambda: _tensors_alone(module), lambda: None)
     mine = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
     in_folders = functools.partial(in_files, where, module)
     writing: list[Writing] = []

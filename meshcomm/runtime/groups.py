@@ -39,8 +39,10 @@ from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.transport import OneHostLink
 from meshcomm.runtime.transports.turns import Family, Pool
 
-_FOR_THE_WIRE = 5.0
-"""Seconds that a rank has to tell the others of its machine why nothing came to it from another one."""
+_FOR_THE_WIRE = 4.5
+"""Seconds that a rank has to tell the others of its machine why nothing came to it from another one: the one by which
+gloo is late, and three for asking; what is left of six is for those who then ask themselves.
+"""
 _families: dict[tuple[tuple[int, ...], timedelta], Family] = {}
 _pools: dict[tuple[tuple[int, ...], timedelta], Pool] = {}
 _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}

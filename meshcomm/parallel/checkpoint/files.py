@@ -204,20 +204,20 @@ class Planner(DefaultSavePlanner):
 
     def __init__(self, found: Entries | None = None) -> None:
         super().__init__()
-        self._tensors: dict[MetadataIndex, Tensor] = {}
-        self._plain: dict[str, Any] = {}
+        self.tensors: dict[MetadataIndex, Tensor] = {}
+        self.plain: dict[str, Any] = {}
         if found is not None:
-            self._plain = {dotted(path): value for path, value in found.plain.items()}
+            self.plain = {dotted(path): value for path, value in found.plain.items()}
             for path, spread in found.tensors.items():
                 for box in spread.boxes:
-                    self._tensors[MetadataIndex(dotted(path), box.offsets)] = box.view
+                    self.tensors[MetadataIndex(dotted(path), box.offsets)] = box.view
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """The bytes of one item."""
         if write_item.type != WriteItemType.BYTE_IO:
-            return self._tensors[write_item.index].detach().contiguous()
+            return self.tensors[write_item.index].detach().contiguous()
         data = io.BytesIO()
-        torch.save(self._plain[write_item.index.fqn], data)
+        torch.save(self.plain[write_item.index.fqn], data)
         return data
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +23,14 @@ from torch import Tensor
 from meshcomm.errors import MeshError, text
 from meshcomm.mesh import Axis
 from meshcomm.parallel.checkpoint.files import MetadataIndex, Planner, Root, SavePlan, Writer
+from meshcomm.parallel.checkpoint.parts import Entries, Layout, Mark, Marks, layout_of, refuse_others
+from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
 from meshcomm.watch import out_of_sight
 
 _WHERE = "checkpoint.async_save"
 _DONE = ".done-"
 _SEEN_EVERY = 0.01
-"""Seconds between two looks at what the others have written."""
+"""Seconds between two looks at what the others have written, at most."""
 _PATIENCE = 60.0
 """Seconds for which a program that has ended waits for what others write."""
 
@@ -48,31 +49,35 @@ class Begun(NamedTuple):
 
 
 class OnHost(Planner):
-    """What this rank has to write, as it is now, in memory of the host."""
+    """What this rank has to write, as it is now, in memory of the host: in that of ``before``, where it fits."""
 
-    def __init__(self, planner: Planner, plan: SavePlan, room: Tensor | None) -> None:
+    def __init__(self, planner: Planner, plan: SavePlan, before: OnHost | None = None) -> None:
         super().__init__()
-        found = [(item.index, planner.resolve_data(item)) for item in plan.items]
-        tensors = [(index, x) for index, x in found if isinstance(x, Tensor)]
-        self._bytes = {index: x.getvalue() for index, x in found if isinstance(x, io.BytesIO)}
-        ends, end = [], 0
-        for _, x in tensors:
-            end += -(-x.nbytes // 64) * 64
-            ends.append(end)
-        self.room = (
-            room if room is not None and room.numel() >= end else torch.empty(end, dtype=torch.uint8, device="cpu")
-        )
-        self._copies: dict[MetadataIndex, Tensor] = {}
-        for (index, x), stop in zip(tensors, ends, strict=True):
-            at = stop - -(-x.nbytes // 64) * 64
-            copy = self.room[at : at + x.nbytes].view(x.dtype).view(x.shape)
-            copy.copy_(x)
-            self._copies[index] = copy
+        known = {} if before is None else before.tensors
+        for item in plan.items:
+            if item.tensor_data is None:
+                self.plain[item.index.fqn] = _as_it_is(planner.plain[item.index.fqn])
+                continue
+            x, room = planner.tensors[item.index].detach(), known.get(item.index)
+            if room is None or room.shape != x.shape or room.dtype != x.dtype:
+                room = torch.empty(x.shape, dtype=x.dtype, device="cpu")  # of its own: of a part torch writes a copy
+            self.tensors[item.index] = room.copy_(x)
 
-    def resolve_data(self, write_item: Any) -> Tensor | io.BytesIO:
-        """The bytes of one item."""
-        copy = self._copies.get(write_item.index)
-        return io.BytesIO(self._bytes[write_item.index]) if copy is None else copy
+    def boxes(self) -> dict[Mark, Tensor]:
+        """The tensors by name and place."""
+        return {(index.fqn, tuple(index.offset or ())): x for index, x in self.tensors.items()}
+
+
+def _as_it_is(value: Any) -> Any:
+    """A copy of plain data."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        same = value.copy()
+        for key, each in value.items():
+            same[key] = _as_it_is(each)
+        return same
+    return type(value)(map(_as_it_is, value)) if type(value) in (list, tuple) else value
 
 
 class Saving:
@@ -81,9 +86,10 @@ class Saving:
     path: str
     """The folder of the checkpoint, which is there when it is complete."""
 
-    def __init__(self, begun: Begun, copied: OnHost) -> None:
-        self._begun, self._copied = begun, copied
-        self.room = copied.room
+    def __init__(self, begun: Begun, copied: OnHost, layout: Layout, marks: Marks | None = None) -> None:
+        """``marks``: of what others write and is to be the same here, if that has not been seen yet."""
+        self.begun, self.copied, self.layout = begun, copied, layout
+        self._marks = marks
         self.path = begun.root.folder(begun.step)
         self.partial = begun.partial
         self._writer = Writer(begun.partial, self.path, begun.axis.index)
@@ -100,6 +106,16 @@ class Saving:
         """Whether nobody writes to it any more, so that :meth:`wait` does not wait for the disk; asks no other rank."""
         return self.over or (self._written.is_set() and not os.path.isdir(self.partial))
 
+    def succeeded(self) -> bool:
+        """Whether, as far as this rank knows, it has become a checkpoint."""
+        if self.over:
+            return self._told is None
+        return (
+            self._written.is_set()
+            and self._failed is None
+            and (self.begun.axis.index != 0 or not self._thread.is_alive())
+        )
+
     @out_of_sight
     def wait(self) -> str:
         """Until the checkpoint is there; all ranks of the mesh call.
@@ -110,7 +126,7 @@ class Saving:
             MeshError: on all ranks, if one could not write; the next save says so where nobody waits.
         """
         if not self.over:
-            settled(self._begun.team, self)
+            settled(self.begun.team, self)
         if self._told is not None:
             raise self._told
         return self.path
@@ -127,7 +143,7 @@ class Saving:
 
     def _raise(self) -> None:
         if self._failed is not None:
-            what = f"step {self._begun.step} was not saved: {type(self._failed).__name__}: {self._failed}"
+            what = f"step {self.begun.step} was not saved: {type(self._failed).__name__}: {self._failed}"
             raise MeshError(text(_WHERE, f"{what.rstrip('.')}.")) from self._failed
 
     def end(self, told: Exception | None) -> None:
@@ -135,8 +151,8 @@ class Saving:
         self._told = told
         self._given_up.set()
         self._thread.join()
-        if self._begun.axis.index == 0:
-            self._begun.root.close(self.partial)
+        if self.begun.axis.index == 0:
+            self.begun.root.close(self.partial)
         self.over = True
 
     # --------------------------------------------------------------------------------------------- beside the program
@@ -150,37 +166,44 @@ class Saving:
             self._say(None)
         finally:
             self._written.set()
-        if self._begun.axis.index == 0:
+        if self.begun.axis.index == 0:
             try:
                 self._publish(results)
             except BaseException as error:
                 self._failed = error
             finally:
-                self._begun.root.close(self.partial)
+                self.begun.root.close(self.partial)
 
     def _write(self) -> Sequence[Any]:
-        begun = self._begun
-        results: Sequence[Any] = self._writer.write(begun.shares.plan, self._copied)
+        begun = self.begun
+        results: Sequence[Any] = self._writer.write(begun.shares.plan, self.copied)
+        if self._marks is not None:
+            boxes = self.copied.boxes().items()
+            self._marks |= {key: fingerprint_of(x) for key, x in boxes if key in begun.shares.common}
         self._say(results)
         return results
 
     def _say(self, results: Sequence[Any] | None) -> None:
         """What this rank has written, or that it could not, for the first one."""
-        rows = None if results is None else [_row(each) for each in results]
-        path = os.path.join(self.partial, f"{_DONE}{self._begun.axis.index}")
+        said = (
+            None if results is None else {"rows": [_row(each) for each in results], "marks": _told_marks(self._marks)}
+        )
+        path = os.path.join(self.partial, f"{_DONE}{self.begun.axis.index}")
         with contextlib.ExitStack() as stack:
             if results is None:
                 stack.enter_context(contextlib.suppress(OSError))
             with open(f"{path}.new", "w") as file:
-                json.dump(rows, file)
+                json.dump(said, file)
             os.rename(f"{path}.new", path)
 
     def _publish(self, own: Sequence[Any] | None) -> None:
-        begun = self._begun
+        begun = self.begun
         said = [self._said_by(rank) for rank in range(1, begun.axis.size)]
         if own is None or None in said:  # who could not says why
             return
-        every = [own, *([_result(own[0], row) for row in rows] for rows in said if rows is not None)]
+        others = [each for each in said if each is not None]
+        refuse_others(_WHERE, [self._marks or {}, *(_marks_told(each["marks"]) for each in others)])
+        every = [own, *([_result(own[0], row) for row in each["rows"]] for each in others)]
         for rank in range(begun.axis.size):
             os.remove(os.path.join(self.partial, f"{_DONE}{rank}"))
         self._writer.conclude(begun.shares.table, every, begun.shares.together.aliases)
@@ -188,8 +211,8 @@ class Saving:
         if begun.keep is not None:
             begun.root.prune(begun.keep, begun.step)
 
-    def _said_by(self, rank: int) -> list[Any] | None:
-        path, ended = os.path.join(self.partial, f"{_DONE}{rank}"), None
+    def _said_by(self, rank: int) -> dict[str, Any] | None:
+        path, ended, pause = os.path.join(self.partial, f"{_DONE}{rank}"), None, _SEEN_EVERY / 16
         while not os.path.isfile(path):
             if self._given_up.is_set():
                 return None
@@ -197,10 +220,11 @@ class Saving:
                 ended = ended or time.monotonic()
                 if time.monotonic() - ended > _PATIENCE:
                     return None
-            time.sleep(_SEEN_EVERY)
+            time.sleep(pause)
+            pause = min(2 * pause, _SEEN_EVERY)
         with open(path) as file:
-            rows: list[Any] | None = json.load(file)
-        return rows
+            said: dict[str, Any] | None = json.load(file)
+        return said
 
 
 def _row(result: Any) -> list[Any]:
@@ -216,19 +240,68 @@ def _result(like: Any, row: Sequence[Any]) -> Any:
     return dataclasses.replace(like, index=index, size_in_bytes=size, storage_data=info)
 
 
+def _told_marks(marks: Marks | None) -> list[Any]:
+    return [[*key, *mark] for key, mark in (marks or {}).items()]
+
+
+def _marks_told(told: Sequence[Any]) -> Marks:
+    return {
+        (name, tuple(offsets)): Fingerprint(least, norm, size, tuple(samples))
+        for name, offsets, least, norm, size, samples in told
+    }
+
+
 # ------------------------------------------------------------------------------------------------------- the last one
 
 _last: dict[tuple[tuple[int, ...], int], Saving] = {}
 """Of the ranks of a mesh, on each of them."""
 
 
-def begin(begun: Begun, planner: Planner) -> Saving:
+def begin(begun: Begun, layout: Layout, planner: Planner) -> Saving:
     """Copy what this rank has to write, and begin to write it; the ranks agree once more that all could."""
     key = begun.axis.ranks, begun.axis.index
-    before = _last.get(key)
-    room = None if before is None else before.room
-    _last[key] = Saving(begun, begun.team.all(lambda: OnHost(planner, begun.shares.plan, room)))
+    before = None if _last.get(key) is None else _last[key].copied
+    copied = begun.team.all(lambda: OnHost(planner, begun.shares.plan, before))
+    _last[key] = Saving(begun, copied, layout)
     return _last[key]
+
+
+def begin_again(
+    team: Any, root: Root, keep: int | None, find: Callable[[Container[Mark]], Entries],
+    folder: Callable[[], tuple[int, str]], planner_of: Callable[[Entries, Any, int | None], Planner],
+) -> Saving | None:  # fmt: skip
+    """Where every rank has what it had at the last save, with other values, and that one is over: who writes what is
+    known, and all that the ranks have to agree on is said at once. None where it is not so.
+
+    What is to be the same on several ranks is compared when it has been written.
+    """
+    axis: Axis = team.axis
+    last, made = _last.get((axis.ranks, axis.index)), list[tuple[Entries, OnHost]]()
+
+    def ready() -> tuple[str, tuple[int, str] | None]:
+        if last is None or not last.succeeded():
+            return "", None
+        found, done = find(last.copied.boxes()), None
+        if layout_of(found) != last.layout:
+            return "", None
+        if axis.index == 0:
+            done = folder()
+        planner = planner_of(found, last.begun.shares, done and done[0])
+        made.append((found, OnHost(planner, last.begun.shares.plan, last.copied)))
+        return os.path.basename(last.partial), done
+
+    every = team.report(ready)
+    names = {name for name, _ in every}
+    if last is None or len(names) != 1 or "" in names:
+        return None
+    (step, partial), [(found, copied)] = every[0][1], made
+    if not last.over:
+        last.end(None)
+    shares = last.begun.shares
+    marks = {key: mark for key, mark in found.marks.items() if key in shares.common}
+    begun = Begun(team, axis, root, step, partial, shares, keep)
+    _last[axis.ranks, axis.index] = Saving(begun, copied, last.layout, marks)
+    return _last[axis.ranks, axis.index]
 
 
 def settle(team: Any, axis: Axis, *, tell: bool = True) -> None:

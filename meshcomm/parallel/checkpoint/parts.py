@@ -6,7 +6,7 @@ The format of torch's checkpoints knows boxes and nothing of meshes, which is wh
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshcomm.errors import fail, names, shape_text
 from meshcomm.parallel.cut_parameters import Part, parts_of, place_of, places_of
-from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of
+from meshcomm.parallel.fingerprints import Fingerprint, differ, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
 from meshcomm.parallel.later_values import find_marks, has_no_values
 from meshcomm.parallel.optimizers.shares import WHOLE_STATES, shares_of
@@ -123,6 +123,13 @@ def without_wrappers(name: str) -> str:
 # ------------------------------------------------------------------------------------------------- what is in the file
 
 
+Mark = tuple[str, tuple[int, ...]]
+"""A box of a parameter: its name and place."""
+Marks = dict[Mark, Fingerprint]
+Layout = tuple[object, ...]
+"""What decides who writes what."""
+
+
 class Entries(NamedTuple):
     """What a checkpoint has, by path."""
 
@@ -131,13 +138,41 @@ class Entries(NamedTuple):
     aliases: dict[str, str]
     names: list[str]
     """Of all in the module's ``state_dict``, in its order."""
-    marks: dict[tuple[str, tuple[int, ...]], Fingerprint]
-    """Of the boxes of parameters, by name and place."""
+    marks: Marks
 
 
-def collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Entries:
+def layout_of(found: Entries) -> Layout:
+    """All but the values; of the groups of an optimiser the names of their parameters."""
+    tensors = [(path, x.shape, x.dtype, [box[:2] for box in x.boxes]) for path, x in found.tensors.items()]
+    return tensors, groups_of(found), list(found.plain), found.aliases, found.names
+
+
+def groups_of(found: Entries) -> list[list[str]]:
+    """The names of the parameters in each group of the optimiser."""
+    lists = [(path, value) for path, value in found.plain.items() if path[:2] == ("optim", "param_groups")]
+    return [list(value) for path, value in lists if len(path) == 4 and path[3] == "params"]
+
+
+def refuse_others(where: str, every: Sequence[Marks]) -> None:
+    """Parameters of one name that are others on each rank: as of stages that count their layers from 0."""
+    first: dict[Mark, tuple[int, Fingerprint]] = {}
+    for rank, marks in enumerate(every):
+        for key, mark in marks.items():
+            before, known = first.setdefault(key, (rank, mark))
+            if differ(known, mark):
+                name = key[0].partition(".")[2]
+                fail(
+                    where,
+                    f"{name!r} has other values on rank {rank} of the mesh than on rank {before}.",
+                    got="parameters that nothing has cut are one, if they have one name",
+                    fix="other names for stages that differ, as in ModuleDict({str(number): layer}); for experts cut "
+                    'by hand tensor_parallel(experts, {"*": Cut(0)}, axis=) of all; equal replicas',
+                )
+
+
+def collect(module: nn.Module, optimizer: torch.optim.Optimizer | None, unmarked: Container[Mark] = ()) -> Entries:
     """The state of a module, and of an optimiser of its parameters, as ``torch.distributed.checkpoint.state_dict``
-    names it.
+    names it; without the marks of some boxes.
     """
     found = Entries({}, {}, {}, [], {})
     here, names_of = named(module), state_names(module)
@@ -149,7 +184,8 @@ def collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Entri
             found.aliases[f"model.{name}"] = f"model.{here.aliases[name]}"
         elif p is not None:
             spread = found.tensors["model", name] = here.place(p).of(p)
-            found.marks.update({(f"model.{name}", box.offsets): fingerprint_of(box.view) for box in spread.boxes})
+            boxes = {(f"model.{name}", box.offsets): box.view for box in spread.boxes}
+            found.marks.update({key: fingerprint_of(x) for key, x in boxes.items() if key not in unmarked})
         else:
             _put(found, ("model", name), x)
     if optimizer is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -16,9 +17,8 @@ from meshcomm.objects.objects import all_gather_object, broadcast_object, gather
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.objects.pickles import pack, unpack
 from meshcomm.parallel.checkpoint.files import Metadata, SavePlan, global_plan, local_plan
-from meshcomm.parallel.checkpoint.parts import Entries, Path
+from meshcomm.parallel.checkpoint.parts import Entries, Mark, Marks, Path, groups_of, refuse_others
 from meshcomm.parallel.cut_parameters import checked_module, widest_mesh
-from meshcomm.parallel.fingerprints import Fingerprint, differ
 from meshcomm.runtime.transports.dry.world import is_dry
 
 S = TypeVar("S")
@@ -42,11 +42,13 @@ class Shares(NamedTuple):
     plan: SavePlan
     table: Metadata
     together: Together
+    common: frozenset[Mark]
+    """The parameters, or boxes of them, that are to be the same on this rank and on others."""
 
 
 class _Here(NamedTuple):
     plan: SavePlan
-    marks: Mapping[tuple[str, tuple[int, ...]], Fingerprint]
+    marks: Marks
     together: Together
 
 
@@ -57,7 +59,7 @@ class Team:
         """``takes_values``: whether what they do is done for the values of tensors, which a dry run has not."""
         if takes_values and is_dry():
             fail(where, "a dry run has no values to save or to load.", fix="if not mc.is_dry(): around the call")
-        self._axis = axis
+        self.axis = axis
         self._courier = Courier(where, axis, **given)  # type: ignore[arg-type]
 
     def all(self, do: Callable[[], T]) -> T:
@@ -79,20 +81,27 @@ class Team:
 
     def first(self, do: Callable[[], T]) -> T | None:
         """What the first rank does for all."""
-        return self.all(lambda: do() if self._axis.index == 0 else None)
+        return self.all(lambda: do() if self.axis.index == 0 else None)
 
     def tell(self, do: Callable[[], T]) -> T:
         """The same, and all get what comes of it."""
-        found: Any = broadcast_object(self.first(do), self._axis.name, mesh=self._axis.mesh)
+        found: Any = broadcast_object(self.first(do), self.axis.name, mesh=self.axis.mesh)
         return found  # type: ignore[no-any-return]
 
     def gather(self, mine: T, dst: int = 0) -> list[T]:
         """What each rank has, to one of them; nothing elsewhere."""
-        return gather_object(mine, self._axis.name, dst, mesh=self._axis.mesh) or []
+        return gather_object(mine, self.axis.name, dst, mesh=self.axis.mesh) or []
 
     def everyone(self, mine: T) -> list[T]:
         """What each rank has, to all of them."""
-        return all_gather_object(mine, self._axis.name, mesh=self._axis.mesh)
+        return all_gather_object(mine, self.axis.name, mesh=self.axis.mesh)
+
+    def report(self, do: Callable[[], T]) -> list[T]:
+        """What each rank makes, to all of them."""
+        every = self._told(
+            lambda: pack(do()), lambda data, problem: self._courier.all_gather(data or bytearray(), problem)
+        )
+        return [unpack(each, torch.device("cpu")) for each in every]
 
     def share_out(self, find: Callable[[], Entries], more: Callable[[], T]) -> tuple[Entries, Shares, T]:
         """Who writes what, of that which several ranks ``find``, and have alike; the table is the first rank's. Then
@@ -110,19 +119,22 @@ class Team:
         def planned() -> list[bytearray] | None:
             if every is None:
                 return None
-            plans, table, together = self._planned([unpack(each, torch.device("cpu")) for each in every])
+            here = [unpack(each, torch.device("cpu")) for each in every]
+            plans, table, together = self._planned(here)
             tables.append(table)
+            counts = Counter(key for each in here for key in each.marks)
+            common = [frozenset(key for key in each.marks if counts[key] > 1) for each in here]
             done = more()
-            return [pack((plan, together, done)) for plan in plans]
+            return [pack((plan, together, keys, done)) for plan, keys in zip(plans, common, strict=True)]
 
         row = self._told(planned, lambda rows, problem: courier.scatter(rows, 0, problem))
-        plan, together, done = unpacked(courier, [row])[0]
-        return found[0], Shares(plan, tables[0] if tables else Metadata({}), together), cast(T, done)
+        plan, together, common, done = unpacked(courier, [row])[0]
+        return found[0], Shares(plan, tables[0] if tables else Metadata({}), together, common), cast(T, done)
 
     def _planned(self, every: Sequence[_Here]) -> tuple[list[SavePlan], Metadata, Together]:
         where = self._courier.where
         plans, table = global_plan(where, [here.plan for here in every])
-        _refuse_others(where, every)
+        refuse_others(where, [here.marks for here in every])
         return plans, table, _union([here.together for here in every])
 
 
@@ -143,9 +155,7 @@ def _problem(error: Exception) -> str:
 
 def _together(found: Entries) -> Together:
     tensors = {path: (tuple(spread.shape), spread.dtype) for path, spread in found.tensors.items()}
-    lists = [(path, value) for path, value in found.plain.items() if path[:2] == ("optim", "param_groups")]
-    groups = [list(value) for path, value in lists if len(path) == 4 and path[3] == "params"]
-    return Together(list(found.names), found.aliases, tensors, groups)
+    return Together(list(found.names), found.aliases, tensors, groups_of(found))
 
 
 def _union(every: Sequence[Together]) -> Together:
@@ -180,23 +190,6 @@ def names_that_count(every: Sequence[Sequence[tuple[str, str]]]) -> dict[str, st
         if counts(one) != counts(other):
             found[counts(one)] = counts(other)
     return {name: counts(name) for name in found}
-
-
-def _refuse_others(where: str, every: Sequence[_Here]) -> None:
-    """Parameters of one name that are others on each rank: as of stages that count their layers from 0."""
-    first: dict[tuple[str, tuple[int, ...]], tuple[int, Fingerprint]] = {}
-    for rank, here in enumerate(every):
-        for key, mark in here.marks.items():
-            before, known = first.setdefault(key, (rank, mark))
-            if differ(known, mark):
-                name = key[0].partition(".")[2]
-                fail(
-                    where,
-                    f"{name!r} has other values on rank {rank} of the mesh than on rank {before}.",
-                    got="parameters that nothing has cut are one, if they have one name",
-                    fix="other names for stages that differ, as in ModuleDict({str(number): layer}); for experts cut "
-                    'by hand tensor_parallel(experts, {"*": Cut(0)}, axis=) of all; equal replicas',
-                )
 
 
 def all_ranks(where: str, module: nn.Module, mesh: Mesh | None) -> Axis:

@@ -8,7 +8,7 @@ Not loaded by ``import meshcomm``: torch's checkpoints import DTensor, a second 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,20 @@ from meshcomm.parallel.checkpoint.files import (
     Root,
     Writer,
 )
-from meshcomm.parallel.checkpoint.in_background import Begun, Saving, begin, settle
-from meshcomm.parallel.checkpoint.parts import Entries, Path, checked_plain, collect, same_parameters
+from meshcomm.parallel.checkpoint.in_background import Begun, Saving, begin, begin_again, settle
+from meshcomm.parallel.checkpoint.parts import (
+    Entries,
+    Layout,
+    Mark,
+    Path,
+    checked_plain,
+    collect,
+    layout_of,
+    same_parameters,
+)
 from meshcomm.parallel.checkpoint.reader import OURS, Reader
 from meshcomm.parallel.checkpoint.state import Restoring, names_of_groups, random_states, set_random_states
-from meshcomm.parallel.checkpoint.team import Team, all_ranks, checked_both, merged, names_that_count
+from meshcomm.parallel.checkpoint.team import Shares, Team, all_ranks, checked_both, merged, names_that_count
 from meshcomm.runtime.ops import Op
 from meshcomm.spmd.types.told import keep_types
 from meshcomm.watch import out_of_sight
@@ -119,7 +128,9 @@ def save(
 
     Source: ``torch.distributed.checkpoint.save``, whose planner and writer do the work.
     """
-    begun, planner = _begun("checkpoint.save", path, module, optimizer, step, extra, rank_extra, keep, mesh)
+    asked = _Asked("checkpoint.save", path, module, optimizer, step, extra, rank_extra, keep, mesh)
+    settle(asked.team, asked.axis)
+    begun, _, planner = asked.begun()
     team, root, shares = begun.team, begun.root, begun.shares
     try:
         writer = Writer(begun.partial, root.folder(begun.step), begun.axis.index)
@@ -170,12 +181,14 @@ def async_save(
 
     Backward: none.
 
-    Cost: as of :func:`save`; the caller waits for the agreement of the ranks and for the copy alone. The copy's memory,
-        as much as this rank writes, is kept for the next save.
+    Cost: as of :func:`save`; the caller waits for the agreement of the ranks and for the copy alone: one exchange of a
+        KB where all ranks save what the last save had, with other values, and that one is over. The copy's memory, as
+        much as this rank writes, is kept for the next save.
 
     Raises:
-        MeshError: as of :func:`save`, before it returns; but if a rank cannot write, on all ranks from ``wait()``, or
-            from the next save. Then nothing is left behind, and what that save was to write is not written either.
+        MeshError: as of :func:`save`, before it returns; but if a rank cannot write, or from the second save on if
+            ranks have other values of what is one parameter, on all ranks from ``wait()``, or from the next save. Then
+            nothing is left behind, and what that save was to write is not written either.
 
     Example:
         >>> import tempfile, torch, meshcomm as mc
@@ -192,57 +205,77 @@ def async_save(
 
     Source: ``torch.distributed.checkpoint.async_save``.
     """
-    begun, planner = _begun("checkpoint.async_save", path, module, optimizer, step, extra, rank_extra, keep, mesh)
+    asked = _Asked("checkpoint.async_save", path, module, optimizer, step, extra, rank_extra, keep, mesh)
     try:
-        return begin(begun, planner)
+        again = begin_again(asked.team, asked.root, asked.keep, asked.find, asked.folder, asked.planner)
+        if again is not None:
+            return again
+        settle(asked.team, asked.axis)
+        return begin(*asked.begun())
     except BaseException:
-        if begun.axis.index == 0:
-            begun.root.close(begun.partial)
+        asked.undo()
         raise
 
 
-def _begun(
-    where: str, path: Any, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None,
-    extra: Any, rank_extra: Any, keep: int | None, mesh: Mesh | None,
-) -> tuple[Begun, Planner]:  # fmt: skip
-    """What all ranks have agreed to write, and the folder that is made for it."""
-    root = Root(_checked_path(where, path))
-    checked_both(where, module, optimizer)
-    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        if value is not None and (not check.whole_number(value) or value < least):
-            fail(where, f"{name}={value!r} is not a number from {least} on.", fix=f"an int from {least} on, or None")
-    step = None if step is None else int(step)
-    axis = all_ranks(where, module, mesh)
-    team = Team(where, axis, path=root.path, step=step, keep=keep)
-    settle(team, axis)
+class _Asked:
+    """A save: its arguments, and what all ranks have agreed to write."""
 
-    def found_here() -> Entries:
-        if axis.index == 0:
-            _checked_room(where, root, step)
-        found = collect(module, optimizer)
-        ours = {"mesh": list(axis.mesh.shape.items()), "extra": checked_plain(where, "extra", extra),
+    def __init__(
+        self, where: str, path: Any, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None,
+        extra: Any, rank_extra: Any, keep: int | None, mesh: Mesh | None,
+    ) -> None:  # fmt: skip
+        self.root, self._where = Root(_checked_path(where, path)), where
+        checked_both(where, module, optimizer)
+        for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+            if value is not None and (not check.whole_number(value) or value < least):
+                fail(
+                    where, f"{name}={value!r} is not a number from {least} on.", fix=f"an int from {least} on, or None"
+                )
+        self.keep, self._step = keep, None if step is None else int(step)
+        self._of, self._extra, self._rank_extra = (module, optimizer), extra, rank_extra
+        self.axis = all_ranks(where, module, mesh)
+        self.team = Team(where, self.axis, path=self.root.path, step=self._step, keep=keep)
+        self._made: tuple[int, str] | None = None
+
+    def find(self, unmarked: Container[Mark] = ()) -> Entries:
+        """What this rank has."""
+        if self.axis.index == 0:
+            _checked_room(self._where, self.root, self._step)
+        found = collect(*self._of, unmarked)
+        ours = {"mesh": list(self.axis.mesh.shape.items()), "extra": checked_plain(self._where, "extra", self._extra),
                 "sums": get_crc32_options()}  # fmt: skip
         found.plain.update({(OURS, key): value for key, value in ours.items()})
-        mine = {"random": random_states(), "extra": checked_plain(where, "rank_extra", rank_extra)}
-        found.plain[OURS, "rank", str(axis.index)] = mine
-        found.plain[OURS, "step"] = step  # of which all know at last
+        mine = {"random": random_states(), "extra": checked_plain(self._where, "rank_extra", self._rank_extra)}
+        found.plain[OURS, "rank", str(self.axis.index)] = mine
+        found.plain[OURS, "step"] = self._step  # of which all know at last
         return found
 
-    made: list[tuple[int, str]] = []
+    def folder(self) -> tuple[int, str]:
+        """On the first rank: the step, and where to write it, which is made."""
+        if self._made is None:
+            self._made = self.root.open(self._where, self._step)
+        return self._made
 
-    def folder() -> tuple[int, str]:
-        made.append(root.open(where, step))
-        return made[0]
+    def undo(self) -> None:
+        """Nobody writes there."""
+        if self._made is not None:
+            self.root.close(self._made[1])
 
-    try:
-        found, shares, (step, partial) = team.share_out(found_here, folder)
-    except BaseException:
-        for _, partial in made:
-            root.close(partial)
-        raise
-    found.plain.update({(*_GROUPS, at, "params"): ours for at, ours in enumerate(shares.together.groups)})
-    found.plain[OURS, "step"] = step
-    return Begun(team, axis, root, step, partial, shares, keep), Planner(found)
+    def planner(self, found: Entries, shares: Shares, step: int | None) -> Planner:
+        """With what all know by now."""
+        found.plain.update({(*_GROUPS, at, "params"): ours for at, ours in enumerate(shares.together.groups)})
+        found.plain[OURS, "step"] = step
+        return Planner(found)
+
+    def begun(self) -> tuple[Begun, Layout, Planner]:
+        """Agree on it."""
+        try:
+            found, shares, (step, partial) = self.team.share_out(self.find, self.folder)
+        except BaseException:
+            self.undo()
+            raise
+        begun = Begun(self.team, self.axis, self.root, step, partial, shares, self.keep)
+        return begun, layout_of(found), self.planner(found, shares, step)
 
 
 @Op("checkpoint.load", "all ranks of the mesh call", compared=("path", "keys", "optimizer"))

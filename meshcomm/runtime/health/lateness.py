@@ -26,7 +26,9 @@ from meshcomm.runtime.recorder import BEGAN, NUMBER, Log, Record, site_of, text_
 from meshcomm.runtime.words import axis_text, place_of, sentence
 
 _GRACE, _LEAST, _SHARE = 2.0, 0.25, 0.25
-"""Seconds for which others are asked, at most and at least, and the share of the time that was waited."""
+"""Seconds for which others are asked, at most where nothing else is said and at least, and the share of the time that
+was waited.
+"""
 _SKEW = 5.0
 """Seconds by which the clocks of two machines may differ."""
 _SHOWN = 16
@@ -55,6 +57,8 @@ class Late(NamedTuple):
     """Which of the names of the group was used, where that is known."""
     aside: Sequence[int] = ()
     """Those that this rank itself does not wait for, but another one may."""
+    grace: float = _GRACE
+    """Seconds for which others are asked, at most."""
 
     @property
     def over(self) -> str:
@@ -193,13 +197,13 @@ def _ask(late: Late) -> tuple[dict[int, Any], dict[int, str]]:
     """What others say, by index; and by rank of the world whose hosts do not answer, and why not."""
     if late.log.meeting is None:
         return {}, {}
-    grace = min(_GRACE, _LEAST + _SHARE * late.seconds)
+    grace = min(late.grace, _LEAST + _SHARE * late.seconds)
     found: dict[int, Any] = {}
     asking = threading.Thread(
         target=_meet, args=(late, grace, found), name="meshcomm late", daemon=True
     )  # the store may not answer, if the process that serves it has stopped
     asking.start()
-    end = time.monotonic() + grace + 1.0
+    end = time.monotonic() + grace + late.grace / 2
     far = hosts.silent((late.log.ranks[i] for i in late.suspects), grace)
     asking.join(max(0.0, end - time.monotonic()))
     return dict(found), far

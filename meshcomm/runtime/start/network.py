@@ -334,8 +334,11 @@ def misses(here: Store, seats: Sequence[Seat], rank: int, address: str, seconds:
     here.set(f"door/{rank}", door.write())
     told = here.multi_get([f"door/{other}" for other in first.values()])
     doors = {other: each.decode() for other, each in zip(first.values(), told, strict=True)}
-    failed = try_all(doors, rank, seconds)
-    whom = [f"{who(seats, other, json.loads(doors[other])[0])}: {why}" for other, why in list(failed.items())[:4]]
+    failed, whom = try_all(doors, rank, seconds), list[str]()
+    for other, why in list(failed.items())[:4]:
+        there = json.loads(doors[other])[0]
+        same = " (both have this address, the first one of the interface)" if there == address else ""
+        whom.append(f"{who(seats, other, there)}: {why}{same}")
     return door, ("; ".join(whom) + ("; ..." if len(failed) > 4 else "")) if whom else ""
 
 

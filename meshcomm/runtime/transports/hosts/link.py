@@ -13,7 +13,7 @@ who have the same part on the other machines::
 So a machine sends 2 (h - 1) / h of a tensor in all, and not each of its ranks. The sums are those of the aligned tree
 of ``dtypes.fold``: where the indices of a machine are a block of it, parts are added as they would be without machines;
 where they are not, what depends on the order goes in one level. Large tensors go in blocks: while one is on the wire,
-the next is reduced.
+the next is reduced, and the one before put together.
 
 A call waits several times. Its steps are taken at once, or, if it is waited for later, one call after the other by the
 link's walker; then a call that is not waited for later takes its turn there too. So what the ranks of a machine do
@@ -40,7 +40,7 @@ from meshcomm.runtime.recorder import recorded
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.exact import EXACT
 from meshcomm.runtime.transports.hosts.arrangement import Arrangement
-from meshcomm.runtime.transports.hosts.parts import Near, Turn, blocks_of, chunks_of, room
+from meshcomm.runtime.transports.hosts.parts import Near, Turn, Write, blocks_of, chunks_of, room
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.underway import Steps, Walker
 
@@ -81,9 +81,8 @@ class HostsLink(ProcessLink):
         self._lost.clear()
 
     def copies(self, name: str, x: Tensor) -> bool:
-        """What is lent is a copy; so is what is sent to peers."""
-        two = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-        return (self._here(x) and name in two) or super().copies(name, x)
+        """What is lent is a copy; so is what is sent to peers. In two levels goes what this class has a method for."""
+        return (self._here(x) and name in vars(HostsLink)) or super().copies(name, x)
 
     def _late(self, found: str) -> Late | None:
         """Of the wire: those of this machine are not waited for there."""
@@ -141,20 +140,23 @@ class HostsLink(ProcessLink):
                 turn: Turn = number, k, 0
                 return self.early.reduce_pieces("all_reduce", op, mine, turn, [own], [part[:size]], lambda _: send())
 
-            def last(piece: Tensor = piece, into: Tensor = into, parts: list[slice] = parts, k: int = k) -> object:
+            def last(piece: Tensor = piece, into: Tensor = into, parts: list[slice] = parts, k: int = k,
+                     wait: First = exchange[2], write: Write | None = exchange[3]) -> object:  # fmt: skip
                 def fill(got: list[Tensor]) -> None:
                     for run, each in zip(parts, got, strict=True):
                         into[run].copy_(each[: run.stop - run.start])
 
-                return self.late.collect("all_reduce", piece, (number, k, 0), fill)
+                wait()
+                return self.late.collect("all_reduce", piece, (number, k, 0), fill, write)
 
-            todo.append((first, exchange[1], lambda wait=exchange[2], last=last: (wait(), last())))  # type: ignore[misc]
+            todo.append((first, exchange[1], last))
         return self._take(todo, result)
 
-    def _exchange(self, name: str, op: str, part: Tensor, piece: Tensor) -> tuple[First, First, First]:
+    def _exchange(self, name: str, op: str, part: Tensor, piece: Tensor) -> tuple[First, First, First, Write | None]:
         """Reduce the peers' ``part`` into ``piece``: to be called when this rank's is there; then; and at last.
 
-        Two machines send each other the whole of it; more reduce a run each, and send that to the others.
+        Two machines send each other the whole of it; more reduce a run each, and send that to the others. Those two
+        give what writes it, wherever it is wanted.
         """
         h, me, peers = len(self._peers), self._host, self._peers
         sent: list[dist.Work] = []
@@ -165,12 +167,11 @@ class HostsLink(ProcessLink):
             def send() -> None:
                 sent.extend(self._begin([(part, other)], [], tag))
 
-            def reduce() -> None:
-                self._wait(name, coming)
+            def write(into: Tensor) -> None:
                 if part.numel():
-                    dtypes.fold_parts(op, (part, got) if me == 0 else (got, part), self.size, piece)
+                    dtypes.fold_parts(op, (part, got) if me == 0 else (got, part), self.size, into[: part.numel()])
 
-            return send, reduce, lambda: self._wait(name, sent)
+            return send, _nothing, lambda: self._wait(name, [*coming, *sent]), write
         runs, others = chunks_of(part.numel(), h), [j for j in range(h) if j != me]
         own = runs[me]
         rows, tag, tag_back = room(h * (own.stop - own.start), part).view(h, -1), self._tag(), self._tag()
@@ -187,7 +188,7 @@ class HostsLink(ProcessLink):
                 dtypes.fold_parts(op, parts, self.size, piece[own])
             sent.extend(self._begin([(piece[own], peers[j]) for j in others], [], tag_back))
 
-        return send_runs, reduce_run, lambda: self._wait(name, [*coming_back, *sent])
+        return send_runs, reduce_run, lambda: self._wait(name, [*coming_back, *sent]), None
 
     def _all_gathered(self, x: Tensor) -> Tensor:
         flat, number = dtypes.to_bytes(x), self._begun()
@@ -297,7 +298,9 @@ class HostsLink(ProcessLink):
         return self._number
 
     def _take(self, todo: Sequence[tuple[First, First, First]], result: T) -> T:
-        """Of each block what comes before the wire; then what comes on it; then what comes after it."""
+        """Of each block what comes before the wire; then of each what comes on it, and of the one before what comes
+        after it, while the next ones are on the wire.
+        """
         later = told.later
         begun = [first() for first, _, _ in todo] if later else []
 
@@ -305,9 +308,9 @@ class HostsLink(ProcessLink):
             try:
                 for i, (first, _, _) in enumerate(todo):
                     settled(begun[i] if later else first())
-                for _, second, _ in todo:
+                todo[0][1]()
+                for (_, second, _), (_, _, last) in zip([*todo[1:], _NO_STEPS], todo, strict=True):
                     second()
-                for _, _, last in todo:
                     last()
             except BaseException as error:
                 self._lost.append(todo)  # what is under way goes on reading and writing
@@ -331,3 +334,6 @@ class HostsLink(ProcessLink):
 
 def _nothing() -> None:
     """Where there is no such step."""
+
+
+_NO_STEPS = _nothing, _nothing, _nothing

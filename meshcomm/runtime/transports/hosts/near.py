@@ -10,10 +10,13 @@ from meshcomm.errors import described
 from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.recorder import WHAT, Log, under_way
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.hosts.parts import Turn, number_of
+from meshcomm.runtime.transports.hosts.parts import Turn, Write, number_of
 from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.entry import GIVEN_UP
 from meshcomm.runtime.transports.shared.transport import OneHostLink
+
+_GRACE = 0.5
+"""Seconds for which others are asked: whose time was up on the wire has said long ago what it knows."""
 
 
 class NearLink(OneHostLink):
@@ -38,7 +41,9 @@ class NearLink(OneHostLink):
             return late
         missing, came = ([self.on_axis[i] for i in each] for each in (late.missing or (), late.came))
         far = [i for i in range(len(self.axis_log.ranks)) if i not in self.on_axis]
-        return Late(record[WHAT], self.axis_log, record, late.seconds, missing, came, found=late.found, aside=far)
+        return Late(
+            record[WHAT], self.axis_log, record, late.seconds, missing, came, found=late.found, aside=far, grace=_GRACE
+        )
 
     def give_up(self, error: BaseException) -> None:
         """A call of the axis has failed: the others of this machine need not wait for this rank."""
@@ -65,10 +70,13 @@ class NearLink(OneHostLink):
 
         return self._done(call, fill, None)
 
-    def collect(self, name: str, own: Tensor, turn: Turn, fill: Callable[[list[Tensor]], object]) -> object:
+    def collect(
+        self, name: str, own: Tensor, turn: Turn, fill: Callable[[list[Tensor]], object], write: Write | None = None
+    ) -> object:
         """All read all."""
-        call = self._part(name, "", own, turn)
-        call.post(dtypes.to_bytes(own), self.mail.others, self.mail.others)
+        call, others = self._part(name, "", own, turn), self.mail.others
+        into = None if write is None else lambda lent: write(dtypes.from_bytes(lent, own.dtype))
+        call.post(dtypes.to_bytes(own), others, others, write=into)
         return self._done(call, lambda got: fill([dtypes.from_bytes(part, own.dtype) for part in got]), None)
 
     def copy_from(self, src: int, x: Tensor, out: Tensor, turn: Turn, after: Callable[[], object]) -> object:

@@ -12,6 +12,8 @@ from meshcomm.runtime.transports.shared.words import TURNS
 
 Turn = tuple[int, int, int]
 """Which call of the axis this is a part of, which block of it, and from which index it comes: equal on all ranks."""
+Write = Callable[[Tensor], object]
+"""Writes into what it is given."""
 
 _BLOCKS = 2**8
 _RANKS = TURNS // _BLOCKS
@@ -56,8 +58,12 @@ class Near(Protocol):
         ``dtypes.wide``; ``each(k)`` is called when row k is there.
         """
 
-    def collect(self, name: str, own: Tensor, turn: Turn, fill: Callable[[list[Tensor]], object]) -> object:
-        """``fill`` takes what each rank of this machine has brought, dense and as much from each."""
+    def collect(
+        self, name: str, own: Tensor, turn: Turn, fill: Callable[[list[Tensor]], object], write: Write | None = None
+    ) -> object:
+        """``fill`` takes what each rank of this machine has brought, dense and as much from each; ``write`` writes what
+        this one brings, if it is not in ``own`` yet.
+        """
 
     def copy_from(self, src: int, x: Tensor, out: Tensor, turn: Turn, after: Callable[[], object]) -> object:
         """The ``x`` of the rank at this place into ``out``; then ``after()``."""
