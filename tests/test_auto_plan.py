@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +89,27 @@ class Counted(nn.Module):
         q, k, v = (each.view(b, s, self.n_head, c // self.n_head).transpose(1, 2) for each in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, s, c))  # type: ignore[no-any-return]
+
+
+def decorated(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def around(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs)
+
+    return around
+
+
+class Decorated(Attention):
+    """What its forward reads stands behind a decorator, as in the T5 of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads = H
+
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (self.n_heads, K)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(attended(q, k, v).flatten(2))  # type: ignore[no-any-return]
 
 
 class Fused(nn.Module):
@@ -265,6 +287,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "separate": (lambda: Decoder(Attention, Gated), {"layers.*.attention.q": "column", "layers.*.attention.o": "row"}),
     "tied": (lambda: Decoder(Attention, Gated, tied=True), {"tokens": "vocab", "head": Column(gather=True)}),
     "more places than tokens": (lambda: Decoder(Attention, Gated, places=250), {"tokens": "vocab", "*": "replicated"}),
+    "decorated": (lambda: Decoder(Decorated, Gated), {"layers.*.attention.q": "column", "layers.*.attention.o": "row"}),
     "few heads": (lambda: Decoder(lambda: Attention(2), Gated), {"layers.*.feed_forward.down": "row"}),
     "one head of keys": (lambda: Decoder(lambda: Attention(1), Gated), {"layers.*.attention.k": Column(kv_heads=1)}),
     "norms of heads": (lambda: Decoder(lambda: Attention(2, "head"), Gated), {"layers.*.attention.norms.*": "summed"}),
