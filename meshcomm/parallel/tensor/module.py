@@ -188,14 +188,8 @@ def tensor_parallel(
 
 def _found(module: nn.Module, axis: Axis, sequence: bool) -> Mapping[str, Any]:
     """A plan that is looked for; printed by the first rank of the mesh."""
-    if sequence:
-        fix = (
-            "sequence=False; or edit plan=auto_plan(module, axis), 'sequence' for norms between the blocks and 'split' "
-            "for tables of positions, and pass it (docs/models.md: Plans)"
-        )
-        fail(WHERE, "plan='auto' and sequence=True.", fix=fix)
     auto: Any = importlib.import_module("meshcomm.parallel.tensor.auto.auto_plan")  # whose proof needs this module
-    plan: Mapping[str, Any] = auto.auto_plan(module, axis.name, mesh=axis.mesh)
+    plan: Mapping[str, Any] = auto.auto_plan(module, axis.name, sequence=sequence, mesh=axis.mesh)
     if not any(axis.mesh.own_coordinate().values()):
         sys.stdout.write(f"tensor_parallel(..., axis={axis.name!r}):\n{plan}\n")
     return plan
