@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from meshcomm.parallel import (
     Cut,
     Row,
     TensorPlan,
+    Vocab,
     auto_plan,
     full_state_dict,
     fully_shard,
@@ -353,6 +355,140 @@ def on_this_rank(name: str, ranks: int) -> tuple[TensorPlan, dict[str, Tensor]]:
     return plan, whole_parameters(module)
 
 
+def in_sequence(name: str, ranks: int) -> tuple[TensorPlan, dict[str, Tensor], set[int]]:
+    """And the lengths of what the norms of the layers are given."""
+    mesh = mc.make_mesh({"tp": ranks})
+    module = made(name)
+    plan = auto_plan(module, "tp", sequence=True, mesh=mesh)
+    tensor_parallel(module, plan, axis="tp", sequence=True, mesh=mesh)
+    lengths: set[int] = set()
+    for path, part in module.named_modules():
+        if path.rpartition(".")[2] in ("before", "after", "norm1", "norm2"):
+            part.register_forward_hook(lambda _, args, y: lengths.add(y.shape[1]))
+    trained(module, of_eight(module))
+    return plan, whole_parameters(module), lengths
+
+
+def of_eight(module: nn.Module) -> Tensor:
+    """Rows whose sequence ranks divide."""
+    x = batch_of(module)
+    return torch.cat([x, x[:, :2]], 1)
+
+
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "few heads": {"layers.*.before": "sequence", "layers.*.after": "sequence", "layers.2": Block(None, "gather"),
+                  "layers.0": Block("split"), "tokens": Vocab(sequence=False)},
+    "counted": {"layers.*.attention": Block("enter", None, ("x",)), "head": Column(gather=True, sequence=False)},
+    "norms over heads": {"layers.*.attention.norms.*": Block("join", "part")},
+    "tables and sinks": {"layers.*.attention.table": "column"},
+    "latent": {"layers.*.attention.down": "summed"},
+    "experts": {"layers.*.feed_forward.router": "sequence"},
+    "torch's layer": {"": Block("split", "gather"), "norm1": "sequence"},
+    "torch's encoder": {"layers.*.norm1": "sequence", "layers.2": Block(None, "gather")},
+}  # fmt: skip
+"""What a plan with a cut sequence says among other things."""
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SEQUENCES), ("few heads", 4), ("experts", 4)])
+def test_a_cut_sequence_that_finds_itself(name: str, ranks: int) -> None:
+    plan, found, lengths = mc.launch(in_sequence, ranks, (name, ranks))[0]
+    module = made(name)
+    trained(module, of_eight(module))
+    for key, p in module.named_parameters():
+        assert_close(found[key], p.detach(), rtol=0, atol=1e-8)
+    assert lengths == {8 // ranks}
+    assert {pattern: plan.get(pattern) for pattern in SEQUENCES[name]} == SEQUENCES[name]
+
+
+class Encoded(nn.Module):
+    """What is encoded goes to each layer, past those before it."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(2))
+            self.q, self.kv, self.o = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+            self.feed_forward = Gated()
+
+        def forward(self, x: Tensor, encoded: Tensor) -> Tensor:
+            q, memory = self.q(self.norms[0](x)), self.kv(encoded)
+            q, k, v = (each.unflatten(-1, (-1, K)).transpose(1, 2) for each in (q, *memory.chunk(2, -1)))
+            x = x + self.o(attended(q, k, v).flatten(2))
+            return x + self.feed_forward(self.norms[1](x))  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(D, D)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded = self.encode(x[:, :5]).tanh()
+        for layer in self.layers:
+            x = layer(x, encoded)
+        return x
+
+
+class Residual(nn.Module):
+    """A residual stream that goes past the modules in its lists, from a table to a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(8, D)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(D), Gated()) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, V, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_a_sequence_that_is_cut_from_table_to_head() -> None:
+    def program() -> tuple[TensorPlan, float]:
+        mesh = mc.make_mesh({"tp": 2})
+        torch.manual_seed(0)
+        module, x = Residual().to(F64), torch.randint(V, (4, 8), generator=torch.Generator().manual_seed(3))
+        alone = copy.deepcopy(module)
+        plan = auto_plan(module, "tp", sequence=True, mesh=mesh)
+        tensor_parallel(module, plan, axis="tp", sequence=True, mesh=mesh)
+        trained(module, x)
+        trained(alone, x)
+        found = whole_parameters(module)
+        return plan, max(float((found[key] - p).detach().abs().max()) for key, p in alone.named_parameters())
+
+    plan, apart = mc.launch(program, 2)[0]
+    assert apart < 1e-8
+    expected = {"tokens": "vocab", "places": "split", "norm": "sequence", "head": Column(gather=True)}
+    assert {pattern: plan.get(pattern) for pattern in expected} == expected
+
+
+def test_no_cut_sequence_where_none_is_right() -> None:
+    said = refused(Convolved(), sequence=True)
+    assert "no plan with sequence=True that computes the same was found" in said
+    assert "sequence=False" in said
+    said = refused(Decoder(Attention, Gated), sequence=True, example=torch.zeros(2, 5, dtype=torch.int64))
+    assert "layers: a sequence of 5, which 2 ranks do not divide" in said
+
+
+def test_what_comes_from_elsewhere_is_not_cut() -> None:
+    def program() -> tuple[TensorPlan, float]:
+        mesh = mc.make_mesh({"tp": 2})
+        torch.manual_seed(0)
+        module, x = Encoded().to(F64), torch.randn(2, 8, D, dtype=F64)
+        alone = copy.deepcopy(module)
+        plan = auto_plan(module, "tp", sequence=True, example=torch.randn(3, 10, D), mesh=mesh)
+        tensor_parallel(module, plan, axis="tp", sequence=True, mesh=mesh)
+        trained(module, x)
+        trained(alone, x)
+        found = whole_parameters(module)
+        return plan, max(float((found[key] - p).detach().abs().max()) for key, p in alone.named_parameters())
+
+    plan, apart = mc.launch(program, 2)[0]
+    assert apart < 1e-8
+    assert (plan["layers.0"], plan["layers.*.kv"]) == (Block("split"), Column(2, sequence=False))
+
+
 IN_FOUR = (
     "plain",
     "few heads",
@@ -548,13 +684,7 @@ def test_what_is_wrong_is_said() -> None:
     assert "example is of type int" in refused(plain(), example=3)
     assert "unsure='maybe'" in refused(plain(), unsure="maybe")
     assert "'0.weight' has no shape yet" in refused(nn.Sequential(nn.LazyLinear(4)))
-
-    def in_sequence() -> None:
-        mesh = mc.make_mesh({"tp": 2})
-        with pytest.raises(mc.MeshError, match=r"plan='auto' and sequence=True"):
-            tensor_parallel(plain(), "auto", axis="tp", sequence=True, mesh=mesh)
-
-    mc.launch(in_sequence, 2)
+    assert "sequence=3" in refused(plain(), sequence=3)
 
 
 def test_a_plan_is_edited_and_passed_on() -> None:

@@ -115,7 +115,9 @@ def last_has_none(folder: str) -> list[Any]:
     stage = [nn.Linear(8, 8).to(F64), nn.Tanh()][mesh.rank]
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
     scaler.scale(torch.zeros(()))
-    step = parallel.pipelined(stage, "pp", loss=lambda y, t: scaler.scale(mse(y, t)), microbatches=2, grads="mean", mesh=mesh)
+    step = parallel.pipelined(
+        stage, "pp", loss=lambda y, t: scaler.scale(mse(y, t)), microbatches=2, grads="mean", mesh=mesh
+    )
     adam, seen = torch.optim.AdamW(step.parameters(), lr=0.1), list[Any]()
     for number in range(3):
         adam.zero_grad()
@@ -129,7 +131,11 @@ def last_has_none(folder: str) -> list[Any]:
         seen.append((scaler.get_scale(), copy.deepcopy(step.state_dict())))
     parallel.checkpoint.save(folder, step, adam)
     parallel.checkpoint.load(folder, step, adam)
-    assert [name for name, _ in step.named_parameters()] == list(step.state_dict()) == ([] if mesh.rank else ["weight", "bias"])
+    assert (
+        [name for name, _ in step.named_parameters()]
+        == list(step.state_dict())
+        == ([] if mesh.rank else ["weight", "bias"])
+    )
     return seen
 
 

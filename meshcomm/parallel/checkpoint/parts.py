@@ -161,7 +161,11 @@ def _collect_optimizer(found: Entries, here: Named, optimizer: torch.optim.Optim
     for number, group in enumerate(optimizer.param_groups):
         theirs = optimized(here, group["params"])
         for key, value in group.items():
-            _put(found, ("optim", "param_groups", number, key), [name for name, _ in theirs] if key == "params" else value)
+            _put(
+                found,
+                ("optim", "param_groups", number, key),
+                [name for name, _ in theirs] if key == "params" else value,
+            )
         for name, p in theirs:
             place, shape = here.place_of_state(optimizer, p)
             for tail, value in _leaves(optimizer.state.get(p, {})):

@@ -97,7 +97,8 @@ def tensor_parallel(
             :class:`Block`: what is done where a module begins and ends. Its pattern names modules, and the parameters
             inside are named beside it.
         axis: a name, or a tuple of names.
-        sequence: whether activations between a row and a column are cut along the last dim but one.
+        sequence: whether activations between a row and a column are cut along the last dim but one; with "auto" from
+            the first to the last layer of each list of layers.
         divide: patterns of names of attributes that count what is now on this rank, such as ``"*.attn.heads"``: they
             are divided by the size of the axis, or by the numbers of a dict. ``"*.attn.config.heads"`` is one of an
             object that the module has, of which the module gets a copy.

@@ -158,18 +158,18 @@ def _in_sequence(
     module: nn.Module, small: SmallCopy, flow: Flow, proof: Proof, picked: Picked, notes: dict[str, str], n: int
 ) -> TensorPlan:
     """The same with a cut sequence."""
-    stacks = stacks_of(small.module, flow, picked)
-    ways = Ways(small.module, flow, picked, stacks)
-    cut, found, why = first_right(ways, lambda each: assembled(each, small.module),
-                                  lambda styles, divide: proof.why_wrong(styles, divide, sequence=True))  # fmt: skip
-    if why:
-        whole = [name for name in notes if any(each.item(name) for each in stacks)]
-        got = why + (f"; whole stay {names(whole[:4])}" if whole else "")
+    tried, odd = stacks_of(small.module, flow, picked, n)
+    ways = [Ways(small.module, flow, picked, stacks) for stacks in tried]
+    right, cut, found, why = first_right(ways, lambda each: assembled(each, small.module),
+                                         lambda styles, divide: proof.why_wrong(styles, divide, sequence=True))  # fmt: skip
+    if right is None:
+        whole = [name for name in notes if any(each.item(name) for stacks in tried for each in stacks)]
+        got = "; ".join(f"{name or 'the module'}: {each}" for name, each in odd.items()) if odd and not tried else why
+        got += f"; whole stay {names(whole[:4])}" if whole else ""
         fix = "sequence=False; or a plan by hand, with Block() where the sequence is to be gathered (docs/models.md)"
         fail(WHERE, "no plan with sequence=True that computes the same was found.", got=got, fix=fix)
-    left = {region.name: "used on a part of the sequence" for (region, _), each in zip(picked, cut, strict=True)
-            if not each.styles}  # fmt: skip
-    return plan_for(module, small, found, cut, {**notes, **left}, n, ends_in(module, small, stacks))
+    left = {region.name: "with sequence=True" for (region, _), each in zip(picked, cut, strict=True) if not each.styles}
+    return plan_for(module, small, found, cut, {**notes, **left, **odd}, n, ends_in(module, small, right.stacks))
 
 
 def _found_apart(

@@ -3,7 +3,7 @@
 whole | layers.0 splits .. cut: norms, dropout, residual stream .. the last layer gathers | whole
                             `-- attention, feed-forward: gathered where they begin, or at their columns --'
 
-Where a block has to begin is not known: attention that reads shapes enters as a module, other products at their columns.
+Where a block has to begin is not known: attention that reads shapes enters as a module, other products by columns.
 Ways are tried in turn, all of them proved.
 """
 
@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshcomm.parallel.tensor.auto.flow import Flow, Leaf, tensors
 from meshcomm.parallel.tensor.auto.regions import Candidate, Region, common, named_arguments, needs_grad
@@ -33,6 +33,8 @@ class Stack(NamedTuple):
     path: str
     first: str
     last: str
+    tables: bool = False
+    """All of a module, from tables whose result is cut to heads that gather what they take."""
 
     def item(self, path: str) -> str | None:
         """The one of its layers that a path is in."""
@@ -42,22 +44,35 @@ class Stack(NamedTuple):
         return inside + path[len(inside) :].split(".")[0] if path.startswith(inside) else None
 
 
-def stacks_of(module: nn.Module, flow: Flow, picked: Picked) -> list[Stack]:
-    """The outermost lists of layers that are given activations, each of them with what is cut; else the whole module."""
+WHOLE, FROM_TABLES = Stack("", "", ""), Stack("", "", "", tables=True)
+
+
+def stacks_of(module: nn.Module, flow: Flow, picked: Picked, n: int) -> tuple[list[list[Stack]], dict[str, str]]:
+    """What is tried in turn: the outermost lists of layers that are given activations, each of them with what is cut;
+    the whole module, as where a residual stream goes past its layers. And those lists whose sequence so many ranks do
+    not divide, which are left as they are.
+    """
     paths = [[path for path in candidate.styles if "." in path or path] for _, candidate in picked]
     found: list[Stack] = []
+    odd: dict[str, str] = {}
     for path, part in module.named_modules():
         if not isinstance(part, (nn.ModuleList, nn.Sequential)) or any(each.item(path) for each in found):
             continue
         names = [".".join(filter(None, (path, name))) for name, _ in part.named_children()]
         stack = Stack(path, names[0], names[-1]) if names else None
-        if stack is None or not _takes_activations(stack.first, module, flow):
+        length = 0 if stack is None else _length_of(stack.first, module, flow)
+        if stack is None or not length:
             continue
-        if any(len({stack.item(each) for each in of} - {None}) == 1 and stack.item(of[0]) for of in paths if of):
-            found.append(stack)
-    if not found and _takes_activations("", module, flow):
-        found.append(Stack("", "", ""))
-    return found
+        if any(len({stack.item(each) for each in of}) == 1 and stack.item(of[0]) for of in paths if of):
+            if length % n:
+                odd[path] = f"a sequence of {length}, which {n} ranks do not divide"
+            else:
+                found.append(stack)
+    length = _length_of("", module, flow)
+    if length % n:
+        odd[""] = f"a sequence of {length}, which {n} ranks do not divide"
+    whole = [] if length % n or odd else [WHOLE] if length else [FROM_TABLES]
+    return [each for each in (found, whole) if each], odd
 
 
 def _arguments(path: str, module: nn.Module, flow: Flow) -> list[tuple[str, Any]]:
@@ -68,15 +83,18 @@ def _arguments(path: str, module: nn.Module, flow: Flow) -> list[tuple[str, Any]
     return sorted(given.items(), key=lambda each: order.index(each[0]) if each[0] in order else len(order))
 
 
-def _takes_activations(path: str, module: nn.Module, flow: Flow) -> bool:
+def _length_of(path: str, module: nn.Module, flow: Flow) -> int:
+    """Of the sequence that a module is given; 0: it is given no activations."""
     x = next((x for _, given in _arguments(path, module, flow)[:1] for x in tensors(given)), None)
-    return x is not None and x.is_floating_point() and x.ndim >= 3
+    return x.shape[-2] if x is not None and x.is_floating_point() and x.ndim >= 3 else 0
 
 
 def ends_of(stacks: Sequence[Stack]) -> dict[str, Block]:
     """Where the cut begins and ends."""
     found: dict[str, Block] = {}
     for each in stacks:
+        if each.tables:
+            continue
         if each.first == each.last:
             found[each.first] = Block("split", "gather")
         else:
@@ -92,7 +110,7 @@ def ends_in(module: nn.Module, small: SmallCopy, stacks: Sequence[Stack]) -> dic
         if stack is not None:
             alone = stack.first == stack.path
             names = [path] if alone else [".".join(filter(None, (path, name))) for name, _ in part.named_children()]
-            of_model.append(Stack(path, names[0], names[-1]))
+            of_model.append(Stack(path, names[0], names[-1], stack.tables))
     return ends_of(of_model)
 
 
@@ -106,7 +124,7 @@ class Ways:
         self.outer: set[Any] = set()  # of what comes to the layers from elsewhere, such as an encoder
         for stack in stacks:
             given = _arguments(stack.first, module, flow)[1:]
-            self.outer.update(each.grad_fn for _, x in given for each in tensors(x) if each.grad_fn is not None)
+            self.outer.update(_source(each) for _, x in given for each in tensors(x) if each.requires_grad)
 
     def tried(self) -> Iterator[list[Candidate]]:
         """One after the other; those of one kind of region are cut alike."""
@@ -122,20 +140,29 @@ class Ways:
     def _options(self, candidate: Candidate) -> Iterator[Candidate]:
         leaves = [self.leaves[path] for path in candidate.styles if path in self.leaves]
         stack = next((each for each in self.stacks for leaf in leaves if each.item(leaf.path) is not None), None)
+        if stack is not None and stack.tables and "vocab" in candidate.styles.values():
+            yield candidate
+            return
+        enters = any(how.before == "enter" for how in candidate.blocks.values())
+        if stack is None and (enters or "heads" in candidate.styles.values()):
+            yield _left_whole(candidate)  # which cannot be said of a part of a plan
+            return
         if stack is None:
             yield candidate._replace(styles={path: _uncut(style) for path, style in candidate.styles.items()})
             return
-        if any(how.before == "enter" for how in candidate.blocks.values()):
+        if enters:
             yield candidate
             return
         linear = [leaf for leaf in leaves if leaf.linear]
         if linear and not any(isinstance(candidate.styles[leaf.path], Row) or candidate.styles[leaf.path] == "row"
                               for leaf in linear):  # fmt: skip
-            yield candidate._replace(styles={}, blocks={}, divide={})  # with no row that would cut it again
+            yield _left_whole(candidate)  # no row would cut it again
             return
         around = common([leaf.path for leaf in linear])
         hosts = dict.fromkeys(host for leaf in linear for host in leaf.hosts)
-        entered = [self._entered(candidate, place) for place in dict.fromkeys((around, *hosts)) if place not in self.ends]
+        entered = [
+            self._entered(candidate, place) for place in dict.fromkeys((around, *hosts)) if place not in self.ends
+        ]
         plain = self._at_columns(candidate, linear)
         yield from (*entered, plain) if hosts else (plain, *entered)
 
@@ -143,7 +170,7 @@ class Ways:
         """Gathered where this module begins."""
         given = _arguments(place, self.module, self.flow)
         rest = [(name, x) for name, x in given[1:] if needs_grad(x)]
-        whole = tuple(name for name, x in rest if any(each.grad_fn in self.outer for each in tensors(x)))
+        whole = tuple(name for name, x in rest if any(_source(each) in self.outer for each in tensors(x)))
         own = tuple(name for name, _ in rest if name not in whole)
         divided = candidate.blocks.get(place, Block()).divided
         block = Block("enter", None, tuple(name for name, _ in given[:1]), whole, own, divided)
@@ -166,13 +193,23 @@ class Ways:
 
     def whole(self, styles: Mapping[str, Any]) -> dict[str, Any]:
         """A plan of exact names: what is whole between the ends is used on a part of the sequence."""
+        tables = {path for path, leaf in self.leaves.items() if leaf.table and self.stacks[0].tables}
         joined = {path for path, how in styles.items() if isinstance(how, Block) and how.before == "join"}
         made = {**styles}
         for path, style in styles.items():
             within = any(path.startswith(f"{each}.") for each in joined)
             if style == "replicated" and not within and any(each.item(path) is not None for each in self.stacks):
-                made[path] = "sequence"
+                made[path] = "split" if path.rpartition(".")[0] in tables else "sequence"
         return {**made, **self.ends}
+
+
+def _source(x: Tensor) -> Any:
+    """What a tensor is known by: where it was computed, or itself."""
+    return id(x) if x.grad_fn is None else x.grad_fn
+
+
+def _left_whole(candidate: Candidate) -> Candidate:
+    return candidate._replace(styles={}, blocks={}, divide={})
 
 
 def _uncut(style: Any) -> Any:
@@ -182,15 +219,16 @@ def _uncut(style: Any) -> Any:
 
 
 def first_right(
-    ways: Ways, assembled: Callable[[list[Candidate]], tuple[dict[str, Any], dict[str, int]]],
+    ways: Sequence[Ways], assembled: Callable[[list[Candidate]], tuple[dict[str, Any], dict[str, int]]],
     why_wrong: Callable[[dict[str, Any], dict[str, int]], str],
-) -> tuple[list[Candidate], tuple[dict[str, Any], dict[str, int]], str]:  # fmt: skip
+) -> tuple[Ways | None, list[Candidate], tuple[dict[str, Any], dict[str, int]], str]:  # fmt: skip
     """The first way that is right; or why none is."""
-    why = "its layers are in no list, and take no activations"
-    for picked in ways.tried() if ways.stacks else ():
-        styles, divide = assembled(picked)
-        styles = ways.whole(styles)
-        why = why_wrong(styles, divide)
-        if not why:
-            return picked, (styles, divide), ""
-    return [], ({}, {}), why
+    why = "nothing in it is known to have a sequence"
+    for each in ways:
+        for picked in each.tried():
+            styles, divide = assembled(picked)
+            styles = each.whole(styles)
+            why = why_wrong(styles, divide)
+            if not why:
+                return each, picked, (styles, divide), ""
+    return None, [], ({}, {}), why

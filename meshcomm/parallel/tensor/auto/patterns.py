@@ -183,6 +183,10 @@ def _lines(
         if style == "heads":
             layers = {place: path for place, path in layers.items() if _attention(module, place) == place}
         path = next(iter(layers.values()))
+        if style in ("sequence", "split"):
+            said = "gradients summed once a step" if style == "sequence" else "input's gradient gathered"
+            yield Line(pattern, len(layers), style, "", said, 0.0, "")
+            continue
         blocks = [around for around, how in of_modules.items() if how.before == "enter"]
         running = [place for place, of in layers.items() if _named_in(ran, small.place_of(of))]
         made = [
@@ -226,9 +230,7 @@ _SUMMED = "input's gradient summed", "sum of outputs"
 _IN_SEQUENCE = "input gathered, its gradient scattered", "sum of outputs, scattered"
 
 
-def _sent(
-    style: Any, part: nn.Module, once: float, all_: float, enters: bool, sequence: bool
-) -> tuple[str, float]:
+def _sent(style: Any, part: nn.Module, once: float, all_: float, enters: bool, sequence: bool) -> tuple[str, float]:
     kind = kind_of(part)
     entered, left = _IN_SEQUENCE if sequence and getattr(style, "sequence", None) is not False else _SUMMED
     if style == "heads" and isinstance(part, nn.MultiheadAttention):
@@ -249,7 +251,7 @@ def _sent(
             return f"{left}, input's gradient gathered", all_ * out + once * inner
         return left, all_ * out
     if style == "vocab" or isinstance(style, Vocab):
-        return "sum of rows", all_ * out
+        return left.replace("outputs", "rows"), all_ * out
     return "", 0.0
 
 

@@ -234,6 +234,7 @@ def named_arguments(module: nn.Module, given: dict[str, Any]) -> Iterator[tuple[
 
 
 def needs_grad(x: Any) -> bool:
+    """Whether any tensor in it does."""
     return any(each.requires_grad for each in tensors(x))
 
 
