@@ -160,8 +160,11 @@ def _in_sequence(
     """The same with a cut sequence."""
     tried, odd = stacks_of(small.module, flow, picked, n)
     ways = [Ways(small.module, flow, picked, stacks) for stacks in tried]
-    right, cut, found, why = first_right(ways, lambda each: assembled(each, small.module),
-                                         lambda styles, divide: proof.why_wrong(styles, divide, sequence=True))  # fmt: skip
+    right, cut, found, why = first_right(
+        ways,
+        lambda each: assembled(each, small.module),
+        lambda styles, divide: proof.why_wrong(styles, divide, sequence=True),
+    )
     if right is None:
         whole = [name for name in notes if any(each.item(name) for stacks in tried for each in stacks)]
         got = "; ".join(f"{name or 'the module'}: {each}" for name, each in odd.items()) if odd and not tried else why
