@@ -428,6 +428,37 @@ class Encoded(nn.Module):
         return x
 
 
+class Placed(nn.Module):
+    """One table of positions for the attention of all layers, with something for each head (MPNet's)."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.attention, self.feed_forward = nn.LayerNorm(D), Placed.Attention(), Gated()
+
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            x = x + self.attention(self.before(x), bias)
+            return x + self.feed_forward(x)  # type: ignore[no-any-return]
+
+    class Attention(Attention):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            b, s, _ = x.shape
+            q, k, v = (each(x).view(b, s, -1, K).transpose(1, 2) for each in (self.q, self.k, self.v))
+            return self.o(attended(q, k, v, bias).reshape(b, s, -1))  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.table = nn.Embedding(V, D), nn.Embedding(16, H)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1])
+        x, bias = self.tokens(ids), self.table((at[:, None] - at) % 16).permute(2, 0, 1)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x
+
+
 class Residual(nn.Module):
     """A residual stream that goes past the modules in its lists, from a table to a head."""
 
@@ -444,11 +475,14 @@ class Residual(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def test_a_sequence_that_is_cut_from_table_to_head() -> None:
+@pytest.mark.parametrize("kind", [Residual, Placed])
+def test_what_is_made_of_tables(kind: type[nn.Module]) -> None:
+    """A sequence that is cut from a table to a head; a table of heads for all layers."""
+
     def program() -> tuple[TensorPlan, float]:
         mesh = mc.make_mesh({"tp": 2})
         torch.manual_seed(0)
-        module, x = Residual().to(F64), torch.randint(V, (4, 8), generator=torch.Generator().manual_seed(3))
+        module, x = kind().to(F64), torch.randint(V, (4, 8), generator=torch.Generator().manual_seed(3))
         alone = copy.deepcopy(module)
         plan = auto_plan(module, "tp", sequence=True, mesh=mesh)
         tensor_parallel(module, plan, axis="tp", sequence=True, mesh=mesh)
@@ -459,7 +493,12 @@ def test_a_sequence_that_is_cut_from_table_to_head() -> None:
 
     plan, apart = mc.launch(program, 2)[0]
     assert apart < 1e-8
-    expected = {"tokens": "vocab", "places": "split", "norm": "sequence", "head": Column(gather=True)}
+    expected: dict[str, Any] = {
+        "table": "column",
+        "layers.*.attention": Block("enter", None, ("x",), (), ("bias",)),
+    }
+    if kind is Residual:
+        expected = {"tokens": "vocab", "places": "split", "norm": "sequence", "head": Column(gather=True)}
     assert {pattern: plan.get(pattern) for pattern in expected} == expected
 
 

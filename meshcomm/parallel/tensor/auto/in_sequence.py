@@ -160,24 +160,26 @@ class Ways:
             return
         around = common([leaf.path for leaf in linear])
         hosts = dict.fromkeys(host for leaf in linear for host in leaf.hosts)
-        entered = [
-            self._entered(candidate, place) for place in dict.fromkeys((around, *hosts)) if place not in self.ends
-        ]
+        inside = [place for place in dict.fromkeys((around, *hosts)) if place not in self.ends]
+        entered = [each for place in inside for each in self._entered(candidate, place)]
         plain = self._at_columns(candidate, linear)
         yield from (*entered, plain) if hosts else (plain, *entered)
 
-    def _entered(self, candidate: Candidate, place: str) -> Candidate:
-        """Gathered where this module begins."""
+    def _entered(self, candidate: Candidate, place: str) -> Iterator[Candidate]:
+        """Gathered where this module begins; what comes from elsewhere is whole, or has something for each head and is
+        this rank's own part.
+        """
         given = _arguments(place, self.module, self.flow)
         rest = [(name, x) for name, x in given[1:] if needs_grad(x)]
         whole = tuple(name for name, x in rest if any(_source(each) in self.outer for each in tensors(x)))
-        own = tuple(name for name, _ in rest if name not in whole)
         divided = candidate.blocks.get(place, Block()).divided
-        block = Block("enter", None, tuple(name for name, _ in given[:1]), whole, own, divided)
         inside = f"{place}." if place else ""
         summed = {path: "summed" for path, _ in self.module.named_parameters(remove_duplicate=False)
                   if path.startswith(inside) and not self._said(candidate, path)}  # fmt: skip
-        return candidate._replace(blocks={**candidate.blocks, place: block}, styles={**candidate.styles, **summed})
+        for among in dict.fromkeys((whole, ())):
+            own = tuple(name for name, _ in rest if name not in among)
+            block = Block("enter", None, tuple(name for name, _ in given[:1]), among, own, divided)
+            yield candidate._replace(blocks={**candidate.blocks, place: block}, styles={**candidate.styles, **summed})
 
     def _said(self, candidate: Candidate, path: str) -> bool:
         while path:
@@ -223,7 +225,7 @@ def first_right(
     why_wrong: Callable[[dict[str, Any], dict[str, int]], str],
 ) -> tuple[Ways | None, list[Candidate], tuple[dict[str, Any], dict[str, int]], str]:  # fmt: skip
     """The first way that is right; or why none is."""
-    why = "nothing in it is known to have a sequence"
+    first = ""
     for each in ways:
         for picked in each.tried():
             styles, divide = assembled(picked)
@@ -231,4 +233,5 @@ def first_right(
             why = why_wrong(styles, divide)
             if not why:
                 return each, picked, (styles, divide), ""
-    return None, [], ({}, {}), why
+            first = first or why
+    return None, [], ({}, {}), first or "nothing in it is known to have a sequence"
