@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from meshcomm.parallel import (
     Cut,
     Row,
     TensorPlan,
+    Vocab,
     auto_plan,
     full_state_dict,
     fully_shard,
@@ -88,6 +91,27 @@ class Counted(nn.Module):
         q, k, v = (each.view(b, s, self.n_head, c // self.n_head).transpose(1, 2) for each in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, s, c))  # type: ignore[no-any-return]
+
+
+def decorated(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def around(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs)
+
+    return around
+
+
+class Decorated(Attention):
+    """What its forward reads stands behind a decorator, as in the T5 of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads = H
+
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (self.n_heads, K)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(attended(q, k, v).flatten(2))  # type: ignore[no-any-return]
 
 
 class Fused(nn.Module):
@@ -265,6 +289,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "separate": (lambda: Decoder(Attention, Gated), {"layers.*.attention.q": "column", "layers.*.attention.o": "row"}),
     "tied": (lambda: Decoder(Attention, Gated, tied=True), {"tokens": "vocab", "head": Column(gather=True)}),
     "more places than tokens": (lambda: Decoder(Attention, Gated, places=250), {"tokens": "vocab", "*": "replicated"}),
+    "decorated": (lambda: Decoder(Decorated, Gated), {"layers.*.attention.q": "column", "layers.*.attention.o": "row"}),
     "few heads": (lambda: Decoder(lambda: Attention(2), Gated), {"layers.*.feed_forward.down": "row"}),
     "one head of keys": (lambda: Decoder(lambda: Attention(1), Gated), {"layers.*.attention.k": Column(kv_heads=1)}),
     "norms of heads": (lambda: Decoder(lambda: Attention(2, "head"), Gated), {"layers.*.attention.norms.*": "summed"}),
@@ -328,6 +353,179 @@ def on_this_rank(name: str, ranks: int) -> tuple[TensorPlan, dict[str, Tensor]]:
     tensor_parallel(module, plan, axis="tp", mesh=mesh)
     trained(module, batch_of(module))
     return plan, whole_parameters(module)
+
+
+def in_sequence(name: str, ranks: int) -> tuple[TensorPlan, dict[str, Tensor], set[int]]:
+    """And the lengths of what the norms of the layers are given."""
+    mesh = mc.make_mesh({"tp": ranks})
+    module = made(name)
+    plan = auto_plan(module, "tp", sequence=True, mesh=mesh)
+    tensor_parallel(module, plan, axis="tp", sequence=True, mesh=mesh)
+    lengths: set[int] = set()
+    for path, part in module.named_modules():
+        if path.rpartition(".")[2] in ("before", "after", "norm1", "norm2"):
+            part.register_forward_hook(lambda _, args, y: lengths.add(y.shape[1]))
+    trained(module, of_eight(module))
+    return plan, whole_parameters(module), lengths
+
+
+def of_eight(module: nn.Module) -> Tensor:
+    """Rows whose sequence ranks divide."""
+    x = batch_of(module)
+    return torch.cat([x, x[:, :2]], 1)
+
+
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "few heads": {"layers.*.before": "sequence", "layers.*.after": "sequence", "layers.2": Block(None, "gather"),
+                  "layers.0": Block("split"), "tokens": Vocab(sequence=False)},
+    "counted": {"layers.*.attention": Block("enter", None, ("x",)), "head": Column(gather=True, sequence=False)},
+    "norms over heads": {"layers.*.attention.norms.*": Block("join", "part")},
+    "tables and sinks": {"layers.*.attention.table": "column"},
+    "latent": {"layers.*.attention.down": "summed"},
+    "experts": {"layers.*.feed_forward.router": "sequence"},
+    "torch's layer": {"": Block("split", "gather"), "norm1": "sequence"},
+    "torch's encoder": {"layers.*.norm1": "sequence", "layers.2": Block(None, "gather")},
+}  # fmt: skip
+"""What a plan with a cut sequence says among other things."""
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SEQUENCES), ("few heads", 4), ("experts", 4)])
+def test_a_cut_sequence_that_finds_itself(name: str, ranks: int) -> None:
+    plan, found, lengths = mc.launch(in_sequence, ranks, (name, ranks))[0]
+    module = made(name)
+    trained(module, of_eight(module))
+    for key, p in module.named_parameters():
+        assert_close(found[key], p.detach(), rtol=0, atol=1e-8)
+    assert lengths == {8 // ranks}
+    assert {pattern: plan.get(pattern) for pattern in SEQUENCES[name]} == SEQUENCES[name]
+
+
+class Encoded(nn.Module):
+    """What is encoded goes to each layer, past those before it."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(2))
+            self.q, self.kv, self.o = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+            self.feed_forward = Gated()
+
+        def forward(self, x: Tensor, encoded: Tensor) -> Tensor:
+            q, memory = self.q(self.norms[0](x)), self.kv(encoded)
+            q, k, v = (each.unflatten(-1, (-1, K)).transpose(1, 2) for each in (q, *memory.chunk(2, -1)))
+            x = x + self.o(attended(q, k, v).flatten(2))
+            return x + self.feed_forward(self.norms[1](x))  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(D, D)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded = self.encode(x[:, :5]).tanh()
+        for layer in self.layers:
+            x = layer(x, encoded)
+        return x
+
+
+class Placed(nn.Module):
+    """One table of positions for the attention of all layers, with something for each head (MPNet's)."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.attention, self.feed_forward = nn.LayerNorm(D), Placed.Attention(), Gated()
+
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            x = x + self.attention(self.before(x), bias)
+            return x + self.feed_forward(x)  # type: ignore[no-any-return]
+
+    class Attention(Attention):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            b, s, _ = x.shape
+            q, k, v = (each(x).view(b, s, -1, K).transpose(1, 2) for each in (self.q, self.k, self.v))
+            return self.o(attended(q, k, v, bias).reshape(b, s, -1))  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.table = nn.Embedding(V, D), nn.Embedding(16, H)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1])
+        x, bias = self.tokens(ids), self.table((at[:, None] - at) % 16).permute(2, 0, 1)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x
+
+
+class Residual(nn.Module):
+    """A residual stream that goes past the modules in its lists, from a table to a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(8, D)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(D), Gated()) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, V, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Residual, Placed])
+def test_what_is_made_of_tables(kind: type[nn.Module]) -> None:
+    """A sequence that is cut from a table to a head; a table of heads for all layers."""
+
+    def program() -> tuple[TensorPlan, float]:
+        mesh = mc.make_mesh({"tp": 2})
+        torch.manual_seed(0)
+        module, x = kind().to(F64), torch.randint(V, (4, 8), generator=torch.Generator().manual_seed(3))
+        alone = copy.deepcopy(module)
+        plan = auto_plan(module, "tp", sequence=True, mesh=mesh)
+        tensor_parallel(module, plan, axis="tp", sequence=True, mesh=mesh)
+        trained(module, x)
+        trained(alone, x)
+        found = whole_parameters(module)
+        return plan, max(float((found[key] - p).detach().abs().max()) for key, p in alone.named_parameters())
+
+    plan, apart = mc.launch(program, 2)[0]
+    assert apart < 1e-8
+    expected: dict[str, Any] = {
+        "table": "column",
+        "layers.*.attention": Block("enter", None, ("x",), (), ("bias",)),
+    }
+    if kind is Residual:
+        expected = {"tokens": "vocab", "places": "split", "norm": "sequence", "head": Column(gather=True)}
+    assert {pattern: plan.get(pattern) for pattern in expected} == expected
+
+
+def test_no_cut_sequence_where_none_is_right() -> None:
+    said = refused(Convolved(), sequence=True)
+    assert "no plan with sequence=True that computes the same was found" in said
+    assert "sequence=False" in said
+    said = refused(Decoder(Attention, Gated), sequence=True, example=torch.zeros(2, 5, dtype=torch.int64))
+    assert "layers: a sequence of 5, which 2 ranks do not divide" in said
+
+
+def test_what_comes_from_elsewhere_is_not_cut() -> None:
+    def program() -> tuple[TensorPlan, float]:
+        mesh = mc.make_mesh({"tp": 2})
+        torch.manual_seed(0)
+        module, x = Encoded().to(F64), torch.randn(2, 8, D, dtype=F64)
+        alone = copy.deepcopy(module)
+        plan = auto_plan(module, "tp", sequence=True, example=torch.randn(3, 10, D), mesh=mesh)
+        tensor_parallel(module, plan, axis="tp", sequence=True, mesh=mesh)
+        trained(module, x)
+        trained(alone, x)
+        found = whole_parameters(module)
+        return plan, max(float((found[key] - p).detach().abs().max()) for key, p in alone.named_parameters())
+
+    plan, apart = mc.launch(program, 2)[0]
+    assert apart < 1e-8
+    assert (plan["layers.0"], plan["layers.*.kv"]) == (Block("split"), Column(2, sequence=False))
 
 
 IN_FOUR = (
@@ -525,13 +723,7 @@ def test_what_is_wrong_is_said() -> None:
     assert "example is of type int" in refused(plain(), example=3)
     assert "unsure='maybe'" in refused(plain(), unsure="maybe")
     assert "'0.weight' has no shape yet" in refused(nn.Sequential(nn.LazyLinear(4)))
-
-    def in_sequence() -> None:
-        mesh = mc.make_mesh({"tp": 2})
-        with pytest.raises(mc.MeshError, match=r"plan='auto' and sequence=True"):
-            tensor_parallel(plain(), "auto", axis="tp", sequence=True, mesh=mesh)
-
-    mc.launch(in_sequence, 2)
+    assert "sequence=3" in refused(plain(), sequence=3)
 
 
 def test_a_plan_is_edited_and_passed_on() -> None:

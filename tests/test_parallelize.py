@@ -77,6 +77,31 @@ CASES: list[tuple[dict[str, int], dict[str, Any] | None, list[str]]] = [
 
 
 @pytest.mark.parametrize("by_calls", [False, True])
+def test_a_cut_sequence(by_calls: bool) -> None:
+    rows = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1), dtype=F64)
+
+    def program() -> tuple[Any, Any]:
+        mesh = mc.make_mesh({"fsdp": 2, "tp": 2})
+        with mc.use_mesh(mesh):
+            model = parallelize(net(), mesh, grads="mean", sequence=True)
+            calls = parallel_calls(model)
+            if by_calls:
+                model = net()
+                for call in calls:
+                    eval(call, {**{name: getattr(parallel, name) for name in parallel.__all__}, "model": model})
+            trained(model, rows.chunk(2)[mesh.coordinate["fsdp"]])
+            return calls, full_state_dict(model)
+
+    calls, state = mc.launch(program, 4)[0]
+    assert "{'': Block(before='split', after='gather')" in calls[0]
+    assert calls[0].endswith("axis='tp', sequence=True)")
+    alone = net()
+    trained(alone, rows)
+    for key, p in alone.named_parameters():
+        assert_close(state[key], p.detach(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("by_calls", [False, True])
 @pytest.mark.parametrize(("shape", "axes", "expected"), CASES)
 def test_by_the_axes(shape: dict[str, int], axes: Any, expected: list[str], by_calls: bool) -> None:
     ranks = torch.Size(shape.values()).numel()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,45 @@ def _skips(found: list[Any]) -> None:
         assert [first[0], second[0], third[0]] == [64.0, 32.0, 32.0]
         assert_close(second[1], first[1], rtol=0, atol=0)
         assert any(not torch.equal(a, b) for a, b in zip(second[1], third[1], strict=True))
+
+
+def last_has_none(folder: str) -> list[Any]:
+    """The last stage has no parameters, and the loop is the same on each rank; so is what is kept of it."""
+    mesh = mc.make_mesh({"pp": 2})
+    torch.manual_seed(0)
+    stage = [nn.Linear(8, 8).to(F64), nn.Tanh()][mesh.rank]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+    scaler.scale(torch.zeros(()))
+    step = parallel.pipelined(
+        stage, "pp", loss=lambda y, t: scaler.scale(mse(y, t)), microbatches=2, grads="mean", mesh=mesh
+    )
+    adam, seen = torch.optim.AdamW(step.parameters(), lr=0.1), list[Any]()
+    for number in range(3):
+        adam.zero_grad()
+        step(ROWS, TARGETS)
+        if number == 1 and mesh.rank == 0:
+            stage.weight.grad[0, 0] = math.inf
+        scaler.unscale_(adam)
+        parallel.clip_grad_norm(step, 1.0, mesh=mesh)
+        scaler.step(adam)
+        scaler.update()
+        seen.append((scaler.get_scale(), copy.deepcopy(step.state_dict())))
+    parallel.checkpoint.save(folder, step, adam)
+    parallel.checkpoint.load(folder, step, adam)
+    assert (
+        [name for name, _ in step.named_parameters()]
+        == list(step.state_dict())
+        == ([] if mesh.rank else ["weight", "bias"])
+    )
+    return seen
+
+
+def test_a_stage_without_parameters_skips_too(tmp_path: Path) -> None:
+    found = mc.launch(last_has_none, 2, (str(tmp_path),))
+    assert [[scale for scale, _ in each] for each in found] == [[64.0, 32.0, 32.0]] * 2
+    first, second, third = (state["weight"] for _, state in found[0])
+    assert torch.equal(first, second)
+    assert not torch.equal(second, third)
 
 
 def test_copies_need_not_ask_each_other() -> None:

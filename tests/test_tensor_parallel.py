@@ -427,6 +427,28 @@ def a_layer_alone() -> None:
     same(model, alone, "alone")
 
 
+class Dropping(nn.Module):
+    """Behind a decorator."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.ones_like(x))
+
+
+def test_random_numbers_behind_a_decorator_differ_from_the_first_forward_on() -> None:
+    def program() -> Tensor:
+        mesh = mc.make_mesh({"tp": 2})
+        model = nn.Sequential(nn.Linear(4, 128), Dropping(), nn.Linear(128, 4))
+        tensor_parallel(model, {"0": "column", "2": "row"}, axis="tp", mesh=mesh)
+        seen: list[Tensor] = []
+        model[1].register_forward_hook(lambda _, args, y: seen.append(y))
+        model(torch.ones(1, 4))
+        return seen[0]
+
+    first, second = mc.launch(program, 2)
+    assert not torch.equal(first, second)
+
+
 def test_a_layer_alone() -> None:
     mc.launch(a_layer_alone, ranks=2)
 

@@ -33,6 +33,7 @@ def parallelize(
     grads: Literal["sum", "mean"],
     axes: Mapping[str, Role] | None = None,
     divide: Collection[str] | Mapping[str, int] = (),
+    sequence: bool = False,
     units: Iterable[str | type[nn.Module] | nn.Module] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -61,6 +62,7 @@ def parallelize(
         axes: what axes with other names are for: "data", "fsdp" or "tensor" by name. By name are known ``dp`` and
             ``replica``, ``fsdp``, and ``tp``.
         divide: with a plan by hand, as :func:`tensor_parallel` has it.
+        sequence: whether activations are cut along the sequence, as :func:`tensor_parallel` has it.
         units: as :func:`fully_shard` has it.
         param_dtype: parameters are gathered and used in this dtype; needs an axis of fsdp.
         reduce_dtype: gradients are reduced in this dtype.
@@ -99,21 +101,22 @@ def parallelize(
         fail(WHERE, f"grads={grads!r}.", fix='"sum" if you reduce the loss over the ranks, "mean" for a local loss')
     data, fsdp, tensor = (_together(role, roles) for role in ("data", "fsdp", "tensor"))
     dtypes = {"reduce_dtype": reduce_dtype, "accumulate_dtype": accumulate_dtype}
-    _refuse_idle(plan, divide, units, param_dtype, dtypes, data, fsdp, tensor)
+    _refuse_idle(plan, divide, sequence, units, param_dtype, dtypes, data, fsdp, tensor)
     if not isinstance(sync_batch_norm, bool):
         fail(WHERE, f"sync_batch_norm={sync_batch_norm!r} is neither True nor False.", fix="True or False")
     calls: list[str] = []
     table = ""
     if tensor is not None and not (isinstance(plan, str) and here.size_of(tensor) == 1):
         if isinstance(plan, str):
-            found = _asked_for("meshcomm.parallel.tensor.auto.auto_plan").auto_plan(module, tensor, mesh=here)
+            auto = _asked_for("meshcomm.parallel.tensor.auto.auto_plan").auto_plan
+            found = auto(module, tensor, sequence=sequence, mesh=here)
             plan, divide, table = found, found.divide, f"{found}\n"
         _asked_for("meshcomm.parallel.tensor.module").tensor_parallel(
-            module, plan, axis=tensor, divide=divide, mesh=here
+            module, plan, axis=tensor, sequence=sequence, divide=divide, mesh=here
         )
         styled: Any = plan
         styles = ", ".join(f"{pattern!r}: {_written(style)}" for pattern, style in styled.items())
-        counts = f", divide={divide!r}" if divide else ""
+        counts = f"{', sequence=True' if sequence else ''}{f', divide={divide!r}' if divide else ''}"
         calls.append(f"tensor_parallel(model, {{{styles}}}, axis={tensor!r}{counts})")
     rows = tuple(name for name, role in roles.items() if role != "tensor")
     alone = local_batch_norms(module) if sync_batch_norm and rows and here.size_of(rows) > 1 else []
@@ -205,13 +208,25 @@ def _together(role: str, roles: Mapping[str, Role]) -> AxisName | None:
 
 
 def _refuse_idle(
-    plan: Any, divide: Any, units: Any, param_dtype: Any, dtypes: Mapping[str, Any], data: Any, fsdp: Any, tensor: Any
+    plan: Any,
+    divide: Any,
+    sequence: Any,
+    units: Any,
+    param_dtype: Any,
+    dtypes: Mapping[str, Any],
+    data: Any,
+    fsdp: Any,
+    tensor: Any,
 ) -> None:
     """What is said and has nothing to do."""
     if isinstance(plan, str) and plan != "auto":
         fail(WHERE, f"plan={plan!r}.", fix="'auto', or a mapping of patterns to styles")
     if isinstance(plan, str) and divide:
         fail(WHERE, "divide= without a plan.", fix="plan=, of which it is a part; 'auto' finds its own")
+    if not isinstance(sequence, bool):
+        fail(WHERE, f"sequence={sequence!r} is neither True nor False.", fix="True or False")
+    if tensor is None and sequence:
+        fail(WHERE, "sequence=True, and no axis for tensor parallelism.", fix="an axis 'tp', or axes={...: 'tensor'}")
     if tensor is None and not isinstance(plan, str):
         fail(WHERE, "a plan, and no axis for tensor parallelism.", fix="an axis 'tp', or axes={...: 'tensor'}")
     for name, value in {"units": units, "param_dtype": param_dtype}.items():

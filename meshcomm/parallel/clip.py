@@ -106,7 +106,7 @@ class _Sums:
         self.table = torch.zeros(2 ** len(self.axes) + 1, dtype=double, device=self.device)
         self.dtype: torch.dtype | None = None
         lists: dict[tuple[int, float], list[Tensor]] = {}
-        for p in module.parameters():
+        for _, p in module.named_parameters():
             if p.is_floating_point() or p.is_complex():
                 own = torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
                 self.dtype = own if self.dtype in (None, torch.float32) else self.dtype

@@ -38,10 +38,29 @@ def has_auto(module: nn.Module, model: Model) -> str:
     return NOT_FOUND.get(model.name, "")
 
 
+NOT_IN_SEQUENCES = {
+    "Albert": "attention and its residual stream are one module", "Rwkv": "tokens take from those before them",
+    "ViT": "five tokens", "Wav2Vec2": "39 frames", "Hubert": "39 frames", "LSTM": "no list of layers",
+    "ConvNext": "pictures between layers", "Segformer": "pictures between layers", "Swin": "windows of pictures",
+    "Llama with LoRA": "generate() of a part of what is cut",
+}  # fmt: skip
+"""Where none is found that cuts the sequence, and why."""
+
+
+def has_auto_in_sequences(module: nn.Module, model: Model) -> str:
+    """Whether one is found that cuts the sequence."""
+    return NOT_FOUND.get(model.name) or NOT_IN_SEQUENCES.get(model.name, "")
+
+
 def in_sequences(module: nn.Module, model: Model) -> None:
     """With activations between the blocks cut along the sequence."""
     styles, divide = plan_of(model.name, module, current_mesh().shape["tp"], sequence=True)  # type: ignore[union-attr]
     parallel.tensor_parallel(module, styles, axis="tp", sequence=True, divide=divide)
+
+
+def auto_in_sequences(module: nn.Module, model: Model) -> None:
+    """By a plan that is found, with activations cut along the sequence."""
+    parallel.tensor_parallel(module, "auto", axis="tp", sequence=True)
 
 
 def _then(first: Apply, second: Apply) -> Apply:
@@ -94,6 +113,7 @@ TENSOR: tuple[Method, ...] = (
     Method("tp of four", TP4, tp, (), fits=_in_four, generate=True),
     Method("tp, sequence", TP, in_sequences, (), fits=_has_sequences, generate=True),
     Method("tp, auto", TP, auto, (), fits=has_auto, generate=True),
+    Method("tp, auto, sequence", TP, auto_in_sequences, (), fits=has_auto_in_sequences, generate=True),
     Method("tp of four, auto", TP4, auto, (), fits=has_auto, generate=True),
     Method("fsdp x tp, auto", FSDP_TP, _then(auto, fsdp), ("fsdp",), fits=has_auto, clip=0.1, generate=True),
     Method("dp x tp", DP_TP, _then(tp, _dp), ("dp",), fits=has_plan, micro=2, clip=0.1),

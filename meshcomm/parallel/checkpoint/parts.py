@@ -195,10 +195,14 @@ def collect(module: nn.Module, optimizer: torch.optim.Optimizer | None, unmarked
 
 def _collect_optimizer(found: Entries, here: Named, optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
-        theirs = optimizer_names(here, group["params"])
+        theirs = optimized(here, group["params"])
         for key, value in group.items():
-            _put(found, ("optim", "param_groups", number, key), theirs if key == "params" else value)
-        for name, p in zip(theirs, group["params"], strict=True):
+            _put(
+                found,
+                ("optim", "param_groups", number, key),
+                [name for name, _ in theirs] if key == "params" else value,
+            )
+        for name, p in theirs:
             place, shape = here.place_of_state(optimizer, p)
             for tail, value in _leaves(optimizer.state.get(p, {})):
                 path = ("optim", "state", name, *tail)
@@ -212,13 +216,23 @@ def _collect_optimizer(found: Entries, here: Named, optimizer: torch.optim.Optim
                 _put(found, path, value)
 
 
-def optimizer_names(here: Named, params: Sequence[Tensor]) -> list[str]:
-    """The names of what an optimiser has."""
-    strange = [tuple(p.shape) for p in params if id(p) not in here.first]
+_STAND_IN = "_meshcomm_stand_in"
+
+
+def stand_in(device: torch.device) -> nn.Parameter:
+    """A parameter without elements for the optimiser of a rank that has none; no checkpoint has it."""
+    made = nn.Parameter(torch.empty(0, device=device))
+    vars(made)[_STAND_IN] = True
+    return made
+
+
+def optimized(here: Named, params: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """What an optimiser has, by name; not what a stage without parameters gives it in place of some."""
+    strange = [tuple(p.shape) for p in params if id(p) not in here.first and _STAND_IN not in vars(p)]
     if strange:
         fail("checkpoint", f"the optimiser has {len(strange)} parameters that are not the module's.",
              got=f"of shapes {strange[:4]}", fix="make the optimiser of module.parameters()")  # fmt: skip
-    return [here.first[id(p)] for p in params]
+    return [(here.first[id(p)], p) for p in params if _STAND_IN not in vars(p)]
 
 
 def _put(found: Entries, at: Path, value: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import fail, names, shape_text
-from meshcomm.parallel.checkpoint.parts import Named, Path, dotted, named, optimizer_names, state_names
+from meshcomm.parallel.checkpoint.parts import Named, Path, dotted, named, optimized, state_names
 from meshcomm.parallel.checkpoint.reader import Reader
 from meshcomm.parallel.global_places import Place, Spread
 from meshcomm.parallel.optimizers.shares import WHOLE_STATES, is_kept
@@ -31,7 +31,7 @@ class Leaf(NamedTuple):
 def names_of_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of the parameters in each group of an optimiser."""
     here = named(module)
-    return [optimizer_names(here, group["params"]) for group in optimizer.param_groups]
+    return [[name for name, _ in optimized(here, group["params"])] for group in optimizer.param_groups]
 
 
 class Restoring:
@@ -163,10 +163,9 @@ class Restoring:
         used: set[str] = set()
         wrong: list[str] = []
         for number, group in enumerate(optimizer.param_groups):
-            ours = optimizer_names(here, group["params"])
             settings = self._settings(same, groups, group, together[number])
             self._commits.append(lambda group=group, settings=settings: _set(group, settings))  # type: ignore[misc]
-            for name, p in zip(ours, group["params"], strict=True):
+            for name, p in optimized(here, group["params"]):
                 place, shape = here.place_of_state(optimizer, p)
                 like = [(tail, key, tail not in scalars) for tail, key in own[name]]
                 used.add(same.get(name, name))

@@ -5,8 +5,6 @@ wait. It may ask where it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from meshcomm.errors import fail
@@ -14,23 +12,29 @@ from meshcomm.mesh import Axis, axes_in
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 
-@contextmanager
-def closed(where: str, axis: Axis, before: dict[str, Any] | None = None) -> Iterator[None]:
-    """Inside, a collective along ``axis``, or along axes that it is part of, is refused; ``where`` names the caller.
-    ``before``: empty at first, and the same each time: what was made there is used again.
+class closed:  # noqa: N801
+    """Inside, a collective along ``axis``, or along axes that it is part of, is refused; ``where`` names the caller. It
+    may be entered again and again, once at a time.
     """
-    rank = current_rank() if axis.mesh.in_process else None
-    holder: Any = axis.mesh if rank is None else rank
-    tables = holder.axes
-    before = {} if before is None else before
-    made = before.get("tables")
-    if made is None or not made.is_of(where, axis, holder, tables):
-        before["tables"] = made = _Tables(where, axis, holder, tables)
-    holder.axes = made
-    try:
-        yield
-    finally:
-        holder.axes = tables
+
+    __slots__ = ("_axis", "_holder", "_made", "_open", "_where")
+
+    def __init__(self, where: str, axis: Axis) -> None:
+        self._where, self._axis = where, axis
+        self._made: _Tables | None = None
+
+    def __enter__(self) -> None:
+        axis = self._axis
+        rank = current_rank() if axis.mesh.in_process else None
+        self._holder: Any = axis.mesh if rank is None else rank
+        self._open = tables = self._holder.axes
+        made = self._made
+        if made is None or not made.is_of(self._holder, tables):
+            self._made = made = _Tables(self._where, axis, self._holder, tables)
+        self._holder.axes = made
+
+    def __exit__(self, *_: object) -> None:
+        self._holder.axes = self._open
 
 
 class _Tables(dict[Any, Axis]):
@@ -42,10 +46,9 @@ class _Tables(dict[Any, Axis]):
         for key, found in tables.items():
             self[key] = self._seen(found)
 
-    def is_of(self, where: str, axis: Axis, holder: Any, tables: dict[Any, Axis]) -> bool:
+    def is_of(self, holder: Any, tables: dict[Any, Axis]) -> bool:
         """Whether it would be made of these."""
-        known = self._open is tables and self._axis is axis and self._holder is holder
-        return known and self._where == where
+        return self._open is tables and self._holder is holder
 
     def __missing__(self, key: Any) -> Axis:
         mesh, name = (self._axis.mesh, key) if self._holder is self._axis.mesh else key

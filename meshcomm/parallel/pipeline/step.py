@@ -23,7 +23,7 @@ from meshcomm.collectives.agree import agree
 from meshcomm.errors import MeshError, fail, held, names
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.objects.objects import all_gather_object
-from meshcomm.parallel.checkpoint.parts import ties_of
+from meshcomm.parallel.checkpoint.parts import stand_in, ties_of
 from meshcomm.parallel.cut_parameters import know
 from meshcomm.parallel.data.micro_batches import reduced_once
 from meshcomm.parallel.data.replica import Grads
@@ -215,11 +215,12 @@ class PipelineStep(nn.Module):
         """As many passes had failed, of this or another pipeline, when that was learnt."""
         self._prefixes = self._named(axis)
         self._ties = Ties(stages, self._numbers, axis)
-        for stage in stages:
-            for x in (*stage.parameters(), *stage.buffers()):
-                along = {*declared(x), *axes_in(axis.name)}
-                declare(x, Type(dict.fromkeys(sorted(along), Origin(WHERE, leaf=True)), grid=grid_of(axis.mesh)))
-                as_told(x)
+        own = [x for stage in stages for x in (*stage.parameters(), *stage.buffers())]
+        self._stand_in = [] if any(True for _ in self.stages.parameters()) else [stand_in(axis.mesh.device)]
+        for x in (*own, *self._stand_in):
+            along = {*declared(x), *axes_in(axis.name)}
+            declare(x, Type(dict.fromkeys(sorted(along), Origin(WHERE, leaf=True)), grid=grid_of(axis.mesh)))
+            as_told(x)
         know(self, axis.mesh)
         watch_steps()
 
@@ -384,6 +385,13 @@ class PipelineStep(nn.Module):
                 twice |= not seen.isdisjoint(found)
                 seen.update(found)
         return [f"stages.{number}." if twice else "" for number in self._numbers]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of this rank's stages; where these have none one without elements, which no other method gives: so each
+        rank has an optimiser, and may skip a step when the others do.
+        """
+        yield from super().parameters(recurse)
+        yield from self._stand_in
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -97,7 +97,8 @@ def tensor_parallel(
             :class:`Block`: what is done where a module begins and ends. Its pattern names modules, and the parameters
             inside are named beside it.
         axis: a name, or a tuple of names.
-        sequence: whether activations between a row and a column are cut along the last dim but one.
+        sequence: whether activations between a row and a column are cut along the last dim but one; with "auto" from
+            the first to the last layer of each list of layers.
         divide: patterns of names of attributes that count what is now on this rank, such as ``"*.attn.heads"``: they
             are divided by the size of the axis, or by the numbers of a dict. ``"*.attn.config.heads"`` is one of an
             object that the module has, of which the module gets a copy.
@@ -188,14 +189,8 @@ def tensor_parallel(
 
 def _found(module: nn.Module, axis: Axis, sequence: bool) -> Mapping[str, Any]:
     """A plan that is looked for; printed by the first rank of the mesh."""
-    if sequence:
-        fix = (
-            "sequence=False; or edit plan=auto_plan(module, axis), 'sequence' for norms between the blocks and 'split' "
-            "for tables of positions, and pass it (docs/models.md: Plans)"
-        )
-        fail(WHERE, "plan='auto' and sequence=True.", fix=fix)
     auto: Any = importlib.import_module("meshcomm.parallel.tensor.auto.auto_plan")  # whose proof needs this module
-    plan: Mapping[str, Any] = auto.auto_plan(module, axis.name, mesh=axis.mesh)
+    plan: Mapping[str, Any] = auto.auto_plan(module, axis.name, sequence=sequence, mesh=axis.mesh)
     if not any(axis.mesh.own_coordinate().values()):
         sys.stdout.write(f"tensor_parallel(..., axis={axis.name!r}):\n{plan}\n")
     return plan

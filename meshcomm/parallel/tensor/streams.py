@@ -10,6 +10,7 @@ by the module or by anybody else, and how much of it, makes no difference to eit
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from types import CodeType
 from typing import Any
@@ -195,7 +196,7 @@ def _draws(part: nn.Module) -> bool:
     for kind in type(part).__mro__:
         if kind is nn.Module:
             return False
-        codes = [getattr(value, "__code__", None) for name, value in vars(kind).items()
+        codes = [getattr(inspect.unwrap(value), "__code__", None) for name, value in vars(kind).items()
                  if not any(part in name for part in ("init", "reset"))]  # fmt: skip
         if not kind.__module__.startswith("torch.") and any(_names_one(code) for code in codes if code is not None):
             return True

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple
@@ -43,14 +42,19 @@ class Rows(NamedTuple):
 _rows: ContextVar[Rows | None] = ContextVar("meshcomm_rows", default=None)
 
 
-@contextlib.contextmanager
-def only_rows(rows: Rows) -> Iterator[None]:
+class only_rows:  # noqa: N801
     """Inside, what is drawn of as many rows is what these rows of the whole batch would draw."""
-    before = _rows.set(rows)
-    try:
-        yield
-    finally:
-        _rows.reset(before)
+
+    __slots__ = ("_before", "_rows")
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __enter__(self) -> None:
+        self._before = _rows.set(self._rows)
+
+    def __exit__(self, *_: object) -> None:
+        _rows.reset(self._before)
 
 
 class Cut(NamedTuple):

@@ -43,7 +43,6 @@ from meshcomm.parallel.pipeline.schedule import Schedule
 from meshcomm.spmd.random.draws import Rows, only_rows
 
 WHERE = "pipelined"
-NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Ran(NamedTuple):
@@ -214,7 +213,7 @@ class Pass:
         self._losses: list[tuple[Tensor, float]] = []
         self.outputs: dict[int, Any] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
-        self.closing: dict[str, Any] = {}
+        self.closed = closed(WHERE, wires.axis)
         self.ran: list[Ran] = []
         self.peak = 0
 
@@ -266,8 +265,9 @@ class Pass:
         """All of them."""
         do = {"F": self._f, "B": self._b, "D": self._b, "W": self._w}
         row, wires, alive = self.row, self.wires, self.alive
+        if row:
+            self._ask(row[0])
         for job, after in zip(row, [*row[1:], None], strict=True):
-            self._ask(job)
             if after is not None:
                 self._ask(after)
             do[job.action.kind](job)
@@ -287,8 +287,12 @@ class Pass:
         later = WeightsLater(self.edges) if (chunk, microbatch) in self.split else None
         begin = time.perf_counter()
         arrival = Arrival(outline, tensors, self.trains)
-        with NOTHING if self.told else _explained(self._given(job, outline)):
-            y = self._through(self.stages.modules[chunk], arrival.given(), later, self.batch.rows[microbatch])
+        module, rows = self.stages.modules[chunk], self.batch.rows[microbatch]
+        if self.told:
+            y = self._through(module, arrival.given(), later, rows)
+        else:
+            with _explained(self._given(job, outline)):
+                y = self._through(module, arrival.given(), later, rows)
         if stage == self.stages.last:
             self._ends(action, arrival, y, later)
         self.ran.append(Ran(action, begin, time.perf_counter()))
@@ -317,9 +321,11 @@ class Pass:
 
     def _through(self, module: nn.Module, x: Any, later: WeightsLater | None, rows: Rows) -> Any:
         def fn(x: Any) -> Any:
-            split = NOTHING if later is None else later.forward()
-            with closed(WHERE, self.wires.axis, self.closing), split, only_rows(rows):
-                return module(x)
+            with self.closed, only_rows(rows):
+                if later is None:
+                    return module(x)
+                with later.forward():
+                    return module(x)
 
         if self.stages.remat and self.trains:
             return checkpoint(fn, x, use_reentrant=False)
@@ -339,9 +345,12 @@ class Pass:
             self.outputs[microbatch] = y
             return
         target = self.batch.targets[microbatch]
-        explained = NOTHING if self.told else _explained(_compared(y, target))
-        with explained, closed(WHERE, self.wires.axis, self.closing), only_rows(self.batch.rows[microbatch]):
-            loss = self.stages.loss(y, target)
+        with self.closed, only_rows(self.batch.rows[microbatch]):
+            if self.told:
+                loss = self.stages.loss(y, target)
+            else:
+                with _explained(_compared(y, target)):
+                    loss = self.stages.loss(y, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             fail(WHERE, "the loss is no real number.", got=got, fix="loss(output, target) -> a tensor of one element")
@@ -362,8 +371,11 @@ class Pass:
             gradients = list(self._came(job))
         begin = time.perf_counter()
         if gradients:
-            with NOTHING if alive.later is None else alive.later.opened():
+            if alive.later is None:
                 torch.autograd.backward(alive.edges, gradients)
+            else:
+                with alive.later.opened():
+                    torch.autograd.backward(alive.edges, gradients)
         self.ran.append(Ran(action, begin, time.perf_counter()))
         found = alive.arrival.taken()
         if action.kind == "B":

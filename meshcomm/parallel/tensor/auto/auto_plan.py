@@ -19,9 +19,10 @@ from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import checked_module
-from meshcomm.parallel.tensor.auto.example_inputs import examples_of
+from meshcomm.parallel.tensor.auto.example_inputs import LENGTH, examples_of
 from meshcomm.parallel.tensor.auto.flow import OPAQUE, Flow, Leaf, flow_of
 from meshcomm.parallel.tensor.auto.found_plan import TensorPlan
+from meshcomm.parallel.tensor.auto.in_sequence import Picked, Ways, ends_in, first_right, stacks_of
 from meshcomm.parallel.tensor.auto.patterns import plan_for
 from meshcomm.parallel.tensor.auto.proof import Proof, floats_of, placed
 from meshcomm.parallel.tensor.auto.regions import (
@@ -53,6 +54,7 @@ def auto_plan(
     *,
     example: Any = None,
     unsure: Literal["refuse", "whole"] = "refuse",
+    sequence: bool = False,
     mesh: Mesh | None = None,
 ) -> TensorPlan:
     """Find a plan of tensor parallelism for ``module`` over ``axis``, and prove it.
@@ -80,6 +82,9 @@ def auto_plan(
             By default a few tokens, rows or small pictures, as its signature and its first layers have it.
         unsure: "refuse": an error that names modules with large weights that are not understood. "whole": they stay
             whole on all ranks, as the table says.
+        sequence: whether activations are cut along the sequence, too, from the first to the last layer of each list of
+            them: norms, dropout and what else is between the blocks runs on a part of it. Pass the plan to
+            ``tensor_parallel(..., sequence=True)``.
         mesh: the current mesh by default.
 
     Returns: a dict of patterns and styles, with ``divide``: pass it to :func:`tensor_parallel`, or edit it before.
@@ -91,7 +96,8 @@ def auto_plan(
 
     Raises:
         MeshError: not a module; no such axis; a module for which no example is known, or that cannot be copied;
-            modules that are not understood, by name; nothing that can be cut.
+            modules that are not understood, by name; nothing that can be cut; with ``sequence`` a model in which
+            nothing that is right was found, as where attention stays whole or the sequence is not divisible.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -114,9 +120,11 @@ def auto_plan(
         fail(WHERE, f"{lazy!r} has no shape yet.", fix="run the module once before")
     if known_of(module) is not None:
         fail(WHERE, "the module is tensor parallel already.", fix="the module as it was, and one plan for all of it")
+    if not isinstance(sequence, bool):
+        fail(WHERE, f"sequence={sequence!r} is neither True nor False.", fix="True or False")
     if is_dry():
-        return outside(lambda twin, given: _found_apart(twin, n, given, unsure), module, example)
-    small, flow, proof = _seen(module, axis, here, example)
+        return outside(lambda twin, given: _found_apart(twin, n, given, unsure, sequence), module, example)
+    small, flow, proof = _seen(module, axis, here, example, (5 * n, 4 * n, 2 * n, n) if sequence else (LENGTH,))
     regions, odd = _regions(small.module, flow, n)
     if regions and (current_rank() is not None or not here.in_process):
         refuse_other_modules(WHERE, module, module.named_parameters(), here.axis(axis))
@@ -139,13 +147,39 @@ def auto_plan(
         got = "; ".join(f"{each.name}: {why.get(each.key) or each.reason}" for each in regions[:6]) or "no Linear in it"
         fail(WHERE, what, got=got, fix="data_parallel or fully_shard, which ask nothing of a module; or a plan by hand")
     notes = {**unknown, **{each.name: why.get(each.key) or each.reason for each in regions if each.key not in chosen}}
-    picked = [each.candidates[chosen[each.key]] for each in regions if each.key in chosen]
-    return plan_for(module, small, assembled(picked, small.module), picked, notes, n)
+    picked = [(each, each.candidates[chosen[each.key]]) for each in regions if each.key in chosen]
+    if sequence:
+        return _in_sequence(module, small, flow, proof, picked, notes, n)
+    cut = [candidate for _, candidate in picked]
+    return plan_for(module, small, assembled(cut, small.module), cut, notes, n)
 
 
-def _found_apart(module: nn.Module, n: int, example: Any, unsure: Literal["refuse", "whole"]) -> TensorPlan:
+def _in_sequence(
+    module: nn.Module, small: SmallCopy, flow: Flow, proof: Proof, picked: Picked, notes: dict[str, str], n: int
+) -> TensorPlan:
+    """The same with a cut sequence."""
+    tried, odd = stacks_of(small.module, flow, picked, n)
+    ways = [Ways(small.module, flow, picked, stacks) for stacks in tried]
+    right, cut, found, why = first_right(
+        ways,
+        lambda each: assembled(each, small.module),
+        lambda styles, divide: proof.why_wrong(styles, divide, sequence=True),
+    )
+    if right is None:
+        whole = [name for name in notes if any(each.item(name) for stacks in tried for each in stacks)]
+        got = "; ".join(f"{name or 'the module'}: {each}" for name, each in odd.items()) if odd and not tried else why
+        got += f"; whole stay {names(whole[:4])}" if whole else ""
+        fix = "sequence=False; or a plan by hand, with Block() where the sequence is to be gathered (docs/models.md)"
+        fail(WHERE, "no plan with sequence=True that computes the same was found.", got=got, fix=fix)
+    left = {region.name: "with sequence=True" for (region, _), each in zip(picked, cut, strict=True) if not each.styles}
+    return plan_for(module, small, found, cut, {**notes, **left, **odd}, n, ends_in(module, small, right.stacks))
+
+
+def _found_apart(
+    module: nn.Module, n: int, example: Any, unsure: Literal["refuse", "whole"], sequence: bool
+) -> TensorPlan:
     """On ranks that are started for it."""
-    return auto_plan(module, "auto", example=example, unsure=unsure, mesh=make_mesh({"auto": n}))
+    return auto_plan(module, "auto", example=example, unsure=unsure, sequence=sequence, mesh=make_mesh({"auto": n}))
 
 
 def _mesh_of(axis: AxisName, mesh: Mesh | None) -> tuple[Mesh, int]:
@@ -153,7 +187,9 @@ def _mesh_of(axis: AxisName, mesh: Mesh | None) -> tuple[Mesh, int]:
     return here, here.size_of(axis, WHERE)
 
 
-def _seen(module: nn.Module, axis: AxisName, mesh: Mesh, example: Any) -> tuple[SmallCopy, Flow, Proof]:
+def _seen(
+    module: nn.Module, axis: AxisName, mesh: Mesh, example: Any, lengths: tuple[int, ...]
+) -> tuple[SmallCopy, Flow, Proof]:
     """A small copy, what it can be given, and what flows in it; of the whole depth if need be, and in float32 where
     some operation has no float64."""
     device = mesh.device
@@ -166,7 +202,7 @@ def _seen(module: nn.Module, axis: AxisName, mesh: Mesh, example: Any) -> tuple[
         dtype = next((p.dtype for p in small.module.parameters() if p.is_floating_point()), torch.float64)
         for p in small.module.parameters():
             p.requires_grad_(p.is_floating_point())
-        for each in examples_of(module, example, WHERE):
+        for each in itertools.chain.from_iterable(examples_of(module, example, WHERE, length) for length in lengths):
             given = placed(each, device, dtype)
             try:
                 flow = flow_of(small.module, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -20,13 +21,13 @@ _INNER = ("all_head_size", "inner_dim", "split_size", "attention_dim", "q_dim", 
 
 
 def read_in(part: nn.Module) -> set[str]:
-    """The names that the methods of its classes read."""
+    """The names that the methods of its classes read, also those in decorators."""
     found: set[str] = set()
     for kind in type(part).__mro__:
         if kind is nn.Module:
             break
         for name, value in vars(kind).items():
-            code = getattr(getattr(value, "__func__", value), "__code__", None)
+            code = getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
             if isinstance(code, CodeType) and not any(word in name for word in ("init", "reset", "extra_repr")):
                 found |= _names_of(code)
     return found

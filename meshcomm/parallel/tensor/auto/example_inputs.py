@@ -18,8 +18,9 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 _CALLED_WITH = "_meshcomm_called_with"
 
 
-def examples_of(module: nn.Module, said: Any, where: str) -> Iterator[Given]:
-    """What is tried in turn: what the user says, or what the signature of forward and the first layers suggest."""
+def examples_of(module: nn.Module, said: Any, where: str, length: int = LENGTH) -> Iterator[Given]:
+    """What is tried in turn: what the user says, or what the signature of forward and the first layers suggest;
+    ``length``: of the sequence, if it is one."""
     if said is not None:
         if isinstance(said, Tensor):
             yield (said,), {}
@@ -34,14 +35,14 @@ def examples_of(module: nn.Module, said: Any, where: str) -> Iterator[Given]:
         yield (vars(module)[_CALLED_WITH],), {}
     params = inspect.signature(module.forward).parameters
     if "config" in vars(module) or any(name in params for name in _MADE):
-        yield from _by_names(module, params)
+        yield from _by_names(module, params, length)
     elif any(p.kind is p.VAR_KEYWORD for p in params.values()):  # what passes on what it is given, as peft's
         inside = ((part, inspect.signature(part.forward).parameters) for part in module.modules() if part is not module)
         for part, own in inside:
             if any(name in own for name in _MADE):
-                yield from _by_names(part, own)
+                yield from _by_names(part, own, length)
                 break
-    yield from _by_layers(module, params)
+    yield from _by_layers(module, params, length)
 
 
 def remember(module: nn.Module, x: Any) -> None:
@@ -54,17 +55,17 @@ def remembered(module: nn.Module) -> Any:
     return vars(module).get(_CALLED_WITH)
 
 
-def _ids(module: nn.Module) -> Tensor:
+def _ids(module: nn.Module, length: int) -> Tensor:
     """Tokens of the vocabulary whose length the configuration has, else of the longest table."""
     tables = {part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)}
     said = _config(module, "vocab_size")
     most = said if said in tables else max(tables, default=2)
-    return _ids_of(most)
+    return _ids_of(most, length)
 
 
-def _ids_of(most: int) -> Tensor:
+def _ids_of(most: int, length: int) -> Tensor:
     low = 3 if most > 8 else 0
-    return torch.randint(low, max(low + 1, min(most, 200)), (BATCH, LENGTH), generator=_draws(), device="cpu")
+    return torch.randint(low, max(low + 1, min(most, 200)), (BATCH, length), generator=_draws(), device="cpu")
 
 
 def _draws() -> torch.Generator:
@@ -83,7 +84,7 @@ def _config(module: nn.Module, *names: str) -> Any:
     return None
 
 
-def _picture(module: nn.Module, most: int = 1 << 30) -> Tensor:
+def _picture(module: nn.Module, length: int, most: int = 1 << 30) -> Tensor:
     size = _config(module, "image_size") or 32
     size = min(size, most) if isinstance(size, int) else size
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
@@ -92,14 +93,14 @@ def _picture(module: nn.Module, most: int = 1 << 30) -> Tensor:
     return torch.randn(BATCH, channels, height, width, generator=_draws(), device="cpu")
 
 
-def _spectrum(module: nn.Module) -> Tensor:
+def _spectrum(module: nn.Module, length: int) -> Tensor:
     positions = _config(module, "max_source_positions")
-    length = 2 * positions if isinstance(positions, int) else 64
+    frames = 2 * positions if isinstance(positions, int) else 64
     bins = _config(module, "num_mel_bins", "input_feat_per_channel") or 80
-    return torch.randn(BATCH, bins, length, generator=_draws(), device="cpu")
+    return torch.randn(BATCH, bins, frames, generator=_draws(), device="cpu")
 
 
-def _sound(module: nn.Module) -> Tensor:
+def _sound(module: nn.Module, length: int) -> Tensor:
     frames, bins = _config(module, "max_length"), _config(module, "num_mel_bins")
     if isinstance(frames, int) and isinstance(bins, int):
         return torch.randn(BATCH, frames, bins, generator=_draws(), device="cpu")
@@ -115,7 +116,7 @@ _MADE = {
 }
 
 
-def _by_names(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Iterator[Given]:
+def _by_names(module: nn.Module, params: Mapping[str, inspect.Parameter], length: int) -> Iterator[Given]:
     """As models of transformers call their arguments."""
     main = getattr(module, "main_input_name", None)
     both = bool(_config(module, "is_encoder_decoder"))
@@ -126,9 +127,9 @@ def _by_names(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Ite
     if towers:
         chosen += [name for name in ("input_ids", "pixel_values") if name in params and name not in chosen]
     for names in ([chosen] if chosen else []) + ([first] if first != chosen else []):
-        given = {name: _MADE[name](module) for name in names}
+        given = {name: _MADE[name](module, length) for name in names}
         if "pixel_values" in given and given["pixel_values"].shape[-1] > 32:
-            yield (), {**given, "pixel_values": _picture(module, 32)}  # what only convolves takes any size
+            yield (), {**given, "pixel_values": _picture(module, length, 32)}  # what only convolves takes any size
         if "input_features" in given:  # frames may come first
             turned = {**given, "input_features": given["input_features"].transpose(1, 2)}
             yield (), turned
@@ -137,21 +138,21 @@ def _by_names(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Ite
         yield (), {**given, **rest}
 
 
-def _by_layers(module: nn.Module, params: Mapping[str, inspect.Parameter]) -> Iterator[Given]:
+def _by_layers(module: nn.Module, params: Mapping[str, inspect.Parameter], length: int) -> Iterator[Given]:
     """What the first layers take, once per argument that is wanted."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     wanted = sum(p.kind in kinds and p.default is p.empty for p in params.values())
     varied = any(p.kind is p.VAR_POSITIONAL for p in params.values())
-    for x in _first_inputs(module):
+    for x in _first_inputs(module, length):
         for count in dict.fromkeys((max(wanted, 1), *((2,) if varied else ()))):
             yield (x,) * count, {}
 
 
-def _first_inputs(module: nn.Module) -> Iterator[Tensor]:
+def _first_inputs(module: nn.Module, length: int) -> Iterator[Tensor]:
     for part in module.modules():
         if isinstance(part, nn.Embedding):
-            yield _ids(module)
-            yield _ids_of(part.num_embeddings)
+            yield _ids(module, length)
+            yield _ids_of(part.num_embeddings, length)
             break
         convolved = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
         dims = next((n for kind, n in convolved.items() if isinstance(part, kind)), 0)
@@ -163,7 +164,7 @@ def _first_inputs(module: nn.Module) -> Iterator[Tensor]:
             break
         width = _width(part)
         if width:
-            yield torch.randn(BATCH, LENGTH, width, generator=_draws(), device="cpu")
+            yield torch.randn(BATCH, length, width, generator=_draws(), device="cpu")
             yield torch.randn(BATCH, width, generator=_draws(), device="cpu")
             break
 

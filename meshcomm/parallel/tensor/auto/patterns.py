@@ -47,15 +47,17 @@ def _within(path: str, around: str) -> bool:
 
 def plan_for(
     module: nn.Module, small: SmallCopy, found: tuple[dict[str, Any], dict[str, int]], picked: list[Candidate],
-    notes: Mapping[str, str], n: int,
+    notes: Mapping[str, str], n: int, ends: Mapping[str, Block] | None = None,
 ) -> TensorPlan:  # fmt: skip
-    """The plan of the whole model."""
+    """The plan of the whole model; ``ends``: where in it activations begin and end to be cut along the sequence."""
     styles, divide = found
     params = [path for path, _ in module.named_parameters(remove_duplicate=False)]
     modules = [path for path, _ in module.named_modules(remove_duplicate=False)]
     of_params = {path: styles[small.place_of(path)] for path in params}
     of_modules = {path: styles[place] for path in modules
                   if isinstance(styles.get(place := small.place_of(path)), Block)}  # fmt: skip
+    if ends is not None:  # in the copy other layers stand at the ends
+        of_modules = {path: how for path, how in of_modules.items() if not _is_end(how)} | dict(ends)
     plan: dict[str, Style | Block] = dict(_blocks(of_modules, modules))
     plan |= _params(module, of_params)
     over: dict[str, int] = {}
@@ -66,8 +68,12 @@ def plan_for(
             inner = around.removesuffix(".config") if around.endswith(".config") or around == "config" else around
             if inner == place and by > 1:
                 over[".".join(filter(None, (path, name[len(inner) :].lstrip("."))))] = by
-    lines = tuple(_lines(module, small, plan, of_params, of_modules, picked, notes, n))
+    lines = tuple(_lines(module, small, plan, of_params, of_modules, picked, notes, n, ends is not None))
     return TensorPlan(plan, divide=_divided(over, modules, module), lines=lines)
+
+
+def _is_end(how: Block) -> bool:
+    return how.before == "split" or how.after == "gather"
 
 
 def _blocks(exact: Mapping[str, Block], modules: list[str]) -> Iterator[tuple[str, Block]]:
@@ -146,7 +152,7 @@ def style_text(style: Any) -> str:
 
 def _lines(
     module: nn.Module, small: SmallCopy, plan: Mapping[str, Any], of_params: Mapping[str, Any],
-    of_modules: Mapping[str, Block], picked: list[Candidate], notes: Mapping[str, str], n: int,
+    of_modules: Mapping[str, Block], picked: list[Candidate], notes: Mapping[str, str], n: int, sequence: bool,
 ) -> Iterator[Line]:  # fmt: skip
     """One for each pattern, and one for each thing that stays whole and was asked about."""
     entering = set().union(*(each.entering for each in picked)) if picked else set()
@@ -158,7 +164,7 @@ def _lines(
     for pattern, style in plan.items():
         if isinstance(style, Block):
             paths = [path for path in of_modules if fnmatchcase(path, pattern)]
-            what, sent = _sent_of_block(style, module.get_submodule(paths[0]), module, paths[0], once, all_)
+            what, sent = _sent_of_block(style, module.get_submodule(paths[0]), once, all_, sequence)
             yield Line(pattern, len(paths), style_text(style), "", what, sent * len(paths), "")
             continue
         mine = [path for path in left if _named(pattern, path)]
@@ -177,11 +183,15 @@ def _lines(
         if style == "heads":
             layers = {place: path for place, path in layers.items() if _attention(module, place) == place}
         path = next(iter(layers.values()))
+        if style in ("sequence", "split"):
+            said = "gradients summed once a step" if style == "sequence" else "input's gradient gathered"
+            yield Line(pattern, len(layers), style, "", said, 0.0, "")
+            continue
         blocks = [around for around, how in of_modules.items() if how.before == "enter"]
         running = [place for place, of in layers.items() if _named_in(ran, small.place_of(of))]
         made = [
             _sent(style, module.get_submodule(place), once, all_, small.place_of(place) in entering
-                  and not any(_within(place, around) for around in blocks))
+                  and not any(_within(place, around) for around in blocks), sequence)
             for place in running
         ]  # fmt: skip
         same = next(
@@ -216,10 +226,15 @@ def _cut(style: Any, module: nn.Module, path: str, p: Any) -> str:
     return "" if dim is None else f"dim {dim} of {p.shape[dim]}"
 
 
-def _sent(style: Any, part: nn.Module, once: float, all_: float, enters: bool) -> tuple[str, float]:
+_SUMMED = "input's gradient summed", "sum of outputs"
+_IN_SEQUENCE = "input gathered, its gradient scattered", "sum of outputs, scattered"
+
+
+def _sent(style: Any, part: nn.Module, once: float, all_: float, enters: bool, sequence: bool) -> tuple[str, float]:
     kind = kind_of(part)
+    entered, left = _IN_SEQUENCE if sequence and getattr(style, "sequence", None) is not False else _SUMMED
     if style == "heads" and isinstance(part, nn.MultiheadAttention):
-        return "input's gradient summed, sum of outputs", 2 * all_ * part.embed_dim
+        return f"{entered}, {left}", 2 * all_ * part.embed_dim
     if kind is None:
         return "", 0.0
     weight: Any = part.weight
@@ -227,22 +242,20 @@ def _sent(style: Any, part: nn.Module, once: float, all_: float, enters: bool) -
     inner = weight.shape[kind.inputs] if kind.inputs is not None else 0
     if style == "column" or isinstance(style, Column):
         back = all_ * inner if enters else 0.0
-        said = ["input's gradient summed"] if enters and inner else []
+        said = [entered] if enters and inner else []
         if isinstance(style, Column) and style.gather:
             return ", ".join(["outputs gathered", *said]), once * out + back
         return ", ".join(said), back
     if style == "row" or isinstance(style, Row):
         if isinstance(style, Row) and style.split:
-            return "sum of outputs, input's gradient gathered", all_ * out + once * inner
-        return "sum of outputs", all_ * out
+            return f"{left}, input's gradient gathered", all_ * out + once * inner
+        return left, all_ * out
     if style == "vocab" or isinstance(style, Vocab):
-        return "sum of rows", all_ * out
+        return left.replace("outputs", "rows"), all_ * out
     return "", 0.0
 
 
-def _sent_of_block(
-    how: Block, part: nn.Module, module: nn.Module, path: str, once: float, all_: float
-) -> tuple[str, float]:  # fmt: skip
+def _sent_of_block(how: Block, part: nn.Module, once: float, all_: float, sequence: bool) -> tuple[str, float]:
     width: Callable[[], int] = lambda: max(  # noqa: E731
         (p.shape[-1] for p in itertools.islice(part.parameters(), 8)), default=0
     )
@@ -254,12 +267,19 @@ def _sent_of_block(
     inner = int(weight.shape[kind.inputs or 0]) if kind is not None else min(
         (p.shape[-1] for p in part.parameters() if p.ndim == 3), default=0)  # fmt: skip
     said, sent = [], 0.0
+    entered, left = _IN_SEQUENCE if sequence else _SUMMED
     if how.before == "enter":
-        said.append("input's gradient summed")
+        said.append(entered)
         sent += all_ * inner
     if how.after == "leave":
-        said.append("sum of outputs")
+        said.append(left)
         sent += all_ * inner
+    if how.before == "split":
+        said.append("input's gradient gathered")
+        sent += once * inner
+    if how.after == "gather":
+        said.append("output gathered")
+        sent += once * inner
     if how.divided:
         said.append(f"{', '.join(how.divided)} divided")
     return ", ".join(said), sent

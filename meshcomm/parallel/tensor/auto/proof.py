@@ -48,30 +48,32 @@ class Proof:
             self.outputs, self.grads = _run(copy.deepcopy(module), example)
             self.written = _written(copy.deepcopy(module), example)
 
-    def why_wrong(self, styles: Mapping[str, Any], divide: Mapping[str, int]) -> str:
+    def why_wrong(self, styles: Mapping[str, Any], divide: Mapping[str, int], sequence: bool = False) -> str:
         """Empty: it is right."""
-        key = repr((styles, sorted(divide.items())))
+        key = repr((styles, sorted(divide.items()), sequence))
         if key not in self.tried:
-            self.tried[key] = self._why_wrong(styles, divide)
+            self.tried[key] = self._why_wrong(styles, divide, sequence)
         return self.tried[key]
 
-    def _why_wrong(self, styles: Mapping[str, Any], divide: Mapping[str, int]) -> str:
+    def _why_wrong(self, styles: Mapping[str, Any], divide: Mapping[str, int], sequence: bool) -> str:
         if self.apart:
             with _same_draws():
                 found = World(self.size, None).run(
-                    lambda: self._try("auto", make_mesh({"auto": self.size}), styles, divide)
+                    lambda: self._try("auto", make_mesh({"auto": self.size}), styles, divide, sequence)
                 )
         else:
             with _same_draws():
-                here = self._try(self.axis, self.mesh, styles, divide)
+                here = self._try(self.axis, self.mesh, styles, divide, sequence)
             found = all_gather_object(here, self.axis, mesh=self.mesh)
         return next(filter(None, found), "")
 
-    def _try(self, axis: AxisName, mesh: Mesh, styles: Mapping[str, Any], divide: Mapping[str, int]) -> str:
+    def _try(
+        self, axis: AxisName, mesh: Mesh, styles: Mapping[str, Any], divide: Mapping[str, int], sequence: bool
+    ) -> str:
         """On one rank. What fails does so for shapes, which are the same on all of them."""
         module = copy.deepcopy(self.module)
         try:
-            _adaptor().tensor_parallel(module, styles, axis=axis, divide=divide, mesh=mesh)
+            _adaptor().tensor_parallel(module, styles, axis=axis, sequence=sequence, divide=divide, mesh=mesh)
             outputs, grads = _run(module, self.example)
             written = _written(module, self.example)
         except (MeshError, RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError) as error:

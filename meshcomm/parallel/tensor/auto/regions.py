@@ -222,7 +222,7 @@ def _columns(c: Leaf, among: int, width: int, heads: int | None, n: int) -> Iter
             yield Column(2), most
 
 
-def _names(module: nn.Module, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def named_arguments(module: nn.Module, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The arguments of a call by name."""
     names = tuple(inspect.signature(module.forward).parameters)
     for name, x in given.items():
@@ -233,7 +233,8 @@ def _names(module: nn.Module, given: dict[str, Any]) -> Iterator[tuple[str, Any]
             yield name, x
 
 
-def _needs_grad(x: Any) -> bool:
+def needs_grad(x: Any) -> bool:
+    """Whether any tensor in it does."""
     return any(each.requires_grad for each in tensors(x))
 
 
@@ -244,7 +245,7 @@ def _blocks(pair: Pair, flow: Flow, module: nn.Module, host: str, around: str, d
         return found
     divided: dict[str, tuple[int, int]] = {}
     attention = module.get_submodule(host)
-    for name, x in _names(attention, flow.given.get(host, {})):
+    for name, x in named_arguments(attention, flow.given.get(host, {})):
         if divides and isinstance(x, Tensor) and x.ndim >= 3 and not x.requires_grad and pair.heads > 1:
             at = next((at for at, size in enumerate(x.shape[:-1]) if size in (pair.heads, BATCH * pair.heads)), None)
             if at is not None:
@@ -253,7 +254,7 @@ def _blocks(pair: Pair, flow: Flow, module: nn.Module, host: str, around: str, d
         found[host] = Block(None, divided=divided)
     if pair.shared:
         outer = module.get_submodule(around)
-        inputs = tuple(name for name, x in _names(outer, flow.given.get(around, {})) if _needs_grad(x))
+        inputs = tuple(name for name, x in named_arguments(outer, flow.given.get(around, {})) if needs_grad(x))
         found[around] = Block("enter", None, inputs, divided=divided if around == host else {})
     return found
 
@@ -335,7 +336,7 @@ def experts_of(leaf: Leaf, flow: Flow, n: int) -> Region | None:
     large = {name: p for name, p in params.items() if p.ndim == 3}
     if len(large) < 2 or "." in "".join(params):
         return None
-    given = list(_names(leaf.module, flow.given.get(leaf.path, {})))
+    given = list(named_arguments(leaf.module, flow.given.get(leaf.path, {})))
     inputs = tuple(name for name, x in given if any(True for _ in tensors(x)))
     width = next((int(each.shape[-1]) for _, x in given for each in tensors(x) if each.is_floating_point()), 0)
     down = [name for name in large if any(word in name for word in ("down", "w2", "output", "wo"))] or list(large)[-1:]
