@@ -321,6 +321,19 @@ def test_axes_of_a_dry_run_end_with_it() -> None:
     assert 999 not in t.ranks
 
 
+def test_gradients_that_are_reduced_later_are_there() -> None:
+    """Without them an optimiser would have no states: of stages that are data parallel too they are reduced once."""
+
+    def main() -> None:
+        model = parallel.data_parallel(nn.Linear(4, 4), "dp", grads="mean")
+        with parallel.no_sync(model):
+            model(torch.randn(2, 4)).sum().backward()
+        parallel.reduce_gradients(model)
+        assert all(p.grad is not None for p in model.parameters())
+
+    mc.dry_run(main, {"dp": 2})
+
+
 def test_optimizers_count_their_steps() -> None:
     def main() -> None:
         w = nn.Parameter(torch.randn(3))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fuzz_breaks import broken_of, follow
@@ -225,6 +227,64 @@ def test_a_mask_as_an_index_is_listed() -> None:
 
     said = [line.split(" at ")[0] for line in mc.prove_no_hang(main, {"dp": 2}).unproven]
     assert said == ["a mask as an index", "masked_select()"]
+
+
+INSIDE: dict[str, Callable[[Tensor], object]] = {
+    "a slice": lambda x: x[: x.long()[0]],
+    "a size": lambda x: torch.arange(x.long()[0]),
+    "in": lambda x: 3 in x,
+    "a format": lambda x: f"{x[0]:.1f}",
+    "where": lambda x: torch.where(x > 0),
+    "classes": lambda x: nn.functional.one_hot(x.long()),
+    "counts": lambda x: x.long().bincount(),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+    "runs": lambda x: x.unique_consecutive(),
+    "places": lambda x: x.argwhere(),
+    "parts": lambda x: x.tensor_split(x.long()[:1]),
+    "is_nonzero": lambda x: torch.is_nonzero(x[0]),
+    "elements": lambda x: x.to_sparse().indices(),
+    "memory of numpy's": lambda x: np.from_dlpack(x),
+}
+
+
+@pytest.mark.parametrize("read", INSIDE.values(), ids=INSIDE)
+def test_what_functions_of_torch_read_inside_is_listed(read: Callable[[Tensor], object]) -> None:
+    def main() -> None:
+        read(ones() * 2)
+        mc.barrier("dp")
+
+    assert len(mc.prove_no_hang(main, {"dp": 2}).unproven) == 1
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * (grads[0][0].item() > 0)
+
+
+def read_by_a_hook() -> None:
+    x = ones().requires_grad_()
+    x.register_hook(lambda g: g if g.sum() > 0 else None)
+    x.sum().backward()
+
+
+def read_by_a_backward() -> None:
+    Backward.apply(ones().requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def read_where_numbers_are_drawn() -> None:
+    with mc.rng("(dp b)", seed=0):
+        torch.randn(4).sum().item()
+
+
+@pytest.mark.parametrize("main", [read_by_a_hook, read_by_a_backward, read_where_numbers_are_drawn])
+def test_what_is_read_within_backward_and_under_modes_is_listed(main: Callable[[], None]) -> None:
+    (said,) = mc.prove_no_hang(main, {"dp": 2}).unproven
+    assert "test_hangs.py:" in said
 
 
 def test_what_the_checker_knows_to_be_the_same_everywhere_is_said() -> None:

@@ -1178,6 +1178,15 @@ class Doubled(torch.autograd.Function):
         return 2 * g
 
 
+def test_name_watch_operations() -> None:
+    seen: list[tuple[str, int]] = []
+    with _torch.watch_operations(lambda func, args, result: seen.append((_torch.operation_name(func), len(args)))):
+        torch.arange(torch.tensor(2))
+    torch.ones(2)
+    assert ("aten::_local_scalar_dense", 1) in seen
+    assert "aten::ones" not in dict(seen)
+
+
 def test_name_watch_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors; the storage of a copy has no tensor yet."""
     monkeypatch.setattr(torch.UntypedStorage, "copy_", torch.UntypedStorage.copy_)  # put back at the end

@@ -660,6 +660,78 @@ def loaded(path: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> No
             p.copy_(x)
 
 
+def clipped_by_its_own_norm(mesh: mc.Mesh) -> Made:
+    """Over tp replicas part in the first step, so that neither a checkpoint nor a second step can be made."""
+    model = spread(mlp(), mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> Tensor:
+        sgd.zero_grad()
+        loss = squared(model, batch)
+        loss.backward()
+        norm = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.div_(norm)
+        sgd.step()
+        return loss
+
+    return model, sgd, step
+
+
+def test_what_keeps_a_loop_from_going_on_is_found_in_the_step_before() -> None:
+    (found,) = mc.verify_training(clipped_by_its_own_norm, BATCHES, meshes={"tp": 2}).findings
+    assert found.kind == "gradient"
+    assert "of step 0" in found.text
+    assert "replicas disagree" in found.text
+
+
+def shifted_within_a_part(mesh: mc.Mesh) -> Made:
+    model = parallel.data_parallel(nn.Sequential(nn.Embedding(7, D), nn.Linear(D, 7)), "dp", grads="mean")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> Tensor:
+        sgd.zero_grad()
+        ids = mc.shard(batch, "dp", dim=1)
+        after = ids.roll(-1, 1)
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), after.flatten())
+        loss.backward()
+        sgd.step()
+        return mc.all_reduce(loss.detach(), "dp", "mean")
+
+    return model, sgd, step
+
+
+def divided_twice(mesh: mc.Mesh) -> Made:
+    model = parallel.data_parallel(mlp(), "dp", grads="mean")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> Tensor:
+        sgd.zero_grad()
+        loss = squared(model, mine(batch, mesh))
+        loss = loss / mc.axis_size("dp")
+        loss.backward()
+        sgd.step()
+        return mc.all_reduce(loss.detach(), "dp", "mean")
+
+    return model, sgd, step
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "text"),
+    [
+        (shifted_within_a_part, [torch.randint(7, (2, 8), generator=drawn)], "its indices or mask, which come of"),
+        (divided_twice, BATCHES, "what it takes, of div at"),
+    ],
+)
+def test_the_line_that_makes_what_is_blamed_is_named_too(make: Make, batches: list[Any], text: str) -> None:
+    lines, start = inspect.getsourcelines(make)
+    at = start + next(i for i, line in enumerate(lines) if "roll" in line or "axis_size" in line)
+    found = mc.verify_training(make, batches, meshes=DP, steps=1).findings[0]
+    assert text in found.text
+    assert f"{Path(__file__).name}:{at}" in found.text
+
+
 def test_checkpoints_are_those_of_all_ranks_and_have_all_that_there_is() -> None:
     report = mc.verify_training(by_hand(over("mean")), BATCHES, meshes=DP, checkpoint=(saved_by(0), loaded))
     (finding,) = report.findings  # a momentum, which is not in the file

@@ -4,6 +4,7 @@ storage: a part of :mod:`meshcomm._torch`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ __all__ = [
     "profiler_on",
     "watch_capsules",
     "watch_functions",
+    "watch_operations",
     "watch_parameters",
     "watch_storages",
     "watch_swaps",
@@ -54,6 +56,34 @@ def watch_functions(watch: Callable[..., Any]) -> None:
 
     apply.__wrapped__ = descriptor  # type: ignore[attr-defined]  # as functools.wraps does
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
+_Mode: Any = find(
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "prove_no_hang does not list what torch's functions read inside, as a slice by a tensor does",
+    object,
+)
+
+
+def watch_operations(look: Callable[[Any, tuple[Any, ...], Any], object]) -> contextlib.AbstractContextManager[object]:
+    """Inside, each operation of this thread is shown to ``look``, with what it was given and what it gives."""
+    return contextlib.nullcontext() if _Mode is object else _Looking(look)
+
+
+class _Looking(_Mode):  # type: ignore[misc]
+    def __init__(self, look: Callable[[Any, tuple[Any, ...], Any], object]) -> None:
+        super().__init__()
+        self._look = look
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing that is compiled comes here, and torch's compiler takes seconds to be loaded."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._look(func, args, result)
+        return result
 
 
 def watch_total_norms(look: Callable[[list[Tensor]], object]) -> None:

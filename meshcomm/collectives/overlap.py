@@ -223,6 +223,7 @@ class _Sums:
             take_over(g, stream)
         if before is not None and not torch.is_grad_enabled() and (more := before(at)) is not None:
             g = more if g is None else g.to(more.dtype) + more
+            now.seen[at] = True
         return g
 
     def finish(self, needed: Sequence[bool]) -> list[Tensor | None]:

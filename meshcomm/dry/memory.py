@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshcomm import _torch
+from meshcomm.dry.workspaces import workspace
 from meshcomm.runtime.callsite import Spot, called_at, is_ours, site_at
 from meshcomm.runtime.transports.dry.world import DryWorld, dry_world
 
@@ -198,9 +199,10 @@ class LiveMemory:
             if isinstance(x, Parameter) and x.is_leaf:
                 self._know(x)
         adds = node is not None and node.name().endswith("AccumulateGrad")
-        if node is not None and node.name().endswith("Backward0") and _torch.operation_name(func) in _IN_PLACE:
+        name = _torch.operation_name(func)
+        if node is not None and node.name().endswith(_OF_TORCH) and (name in _IN_PLACE or _adds_up(name, operands)):
             self._written_over(operands[0])
-        own = _UNREDUCED.get(_torch.operation_name(func), _nothing)(operands)
+        own = _UNREDUCED.get(name, _nothing)(operands)
         for x in (*results, *operands[:1]) if adds else results:
             storage = _storage(x)
             if storage is None:
@@ -224,14 +226,13 @@ class LiveMemory:
 
     def _see_workspace(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """What a kernel takes while it runs."""
-        name = _torch.operation_name(func)
-        work = _WORKSPACES.get(name)
-        storage = _storage(results[0]) if work is not None and results else None
+        nbytes = workspace(func, operands, results) if results else 0
+        storage = _storage(results[0]) if nbytes else None
         made: _Piece | None = getattr(storage, _NAME, None)
-        if work is None or made is None or storage is None:
+        if made is None or storage is None:
             return
-        device, piece = self._devices[results[0].device.type], _Piece(storage)
-        piece.nbytes, piece.part, piece.site = work([*operands, *results]), _ACTIVATIONS, made.site
+        device, piece, name = self._devices[results[0].device.type], _Piece(storage), _torch.operation_name(func)
+        piece.nbytes, piece.part, piece.site = nbytes, _ACTIVATIONS, made.site
         device.add(piece, name)
         device.free(piece)
 
@@ -278,55 +279,6 @@ class LiveMemory:
             _mark(p.grad, _GRADIENTS)
 
 
-def _blocks(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Of how many queries, and by how many keys, are the tiles of attention on the CPU."""
-    length = q.shape[2]
-    return min(256 if length >= 768 else 64 if length >= 192 else 32, length), min(512, k.shape[2])
-
-
-def _attention(operands: Sequence[Tensor]) -> int:
-    q, k = operands[:2]
-    rows, columns = _blocks(q, k)
-    narrow = q.itemsize * rows * columns if q.itemsize < 4 else 0
-    return torch.get_num_threads() * (4 * rows * (columns + 2 + q.shape[3]) + narrow)
-
-
-def _attention_backward(operands: Sequence[Tensor]) -> int:
-    g, q, k = operands[:3]
-    rows, columns = _blocks(q, k)
-    narrow = 2 * q.itemsize * rows * columns if q.itemsize < 4 else 0
-    copy = 0 if g.transpose(1, 2).is_contiguous() else g.nbytes
-    return copy + torch.get_num_threads() * (8 * rows * columns + 4 * rows + narrow)
-
-
-def _blocked(x: Tensor) -> int:
-    """Bytes of an image with its channels in blocks, as kernels of the CPU take it; few channels are none."""
-    channels, block = x.shape[1], 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
-    return 0 if channels < 4 else x.nbytes // channels * -(-channels // block) * block
-
-
-def _convolution(operands: Sequence[Tensor]) -> int:
-    """Its operands in blocks, then its result in blocks; what has no window takes them as they are."""
-    x, w, *_, y = operands
-    if math.prod(w.shape[2:]) == 1 or not y.is_cpu:
-        return 0
-    return max(_blocked(x) + w.nbytes + _blocked(y) - y.nbytes, _blocked(y))
-
-
-def _convolution_backward(operands: Sequence[Tensor]) -> int:
-    g, x, w = operands[:3]
-    return 0 if math.prod(w.shape[2:]) == 1 or not x.is_cpu else _blocked(g) + _blocked(x)
-
-
-_WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
-}
-"""Bytes that kernels take while they run, where it is much."""
-
-
 def _nothing(operands: Sequence[Tensor]) -> int:
     return 0
 
@@ -342,6 +294,19 @@ _UNREDUCED = {
 """Losses whose mean or sum torch leaves in the memory of what it was made of, a loss for each element."""
 _IN_PLACE = frozenset(f"aten::{name}" for name in ("scatter_add", "scatter", "index_add", "index_put"))
 """What autograd's own backwards do in the zeros that they have made, where tensors have memory."""
+_OF_TORCH = "Backward0", "Backward1", "Backward2"
+
+
+def _adds_up(name: str, operands: Sequence[Tensor]) -> bool:
+    """Whether gradients of one value are added up: in the memory of the first one, where nobody else has that."""
+    if name != "aten::add" or len(operands) != 2 or torch.is_grad_enabled():
+        return False
+    x, y = operands
+    return (
+        x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous() and not _torch.of_tensor(x.untyped_storage(), 1)
+    )
+
+
 _BY_PLACE = {
     ("parallel/fsdp/groups.py", "gather"): _GATHERED,
     ("parallel/fsdp/groups.py", "packed"): _BUCKETS,

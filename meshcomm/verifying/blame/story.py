@@ -25,7 +25,7 @@ from meshcomm.collectives.check import differentiable
 from meshcomm.errors import CommError
 from meshcomm.mesh import Mesh
 from meshcomm.spmd.shard_map.assemble import coordinates
-from meshcomm.verifying.blame.line import Blame
+from meshcomm.verifying.blame.line import Blame, look_at
 from meshcomm.verifying.blame.partings import first_of, first_parting, lines_in, one_line_of
 from meshcomm.verifying.blame.states import UNKNOWN, State, is_part, state_of
 from meshcomm.verifying.blame.trail import Followed, Step, is_reduction, paired, stop_of
@@ -173,6 +173,9 @@ class Story:
             return self._lacking(*parts[0], used=step.name)
         state = self.value(i)
         told = [self._gives(step, state)]
+        told += [
+            f"what it takes, of {self._first_of(j).name}, has to be reduced by {each.by!r}" for j, each in parts[:1]
+        ]
         why = explained(state.factor, self._sizes(step))
         told += [why] if why else []
         told += self._right_up_to(i)
@@ -216,7 +219,7 @@ class Story:
         rank, i = min(found, key=lambda each: (each[1], each[0]))
         step = self.ranks[rank].steps[i]
         told = f"on rank {rank} {step.name} gives what it gives nowhere on one device, of what is there too"
-        return Blame(step.line, (told,), f"look at {step.name}, whose operands are right")
+        return Blame(step.line, (told,), look_at(step, self.ranks[rank].steps))
 
     def _counts(self, rank: int, i: int) -> bool:
         step = self.ranks[rank].steps[i]
@@ -304,10 +307,14 @@ class Story:
                 seen |= set(self.steps[at].of)
         return False
 
-    def _lacking(self, i: int, state: State, used: str = "") -> Blame:
-        while before := [j for j in self.steps[i].of if self.value(j) == state]:
+    def _first_of(self, i: int) -> Step:
+        """The first step on the way to this one whose value is what this one's is."""
+        while before := [j for j in self.steps[i].of if self.value(j) == self.value(i)]:
             i = before[0]
-        step, over = self.steps[i], _axis_text(state.over)
+        return self.steps[i]
+
+    def _lacking(self, i: int, state: State, used: str = "") -> Blame:
+        step, over = self._first_of(i), _axis_text(state.over)
         if self.noun:
             return Blame(step.line, (self._gives(step), f"it is not reduced over {over}"), self._instead(step, state))
         told = f"{step.name} gives what is not yet reduced over {over}" + (f", and {used} takes it" if used else "")
@@ -331,7 +338,7 @@ class Story:
             )
         if is_reduction(step) and all(self.value(j).name == "right" for j in step.of):
             return f"leave {step.name} out: what it takes is reduced already"
-        return f"look at {step.name}, whose operands are right"
+        return look_at(step, self.steps)
 
     # ---------------------------------------------------------------------------------------------- gradients
 

@@ -407,7 +407,7 @@ class Judge:
         if only is not None:
             return self._told("parameter", line, f"{what}: the update is {only:g} times the right one", offs,
                               "the same learning rate and one optimizer.step() on every rank")  # fmt: skip
-        fix = "look for what the optimiser does between ranks, and for who else writes parameters"
+        fix = "look for what the optimiser does between ranks, and for who else writes parameters or its states"
         wrote = [] if self.again is None else self.again.written(number, [off.name for off in offs])
         others = [each for each in wrote if each != line]
         more = f"; written at {', '.join(others)} too" if others else ""

@@ -143,8 +143,10 @@ def one_mesh(
             job = replace(job, half=half, folder=f"{folder}/checkpoint")
         failed: list[Finding] = []
         seen = _run(job, runtime, failed)
-        if seen is None and saves:  # what cannot be saved may be what a wrong step has made
-            saves, seen = False, _run(replace(job, half=-1), runtime, [])
+        unsaved = replace(job, half=-1)
+        for less in (unsaved,) * saves + (replace(unsaved, last=1),) * (job.last > 1):
+            if seen is None:  # what cannot be saved, or not be used by the next step, may be what a wrong step has made
+                saves, seen, job = False, _run(less, runtime, []), less
         if seen is None:
             findings += failed
             return
