@@ -131,9 +131,11 @@ class Letters:
 
     # ------------------------------------------------------------------------------------------------- receiving
 
-    def ask(self, link: Any, where: str, want: Want, route: int) -> Parcel:
-        """For the next message over this route."""
+    def ask(self, link: Any, where: str, want: Want, route: int, *, ahead: bool = False) -> Parcel:
+        """For the next message over this route; ``ahead``: make room for it now."""
         parcel, key = Parcel(link, where, want), (want[0], route)
+        if ahead and want[2] in dtypes.PLAIN:
+            parcel.out = reserve.empty(want[1], torch.empty(0, dtype=want[2], device="cpu"))
         with self._receiving:
             self._asked.setdefault(key, deque()).append(parcel)
         return parcel
@@ -195,8 +197,9 @@ class Letters:
         try:
             with parcel.as_asked():
                 if fits and dtype in dtypes.PLAIN:
-                    parcel.out = packed = reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu"))
-                    packed = packed.view(-1)
+                    if parcel.out is None:
+                        parcel.out = reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu"))
+                    packed = parcel.out.view(-1)
                 else:
                     length, kind = (shape, dtype) if fits else ((found.nbytes,), torch.uint8)
                     packed = dtypes.to_bytes(reserve.empty(length, torch.empty(0, dtype=kind, device="cpu")))

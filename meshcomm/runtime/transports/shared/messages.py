@@ -102,7 +102,8 @@ class Letterbox(Carrier):
         link, letters, cpu = self._link, self._letters(), torch.device("cpu")
         record = self._noted(([], [(src, tag)] * len(rooms)))
         route = (self._first + tag) % CALLS
-        parcels = [letters.ask(link, "exchange", (src, shape, dtype, tag, cpu), route) for shape, dtype in rooms]
+        wants = [(src, shape, dtype, tag, cpu) for shape, dtype in rooms]
+        parcels = [letters.ask(link, "exchange", want, route, ahead=True) for want in wants]
         return Bringing(Posted(link, "exchange", letters, parcels, []), record)
 
     def _letters(self) -> Letters:
