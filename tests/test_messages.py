@@ -487,3 +487,25 @@ def unseen(seconds: float) -> float:
 
 def test_a_message_keeps(pool4: Any) -> None:
     assert pool4.run(unseen, 0.3)[1] == 3.0
+
+
+def too_early() -> float:
+    """Whose time is up before anything is sent gets it when it asks again."""
+    mesh = pair()
+    if mesh is None:
+        return 0.0
+    want: Any = {"shape": (1,), "dtype": torch.float32, "mesh": mesh}
+    if mesh.rank == 1:
+        mail = mesh.axis("a").link.mail
+        before, mail.timeout = mail.timeout, 0.3
+        told(lambda: mc.recv("a", 0, **want))
+        mail.timeout = before
+        mc.barrier("a", mesh=mesh)
+        return mc.recv("a", 0, **want).item()
+    mc.barrier("a", mesh=mesh)
+    mc.send(torch.full((1,), 5.0), "a", 1, mesh=mesh)
+    return 0.0
+
+
+def test_who_asks_again_gets_it(pool4: Any) -> None:
+    assert pool4.run(too_early)[1] == 5.0

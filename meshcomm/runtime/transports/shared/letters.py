@@ -20,6 +20,7 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
+from meshcomm.runtime.process.boxes import GONE
 from meshcomm.runtime.process.lending import Segment, room
 from meshcomm.runtime.process.memory import Lease, Memory, create, find
 from meshcomm.runtime.process.reuse import reserve
@@ -47,7 +49,7 @@ _MOST = 128
 """How many letters a ring has place for."""
 _RING = _CELLS * (1 + _MOST)
 """Before the letters the number of the last one that was seen."""
-_PAUSE, _IDLE = 1e-3, 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE, _IDLE = 1e-3, 2e-2, 0.5
 """Seconds between looks of the thread that looks while nobody else does, and after which it has nothing to do."""
 
 
@@ -237,17 +239,32 @@ class Letters:
                 threading.Thread(target=self._look_after, name="meshcomm messages", daemon=True).start()
 
     def _look_after(self) -> None:
-        end = time.monotonic() + _IDLE
+        end, pause = time.monotonic() + _IDLE, _FIRST_PAUSE
         while True:
-            time.sleep(_PAUSE)
-            if self._asked or self._left:
+            time.sleep(pause)
+            if self._is_busy():
+                before = list(self._next)
                 end = time.monotonic() + _IDLE
                 with contextlib.suppress(Exception):  # who waits hears of it
                     self.look()
+                pause = _FIRST_PAUSE if self._next != before else min(1.2 * pause, _LONGEST_PAUSE)
             with self._looking:
-                if not (self._asked or self._left) and time.monotonic() > end:
+                if (not self._is_busy() and time.monotonic() > end) or self.mail.own.state() == GONE:
                     self._looks = False
                     return
+
+    def _is_busy(self) -> bool:
+        return bool(self._asked or self._left)
+
+    def forget(self, parcels: Sequence[Parcel]) -> None:
+        """What has not come is for who asks next."""
+        with self._receiving:
+            for parcel in parcels:
+                for key, asked in list(self._asked.items()):
+                    if parcel in asked:
+                        asked.remove(parcel)
+                        if not asked:
+                            del self._asked[key]
 
     # --------------------------------------------------------------------------------------------------- sending
 
@@ -262,9 +279,12 @@ class Letters:
         try:
             with self._sending:
                 number = self._write(dst, _letter(link.name, tag, x, follows, lent, route))
-        except BaseException:
+        except BaseException as error:
             if lent is not None:
                 lent.take_back()
+            if isinstance(error, OSError):
+                why = f"there is no memory to share: {error.strerror or error}"
+                raise link._error("exchange", RuntimeError(why)) from error
             raise
         mail.ring_at(dst)
         return Sent(dst, number, lent, rest)
@@ -319,8 +339,8 @@ class Letters:
     # ------------------------------------------------------------------------------------------------------- the end
 
     def is_at_rest(self) -> bool:
-        """Whether nothing was asked for that has not come, and the others have seen all letters that are for them."""
-        if self._asked or self._left:
+        """Whether nothing that somebody wants has not come, and the others have seen all letters that are for them."""
+        if self._left or any(not parcel.dropped for asked in list(self._asked.values()) for parcel in list(asked)):
             return False
         return self._own is None or all(self._own[_RING * i] == number for i, number in enumerate(self._numbers))
 

@@ -38,20 +38,32 @@ class Posted(Pending):
 
     def wait(self, timeout: float | None) -> list[Tensor]:
         """What came, when all is here, and all was read that was sent."""
-        mail = self._letters.mail
         begin = time.monotonic()
         if missing := self.look():
-            limit = mail.timeout if timeout is None else timeout
-            waiting = Wait(_Listener(self._link, mail, self._where, timeout), begin + limit)
-            while missing:
-                waiting.more(missing)
-                missing = self.look()
+            self._wait_for(missing, timeout, begin)
         for rest in self._rests():
             rest.wait(None if timeout is None else max(0.0, begin + timeout - time.monotonic()))
         for parcel in self._parcels:
             if parcel.error is not None:
                 raise parcel.error
         return [parcel.out for parcel in self._parcels]  # type: ignore[misc]
+
+    def _wait_for(self, missing: list[int], timeout: float | None, begin: float) -> None:
+        mail = self._letters.mail
+        limit = mail.timeout if timeout is None else timeout
+        waiting = Wait(_Listener(self._link, mail, self._where, timeout), begin + limit)
+        try:
+            while missing:
+                waiting.more(missing)
+                missing = self.look()
+        except CommError:  # the message is for who asks next
+            self._letters.forget(self._parcels)
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        for sent in self._sent:
+            sent.let_go(self._letters.mail)
 
     def done(self) -> bool:
         """Whether it would not wait: all is here, or will not come."""
@@ -64,8 +76,7 @@ class Posted(Pending):
         """What comes is taken, and what was sent may be read."""
         for parcel in self._parcels:
             parcel.dropped = True
-        for sent in self._sent:
-            sent.let_go(self._letters.mail)
+        self._let_go()
         for rest in self._rests():
             rest.abandon()
 
