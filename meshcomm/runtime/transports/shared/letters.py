@@ -18,6 +18,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
+from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.boxes import GONE
 from meshcomm.runtime.process.lending import Segment, room
 from meshcomm.runtime.process.memory import Lease, Memory, create, find
@@ -59,10 +61,14 @@ _NOTHING = contextlib.nullcontext()
 class Parcel:
     """A message that was asked for."""
 
-    __slots__ = ("_inference", "_thread", "dropped", "error", "is_here", "link", "out", "rest", "want", "where")
+    __slots__ = (
+        "_inference", "_thread", "dropped", "error", "index", "is_here", "link", "name", "out", "rest", "want", "where",
+    )  # fmt: skip
 
     def __init__(self, link: Any, where: str, want: Want) -> None:
-        self.link, self.where, self.want = link, where, want
+        self.link: weakref.ref[Any] = weakref.ref(link)
+        """Whoever waits has it; if nobody will any more, a message does not keep it."""
+        self.name, self.index, self.where, self.want = link.name, link.index, where, want
         self._inference, self._thread = torch.is_inference_mode_enabled(), get_ident()
         self.is_here = self.dropped = False
         self.out: Tensor | None = None
@@ -127,9 +133,6 @@ class Letters:
         self._rings: list[Any] = [None] * len(mail.neighbours)
         self._asked: dict[tuple[int, int], deque[Parcel]] = {}
         self._came: dict[tuple[int, int], deque[list[int]]] = {}
-        self._looking = threading.Lock()
-        self._looks = False
-        """Whether there is a thread that looks."""
 
     # ------------------------------------------------------------------------------------------------- receiving
 
@@ -192,10 +195,10 @@ class Letters:
     def _read(self, parcel: Parcel, letter: list[int], src: int) -> None:
         """What does not fit is taken all the same, for who has sent it waits."""
         _, shape, dtype, tag, _ = parcel.want
-        link, found = parcel.link, _envelope(letter)
-        fits = found.is_for(link.name, tag, dtype, shape)
+        link, found = parcel.link(), _envelope(letter)
+        fits = found.is_for(parcel.name, tag, dtype, shape)
         if not fits:
-            parcel.error = envelopes.misfit(parcel.where, found, src, link.index, link.name, dtype, shape)
+            parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
         try:
             with parcel.as_asked():
                 if fits and dtype in dtypes.PLAIN:
@@ -206,19 +209,19 @@ class Letters:
                     length, kind = (shape, dtype) if fits else ((found.nbytes,), torch.uint8)
                     packed = dtypes.to_bytes(reserve.empty(length, torch.empty(0, dtype=kind, device="cpu")))
                     parcel.out = dtypes.from_bytes(packed, dtype).view(shape) if fits else packed
-                if found.follows:
+                if found.follows and link is not None:
                     work = link.base.recv([packed], src, found.follows)
                     parcel.rest = Messages(link, [work], None, packed)
                     if parcel.dropped:
                         parcel.rest.abandon()
-                else:
+                elif not found.follows:
                     self._borrow(letter, src, None if parcel.dropped or not fits else packed)
         except OSError as error:
             self.mail.own.say_unread(src, letter[_NUMBER])
             self.mail.ring_at(src)
-            parcel.error = parcel.error or envelopes.lost(parcel.where, src, link.index, error)
+            parcel.error = parcel.error or envelopes.lost(parcel.where, src, parcel.index, error)
         except RuntimeError as error:
-            parcel.error = link._error(parcel.where, error)
+            parcel.error = error if link is None else link._error(parcel.where, error)
         parcel.is_here = True
 
     def _borrow(self, letter: list[int], src: int, out: Tensor | None) -> None:
@@ -232,29 +235,19 @@ class Letters:
             mail.ring_at(src)
 
     def see_to_it(self) -> None:
-        """Somebody has asked, or sent, who does not wait now: look, until all is here."""
-        with self._looking:
-            if not self._looks:
-                self._looks = True
-                threading.Thread(target=self._look_after, name="meshcomm messages", daemon=True).start()
+        """Somebody has asked, or sent, who does not wait now: have the thread look, until all is here."""
+        _looking.add(self)
 
-    def _look_after(self) -> None:
-        end, pause = time.monotonic() + _IDLE, _FIRST_PAUSE
-        while True:
-            time.sleep(pause)
-            if self._is_busy():
-                before = list(self._next)
-                end = time.monotonic() + _IDLE
-                with contextlib.suppress(Exception):  # who waits hears of it
-                    self.look()
-                pause = _FIRST_PAUSE if self._next != before else min(1.2 * pause, _LONGEST_PAUSE)
-            with self._looking:
-                if (not self._is_busy() and time.monotonic() > end) or self.mail.own.state() == GONE:
-                    self._looks = False
-                    return
+    def look_after(self) -> bool:
+        """As that thread; whether something was there."""
+        before = list(self._next)
+        with contextlib.suppress(Exception):  # who waits hears of it
+            self.look()
+        return self._next != before
 
-    def _is_busy(self) -> bool:
-        return bool(self._asked or self._left)
+    def is_busy(self) -> bool:
+        """Whether something may come, or is to be written."""
+        return bool(self._asked or self._left) and self.mail.own.state() != GONE
 
     def forget(self, parcels: Sequence[Parcel]) -> None:
         """What has not come is for who asks next."""
@@ -349,6 +342,54 @@ class Letters:
         memory, self._memory = self._memory, None
         if memory is not None:
             os.close(memory.fd)
+
+
+class _Looking:
+    """The thread of this process that looks for all who do not wait, while there are some: less and less often."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._every: weakref.WeakSet[Letters] = weakref.WeakSet()
+        self._runs = False
+
+    def add(self, letters: Letters) -> None:
+        """Have it look for these, too."""
+        with self._lock:
+            self._every.add(letters)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="meshcomm messages", daemon=True).start()
+
+    def _run(self) -> None:
+        end, pause = time.monotonic() + _IDLE, _FIRST_PAUSE
+        while True:
+            time.sleep(pause)
+            pause = min(1.2 * pause, _LONGEST_PAUSE)
+            if self._look():
+                end, pause = time.monotonic() + _IDLE, _FIRST_PAUSE
+            with self._lock:
+                if not self._every and time.monotonic() > end:
+                    self._runs = False
+                    return
+
+    def _look(self) -> bool:
+        with self._lock:
+            every = list(self._every)
+        found = False
+        for letters in every:
+            found |= letters.look_after()
+            with self._lock:
+                if not letters.is_busy():
+                    self._every.discard(letters)
+        return found
+
+
+_looking = _Looking()
+
+
+@forks.in_every_fork
+def _forked() -> None:
+    _looking.__init__()  # type: ignore[misc]
 
 
 def letters_of(mail: Mail) -> Letters:
