@@ -21,6 +21,7 @@ from meshcomm.runtime.process import lending
 from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared.letters import Letters
 from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.waiting import Wait
 
 Run = Callable[..., list[Any]]
 LARGE = SIZE
@@ -323,9 +324,9 @@ def ends_at_once() -> float:
     if mesh.rank == 0:
         mc.send(torch.full((10_000,), 3.0), "a", 1, mesh=mesh)
         return 0.0
-    read = Letters._borrow
+    read = Letters._read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Letters, "_borrow", lambda *args: (time.sleep(1.0), read(*args)))
+        patch.setattr(Letters, "_read", lambda *args: (time.sleep(1.0), read(*args)))
         return float(mc.recv("a", 0, shape=(10_000,), dtype=torch.float32, mesh=mesh).sum())
 
 
@@ -509,3 +510,111 @@ def too_early() -> float:
 
 def test_who_asks_again_gets_it(pool4: Any) -> None:
     assert pool4.run(too_early)[1] == 5.0
+
+
+# ------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def interrupted_while_it_copies() -> list[float]:
+    """Who is interrupted in the midst of a message reads it again when it waits again, and the next one after it."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    if mesh.rank == 0:
+        mc.barrier("a", mesh=mesh)
+        mc.wait([mc.send(torch.full((40_000,), value), "a", 1, mesh=mesh, async_op=True) for value in (1.0, 2.0)])
+        return []
+    want: Any = {"shape": (40_000,), "dtype": torch.float32, "mesh": mesh}
+    part, times = lending.Segment.part, []
+
+    def stopped(segment: Any, *args: Any) -> Any:
+        found = part(segment, *args)
+        times.append(1)
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Letters, "see_to_it", lambda self: None)
+        work = mc.recv("a", 0, **want, async_op=True)
+        mc.barrier("a", mesh=mesh)
+        patch.setattr(lending.Segment, "part", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        found = [work.wait(), mc.recv("a", 0, **want)]
+    return [y.mean().item() for y in found]
+
+
+def test_who_is_interrupted_while_it_copies(pool4: Any) -> None:
+    assert pool4.run(interrupted_while_it_copies)[1] == [1.0, 2.0]
+
+
+def interrupted_while_it_waits() -> float:
+    """A receive that was interrupted takes nothing: what comes is for the next one."""
+    mesh = pair()
+    if mesh is None:
+        return 0.0
+    want: Any = {"shape": (1,), "dtype": torch.float32, "mesh": mesh}
+    if mesh.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Wait, "more", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                mc.recv("a", 0, **want)
+        mc.barrier("a", mesh=mesh)
+        return mc.recv("a", 0, **want).item()
+    mc.barrier("a", mesh=mesh)
+    mc.send(torch.full((1,), 3.0), "a", 1, mesh=mesh)
+    return 0.0
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_who_is_interrupted_while_it_waits(pool4: Any) -> None:
+    assert pool4.run(interrupted_while_it_waits)[1] == 3.0
+
+
+def unreadable() -> int:
+    """Of several messages none can be read: each is told, and who has sent them goes on."""
+    mesh = pair()
+    if mesh is None:
+        return 0
+    if mesh.rank == 0:
+        mc.wait([mc.send(torch.ones(20_000), "a", 1, mesh=mesh, async_op=True) for _ in range(3)])
+        return 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mail, "borrow_at", no_memory)
+        works = [mc.recv("a", 0, shape=(20_000,), dtype=torch.float32, mesh=mesh, async_op=True) for _ in range(3)]
+        return sum("cannot be read" in told(work.wait) for work in works)
+
+
+def test_none_of_several_can_be_read(pool4: Any) -> None:
+    assert pool4.run(unreadable)[1] == 3
+
+
+def polled_in_a_transform() -> float:
+    """What is read because ``done`` was asked has nothing to do with what the caller is in the middle of."""
+    mesh = pair()
+    if mesh is None:
+        return 0.0
+    if mesh.rank == 0:
+        mc.send(torch.ones(4), "a", 1, mesh=mesh)
+        return 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Letters, "see_to_it", lambda self: None)
+        work = mc.recv("a", 0, shape=(4,), dtype=torch.float32, mesh=mesh, async_op=True)
+
+        def polling(x: Tensor) -> Tensor:
+            while not work.done():
+                time.sleep(1e-3)
+            return x * x
+
+        torch.func.grad(polling)(torch.tensor(1.0))
+    y = work.wait()
+    assert type(y) is Tensor
+    return y.sum().item()
+
+
+def test_done_reads_outside_of_transforms(pool4: Any) -> None:
+    assert pool4.run(polled_in_a_transform)[1] == 4.0

@@ -271,7 +271,8 @@ def _forget() -> None:
     _pools.clear()
     _let_go.clear()
     for key in [key for key, mail in _mails.items() if not mail.adopted]:
-        del _mails[key]
+        if (letters := _mails.pop(key).letters) is not None:
+            letters.close()
 
 
 world.on_shutdown(_forget)

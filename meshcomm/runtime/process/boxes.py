@@ -21,9 +21,7 @@ _STATE, _TURN, _COUNT, _LISTENS, _BELL, _WHY = range(6)
 HERE, LEAVING, GONE = 0, 1, 2
 _DRAINED = 8
 _LETTERS = _DRAINED + READERS
-"""Where a rank's letters lie: the descriptor and size of their memory, and last its serial number; then of whom and of
-which number the last letter of another one was that it could not read.
-"""
+"""Where a rank's letters lie: the descriptor and size of their memory, and last its serial number."""
 _FAR = 2**62
 """What a reader says to have seen who will never look again."""
 _BOX = _ENTRIES_AT + ENTRIES * ENTRY
@@ -109,16 +107,6 @@ class Box:
         at = self._base + _LETTERS
         serial = self.cells[at + 2]
         return (self.cells[at], serial, self.cells[at + 1]) if serial else None
-
-    def say_unread(self, sender: int, number: int) -> None:
-        """What that one lends with its letter of this number cannot be read."""
-        at = self._base + _LETTERS + 3
-        self.cells[at], self.cells[at + 1] = sender, number
-
-    def is_unread(self, sender: int, number: int) -> bool:
-        """Whether this was said last."""
-        at = self._base + _LETTERS + 3
-        return self.cells[at] == sender and self.cells[at + 1] == number
 
     def listen(self) -> int:
         """As its rank: from now on who has written something rings. Look once more, and then :meth:`sleep`."""

@@ -192,7 +192,7 @@ def started(
     return Started(link, what, work, result, keep, record, gloo)
 
 
-_claiming = threading.Lock()
+_claiming = threading.RLock()  # for what is let go of while one is held may claim, too
 
 
 class Messages(Pending):

@@ -49,8 +49,12 @@ _CELLS = _PLACE + 6
 """Of a letter: its number, over which route it goes; what an envelope says; where what is lent lies."""
 _MOST = 128
 """How many letters a ring has place for."""
-_RING = _CELLS * (1 + _MOST)
-"""Before the letters the number of the last one that was seen."""
+_UNREAD = 16
+_HEAD = _UNREAD + _MOST
+_RING = _HEAD + _CELLS * _MOST
+"""Before the letters the number of the last one that was seen, and of each place that of the last one of which what is
+lent could not be read. (The first ring has the serial number of the memory there, too.)
+"""
 _FIRST_PAUSE, _LONGEST_PAUSE, _IDLE = 1e-3, 2e-2, 0.5
 """Seconds between looks of the thread that looks while nobody else does, and after which it has nothing to do."""
 
@@ -62,7 +66,8 @@ class Parcel:
     """A message that was asked for."""
 
     __slots__ = (
-        "_inference", "_thread", "dropped", "error", "index", "is_here", "link", "name", "out", "rest", "want", "where",
+        "_inference", "_plain", "_thread", "dropped", "error", "index", "is_here", "link", "name", "out", "rest",
+        "want", "where",
     )  # fmt: skip
 
     def __init__(self, link: Any, where: str, want: Want) -> None:
@@ -70,6 +75,7 @@ class Parcel:
         """Whoever waits has it; if nobody will any more, a message does not keep it."""
         self.name, self.index, self.where, self.want = link.name, link.index, where, want
         self._inference, self._thread = torch.is_inference_mode_enabled(), get_ident()
+        self._plain = _torch.plain_now()
         self.is_here = self.dropped = False
         self.out: Tensor | None = None
         self.rest: Messages | None = None
@@ -78,7 +84,7 @@ class Parcel:
 
     def as_asked(self) -> contextlib.AbstractContextManager[object]:
         """The mode in which it was asked for, for whoever reads it, in the middle of whatever that is."""
-        if self._thread != get_ident() and not _torch.plain_now():
+        if (self._plain or self._thread != get_ident()) and not _torch.plain_now():
             stack = contextlib.ExitStack()
             stack.enter_context(_torch.outside_transforms())
             stack.enter_context(torch.inference_mode(self._inference))
@@ -97,24 +103,24 @@ class Sent:
         self.to, self.number, self.lent, self.rest = to, number, lent, rest
         self._is_read = lent is None
 
-    def is_read(self, mail: Mail) -> bool:
+    def is_read(self, letters: Letters) -> bool:
         """Whether it has been, or cannot be."""
         if not self._is_read:
             assert self.lent is not None
             if self.lent.flags[self.to]:
-                box = mail.boxes[self.to]
-                if box is None or not box.is_unread(mail.index, self.number):
+                if not letters.is_unread(self.to, self.number):
                     return False
                 self.lent.returned(self.to)
-            self.let_go(mail)
+            self.let_go(letters.mail.index)
         return True
 
-    def let_go(self, mail: Mail) -> None:
-        """When it has been read, the memory may be lent again: this rank has a part in it, once."""
+    def let_go(self, index: int) -> None:
+        """The memory may be lent again when it has been read: this rank (``index``) has a part in it, once."""
         if not self._is_read:
-            self._is_read = True  # first, for then the memory may be that of another message
             assert self.lent is not None
-            self.lent.returned(mail.index)
+            flags = self.lent.flags
+            self._is_read = True  # first, for then the memory may be that of another message
+            flags[index] = 0
 
 
 class Letters:
@@ -130,6 +136,7 @@ class Letters:
         self._left: dict[int, deque[array[int]]] = {}
         """For whom there are letters for which there is no place yet."""
         self._next = [1] * len(mail.neighbours)
+        self.is_closed = False
         self._rings: list[Any] = [None] * len(mail.neighbours)
         self._asked: dict[tuple[int, int], deque[Parcel]] = {}
         self._came: dict[tuple[int, int], deque[list[int]]] = {}
@@ -148,6 +155,8 @@ class Letters:
     def look(self) -> None:
         """See what has come, and read what was asked for."""
         mail, base = self.mail, _RING * self.mail.index
+        if self.is_closed:
+            return
         if self._left:
             with self._sending:
                 self._write_left()
@@ -157,11 +166,12 @@ class Letters:
                 if cells is None and (cells := self._ring(i)) is None:
                     continue
                 number = first = self._next[i]
-                while cells[at := base + _CELLS * (1 + number % _MOST)] == number:
+                while cells[at := base + _HEAD + number % _MOST * _CELLS] == number:
                     letter = cells[at : at + _CELLS].tolist()
-                    self._came.setdefault((i, letter[_ROUTE]), deque()).append(letter)
+                    queue = self._came.setdefault((i, letter[_ROUTE]), deque())
+                    queue += (letter,)  # no call from here to the next line: Ctrl-C comes between calls
+                    self._next[i] = number + 1
                     number += 1
-                    self._next[i] = number
                 if number != first:
                     cells[base] = number - 1
             for key in [key for key in self._came if key in self._asked]:
@@ -185,8 +195,8 @@ class Letters:
         while asked and came:
             if not asked[0].is_here:  # else somebody was interrupted here
                 self._read(asked[0], came[0], key[0])
-            asked.popleft()
-            came.popleft()
+            del asked[0]  # both, without a call between
+            del came[0]
         if not asked:
             del self._asked[key]
         if not came:
@@ -199,40 +209,42 @@ class Letters:
         fits = found.is_for(parcel.name, tag, dtype, shape)
         if not fits:
             parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
+        segment, follows = None, found.follows
         try:
+            if not follows:
+                segment = self.mail.borrow_at(letter[_PLACE : _PLACE + 6], src)
             with parcel.as_asked():
-                if fits and dtype in dtypes.PLAIN:
-                    if parcel.out is None:
-                        parcel.out = reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu"))
-                    packed = parcel.out.view(-1)
-                else:
-                    length, kind = (shape, dtype) if fits else ((found.nbytes,), torch.uint8)
-                    packed = dtypes.to_bytes(reserve.empty(length, torch.empty(0, dtype=kind, device="cpu")))
-                    parcel.out = dtypes.from_bytes(packed, dtype).view(shape) if fits else packed
-                if found.follows and link is not None:
-                    work = link.base.recv([packed], src, found.follows)
-                    parcel.rest = Messages(link, [work], None, packed)
-                    if parcel.dropped:
-                        parcel.rest.abandon()
-                elif not found.follows:
-                    self._borrow(letter, src, None if parcel.dropped or not fits else packed)
+                packed = _room_for(parcel, fits, found.nbytes)
+            if follows and link is not None:
+                parcel.rest = Messages(link, [link.base.recv([packed], src, follows)], None, packed)
+                if parcel.dropped:
+                    parcel.rest.abandon()
         except OSError as error:
-            self.mail.own.say_unread(src, letter[_NUMBER])
-            self.mail.ring_at(src)
+            if isinstance(error, TimeoutError) or segment is not None or follows:  # of a signal's
+                raise
+            self._say_unread(src, letter[_NUMBER])
             parcel.error = parcel.error or envelopes.lost(parcel.where, src, parcel.index, error)
-        except RuntimeError as error:
+        except RuntimeError as error:  # no memory, or gloo's
+            if segment is not None:
+                segment.returned(self.mail.index)
             parcel.error = error if link is None else link._error(parcel.where, error)
+        else:
+            if segment is not None and fits and not parcel.dropped and packed.numel():
+                packed.copy_(segment.part(packed.nbytes, packed.dtype))
+            if segment is not None:
+                flags, index = segment.flags, self.mail.index
+                flags[index] = 0  # no call from here to the next line: it is read again, or given back
+                parcel.is_here = True
         parcel.is_here = True
+        self.mail.ring_at(src)
 
-    def _borrow(self, letter: list[int], src: int, out: Tensor | None) -> None:
-        mail = self.mail
-        segment = mail.borrow_at(letter[_PLACE : _PLACE + 6], src)
-        try:
-            if out is not None and out.numel():
-                out.copy_(segment.part(out.nbytes, out.dtype))
-        finally:
-            segment.returned(mail.index)
-            mail.ring_at(src)
+    def _say_unread(self, src: int, number: int) -> None:
+        self._rings[src][_RING * self.mail.index + _UNREAD + number % _MOST] = number
+
+    def is_unread(self, dst: int, number: int) -> bool:
+        """Whether that one has said that it cannot read what is lent with this letter."""
+        own = self._own
+        return own is not None and own[_RING * dst + _UNREAD + number % _MOST] == number
 
     def see_to_it(self) -> None:
         """Somebody has asked, or sent, who does not wait now: have the thread look, until all is here."""
@@ -268,19 +280,25 @@ class Letters:
         lent, rest, follows = self._lend(packed, dst), None, 0
         if lent is None:
             follows = following(next(link.numbers))
-            rest = Messages(link, [link.base.send([packed], dst, follows)], None, packed)
+            rest = Messages(
+                link, [link._start("exchange", lambda: link.base.send([packed], dst, follows))], None, packed
+            )
+        letter = _letter(link.name, tag, x, follows, lent, route)
         try:
             with self._sending:
-                number = self._write(dst, _letter(link.name, tag, x, follows, lent, route))
+                self._write(dst, letter)
         except BaseException as error:
             if lent is not None:
-                lent.take_back()
-            if isinstance(error, OSError):
+                if 0 < letter[_NUMBER] <= self._numbers[dst]:  # it is there: Ctrl-C
+                    lent.returned(mail.index)
+                else:
+                    lent.take_back()
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 why = f"there is no memory to share: {error.strerror or error}"
                 raise link._error("exchange", RuntimeError(why)) from error
             raise
         mail.ring_at(dst)
-        return Sent(dst, number, lent, rest)
+        return Sent(dst, letter[_NUMBER], lent, rest)
 
     def _lend(self, packed: Tensor, dst: int) -> Segment | None:
         mail = self.mail
@@ -298,32 +316,36 @@ class Letters:
             raise
         return lent
 
-    def _write(self, dst: int, letter: array[int]) -> int:
+    def _write(self, dst: int, letter: array[int]) -> None:
         if self._memory is None:
             self._memory = memory = create(8 * _RING * len(self._numbers))
             self._own = memory.view.cast("q")
             self.mail.own.say_letters(memory.fd, memory.serial, memory.size)
-        self._numbers[dst] = number = self._numbers[dst] + 1
+        number = self._numbers[dst] + 1
         letter[_NUMBER] = number
-        if dst in self._left or not self._has_place(dst, number):
-            self._left.setdefault(dst, deque()).append(letter)
-            self.see_to_it()
-        else:
-            self._put(dst, letter)
-        return number
+        if dst not in self._left and self._has_place(dst, number):
+            cells, at = self._own, self._place_of(dst, number)
+            cells[at + 1 : at + _CELLS] = letter[1:]
+            cells[at] = number  # now it is there; no call from here to the next line
+            self._numbers[dst] = number
+            return
+        left = self._left.setdefault(dst, deque())
+        left += (letter,)  # the same
+        self._numbers[dst] = number
+        self.see_to_it()
 
     def _has_place(self, dst: int, number: int) -> bool:
         return bool(number - self._own[_RING * dst] <= _MOST)
 
-    def _put(self, dst: int, letter: array[int]) -> None:
-        cells, at = self._own, _RING * dst + _CELLS * (1 + letter[_NUMBER] % _MOST)
-        cells[at + 1 : at + _CELLS] = letter[1:]
-        cells[at] = letter[_NUMBER]  # last: now it is there
+    def _place_of(self, dst: int, number: int) -> int:
+        return _RING * dst + _HEAD + number % _MOST * _CELLS
 
     def _write_left(self) -> None:
         for dst, letters in list(self._left.items()):
             while letters and self._has_place(dst, letters[0][_NUMBER]):
-                self._put(dst, letters[0])
+                cells, at = self._own, self._place_of(dst, letters[0][_NUMBER])
+                cells[at + 1 : at + _CELLS] = letters[0][1:]
+                cells[at] = letters[0][_NUMBER]
                 letters.popleft()
             self.mail.ring_at(dst)
             if not letters:
@@ -339,16 +361,21 @@ class Letters:
 
     def close(self) -> None:
         """Nobody writes or reads here any more."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            os.close(memory.fd)
+        with self._sending, self._receiving:
+            memory, self._memory, self._own = self._memory, None, None
+            self._rings = [None] * len(self._rings)
+            self._left.clear()
+            self._asked.clear()
+            self.is_closed = True
+            if memory is not None:
+                os.close(memory.fd)
 
 
 class _Looking:
     """The thread of this process that looks for all who do not wait, while there are some: less and less often."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._every: weakref.WeakSet[Letters] = weakref.WeakSet()
         self._runs = False
 
@@ -357,8 +384,8 @@ class _Looking:
         with self._lock:
             self._every.add(letters)
             if not self._runs:
-                self._runs = True
                 threading.Thread(target=self._run, name="meshcomm messages", daemon=True).start()
+                self._runs = True
 
     def _run(self) -> None:
         end, pause = time.monotonic() + _IDLE, _FIRST_PAUSE
@@ -398,6 +425,21 @@ def letters_of(mail: Mail) -> Letters:
         if mail.letters is None:
             mail.letters = Letters(mail)
         return cast(Letters, mail.letters)
+
+
+def _room_for(parcel: Parcel, fits: bool, nbytes: int) -> Tensor:
+    """Flat, for what it shall be; or for what does not fit, which follows it over gloo."""
+    _, shape, dtype, *_ = parcel.want
+    if not fits:
+        parcel.out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return parcel.out
+    if dtype in dtypes.PLAIN:
+        if parcel.out is None:
+            parcel.out = reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu"))
+        return parcel.out.view(-1)
+    packed = dtypes.to_bytes(reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu")))
+    parcel.out = dtypes.from_bytes(packed, dtype).view(shape)
+    return packed
 
 
 def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, route: int) -> array[int]:

@@ -32,9 +32,8 @@ class Posted(Pending):
     def look(self) -> list[int]:
         """See what has come; who is waited for still."""
         self._letters.look()
-        mail = self._letters.mail
         missing = [parcel.want[0] for parcel in self._parcels if not parcel.is_here]
-        return missing + [sent.to for sent in self._sent if not sent.is_read(mail)]
+        return missing + [sent.to for sent in self._sent if not sent.is_read(self._letters)]
 
     def wait(self, timeout: float | None) -> list[Tensor]:
         """What came, when all is here, and all was read that was sent."""
@@ -56,14 +55,18 @@ class Posted(Pending):
             while missing:
                 waiting.more(missing)
                 missing = self.look()
-        except CommError:  # the message is for who asks next
-            self._letters.forget(self._parcels)
-            self._let_go()
+        except CommError:
+            self.give_up()
             raise
+
+    def give_up(self) -> None:
+        """It is not waited for again: what has not come is for who asks next."""
+        self._letters.forget(self._parcels)
+        self._let_go()
 
     def _let_go(self) -> None:
         for sent in self._sent:
-            sent.let_go(self._letters.mail)
+            sent.let_go(self._letters.mail.index)
 
     def done(self) -> bool:
         """Whether it would not wait: all is here, or will not come."""
@@ -99,7 +102,7 @@ class Letterbox(Carrier):
         try:
             for x in tensors:
                 sent = letters.send(link, (x, dst, tag), route)
-                sent.let_go(link.mail)
+                sent.let_go(link.index)
                 if sent.rest is not None:
                     sent.rest.abandon()  # it is sent all the same
         except Exception as error:

@@ -34,7 +34,7 @@ from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.letters import letters_of
+from meshcomm.runtime.transports.shared.letters import Parcel, Sent, letters_of
 from meshcomm.runtime.transports.shared.messages import Letterbox, Posted
 from meshcomm.runtime.transports.shared.words import code_of, meaning_of
 
@@ -280,11 +280,18 @@ class OneHostLink(ProcessLink):
         if queued:
             begin_all()
         letters = letters_of(self.mail)
-        parcels = [letters.ask(self, where, want, route) for want, route in zip(wants, got, strict=True)]
-        out = [letters.send(self, post, route) for post, route in zip(posts, sent, strict=True)]
-        posted = Posted(self, where, letters, parcels, out)
-        if not told.later:
-            return posted.wait(None)
+        parcels: list[Parcel] = []
+        out: list[Sent] = []
+        posted, later = Posted(self, where, letters, parcels, out), told.later
+        try:
+            parcels += [letters.ask(self, where, want, route) for want, route in zip(wants, got, strict=True)]
+            for post, route in zip(posts, sent, strict=True):
+                out.append(letters.send(self, post, route))
+            if not later:
+                return posted.wait(None)
+        except BaseException:  # Ctrl-C, too
+            posted.give_up()
+            raise
         if parcels and not told.takes and posted.look():
             letters.see_to_it()
         return cast(Any, posted)  # type: ignore[no-any-return]
