@@ -101,6 +101,7 @@ mc.init(timeout=60)
 mesh = mc.make_mesh({"all": -1})
 total = mc.all_reduce(torch.tensor(mesh.rank + 1.0), "all", mesh=mesh)
 mc.make_mesh({"dp": -1, "tp": 2}).rank  # axes within a host and between hosts
+mc.barrier("all", mesh=mesh)  # who is slow may still set up an axis with who has come to its end
 print(f"met: {mesh.rank} of {mesh.size} on {socket.gethostname()}, {total.item():g}, {os.environ.get('GLOO_SOCKET_IFNAME')}\\n", end="", flush=True)
 """
 

@@ -229,9 +229,10 @@ class Letters:
                 segment.returned(self.mail.index)
             parcel.error = error if link is None else link._error(parcel.where, error)
         else:
-            if segment is not None and fits and not parcel.dropped and packed.numel():
-                packed.copy_(segment.part(packed.nbytes, packed.dtype))
             if segment is not None:
+                if fits and not parcel.dropped and packed.numel():
+                    with parcel.as_asked():
+                        packed.copy_(segment.part(packed.nbytes, packed.dtype))
                 flags, index = segment.flags, self.mail.index
                 flags[index] = 0  # no call from here to the next line: it is read again, or given back
                 parcel.is_here = True
