@@ -405,7 +405,7 @@ def test_who_helps_a_slow_rank_does_not_tell_of_a_time_that_is_up() -> None:
             own = boxes.Arena(memory.create(boxes._ARENA)).make_box(7)  # nobody rings
             mail = {"box": lambda *_: None, "neighbours": [None, Alive()], "own": own, "why_given_up": lambda *_: ""}
             self.mail: Any = type("Mail", (), mail)
-            self.link: Any = type("Link", (), {"ranks": (0, 1)})
+            self.link: Any = type("Link", (), {"ranks": (0, 1), "mail": self.mail})
             self._segments: Any = {1: type("Segment", (), {"cells": {lending.STATE: 1}})}  # it has begun to reduce
             self._entries = {1: ENTRY_CELLS * [0]}
 
