@@ -50,6 +50,10 @@ class HangError(OurError, RuntimeError):
     """A program whose ranks wait for each other for ever, or may: what :func:`meshcomm.prove_no_hang` found."""
 
 
+FIRST_CAUSE = "look at the other ranks: the first one that failed or stopped is the cause"
+"""The fix of what another rank has brought about."""
+
+
 def text(where: str, what: str, *, got: str = "", fix: str = "") -> str:
     """``meshcomm.<where>: <what>`` with a line for what was given and a line for what to do."""
     lines = [f"meshcomm.{where}: {what}"]

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from meshcomm import _torch
 from meshcomm._trees import rebuilt, sortable, walk
 from meshcomm.collectives import check
+from meshcomm.collectives.bucket_sizes import groups_of
 from meshcomm.errors import MeshError
 from meshcomm.mesh import Axis
 from meshcomm.runtime.pending import then_all
@@ -196,46 +197,6 @@ def _without(shape: tuple[int, ...], ragged: int | None) -> tuple[int, ...]:
     return *shape[: ragged % len(shape)], -1, *shape[ragged % len(shape) :][1:]
 
 
-def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:
-    """A bucket has a positive size."""
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
-        check.explain(where, f"bucket_mb={bucket_mb!r} is not a positive number.", axis, fix="a size in MiB such as 25")
-
-
-def groups_of(
-    where: str, leaves: Sequence[Tensor], bucket_mb: float, axis: Axis, *, alike: bool = False
-) -> list[list[int]]:
-    """Positions of the leaves that go together: see :func:`grouped`. ``alike``: they are known to be of one dtype, and
-    on one device.
-    """
-    checked_size(where, bucket_mb, axis)
-    one_kind = alike or len({(leaf.dtype, leaf.device) for leaf in leaves}) == 1  # dynamo knows no attrgetter in a set
-    if one_kind and sum(map(Tensor.numel, leaves)) * leaves[0].element_size() <= bucket_mb * 2**20:
-        return [list(range(len(leaves)))]
-    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
-    return grouped([(leaf.dtype, leaf.device) for leaf in leaves], sizes, bucket_mb)
-
-
-def grouped(
-    kinds: Sequence[tuple[torch.dtype, torch.device]], sizes: Sequence[int], bucket_mb: float
-) -> list[list[int]]:
-    """Positions of what goes together, of leaves of these bytes: a bucket of a kind takes leaves until it has
-    ``bucket_mb`` MiB; what is larger than that goes alone.
-    """
-    limit = bucket_mb * 2**20
-    full: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for at, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
-        bucket, filled = filling.get(kind, ([], 0))
-        if bucket and (filled >= limit or size > limit):
-            bucket, filled = [], 0
-        if not bucket:
-            full.append(bucket)
-        bucket.append(at)
-        filling[kind] = bucket, filled + size
-    return full
-
-
 _SIMPLE = frozenset({Tensor, Parameter})
 _needs_grad, _shape_of = attrgetter("requires_grad"), attrgetter("shape")
 
@@ -313,7 +274,8 @@ def in_buckets(
     of it are one then. ``saves``: the derivative needs the values. ``all_need``: all that comes of a bucket needs a
     gradient if one leaf does; by default what comes of those that do.
     """
-    groups = groups_of(where, leaves, bucket_mb, axis, alike=alike)
+    check.checked_size(where, bucket_mb, axis)
+    groups = groups_of(leaves, bucket_mb, alike=alike)
     begun: list[Any] = []
     backs: list[Unpack] = []
     for bucket in groups:

@@ -345,3 +345,9 @@ def no_gradient(where: str, x: Tensor, axis: Axis, instead: str) -> None:
             x=x,
             fix=f"{instead}; or pass x.detach()",
         )
+
+
+def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:
+    """A bucket has a positive size."""
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
+        explain(where, f"bucket_mb={bucket_mb!r} is not a positive number.", axis, fix="a size in MiB such as 25")

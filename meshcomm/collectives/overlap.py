@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from meshcomm import _torch
 from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_into_graph
-from meshcomm.collectives import buckets
+from meshcomm.collectives import bucket_sizes, buckets, check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.mesh import Axis, axis_with_key
@@ -146,7 +146,7 @@ class _Sums:
         known: list[list[int]] | None = axis.link.orders.get(self._key)
         self.learning = known is None
         if known is None:
-            buckets.checked_size("pvary", bucket_mb, axis)
+            check.checked_size("pvary", bucket_mb, axis)
             known = self._grouped(range(len(leaves))[::-1])  # a guess: the last layers are ready first
         self.buckets = known
         self._passes: dict[int, _Pass] = {}
@@ -159,7 +159,7 @@ class _Sums:
         dense = [at for at in order if at not in self.how.rows]
         kinds = [self.kinds[at][1:] for at in dense]
         sizes = [self.kinds[at][0].numel() * self.kinds[at][1].itemsize for at in dense]
-        return [[dense[at] for at in group] for group in buckets.grouped(kinds, sizes, self._bucket_mb)]
+        return [[dense[at] for at in group] for group in bucket_sizes.grouped(kinds, sizes, self._bucket_mb)]
 
     def ready(self, places: list[int], gs: Sequence[Tensor | None]) -> bool:
         """Take gradients, and start the buckets whose turn it is, unless somebody differentiates the sums or looks for

@@ -267,7 +267,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
         check.tensor("pvary", x, ax)
         return started(_PVARY, x, ax, (), True) if async_op else _vary(x, ax)
     leaves, form, *_ = buckets.leaves_of("pvary", x, ax)
-    buckets.checked_size("pvary", bucket_mb, ax)
+    check.checked_size("pvary", bucket_mb, ax)
     real = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
     for i, varied in zip(real, vary_tree([leaves[i] for i in real], ax, bucket_mb), strict=True):
         leaves[i] = varied

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from meshcomm.collectives import buckets, check
+from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
 from meshcomm.mesh import AxisName, Mesh, axes_in
 from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overlap
@@ -144,7 +144,7 @@ def data_parallel(
     _checked("grads", grads, ("sum", "mean"))
     checked_mean(WHERE, grads, ax.mesh, mean_over)
     _checked("buffers", buffers, ("broadcast", "leave"))
-    buckets.checked_size(WHERE, bucket_mb, ax)
+    check.checked_size(WHERE, bucket_mb, ax)
     if reduce_dtype not in (None, *_FLOATS):
         fail(WHERE, f"reduce_dtype={reduce_dtype!r} is not a dtype that gradients can travel in.", fix=names(_FLOATS))
     if accumulate_dtype not in (None, *_FLOATS):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, fail, text
+from meshcomm.errors import FIRST_CAUSE, CommError, fail, text
 from meshcomm.runtime import tracebacks
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
@@ -355,7 +355,7 @@ def _make_group(
         lost = peers.account(range(who.world_size), closed=True)
         what = f"torch could not make the process group of {who.world_size} ranks with backend {backend!r}"
         what += f": {lost}" if lost else "."
-        fix = "look at the other ranks: the first one that failed or stopped is the cause"
+        fix = FIRST_CAUSE
         raise CommError(text("init", what, got=f"rank {who.rank}: {error}", fix=fix)) from error
     state.group = weakref.ref(whole_group())
     # torch marks each traceback with the rank, once more for each group it makes: put the hook back at the end.

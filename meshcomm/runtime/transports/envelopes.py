@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm.errors import CommError, shape_text, text
+from meshcomm.errors import FIRST_CAUSE, CommError, shape_text, text
 
 _HEAD = struct.Struct("<6q24s16q")
 LENGTHS = 16
@@ -111,6 +111,6 @@ def lost(where: str, source: int, index: int, error: OSError) -> CommError:
             where,
             f"the transport failed: the memory of index {source} cannot be read: {error.strerror or error}",
             got=f"a message from index {source} to index {index}",
-            fix="look at the other ranks: the first one that failed or stopped is the cause",
+            fix=FIRST_CAUSE,
         )
     )

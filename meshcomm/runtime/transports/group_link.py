@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, fail, text
+from meshcomm.errors import FIRST_CAUSE, CommError, fail, text
 from meshcomm.runtime.call import told
 from meshcomm.runtime.health import hosts, peers
 from meshcomm.runtime.health.lateness import Late, late_text
@@ -197,7 +197,7 @@ class GroupLink(PacketLink):
                 what,
                 f"the transport failed: {who}{': ' if who else ''}{_brief(said)}",
                 got=f"index {self.index} of a group of {self.size}",
-                fix="look at the other ranks: the first one that failed or stopped is the cause",
+                fix=FIRST_CAUSE,
             )
         )
 

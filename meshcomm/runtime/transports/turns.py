@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshcomm import _torch
-from meshcomm.errors import CommError, fail, text
+from meshcomm.errors import FIRST_CAUSE, CommError, fail, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process import accelerator
@@ -203,7 +203,7 @@ class Pool:
         except RuntimeError as error:
             found = peers.account([rank for rank in self.ranks if rank != self.ranks[self.index]], closed=True)
             what = f"the process group of an axis could not be set up{': ' + found if found else ''}."
-            fix = "look at the other ranks: the first one that failed or stopped is the cause"
+            fix = FIRST_CAUSE
             raise CommError(text("mesh", what, got=str(error).split("\n", 1)[0], fix=fix)) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from meshcomm.errors import CommError, text
+from meshcomm.errors import FIRST_CAUSE, CommError, text
 from meshcomm.runtime.call import told
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
@@ -341,6 +341,6 @@ class Entry:
                 self.name,
                 f"the transport failed: {what}",
                 got=f"call {self.number} of index {self.link.index} of a group of {self.link.size}: {self}",
-                fix="look at the other ranks: the first one that failed or stopped is the cause",
+                fix=FIRST_CAUSE,
             )
         )

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meshcomm.errors import CommError, text
+from meshcomm.errors import FIRST_CAUSE, CommError, text
 from meshcomm.runtime.pending import Pending, TimedOutError, begin_all, queued
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Record, failed
 from meshcomm.runtime.transports.post import CALLS, Carrier, Room
@@ -200,6 +200,6 @@ class _Listener:
                 self._where,
                 f"the transport failed: {what}",
                 got=f"index {self._link.index} of a group of {self._link.size}",
-                fix="look at the other ranks: the first one that failed or stopped is the cause",
+                fix=FIRST_CAUSE,
             )
         )
