@@ -454,6 +454,17 @@ def test_whole_steps_over_the_adaptors(pool4: Any) -> None:
             assert_close(state, expected, rtol=1e-12, atol=1e-12, msg=lambda text, at=(name, way): f"{at}: {text}")
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel_alone_on_one_rank(sequence: bool) -> None:
+    """No other adaptor around it, and no process group: the compiler sees other code of it."""
+    mesh = mc.make_mesh({"tp": 1})
+    x, plan = torch.randn(8, WIDTH, dtype=F64), {"*.up": "column", "*.down": "row", "*.norm": "replicated"}
+    model = tensor_parallel(stack()[:2], plan, axis="tp", sequence=sequence, mesh=mesh)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    mine, its = (torch.autograd.grad(fn(x).square().sum(), list(model.parameters())) for fn in (run, model))
+    assert_close(mine, its)
+
+
 def kept_by_graphs() -> dict[str, tuple[int, int, Tensor, Tensor]]:
     """Gathers of the graphs of forward and backward, and the gradient against that of eager code."""
     mesh = mc.make_mesh({"fsdp": 4})

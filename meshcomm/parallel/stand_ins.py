@@ -132,7 +132,11 @@ def leaves_of(sites: Sequence[Site], transformed: bool) -> list[Tensor]:
 @contextlib.contextmanager
 def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[None]:
     """Let modules see other tensors in place of their parameters."""
-    changed = [(site, x) for site in sites if (x := values.get(id(site.value))) is not None]
+    changed = []
+    for site in sites:  # a compiler takes no name that a comprehension gives to what is around it
+        x = values.get(id(site.value))
+        if x is not None:
+            changed.append((site, x))
     recurrent = list({site.module: None for site, _ in changed if isinstance(site.module, nn.RNNBase)})
     told = not torch.compiler.is_compiling()
     try:

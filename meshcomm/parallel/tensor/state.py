@@ -120,7 +120,7 @@ class Parallel:
         if self.placed is not None:
             return method(*args, **kwargs)
         self.know_again()
-        if torch.is_grad_enabled() and self.mesh.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.mesh.device.type == "cpu":
             self.equal.look(self.module, self.cuts)
         begun = self.streams.begin(self.module.training)
         try:
