@@ -324,7 +324,7 @@ class Running:
     """A case whose ranks have been started; in the children ``rank`` is not None."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.folder = case, Path(tempfile.mkdtemp(prefix="faults-"))
+        self.case, self.folder = case, Path(tempfile.mkdtemp(prefix="faults-", dir=Path.cwd()))
         self.began = time.monotonic()
         self.codes: dict[int, int] = {}
         self.ended: dict[int, float] = {}
