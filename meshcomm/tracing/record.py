@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,7 +16,7 @@ from meshcomm._torch.autograd import backward_pass
 from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis
 from meshcomm.runtime.call import AXIS, BEHIND, SEEN, Call, messages_of, told
-from meshcomm.runtime.callsite import CallSite, Spot, call_spot, site_at
+from meshcomm.runtime.callsite import CallSite, Spot, call_spot, is_ours, site_at
 from meshcomm.runtime.hooks.stack import Form, Listener, Running, put_on, take_off
 from meshcomm.runtime.pending import Around, Pending, TimedOutError
 from meshcomm.tracing.event import TraceEvent, bytes_of, bytes_of_several
@@ -229,16 +229,11 @@ def _site_in_backward() -> CallSite | Spot:
     """The user's line that a primitive of a backward is due to: that of the node which autograd is running, if it is
     known; else of this call.
     """
-    for frame in _library_frames():
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.startswith(_PACKAGE):
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_ours((code := frame.f_code).co_filename):
+        if code.co_name == "backward" and code.co_filename.startswith(_PACKAGE):
             left: CallSite | Spot | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
             if left is not None:
                 return left
-    return call_spot(3)
-
-
-def _library_frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
-        yield frame
         frame = frame.f_back
+    return call_spot(3)
