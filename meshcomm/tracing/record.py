@@ -32,12 +32,13 @@ Record = list[Any]
 that is most of it.
 """
 (
-    PLACE, NAME, CALL, FORM, DTYPE, SHAPE, GIVEN, SEVERAL, LATER, BACKWARD, SITE, BEGAN, RETURNED, ENDED, WAITED,
+    PLACE, NAME, SAID, MORE, FORM, DTYPE, SHAPE, GIVEN, SEVERAL, LATER, BACKWARD, SITE, BEGAN, RETURNED, ENDED, WAITED,
     WAITED_AT, ASKED, ERROR,
-) = range(18)  # fmt: skip
-"""``CALL``: its fields without its axis. ``GIVEN``: the arguments behind the tensor. ``SEVERAL``: of what is given
-several tensors or none its bytes, messages and key. ``SITE``: the user's line, or the instruction, of which the line is
-asked when the trace is. ``WAITED``: for how long after the call. ``ASKED``: what for, and where.
+) = range(19)  # fmt: skip
+"""``SAID``, ``MORE``: the fields of the call before its axis and behind it. ``GIVEN``: the arguments behind the tensor.
+``SEVERAL``: of what is given several tensors or none its bytes, messages and key. ``SITE``: the user's line, or the
+instruction, of which the line is asked when the trace is. ``WAITED``: for how long after the call. ``ASKED``: what for,
+and where.
 """
 
 
@@ -51,7 +52,7 @@ def _over(record: Record, error: BaseException | None = None) -> None:
 def event_of(record: Record, origin: int) -> TraceEvent:
     """What is known by now; times count from ``origin``."""
     (
-        axis, name, (before, behind), form, dtype, shape, given, several, later, backward, site, began, returned, ended,
+        axis, name, said, more, form, dtype, shape, given, several, later, backward, site, began, returned, ended,
         waited, waited_at, asked, error,
     ) = record  # fmt: skip
     if not isinstance(site, CallSite):
@@ -65,7 +66,7 @@ def event_of(record: Record, origin: int) -> TraceEvent:
         figures = bytes_of(name, math.prod(shape), dtype.itemsize, given, axis.size, axis.index)
         key = name, dtype, *(() if name == "all_to_all" else (tuple(shape), *(() if name == "permute" else given)))
     send, recv = map(tuple, given) if name == "all_to_all" else ((), ())
-    call = Call._make((*before, None, *behind, (), send, recv, messages, None, False))
+    call = Call._make((*said, None, *more, (), send, recv, messages, None, False))
     return TraceEvent(
         operation=call.what, called=call.text, primitive=name,
         axis=axis.name, size=axis.size, rank=axis.rank, place=axis.place,
@@ -132,9 +133,10 @@ class Recorder(Listener):
         if name in _SEVERAL:
             what = Running(name, given, call, None, asynchronous, _nothing)
             several, x = (bytes_of_several(what, self._place.size), messages_of(*what.messages), _key(what)), what.x
+            given = ()  # among it may be a tensor
         dtype, shape = (None, ()) if x is None else (x.dtype, x.shape)
         record = [
-            self._place, name, (call[:AXIS], call[BEHIND:SEEN]), form, dtype, shape, given[1:], several, later,
+            self._place, name, call[:AXIS], call[BEHIND:SEEN], form, dtype, shape, given[1:], several, later,
             backward, site, _clock(), None, None, 0, None, None, None,
         ]  # fmt: skip
         self.records.append(record)
