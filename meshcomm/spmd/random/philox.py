@@ -405,7 +405,7 @@ memory that is taken meanwhile.
 """
 _FEW = 2**9
 """Blocks whose words Python's integers give sooner than tensors do."""
-_FEWEST = 2**3
+_FEWEST = 2**4
 """Blocks whose numbers Python makes one by one."""
 _AHEAD = 2**7
 """Blocks of draws that are made together."""
